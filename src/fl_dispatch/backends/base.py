@@ -1,0 +1,90 @@
+"""The base class of backends: a chip's kernels, one method an operator."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.types import BackendImplKind, OpImpl
+
+
+class Registry(Protocol):
+    """What a backend's ``register_builtins`` needs of the registry."""
+
+    def register_many(self, impls: list[OpImpl], /) -> None:
+        """Add implementations: all of them, or on an error none."""
+
+
+class Backend(abc.ABC):
+    """A set of implementations that are available together.
+
+    A subclass defines a method for each operator that it implements, named like the operator and with the parameters of
+    its declaration in :data:`fl_dispatch.ops.OPERATORS`. No operator is required; a signature that does not fit is an
+    error at registration.
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Its name, such as ``ascend``."""
+
+    @property
+    def vendor(self) -> str | None:
+        """The vendor's name that policies use; ``None`` for a backend that belongs to no vendor."""
+        return None
+
+    def is_available(self) -> bool:
+        """Whether its implementations can run on this machine.
+
+        Must not create a device context: parents fork after asking, and a context does not survive that. Look for the
+        library or the device file instead.
+        """
+        return True
+
+    def why_unavailable(self) -> str:
+        """In words why :meth:`is_available` says no, for people who read a decision."""
+        return "not available on this machine"
+
+    def implementations(
+        self,
+        kind: BackendImplKind,
+        impl_id: str,
+        priority: int | None = None,
+        supports: Mapping[str, Callable[..., bool | str]] | None = None,
+    ) -> list[OpImpl]:
+        """One :class:`OpImpl` for each declared operator that this backend has a method for, in the catalogue's order.
+
+        Args:
+            kind: the kind of all of them.
+            impl_id: the id of all of them.
+            priority: see :class:`OpImpl`.
+            supports: operator → predicate over its arguments, see :class:`OpImpl`.
+
+        Raises:
+            ValueError: ``supports`` names an operator that this backend does not implement.
+        """
+        names = [name for name in OPERATORS if callable(getattr(self, name, None))]
+        predicates: Mapping[str, Callable[..., Any]] = supports or {}
+        for name in predicates:
+            if name not in names:
+                raise ValueError(
+                    f"backend {self.name}: supports names '{name}', an operator that it does not implement"
+                )
+        return [
+            OpImpl(
+                name,
+                impl_id,
+                kind,
+                getattr(self, name),
+                vendor=self.vendor,
+                priority=priority,
+                supports=predicates.get(name),
+                available=self.is_available,
+            )
+            for name in names
+        ]
+
+
+__all__ = ["Backend", "Registry"]

@@ -1,0 +1,1 @@
+"""The ground truth: every operator in plain PyTorch, on any device."""

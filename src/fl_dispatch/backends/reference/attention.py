@@ -1,0 +1,101 @@
+"""References of attention over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCORES_AT_ONCE = 1 << 25
+"""Queries are taken in parts, so that about this many scores exist at a time."""
+
+
+def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
+    tokens = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots = slot_mapping[tokens]
+    block_size = key_cache.shape[1]
+    block, offset = slots // block_size, slots % block_size
+    key_cache[block, offset] = key[tokens].to(key_cache.dtype)
+    value_cache[block, offset] = value[tokens].to(value_cache.dtype)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.attention.paged_attention`. Waits for the device once, to read the lengths."""
+    if out is None:
+        out = query.new_zeros((*query.shape[:2], value_cache.shape[-1]))
+    block_size = key_cache.shape[1]
+    numbers: list[int] = torch.cat((query_start_loc, seq_lens)).tolist()
+    starts, lengths = numbers[: len(query_start_loc)], numbers[len(query_start_loc) :]
+    for request, length in enumerate(lengths):
+        begin, end = starts[request], starts[request + 1]
+        position = length - (end - begin)  # of the first query
+        # Blocks that the window has left may be gone, so nothing before the first visible key is read.
+        first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+        page = first // block_size
+        blocks = block_table[request, page : -(-length // block_size)]
+        visible = slice(first - page * block_size, length - page * block_size)
+        keys = key_cache[blocks].flatten(0, 1)[visible]
+        values = value_cache[blocks].flatten(0, 1)[visible]
+        step = max(1, SCORES_AT_ONCE // max(1, query.shape[1] * len(keys)))
+        for row in range(begin, end, step):
+            rows = slice(row, min(row + step, end))
+            distance = _distance(rows, position - begin - first, keys)
+            out[rows] = _attend(
+                query[rows], keys, values, distance, scale, causal, sliding_window, softcap, alibi_slopes, sinks
+            )
+    return out
+
+
+def _distance(rows: slice, shift: int, keys: Tensor) -> Tensor:
+    """How far each key lies before each query, ``[queries, keys]``."""
+    queries = torch.arange(rows.start + shift, rows.stop + shift, device=keys.device)
+    return queries[:, None] - torch.arange(len(keys), device=keys.device)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    distance: Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of some queries over the keys of their request, ``[queries, heads, value_dim]``."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    kv_heads = keys.shape[1]
+    grouped = query.to(wide).reshape(len(query), kv_heads, -1, query.shape[-1])
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.to(wide)) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(wide).view(kv_heads, -1, 1, 1) * distance.abs()
+    if causal:
+        scores = scores.masked_fill(distance < 0, float("-inf"))
+    if sliding_window is not None:
+        scores = scores.masked_fill(distance.abs() >= sliding_window, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(wide).view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, extra), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hgqk,khd->qhgd", weights, values.to(wide)).flatten(1, 2).to(query.dtype)

@@ -1,0 +1,44 @@
+"""References of the normalizations.
+
+Roundings follow vLLM's own native operators, so that a model gives the same tokens. With a residual the sum is taken in
+float32 and the *unrounded* sum is normalized; the returned sum is rounded to the input dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _normalized(x: Tensor, residual: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The sum and its normalization, both in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
+    return total, total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon)
+
+
+def _result(y: Tensor, total: Tensor, x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    y = y.to(x.dtype).contiguous()
+    return y if residual is None else (y, total.to(x.dtype).contiguous())
+
+
+def rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.normalization.rms_norm`."""
+    total, y = _normalized(x, residual, epsilon)
+    if weight is not None:
+        # Rounded before the product, as in vLLM and in Llama's original code. A half weight on a wide input rounds
+        # nothing.
+        y = y.to(torch.promote_types(x.dtype, weight.dtype)) * weight
+    return _result(y, total, x, residual)
+
+
+def gemma_rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.normalization.gemma_rms_norm`."""
+    total, y = _normalized(x, residual, epsilon)
+    if weight is not None:
+        y = y * (1.0 + weight.to(y.dtype))  # one rounding only, after the product
+    return _result(y, total, x, residual)

@@ -1,0 +1,1 @@
+"""CPUs, with the compiled kernels of vLLM's CPU build."""

@@ -1,0 +1,26 @@
+"""Registers the CPU kernels."""
+
+from __future__ import annotations
+
+from fl_dispatch.backends.base import Registry
+from fl_dispatch.types import BackendImplKind, BackendPriority
+
+from .cpu import CpuBackend
+from .impl import activation, normalization, rotary
+
+
+def register_builtins(registry: Registry) -> None:
+    """Register ``vendor.cpu`` for every operator that has a compiled kernel."""
+    registry.register_many(
+        CpuBackend().implementations(
+            BackendImplKind.VENDOR,
+            "vendor.cpu",
+            BackendPriority.VENDOR,
+            supports={
+                "silu_and_mul": activation.supports_silu_and_mul,
+                "gelu_and_mul": activation.supports_gelu_and_mul,
+                "rms_norm": normalization.supports_rms_norm,
+                "rotary_embedding": rotary.supports_rotary_embedding,
+            },
+        )
+    )

@@ -1,0 +1,1 @@
+"""A vendor backend to copy; see README.md beside this file."""

@@ -1,0 +1,33 @@
+"""RMS normalization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def supports_rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> bool | str:
+    """Return ``True``, or say why the kernel cannot take these arguments; the next implementation gets them then.
+
+    It runs at every call, so look at dtypes, shapes and strides only, never at values.
+    """
+    if weight is None:
+        return "the kernel needs a weight"
+    return True
+
+
+def rms_norm_template(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Replace the body by the vendor's kernel.
+
+    With a residual the kernel may overwrite ``x`` and ``residual`` and return them; without one it must write a new
+    tensor.
+    """
+    total = x.float() if residual is None else x.float() + residual.float()
+    y = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon)
+    if weight is not None:
+        y = y.to(x.dtype) * weight
+    return y.to(x.dtype) if residual is None else (y.to(x.dtype), total.to(x.dtype))

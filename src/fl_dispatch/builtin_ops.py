@@ -1,0 +1,24 @@
+"""The backends that come with this package: the reference, and every package under ``backends/vendor``."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from .backends import reference, vendor
+from .discovery import load_backend
+from .registry import OpRegistry
+
+
+def register_builtins(registry: OpRegistry) -> None:
+    """Register the built-in backends, each completely or not at all; one that fails is a WARNING."""
+    names = [reference.__name__]
+    names += [f"{vendor.__name__}.{module.name}" for module in pkgutil.iter_modules(vendor.__path__) if module.ispkg]
+    for name in names:
+        load_backend(
+            registry,
+            name.rpartition(".")[2],
+            "built in",
+            lambda name=name: importlib.import_module(f"{name}.register_ops"),
+            named=False,
+        )

@@ -1,0 +1,32 @@
+"""The command ``fl``: what runs, why, and whether it is healthy."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..errors import DispatchError
+from . import demo, doctor, explain, ops
+from .output import fail
+
+app = typer.Typer(
+    name="fl",
+    help="One operator, many chips: see and try what runs under vLLM and SGLang, and why.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.demo)
+app.command("ops")(ops.ops)
+app.command("explain")(explain.explain)
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one message and exit code 2, never a traceback."""
+    try:
+        app()
+    except DispatchError as error:
+        fail(str(error))
+        sys.exit(2)

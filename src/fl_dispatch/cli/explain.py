@@ -1,0 +1,79 @@
+"""``fl explain``: why an operator runs what it runs."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import NoImplementationError
+from ..manager import get_default_manager
+from ..ops import OPERATORS
+from ..selection import Decision
+from .output import console, fail, print_json, print_table
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [name for name in OPERATORS if name.startswith(incomplete)]
+
+
+def explain(
+    operator: Annotated[str, typer.Argument(help="The operator, such as rms_norm.", autocompletion=_complete)],
+    scope: Annotated[str | None, typer.Option(help="A layer, such as model.layers.3.input_layernorm.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Say which implementation of an operator runs here, and why each other one does not.
+
+    It speaks of this shell's settings and of this machine. What a serving process runs is in its own start-up log.
+    """
+    manager = get_default_manager()
+    try:
+        decision = manager.explain(operator, scope=scope)
+    except NoImplementationError as error:
+        near = difflib.get_close_matches(operator, manager.registry.list_operators(), 1)
+        fail(f"nobody registered an operator '{operator}'" + (f"; did you mean '{near[0]}'?" if near else "; see fl ops"))
+        raise typer.Exit(2) from error
+    if json:
+        print_json(as_data(decision))
+        return
+    declared = OPERATORS.get(operator)
+    if declared is not None:
+        console.print(declared.summary, highlight=False)
+    console.print(f"order: {', '.join(decision.order)}  ({decision.source}, {decision.origin})", highlight=False, markup=False)
+    print_table(
+        operator + (f" in {scope}" if scope else ""),
+        ("rank", "implementation", "kind", "vendor", "priority", "status", "why"),
+        (
+            (entry.rank or "", entry.impl.impl_id, entry.impl.kind, entry.impl.vendor or "", entry.impl.rank, entry.status, entry.reason)
+            for entry in decision.considered
+        ),
+    )
+    for branch in decision.branches[:-1]:
+        console.print(f"when {branch.rule}: {', '.join(impl.impl_id for impl in branch.candidates)}", highlight=False, markup=False)
+
+
+def as_data(decision: Decision) -> dict[str, Any]:
+    """A decision as plain data."""
+    return {
+        "operator": decision.op_name,
+        "scope": decision.scope,
+        "order": list(decision.order),
+        "source": decision.source,
+        "origin": str(decision.origin),
+        "considered": [
+            {
+                "impl_id": entry.impl.impl_id,
+                "kind": str(entry.impl.kind),
+                "vendor": entry.impl.vendor,
+                "priority": entry.impl.rank,
+                "rank": entry.rank,
+                "status": entry.status,
+                "reason": entry.reason,
+            }
+            for entry in decision.considered
+        ],
+        "conditional": [
+            {"when": str(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]} for branch in decision.branches[:-1]
+        ],
+    }

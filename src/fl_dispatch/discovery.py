@@ -1,0 +1,127 @@
+"""Where backends outside this package come from: entry points, and modules that the user names.
+
+What the user named fails hard; what was only found fails with a WARNING, and ``fl doctor`` shows it. A backend that fails leaves
+nothing half-registered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from .errors import PluginLoadError, RegistrationError
+from .logger_manager import get_logger
+from .registry import OpRegistry, Transaction, known_source
+from .settings import get_settings
+
+logger = get_logger(__name__)
+
+PLUGIN_GROUP = "vllm_fl.plugin"
+PLUGIN_MODULES_ENV = "VLLM_FL_PLUGIN_MODULES"
+REGISTER_NAMES = ("register_builtins", "register", "vllm_fl_register")
+
+
+class DiscoveredPlugin(NamedTuple):
+    """One backend that was found.
+
+    Args:
+        name: its entry point's, package's or module's name.
+        source: where it was found.
+        loaded: whether it registered its implementations.
+        detail: how many implementations, or what went wrong.
+    """
+
+    name: str
+    source: str
+    loaded: bool
+    detail: str
+
+
+_discovered: dict[str, DiscoveredPlugin] = {}
+
+
+def discover_plugins(registry: OpRegistry) -> int:
+    """Load the plugins of the entry point group ``vllm_fl.plugin`` and the modules that the user named.
+
+    A plugin that this registry has already is skipped.
+
+    Returns:
+        How many plugins were loaded.
+
+    Raises:
+        PluginLoadError: a module that the user named does not load, or has no registration function.
+        RegistrationError: a module that the user named registers something wrong.
+    """
+    loaded = 0
+    for point in sorted(entry_points(group=PLUGIN_GROUP), key=lambda point: (point.name, point.value)):
+        loaded += load_backend(registry, point.name, f"entry point {point.value}", point.load, named=False)
+    settings = get_settings()
+    for name in settings.plugin_modules:
+        source = str(settings.origin("plugin_modules"))
+        loaded += load_backend(registry, name, source, lambda name=name: importlib.import_module(name), named=True)
+    return loaded
+
+
+def load_backend(
+    registry: OpRegistry, name: str, source: str, load: Callable[[], object], *, named: bool
+) -> bool:
+    """Load one backend and register what it offers: all of it, or nothing.
+
+    Args:
+        registry: where to.
+        name: the backend's name.
+        source: where it was found.
+        load: returns a function taking the registry, or a module that has one.
+        named: the user asked for it by name, so a failure is an error.
+
+    Returns:
+        Whether it was loaded now.
+
+    Raises:
+        PluginLoadError, RegistrationError: it failed, and the user had named it.
+    """
+    key = f"{source}: {name}"
+    if known_source(registry, key):
+        return False
+    transaction = Transaction(registry, key)
+    try:
+        target = load()
+        _register_function(target, name)(transaction)
+        count = transaction.commit()
+    except (Exception, SystemExit) as error:  # a plugin may raise anything, and some exit
+        detail = f"{type(error).__name__}: {error}"
+        _discovered[key] = DiscoveredPlugin(name, source, False, detail)
+        if isinstance(error, RegistrationError) and named:
+            raise
+        if named:
+            raise PluginLoadError(f"{source}: plugin module '{name}' cannot be loaded: {detail}") from error
+        logger.warning("Backend '%s' (%s) is not used: %s", name, source, detail)
+        return False
+    _discovered[key] = DiscoveredPlugin(name, source, True, f"{count} implementations")
+    logger.debug("Backend '%s' (%s) registered %d implementations", name, source, count)
+    return True
+
+
+def get_discovered_plugins() -> list[DiscoveredPlugin]:
+    """Every backend that was looked at in this process, built-in ones included, with what came of it."""
+    return list(_discovered.values())
+
+
+def clear_discovered_plugins() -> None:
+    """Forget what was looked at."""
+    _discovered.clear()
+
+
+def _register_function(target: object, name: str) -> Callable[[Any], object]:
+    if not isinstance(target, ModuleType):
+        if callable(target):
+            return target
+        raise PluginLoadError(f"'{name}' is neither a module nor a function that takes the registry: {target!r}")
+    for function_name in REGISTER_NAMES:
+        function = getattr(target, function_name, None)
+        if callable(function):
+            return function  # type: ignore[no-any-return]
+    raise PluginLoadError(f"module '{target.__name__}' has no function {REGISTER_NAMES[0]}(registry)")

@@ -1,0 +1,176 @@
+"""Generated functions: what stands in a dispatch table where the bare implementation does not do, and bound operators.
+
+A function with an operator's own parameters is the only form whose cost stays at the floor of the language: a wrapper object or an
+``*args`` closure costs several times more. The source is made from the declaration alone, never from user input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .ops import Operator
+from .signatures import Convention
+from .types import OpImpl
+
+CALL, BOUND, LAYER = "call", "bound", "layer"
+_FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key; anything else it tries to read
+
+
+class LayerStandIn:
+    """What an implementation that takes a layer receives when the caller passed tensors."""
+
+    __slots__ = ("__dict__",)
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self.__dict__.update(attributes)
+
+
+def direct(
+    operator: Operator | None,
+    impl: OpImpl,
+    convention: Convention | None,
+    form: str,
+    fn: Callable[..., Any],
+    slow: Callable[..., Any] | None,
+    unproven: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """The function for a table entry whose first candidate usually runs at once.
+
+    Args:
+        operator: the declaration; ``None`` for an operator that nobody declared.
+        impl: the first candidate.
+        convention: how it is called.
+        form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer comes first).
+        fn: the implementation's function, or a counting wrapper of it.
+        slow: called with the same arguments when the candidate must not run at once; ``None`` when it always may.
+        unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.
+    """
+    if operator is None or convention is None:
+        return fn if impl.supports is None or slow is None else _predicated(fn, impl.supports, slow)
+    guards = [_not_given(operator, name) for name in (*convention.left_out, *unproven)] if slow is not None else []
+    if impl.supports is not None and slow is not None:
+        guards.append(f"_supports({', '.join(operator.parameters)}) is True")
+    bare = convention.layer_first if form == LAYER else convention.positional
+    if bare and not guards and not convention.left_out and (form == BOUND or convention.defaults):
+        return fn
+    return _generate(operator, convention, form, fn, slow, impl, guards)
+
+
+def bound(
+    operator: Operator, key: str, root: Any, start: Callable[[], None], recover: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A bound operator: the operator's signature, the table lookup built in."""
+    names = ", ".join(operator.parameters)
+    source = f"""
+def {operator.name}({_signature(operator, operator.parameters)}):
+    table = _root
+    if not table.plain:
+        if not table.settled:
+            _start()
+        table = table.current
+    fn = table.entries[{key!r}]
+    try:
+        return fn({names})
+    except Exception as error:
+        failure = error
+    return _recover({key!r}, table, fn, failure, ({names},), {{}})
+"""
+    function = _compile(operator, source, {"_root": root, "_start": start, "_recover": recover})
+    function.__doc__ = operator.doc
+    return function
+
+
+def layer_parameters(operator: Operator) -> list[str]:
+    """The declared parameters that a layer-first call passes itself, in order."""
+    attributes = operator.layer.attributes if operator.layer else {}
+    return [name for name in operator.parameters if name not in attributes]
+
+
+def from_layer(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The operator's arguments by name, for a call whose first argument is a layer.
+
+    Raises:
+        TypeError: the call does not fit the layer form.
+    """
+    names = layer_parameters(operator)
+    if len(args) > len(names):
+        raise TypeError(f"{operator.name}(obj, {', '.join(names)}) takes {len(names)} arguments after the layer, not {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    for name, value in kwargs.items():
+        if name not in operator.parameters or name in given:
+            raise TypeError(f"{operator.name}: unexpected or doubled argument '{name}' beside a layer")
+        given[name] = value
+    for name, attribute in (operator.layer.attributes if operator.layer else {}).items():
+        if name not in given and hasattr(layer, attribute):
+            given[name] = getattr(layer, attribute)
+    return given
+
+
+def _generate(
+    operator: Operator,
+    convention: Convention,
+    form: str,
+    fn: Callable[..., Any],
+    slow: Callable[..., Any] | None,
+    impl: OpImpl,
+    guards: list[str],
+) -> Callable[..., Any]:
+    attributes = dict(operator.layer.attributes) if operator.layer else {}
+    own = layer_parameters(operator)
+    if form == LAYER:
+        head = ", ".join(["_obj", _signature(operator, own)]) if own else "_obj"
+        prepare = [
+            f"    {name} = getattr(_obj, {attribute!r}, _default_{name})" for name, attribute in attributes.items()
+        ]
+        passed = ", ".join(["_obj", *own])
+    else:
+        head, prepare, passed = _signature(operator, operator.parameters), [], ", ".join(operator.parameters)
+    if convention.layer_first:
+        stand_in = ", ".join(f"{attribute!r}: {name}" for name, attribute in attributes.items())
+        layer = "_obj" if form == LAYER else f"_LayerStandIn({{{stand_in}}})"
+        call = f"_fn({', '.join([layer, *convention.takes])})"
+    else:
+        call = f"_fn({', '.join(convention.takes)})"
+    lines = [f"def {operator.name}({head}):", *prepare]
+    if guards:
+        lines += [f"    if {' and '.join(guards)}:", f"        return {call}", f"    return _slow({passed})"]
+    else:
+        lines.append(f"    return {call}")
+    namespace = {"_fn": fn, "_slow": slow, "_supports": impl.supports, "_LayerStandIn": LayerStandIn}
+    return _compile(operator, "\n".join(lines), namespace)
+
+
+def _predicated(fn: Callable[..., Any], supports: Callable[..., bool | str], slow: Callable[..., Any]) -> Callable[..., Any]:
+    def predicated(*args: Any, **kwargs: Any) -> Any:
+        if supports(*args, **kwargs) is True:
+            return fn(*args, **kwargs)
+        return slow(*args, **kwargs)
+
+    return predicated
+
+
+def _not_given(operator: Operator, name: str) -> str:
+    default = operator.parameters[name].default
+    if default is None or isinstance(default, bool):
+        return f"{name} is {default!r}" if default is not None else f"{name} is None"
+    return f"{name} == _default_{name}"
+
+
+def _signature(operator: Operator, names: Any) -> str:
+    parts = []
+    for name in names:
+        has_default = operator.parameters[name].default is not operator.parameters[name].empty
+        parts.append(f"{name}=_default_{name}" if has_default else name)
+    return ", ".join(parts)
+
+
+def _compile(operator: Operator, source: str, namespace: dict[str, Any]) -> Callable[..., Any]:
+    for name, parameter in operator.parameters.items():
+        namespace[f"_default_{name}"] = None if parameter.default is parameter.empty else parameter.default
+    namespace["torch"] = torch
+    exec(compile(source, _FILE, "exec"), namespace)
+    function: Callable[..., Any] = namespace[operator.name]
+    return function

@@ -1,0 +1,66 @@
+"""Every error this package raises on purpose. A message says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DispatchError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(DispatchError, ValueError):
+    """A setting is wrong. Raised before anything runs.
+
+    Args:
+        source: where it was read, such as ``/etc/fl.yaml, line 3`` or ``environment variable VLLM_FL_PREFER``.
+        key: the item inside the source, or ``None`` when the source as a whole is wrong.
+        problem: what is wrong with it, and what would be right.
+    """
+
+    def __init__(self, source: str, key: str | None, problem: str) -> None:
+        self.source, self.key, self.problem = source, key, problem
+        where = f"{source}: {key}: " if key else f"{source}: "
+        super().__init__(where + problem)
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str | None, str]]:
+        return type(self), (self.source, self.key, self.problem)
+
+
+class ConfigFileNotFoundError(ConfigError, FileNotFoundError):
+    """A config file that the user named does not exist."""
+
+    __str__ = Exception.__str__  # OSError's own would print the two bases' fields
+
+
+class RegistrationError(DispatchError, ValueError):
+    """An implementation cannot be registered: a duplicate id, or a signature that differs from the declaration."""
+
+
+class PluginLoadError(DispatchError, ImportError):
+    """A plugin module that the user named did not load."""
+
+
+class NoImplementationError(DispatchError, RuntimeError):
+    """No implementation of an operator is allowed, available and fit for the arguments.
+
+    Args:
+        op_name: the operator.
+        reasons: one line for each implementation that was not taken.
+    """
+
+    def __init__(self, op_name: str, reasons: Sequence[str] = ()) -> None:
+        self.op_name, self.reasons = op_name, tuple(reasons)
+        lines = "".join(f"\n  {reason}" for reason in self.reasons)
+        super().__init__(f"No available implementation for op='{op_name}'" + (f":{lines}" if lines else ""))
+
+    def __reduce__(self) -> tuple[type[NoImplementationError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.op_name, self.reasons)
+
+
+class NotSupported(DispatchError, NotImplementedError):  # noqa: N818: it is an answer, not a failure
+    """An implementation declines these arguments and promises that it has written nothing: the next candidate runs."""
+
+
+class RankDivergenceError(DispatchError, RuntimeError):
+    """One rank of a group that runs in lockstep would have fallen back while the others did not."""

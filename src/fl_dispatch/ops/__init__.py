@@ -1,0 +1,46 @@
+"""The operators, one file a family, and the catalogue of them all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from . import activation, attention, normalization, rotary
+from .declaration import (
+    STANDARD_TOLERANCE,
+    Access,
+    LayerForm,
+    Mode,
+    Operator,
+    Sample,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
+
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {
+        declared.name: declared
+        for module in (activation, normalization, rotary, attention)
+        for declared in vars(module).values()
+        if isinstance(declared, Operator)
+    }
+)
+"""Every declared operator by name."""
+
+__all__ = [
+    "OPERATORS",
+    "STANDARD_TOLERANCE",
+    "Access",
+    "LayerForm",
+    "Mode",
+    "Operator",
+    "Sample",
+    "Tolerance",
+    "Work",
+    "Workload",
+    "Write",
+    "operator",
+]

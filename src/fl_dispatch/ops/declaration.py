@@ -1,0 +1,226 @@
+"""What an operator is: one declaration, the single source for everything derived from it.
+
+An operator is declared by a prototype, a function whose signature and docstring are the operator's, and by what the
+signature cannot say: which arguments may be overwritten, how a layer supplies arguments, the fake (meta) function, in
+which modes it may run, tolerances, sample inputs, and the work that a call does. Registration checks, adapters, bound
+operators, ``torch.library`` views, verification, benchmarks and the documentation table are derived from it.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+class Access(enum.Enum):
+    """What a call may do to an argument that it writes."""
+
+    UPDATE = "update"  # overwritten, and its old value matters: a retry needs a copy
+    OUTPUT = "output"  # fully written whatever it held: a retry needs nothing
+    STATE = "state"  # partly written and too large to copy (a KV cache): no retry
+
+
+class Mode(enum.Enum):
+    """Where an operator may run (see docs/architecture.md, Modes)."""
+
+    INLINE = "inline"
+    OPAQUE = "opaque"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True)
+class Write:
+    """An argument that a call may write.
+
+    Args:
+        access: what may happen to it.
+        given: it is only written when this other parameter is given, that is, neither ``None`` nor ``False``.
+    """
+
+    access: Access
+    given: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a layer object supplies arguments: parameter name → attribute of the layer.
+
+    The layer form of a call is ``(obj, *the parameters that the layer does not supply)``, in the declaration's order.
+    An attribute that the layer lacks leaves the parameter at its default.
+    """
+
+    attributes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest accepted error against the float64 reference: ``|error| <= atol + rtol * |expected|``."""
+
+    rtol: float
+    atol: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call has to do at least, for judging how near to the floor an implementation is.
+
+    Args:
+        bytes_moved: bytes read and written once.
+        operations: floating-point operations.
+    """
+
+    bytes_moved: int
+    operations: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a conditional choice may look at.
+
+    Args:
+        dtype: dtype of the leading tensor.
+        tokens: number of tokens in the call.
+        phase: ``"prefill"`` or ``"decode"`` where the operator can tell, else ``None``.
+    """
+
+    dtype: torch.dtype | None
+    tokens: int
+    phase: str | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated input.
+
+    Args:
+        label: what is special about it, such as ``"decode, 32 tokens"``.
+        args: positional arguments in the declaration's order.
+        serving: a realistic serving shape (else a corner case).
+    """
+
+    label: str
+    args: tuple[Any, ...]
+    serving: bool = True
+
+
+Samples = Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Sample]]
+
+STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
+    {
+        torch.float64: Tolerance(1e-12, 1e-12),
+        torch.float32: Tolerance(2e-5, 2e-6),
+        torch.float16: Tolerance(2e-3, 1e-3),
+        torch.bfloat16: Tolerance(1.6e-2, 1e-2),
+    }
+)
+
+
+def leading_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
+    """The first tensor among positional arguments."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg
+    return None
+
+
+def rows_workload(*args: Any) -> Workload:
+    """Workload of an operator on ``[..., hidden]``: every row is a token."""
+    tensor = leading_tensor(args)
+    if tensor is None or tensor.dim() == 0:
+        return Workload(None if tensor is None else tensor.dtype, 0)
+    return Workload(tensor.dtype, tensor.shape[:-1].numel())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operator:
+    """The declaration of one operator.
+
+    Args:
+        name: its name.
+        prototype: a function with its signature and docstring; never called.
+        writes: the arguments that a call may write. Anything not named here is only read.
+        layer: the layer form, or ``None`` where no layer takes part.
+        modes: where it may run.
+        fake: computes outputs without data (same parameters); ``None`` for a selection.
+        samples: generates inputs; ``None`` for a selection.
+        tolerances: accepted error for each dtype.
+        workload: what a conditional choice sees of a call (positional arguments).
+        phases: whether ``workload`` can tell the phase.
+        work: least bytes and operations of a call (positional arguments).
+        selection: it selects something (a class path) instead of computing: no reference, no torch operator, no bench.
+    """
+
+    name: str
+    prototype: Callable[..., Any]
+    writes: Mapping[str, Write] = field(default_factory=lambda: MappingProxyType({}))
+    layer: LayerForm | None = None
+    modes: frozenset[Mode] = frozenset({Mode.EAGER})
+    fake: Callable[..., Any] | None = None
+    samples: Samples | None = None
+    tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: STANDARD_TOLERANCE)
+    workload: Callable[..., Workload] = rows_workload
+    phases: bool = False
+    work: Callable[..., Work] | None = None
+    selection: bool = False
+
+    def __post_init__(self) -> None:
+        parameters = self.parameters
+        for parameter in parameters.values():
+            if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                raise ValueError(f"operator {self.name}: parameter {parameter.name} must be an ordinary positional one")
+        for name, write in self.writes.items():
+            if name not in parameters or (write.given is not None and write.given not in parameters):
+                raise ValueError(f"operator {self.name}: writes name a parameter that does not exist: {name}")
+        for name in self.layer.attributes if self.layer else ():
+            if name not in parameters:
+                raise ValueError(f"operator {self.name}: the layer form names a parameter that does not exist: {name}")
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """Its parameters in order."""
+        return inspect.signature(self.prototype).parameters
+
+    @property
+    def doc(self) -> str:
+        """Its docstring."""
+        return inspect.getdoc(self.prototype) or ""
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        return self.doc.partition("\n")[0]
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All arguments of a call in the declaration's order, defaults filled in.
+
+        Raises:
+            TypeError: the call does not fit the signature.
+        """
+        bound = inspect.signature(self.prototype).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return tuple(bound.arguments.values())
+
+    def written(self, args: tuple[Any, ...]) -> dict[str, tuple[Access, torch.Tensor]]:
+        """The tensors that this call may write, by parameter name; ``args`` as :meth:`bind` returns them."""
+        values = dict(zip(self.parameters, args, strict=True))
+        found = {}
+        for name, write in self.writes.items():
+            given = True if write.given is None else values[write.given]
+            if isinstance(values[name], torch.Tensor) and given is not None and given is not False:
+                found[name] = (write.access, values[name])
+        return found
+
+
+def operator(**declaration: Any) -> Callable[[Callable[..., Any]], Operator]:
+    """Declare an operator by decorating its prototype; the keywords are the fields of :class:`Operator`."""
+
+    def declare(prototype: Callable[..., Any]) -> Operator:
+        return Operator(name=prototype.__name__, prototype=prototype, **declaration)
+
+    return declare

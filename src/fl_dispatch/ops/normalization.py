@@ -1,0 +1,85 @@
+"""Normalization operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .declaration import Access, LayerForm, Mode, Sample, Work, Write, operator
+
+MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
+# With a residual the host treats both as consumed, so an implementation may work in place; without one nothing is
+# written.
+FUSED_WRITES = {"x": Write(Access.UPDATE, given="residual"), "residual": Write(Access.UPDATE, given="residual")}
+NORM_LAYER = LayerForm({"weight": "weight", "epsilon": "variance_epsilon"})
+
+
+def _fake(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    out = x.new_empty(x.shape)
+    return out if residual is None else (out, residual.new_empty(residual.shape))
+
+
+def _work(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6) -> Work:
+    tensors = 2 if residual is None else 4
+    weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
+    return Work(tensors * x.numel() * x.element_size() + weight_bytes, (4 if residual is None else 5) * x.numel())
+
+
+def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+    for tokens, hidden in ((1, 4096), (32, 4096), (256, 2048), (7, 5120)):
+        for residual in (None, normal(tokens, hidden)):
+            name = f"{tokens}x{hidden}" + ("" if residual is None else " with residual")
+            yield Sample(name, (normal(tokens, hidden), residual, normal(hidden), 1e-6))
+    yield Sample("3-d heads 5x8x128", (normal(5, 8, 128), None, normal(128), 1e-6))
+    yield Sample("no weight", (normal(3, 64), None, None, 1e-5), serving=False)
+    yield Sample("empty batch", (normal(0, 64), None, normal(64), 1e-6), serving=False)
+    yield Sample("odd hidden size 67", (normal(3, 67), normal(3, 67), normal(67), 1e-6), serving=False)
+    yield Sample("row stride larger than the row", (normal(4, 160)[:, :96], None, normal(96), 1e-6), serving=False)
+    for scale in (1e-4, 300.0):
+        yield Sample(f"scale {scale:g}", (normal(4, 128, scale=scale), None, normal(128), 1e-6), serving=False)
+
+
+@operator(writes=FUSED_WRITES, layer=NORM_LAYER, modes=MODES, fake=_fake, samples=_samples, work=_work)
+def rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Root-mean-square normalization over the last dimension, with an optional residual sum before it.
+
+    ``s = x + residual``; ``y = s / sqrt(mean(s * s) + epsilon) * weight`` (Zhang and Sennrich, arXiv 1910.07467).
+
+    Args:
+        x: ``[..., hidden]``, floating point. May be overwritten when ``residual`` is given, else it is only read.
+        residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
+        weight: ``[hidden]``, or ``None`` for one.
+        epsilon: added to the mean square.
+
+    Returns:
+        ``y``, shape and dtype of ``x``; with a residual the pair ``(y, s)``.
+    """
+    raise NotImplementedError
+
+
+@operator(writes=FUSED_WRITES, layer=NORM_LAYER, modes=MODES, fake=_fake, samples=_samples, work=_work)
+def gemma_rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMS normalization as Gemma has it: the scale is ``1 + weight``, and it is applied in float32 before the cast
+    back.
+
+    Args:
+        x: ``[..., hidden]``, floating point. May be overwritten when ``residual`` is given, else it is only read.
+        residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
+        weight: ``[hidden]``, the offset from one, or ``None`` for zero.
+        epsilon: added to the mean square.
+
+    Returns:
+        ``y``, shape and dtype of ``x``; with a residual the pair ``(y, x + residual)``.
+    """
+    raise NotImplementedError

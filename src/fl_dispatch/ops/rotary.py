@@ -1,0 +1,138 @@
+"""Rotary position embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .declaration import STANDARD_TOLERANCE, Access, LayerForm, Mode, Sample, Tolerance, Work, Workload, Write, operator
+
+MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
+# The two products of a rotation may cancel, and kernels that work in the half type round each of them first, so the
+# error follows the size of the pair (about 5 in a large normal sample: three roundings), not that of the result.
+TOLERANCES = MappingProxyType(
+    {**STANDARD_TOLERANCE, torch.float16: Tolerance(2e-3, 2.5e-3), torch.bfloat16: Tolerance(1.6e-2, 2e-2)}
+)
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+    inplace: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    if inplace:
+        return query, key
+    return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
+
+
+def _workload(query: Tensor, *args: object) -> Workload:
+    return Workload(query.dtype, query.shape[0])
+
+
+def _work(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+    inplace: bool = True,
+) -> Work:
+    heads = query.shape[1] + (0 if key is None else key.shape[1])
+    rotated = query.shape[0] * heads * 2 * cos.shape[-1]
+    moved = rotated if inplace else query.shape[0] * heads * query.shape[2]
+    rows = query.shape[0] * 2 * cos.shape[-1] * cos.element_size()
+    positions = position_ids.numel() * position_ids.element_size()
+    return Work(2 * moved * query.element_size() + rows + positions, 3 * rotated)
+
+
+def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def sample(
+        label: str,
+        tokens: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        rotary_dim: int | None = None,
+        *,
+        fused: bool = True,
+        interleaved: bool = False,
+        inplace: bool = True,
+        index: torch.dtype = torch.int64,
+        table: torch.dtype = dtype,
+        serving: bool = True,
+    ) -> Sample:
+        rotary_dim = rotary_dim or head_dim
+        # As hosts have it: one projection holds query, key and value, one table holds cosines and sines.
+        total = heads[0] + 2 * heads[1]
+        projection = torch.randn(tokens, total, head_dim, generator=generator).to(device=device, dtype=dtype)
+        query, key, _ = torch.tensor_split(projection, (heads[0], sum(heads)), dim=1)
+        if not fused:
+            query, key = query.contiguous(), key.contiguous()
+        frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        angles = torch.outer(torch.arange(512, dtype=torch.float64), frequencies)
+        cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(device=device, dtype=table).chunk(2, -1)
+        positions = torch.randint(0, 512, (tokens,), generator=generator).to(device=device, dtype=index)
+        return Sample(label, (query, key if heads[1] else None, cos, sin, positions, interleaved, inplace), serving)
+
+    yield sample("decode, 32 tokens", 32, (32, 8), 128)
+    yield sample("prefill, 128 tokens", 128, (16, 4), 64)
+    yield sample("half of the head, 16 tokens", 16, (32, 2), 80, 32)
+    yield sample("interleaved, 16 tokens", 16, (16, 16), 128, 64, interleaved=True)
+    yield sample("interleaved whole head, one token", 1, (8, 1), 64, interleaved=True)
+    yield sample("no key", 5, (16, 0), 64)
+    yield sample("not in place", 9, (8, 2), 128, inplace=False)
+    yield sample("not in place, half of the head, interleaved", 9, (8, 2), 96, 64, interleaved=True, inplace=False)
+    yield sample("separate tensors", 9, (8, 2), 64, fused=False)
+    yield sample("int32 positions", 9, (8, 2), 64, index=torch.int32, serving=False)
+    wide = torch.promote_types(dtype, torch.float32)
+    yield sample("float32 table", 9, (8, 2), 64, table=wide, serving=False)
+    yield sample("rotary dimension 20 of 24", 5, (3, 1), 24, 20, serving=False)
+    yield sample("empty batch", 0, (8, 2), 64, serving=False)
+    yield sample("empty batch, not in place", 0, (8, 2), 64, inplace=False, serving=False)
+
+
+@operator(
+    writes={"query": Write(Access.UPDATE, given="inplace"), "key": Write(Access.UPDATE, given="inplace")},
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_fake,
+    samples=_samples,
+    tolerances=TOLERANCES,
+    workload=_workload,
+    work=_work,
+)
+def rotary_embedding(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+    inplace: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate pairs of the first ``rotary_dim`` elements of each head by the angle of the token's position.
+
+    ``(a, b)`` becomes ``(a * cos - b * sin, b * cos + a * sin)`` (Su et al., arXiv 2104.09864). Pair ``i`` is elements
+    ``i`` and ``i + rotary_dim / 2``, or ``2 * i`` and ``2 * i + 1`` when interleaved. The rest of the head passes
+    through.
+
+    Args:
+        query: ``[tokens, heads, head_dim]``, floating point. Overwritten when ``inplace``, else it is only read.
+        key: ``[tokens, kv_heads, head_dim]``, dtype of ``query``, or ``None``. Overwritten when ``inplace``.
+        cos: ``[max_position, rotary_dim / 2]``, floating point, ``rotary_dim <= head_dim``.
+        sin: same shape and dtype as ``cos``.
+        position_ids: ``[tokens]``, int32 or int64, below ``max_position``.
+        rotary_interleaved: which elements make a pair.
+        inplace: overwrite and return the given tensors, else return new ones.
+
+    Returns:
+        ``(query, key)`` rotated, shapes and dtypes of the inputs; ``key`` is ``None`` when none was given.
+    """
+    raise NotImplementedError

@@ -1,0 +1,63 @@
+"""The user's settings: read once a process into one immutable object that knows where each value came from.
+
+``docs/settings.md`` is the user's page. Parts: ``model`` (the data), ``items`` (the table of settings), ``values`` (what
+is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (origins and
+errors).
+"""
+
+from __future__ import annotations
+
+from fl_dispatch.logger_manager import apply_log_level
+
+from .items import ITEMS, Item, Variable, variable_names
+from .load import load_config_file, load_settings
+from .model import Origin, Settings, TunedRule
+
+_DEFAULT_PREFIXES = ("VLLM_FL_",)
+
+_settings: Settings | None = None
+_prefixes: tuple[str, ...] = _DEFAULT_PREFIXES
+
+
+def get_settings() -> Settings:
+    """The process's settings; read on first use, and their log level applied.
+
+    Raises:
+        ConfigError: a setting is wrong. The next call reads again.
+    """
+    return _settings if _settings is not None else install_settings(load_settings(prefixes=_prefixes))
+
+
+def install_settings(settings: Settings) -> Settings:
+    """Make these the process's settings, as a worker does with its parent's."""
+    global _settings
+    apply_log_level(settings)
+    _settings = settings
+    return settings
+
+
+def reset_settings(prefixes: tuple[str, ...] | None = None) -> None:
+    """Forget the settings, so that the next use reads them again.
+
+    Args:
+        prefixes: the host's prefixes of variables from now on; ``None`` keeps them.
+    """
+    global _settings, _prefixes
+    _settings = None
+    _prefixes = prefixes or _prefixes
+
+
+__all__ = [
+    "ITEMS",
+    "Item",
+    "Origin",
+    "Settings",
+    "TunedRule",
+    "Variable",
+    "get_settings",
+    "install_settings",
+    "load_config_file",
+    "load_settings",
+    "reset_settings",
+    "variable_names",
+]

@@ -1,0 +1,161 @@
+"""The table of settings: for each its variables, its YAML key and what makes a value right.
+
+A value takes three steps: a variable's text is split into plain data (YAML already is that), pydantic checks the type,
+and the item's ``check`` turns it into the field's value. So the same value is right or wrong wherever it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fl_dispatch.logger_manager import LEVELS
+
+from . import names, values
+from .document import read_json
+from .place import Place
+from .values import Plain
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable.
+
+    Args:
+        name: its name; the prefix ``VLLM_FL_`` stands for the host's prefixes.
+        split: turns its text into plain data.
+        ours: whether it is this package's, and not the host's.
+    """
+
+    name: str
+    split: Callable[[str, Place], Plain]
+    ours: bool = True
+
+
+@dataclass(frozen=True)
+class Item:
+    """One setting.
+
+    Args:
+        field: the field of :class:`Settings`.
+        variables: first one set wins.
+        yaml_key: its key in a YAML file, or ``None``.
+        type: the type of its plain data.
+        check: turns plain data of that type into the field's value, or raises ``ConfigError``.
+        doc: its effect in one line.
+    """
+
+    field: str
+    variables: tuple[Variable, ...]
+    yaml_key: str | None
+    type: Any
+    check: Callable[[Any, Place], Any]
+    doc: str
+
+    def read(self, plain: Plain, place: Place) -> Any:
+        """The field's value.
+
+        Raises:
+            ConfigError: the plain data has the wrong type or a wrong value.
+        """
+        return self.check(values.typed(self.type, plain, place), place)
+
+
+def _item(
+    field: str,
+    variables: str,
+    split: Callable[[str, Place], Plain],
+    kind: Any,
+    check: Callable[[Any, Place], Any],
+    doc: str,
+    *,
+    yaml: str | None = None,
+) -> Item:
+    return Item(field, tuple(Variable(name, split) for name in variables.split()), yaml, kind, check, doc)
+
+
+def _flag(field: str, variable: str, doc: str, *, yaml: str | None = None) -> Item:
+    return _item(field, variable, values.boolean, bool, values.as_is, doc, yaml=yaml)
+
+
+def _name_list(
+    field: str, variable: str, check: Callable[[str, Place], None], doc: str, *, yaml: str | None = None
+) -> Item:
+    return _item(field, variable, values.comma_list, list[str], partial(values.name_set, check), doc, yaml=yaml)
+
+
+ITEMS: tuple[Item, ...] = (
+    _flag("enabled", "VLLM_FL_PREFER_ENABLED", "whether anything is dispatched at all"),
+    _item(
+        "config_path", "VLLM_FL_CONFIG", values.text, str, values.path,
+        "the user's YAML file: every item with a YAML key comes from it or from the default",
+    ),
+    _item("platform", "VLLM_FL_PLATFORM", values.text, str, values.platform, "whose YAML file gives the defaults"),
+    _item(
+        "prefer", "VLLM_FL_PREFER", values.text, str, partial(values.choice, "prefer", values.PREFERENCES),
+        "the kind of implementation that is tried first; it orders, it never excludes", yaml="prefer",
+    ),
+    _flag("strict", "VLLM_FL_STRICT", "an implementation's error is raised, and nothing else is tried", yaml="strict"),
+    Item(
+        "per_op_order",
+        (Variable("VLLM_FL_PER_OP", values.per_op), Variable("VLLM_FL_OP_CONFIG", read_json)),
+        "op_backends", dict[str, list[str]], values.op_orders,
+        "the only implementations that are tried for an operator, in order",
+    ),
+    Item(
+        "op_tuned", (), "op_tuned", dict[str, list[values.Rule]], values.op_rules,
+        "an operator's order for calls with a dtype, a number of tokens, a phase",
+    ),
+    _name_list(
+        "allow_vendors", "VLLM_FL_ALLOW_VENDORS", names.check_vendor,
+        "the only vendors whose implementations may run; [] allows nobody", yaml="allow_vendors",
+    ),
+    _name_list(
+        "deny_vendors", "VLLM_FL_DENY_VENDORS", names.check_vendor,
+        "vendors whose implementations never run; beats allow_vendors", yaml="deny_vendors",
+    ),
+    _flag("use_flaggems", "USE_FLAGGEMS", "whether FlagGems is used, for operators and for ATen"),
+    _name_list(
+        "flagos_whitelist", "VLLM_FL_FLAGOS_WHITELIST", names.check_flagos_operator,
+        "the only operators that FlagGems runs; any blacklist is ignored",
+    ),
+    _name_list(
+        "flagos_blacklist", "VLLM_FL_FLAGOS_BLACKLIST", names.check_flagos_operator,
+        "operators that FlagGems does not run", yaml="flagos_blacklist",
+    ),
+    _flag("oot_enabled", "VLLM_FL_OOT_ENABLED", "whether layers are registered with the host"),
+    _name_list(
+        "oot_whitelist", "VLLM_FL_OOT_WHITELIST", names.check_layer,
+        "the only operators or layer classes that are registered; any blacklist is ignored",
+    ),
+    _name_list(
+        "oot_blacklist", "VLLM_FL_OOT_BLACKLIST", names.check_layer,
+        "operators or layer classes that are not registered", yaml="oot_blacklist",
+    ),
+    _item(
+        "log_level", "VLLM_FL_LOG_LEVEL", values.text, str, partial(values.choice, "log level", LEVELS),
+        "how much we log",
+    ),
+    _flag("dispatch_debug", "VLLM_FL_DISPATCH_DEBUG", "every decision is logged with its reasons; calls are counted"),
+    _item(
+        "plugin_modules", "VLLM_FL_PLUGIN_MODULES", values.comma_list, list[str], values.modules,
+        "modules whose register_builtins(registry) is called; one that does not load is an error",
+    ),
+    _item("flagcx_path", "FLAGCX_PATH", values.text, str, values.path, "the FlagCX library; collectives go through it"),
+    _item(
+        "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", values.text, str, values.path,
+        "the file that lists the ATen operators that FlagGems replaced",
+    ),
+    Item(
+        "batch_invariant", (Variable("VLLM_BATCH_INVARIANT", values.boolean, ours=False),), None, bool, values.as_is,
+        "only implementations that declare batch_invariant may run; the host's own variable",
+    ),
+)  # fmt: skip
+"""Every setting. The environment, YAML files, suggestions in errors and ``docs/settings.md`` all follow this table."""
+
+
+def variable_names() -> tuple[str, ...]:
+    """The environment variables that are ours."""
+    return tuple(variable.name for item in ITEMS for variable in item.variables if variable.ours)

@@ -1,0 +1,189 @@
+"""Reading the settings: file over environment over platform file over default, item by item, never merged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from fl_dispatch.logger_manager import get_logger
+
+from .document import read_yaml
+from .items import ITEMS, Item, Variable
+from .model import Origin, Settings
+from .names import near_miss, nearest
+from .place import Place
+
+logger = get_logger(__name__)
+
+PREFIX = "VLLM_FL_"
+_EXCLUSIVE = (("flagos_whitelist", "flagos_blacklist"), ("oot_whitelist", "oot_blacklist"))
+_BY_FIELD = {item.field: item for item in ITEMS}
+_PARTS = ("per_op_order", "op_tuned")  # fields whose parts have origins of their own
+
+
+class _Found:
+    """Values found so far, each with its origin."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+
+    def read(self, item: Item, plain: Any, place: Place) -> None:
+        value = item.read(plain, place)
+        self.values[item.field] = value
+        self.origins[item.field] = place.origin
+        if item.field in _PARTS:
+            self.origins.update({f"{item.field}.{key}": place.at(key).origin for key, _ in value})
+
+    def take(self, item: Item, other: _Found) -> None:
+        """The other's value of an item, if it has one."""
+        if item.field in other.values:
+            self.values[item.field] = other.values[item.field]
+            self.origins.update({key: o for key, o in other.origins.items() if key.partition(".")[0] == item.field})
+
+    def settings(self) -> Settings:
+        return Settings(**self.values, origins=self.origins)
+
+
+class _Environment:
+    """The environment under one or more prefixes: the first one that has a variable decides."""
+
+    def __init__(self, environ: Mapping[str, str], prefixes: tuple[str, ...]) -> None:
+        self._environ, self._prefixes = environ, prefixes
+
+    def find(self, variable: Variable) -> tuple[Place, str] | None:
+        """Where a variable is set, and its text; an empty one is not set."""
+        for name in self._spellings(variable.name):
+            text = self._environ.get(name, "").strip()
+            if text:
+                return Place(f"environment variable {name}"), text
+        return None
+
+    def place(self, field: str) -> Place | None:
+        """Where a field's variable is set."""
+        hits = (self.find(variable) for variable in _BY_FIELD[field].variables)
+        return next((hit[0] for hit in hits if hit), None)
+
+    def check_names(self) -> None:
+        """Refuse variables with a prefix that are near misses of ours; warn about other unknown ones."""
+        known = {v.name.removeprefix(PREFIX) for item in ITEMS for v in item.variables if v.name.startswith(PREFIX)}
+        for name in sorted(self._environ):
+            prefix = next((p for p in self._prefixes if name.upper().startswith(p)), None)
+            if prefix is None or name in {prefix + rest for rest in known}:
+                continue
+            rest = name[len(prefix) :]
+            meant = rest.upper() if rest.upper() in known else near_miss(rest, known)
+            place = Place(f"environment variable {name}")
+            if meant is not None:
+                raise place.error(f"there is no such variable; did you mean {prefix}{meant}?")
+            logger.warning("%s: there is no such variable, it has no effect; %s", place.name, nearest(rest, known))
+
+    def _spellings(self, name: str) -> list[str]:
+        if not name.startswith(PREFIX):
+            return [name]
+        return [prefix + name.removeprefix(PREFIX) for prefix in self._prefixes]
+
+
+def load_settings(environ: Mapping[str, str] | None = None, *, prefixes: tuple[str, ...] = (PREFIX,)) -> Settings:
+    """The user's settings. Reads files, logs WARNINGs, changes nothing.
+
+    Args:
+        environ: the environment; ``None`` takes the process's.
+        prefixes: the host's prefixes of variables, the first one read first.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    environment = _Environment(os.environ if environ is None else environ, prefixes)
+    environment.check_names()
+    for white, black in _EXCLUSIVE:
+        first, second = environment.place(white), environment.place(black)
+        if first and second:
+            raise first.error(f"a white-list and a blacklist exclude each other; unset it or the {second.name}")
+
+    found = _Found()
+    for field in ("config_path", "platform"):
+        _read_variables(_BY_FIELD[field], environment, found)
+    config_path: Path | None = found.values.get("config_path")
+    if config_path is not None:
+        place = environment.place("config_path")
+        logger.debug("settings come from %s (%s)", config_path, place and place.name)
+        file = _read_file(config_path, str(config_path))
+    else:
+        file = _read_platform(found.values.get("platform"))
+    for item in ITEMS:
+        if item.field in ("config_path", "platform"):
+            continue
+        if config_path is not None and item.yaml_key is not None:
+            _warn_ignored(item, environment, config_path)
+            found.take(item, file)
+        elif not _read_variables(item, environment, found):
+            found.take(item, file)
+    return found.settings()
+
+
+def load_config_file(path: str | os.PathLike[str], *, source_kind: Literal["user", "platform"] = "user") -> Settings:
+    """The settings of one YAML file; what it leaves out has its default. ``origins`` has only what it sets.
+
+    Args:
+        path: the file.
+        source_kind: whose file it is, for the origins.
+
+    Raises:
+        ConfigError: it is missing (then also a ``FileNotFoundError``), unreadable or wrong.
+    """
+    name = os.fspath(path) if source_kind == "user" else f"{os.path.basename(path)} (platform)"
+    return _read_file(path, name).settings()
+
+
+def _read_file(path: str | os.PathLike[str], name: str) -> _Found:
+    document, place = read_yaml(path, name)
+    found, known = _Found(), {item.yaml_key: item for item in ITEMS if item.yaml_key is not None}
+    for key, plain in document.items():
+        inside = place.at(key)
+        if key not in known:
+            raise inside.error(_unknown_key(key, known))
+        if plain is None:
+            raise inside.error("has no value; leave the key out, or write [] for an empty list")
+        found.read(known[key], plain, inside)
+    return found
+
+
+def _unknown_key(key: str, known: Mapping[str, Item]) -> str:
+    item = _BY_FIELD.get(key)
+    if item is not None and item.yaml_key is None:
+        return f"is no key of this file; it is set by the environment variable {item.variables[0].name}"
+    return f"unknown key; {nearest(key, known)}"
+
+
+def _read_platform(forced: str | None) -> _Found:
+    from fl_dispatch.config import detect_platform, get_config_path
+
+    platform = forced or detect_platform()
+    path = get_config_path(platform) if platform is not None else None
+    return _Found() if path is None else _read_file(path, f"{path.name} (platform)")
+
+
+def _read_variables(item: Item, environment: _Environment, found: _Found) -> bool:
+    """Take an item from its first variable that is set."""
+    hits: list[tuple[Callable[[str, Place], Any], Place, str]] = []
+    for variable in item.variables:
+        hit = environment.find(variable)
+        if hit is not None:
+            hits.append((variable.split, *hit))
+    if not hits:
+        return False
+    split, place, text = hits[0]
+    found.read(item, split(text, place), place)
+    for _, ignored, _ in hits[1:]:
+        logger.warning("%s is ignored, because the %s is set", ignored.name, place.name)
+    return True
+
+
+def _warn_ignored(item: Item, environment: _Environment, config_path: Path) -> None:
+    for variable in item.variables:
+        hit = environment.find(variable)
+        if hit is not None:
+            logger.warning("%s is ignored, because the config file %s decides", hit[0].name, config_path)

@@ -1,0 +1,130 @@
+"""Names that a user may have meant: what is known, and what is a near miss of it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+from fl_dispatch.logger_manager import get_logger
+
+from .place import Place, show
+
+logger = get_logger(__name__)
+
+VENDORS = ("ascend", "cpu", "cuda", "template")
+"""Vendors whose backends are part of this package."""
+
+LAYER_CLASSES = (
+    "ApplyRotaryEmb", "FastGELU", "FatreluAndMul", "FusedMoE", "FusedRMSNormGated", "GELU", "GELUTanh", "GeluAndMul",
+    "GeluAndMulSparse", "GemmaRMSNorm", "GroupedTopk", "LayerNorm", "MRotaryEmbedding", "MulAndSilu", "NewGELU",
+    "QuantFP8", "QuickGELU", "ReLUSquaredActivation", "RMSNorm", "RMSNormGated", "RotaryEmbedding",
+    "RotaryEmbeddingBase", "SiluAndMul", "SiluAndMulWithClamp", "SituAndMul", "SwigluOAIAndMul", "SwigluStepAndMul",
+    "TopK", "UnquantizedFusedMoEMethod", "XIELU",
+)  # fmt: skip
+"""Layer classes of the hosts. The list only says which names are not typing errors."""
+
+FLAGGEMS_OPERATORS = (
+    "apply_rotary_pos_emb", "concat_and_cache_mla", "cutlass_scaled_mm", "dreglu", "flash_mla", "fused_add_rms_norm",
+    "fused_moe", "geglu", "gelu_and_mul", "moe_align_block_size", "reglu", "reshape_and_cache",
+    "reshape_and_cache_flash", "silu_and_mul", "skip_layer_norm", "swiglu", "to_copy", "topk_softmax",
+)  # fmt: skip
+"""Operators of FlagGems that ATen lacks. The list only says which names are not typing errors."""
+
+
+def known_operators() -> tuple[str, ...]:
+    """The operators that are declared."""
+    from fl_dispatch.ops import OPERATORS
+
+    return tuple(OPERATORS)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message that says what is valid, the most similar name first."""
+    valid = sorted(known)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return (f"did you mean {close[0]}? " if close else "") + f"valid: {', '.join(valid)}"
+
+
+def near_miss(name: str, known: Iterable[str]) -> str | None:
+    """The known name that somebody who wrote this one probably meant.
+
+    A known name with further words (``paged_attention_v2``, ``RMSNormGated``) is another name on purpose.
+    """
+    spelled = {other.casefold(): other for other in known}
+    folded = name.casefold()
+    if spelled.get(folded) == name:
+        return None
+    if folded in spelled:
+        return spelled[folded]
+    for close in difflib.get_close_matches(folded, spelled, n=1, cutoff=0.8) or _swapped(folded, spelled):
+        return None if _words(spelled[close]) < _words(name) else spelled[close]
+    return None
+
+
+def check_operator(name: str, place: Place) -> None:
+    """An operator's name, maybe with a scope.
+
+    Raises:
+        ConfigError: it is a near miss of a declared operator.
+    """
+    _check("operator", name.partition("@")[0], known_operators(), FLAGGEMS_OPERATORS, place)
+
+
+def check_vendor(name: str, place: Place) -> None:
+    """A vendor's name.
+
+    Raises:
+        ConfigError: it is a near miss of a vendor of this package.
+    """
+    _check("vendor", name, VENDORS, (), place)
+
+
+def check_layer(name: str, place: Place) -> None:
+    """The name of an operator or of a host's layer class.
+
+    Raises:
+        ConfigError: it is a near miss of one.
+    """
+    _check("operator or layer class", name, (*known_operators(), *LAYER_CLASSES), FLAGGEMS_OPERATORS, place)
+
+
+def check_flagos_operator(name: str, place: Place) -> None:
+    """A name of FlagGems: a declared operator, or any ATen operator (``mm``, ``mm.out``, ``to_copy``).
+
+    Raises:
+        ConfigError: it is a near miss of a declared operator, and no ATen operator.
+    """
+    if not _is_aten(name.partition(".")[0]):
+        _refuse_near_miss("operator", name, known_operators(), FLAGGEMS_OPERATORS, place)
+
+
+def _check(kind: str, name: str, known: tuple[str, ...], others: tuple[str, ...], place: Place) -> None:
+    if name in known:
+        return
+    _refuse_near_miss(kind, name, known, others, place)
+    logger.warning(
+        "%s: %s: unknown %s %s; known: %s", place.source, place.key, kind, show(name), ", ".join(sorted(known))
+    )
+
+
+def _refuse_near_miss(kind: str, name: str, known: tuple[str, ...], others: tuple[str, ...], place: Place) -> None:
+    meant = None if name in others else near_miss(name, known)
+    if meant is not None:
+        raise place.error(f"unknown {kind} {show(name)}; did you mean {meant}?")
+
+
+def _is_aten(name: str) -> bool:
+    import torch
+
+    return name.isidentifier() and (hasattr(torch.ops.aten, name) or hasattr(torch.ops.aten, "_" + name))
+
+
+def _swapped(name: str, known: Iterable[str]) -> list[str]:
+    """Known names that differ by two neighbouring letters in the wrong order, which difflib finds too far apart."""
+    swaps = {name[:i] + name[i + 1] + name[i] + name[i + 2 :] for i in range(min(len(name), 40) - 1)}
+    return [other for other in known if other in swaps]
+
+
+def _words(name: str) -> set[str]:
+    return {word.casefold() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}

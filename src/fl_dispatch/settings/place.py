@@ -1,0 +1,68 @@
+"""A place in the user's configuration, for origins and error messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fl_dispatch.errors import ConfigError
+
+from .model import Origin
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file or a variable, and a path inside it.
+
+    Args:
+        name: the file or the variable, in words.
+        path: keys and positions from its top.
+        lines: the line of each path, where lines are known.
+    """
+
+    name: str
+    path: Path = ()
+    lines: Mapping[Path, int] = field(default_factory=dict, compare=False, repr=False)
+
+    def at(self, *steps: str | int) -> Place:
+        """A place further inside."""
+        return replace(self, path=self.path + steps)
+
+    @property
+    def source(self) -> str:
+        """The file or variable, with the line of the innermost part that has one."""
+        for length in range(len(self.path), 0, -1):
+            if self.path[:length] in self.lines:
+                return f"{self.name}, line {self.lines[self.path[:length]]}"
+        return self.name
+
+    @property
+    def key(self) -> str | None:
+        """The path in one word, such as ``op_backends.rms_norm[0]``."""
+        text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path)
+        return shorten(text.removeprefix(".")) or None
+
+    @property
+    def origin(self) -> Origin:
+        """The place as the origin of a value."""
+        return Origin(self.source)
+
+    def error(self, problem: str) -> ConfigError:
+        """The error that something here is wrong."""
+        return ConfigError(self.source, self.key, problem)
+
+
+def shorten(text: str, limit: int = 100) -> str:
+    """A text that fits in a message."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def show(value: Any) -> str:
+    """A value as it is printed in a message."""
+    try:
+        return shorten(repr(value))
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"

@@ -1,0 +1,236 @@
+"""What makes a value right: how a variable's text becomes plain data, and how plain data becomes a setting's value.
+
+``Rule`` and the annotations in the table of items say the types of plain data; pydantic checks them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from fl_dispatch.errors import ConfigError
+
+from . import names
+from .model import TunedRule
+from .place import Place, show
+
+Plain = Any
+PREFERENCES = ("flagos", "vendor", "reference")
+TOKENS = ("flagos", "impl:IMPL_ID", "reference", "vendor", "vendor:NAME")
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64", "bool")
+PHASES = ("prefill", "decode")
+_NAME = re.compile(r"[^\s=|;,@]+")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class When(BaseModel):
+    """``when`` of a rule in ``op_tuned``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    dtype: str | None = None
+    tokens: list[int | None] | None = None
+    phase: str | None = None
+
+
+class Rule(BaseModel):
+    """A rule in ``op_tuned``."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    when: When = When()
+    order: list[str]
+
+
+_RULE_KEYS = (*Rule.model_fields, *When.model_fields)
+
+
+_MUST = {
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "missing": "is missing",
+}
+
+
+def typed(kind: Any, plain: Plain, place: Place) -> Any:
+    """Plain data that has a type.
+
+    Raises:
+        ConfigError: it does not; the message is about the first part that does not.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(plain, strict=True)
+    except ValidationError as error:
+        raise _type_error(error, place) from None
+
+
+def _type_error(error: ValidationError, place: Place) -> ConfigError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = place.at(*first["loc"])
+    if first["type"] == "extra_forbidden":
+        return where.error(f"unknown key; {names.nearest(str(first['loc'][-1]), _RULE_KEYS)}")
+    must = _MUST.get(first["type"], first["msg"])
+    return where.error(must if first["type"] == "missing" else f"{must}, not {show(first['input'])}")
+
+
+# -- variables: text to plain data ------------------------------------------------------------------------------------
+
+
+def text(text: str, place: Place) -> str:
+    """The text itself."""
+    return text
+
+
+def boolean(text: str, place: Place) -> bool:
+    """1/0, true/false, yes/no, on/off, in any case."""
+    try:
+        return _BOOLEANS[text.casefold()]
+    except KeyError:
+        raise place.error(f"{show(text)} is no boolean; valid: 1/0, true/false, yes/no, on/off") from None
+
+
+def comma_list(text: str, place: Place) -> list[str]:
+    """``a, b``."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise place.error(f"{show(text)} names nothing; unset the variable instead")
+    return parts
+
+
+def per_op(text: str, place: Place) -> dict[str, list[str]]:
+    """``op=a|b;op2=x``."""
+    orders: dict[str, list[str]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        key, equals, order = part.partition("=")
+        key = key.strip()
+        if not equals:
+            raise place.error(f"{show(part)} is not of the form op=token|token")
+        if key in orders:
+            raise place.at(key).error("is there twice")
+        orders[key] = [token.strip() for token in order.split("|")] if order.strip() else []
+    return orders
+
+
+# -- checks: plain data to values -------------------------------------------------------------------------------------
+
+
+def as_is(value: Any, place: Place) -> Any:
+    """The value itself; its type says all."""
+    return value
+
+
+def choice(what: str, valid: Iterable[str], value: str, place: Place) -> str:
+    """One of a few words, in any case."""
+    for word in valid:
+        if word.casefold() == value.casefold():
+            return word
+    raise place.error(f"Invalid {what} value {show(value)}; {names.nearest(value, valid)}")
+
+
+def platform(value: str, place: Place) -> str:
+    """A platform that has a file."""
+    from fl_dispatch.config import list_platforms
+
+    if value not in list_platforms():
+        raise place.error(f"unknown platform {show(value)}; {names.nearest(value, list_platforms())}")
+    return value
+
+
+def path(value: str, place: Place) -> Path:
+    """A path; ``~/`` is the home directory."""
+    return Path(value).expanduser() if value.startswith("~/") else Path(value)
+
+
+def name_set(check: Callable[[str, Place], None], values: list[str], place: Place) -> frozenset[str]:
+    """Names, each of which is checked."""
+    for index, name in enumerate(values):
+        _well_formed(name, place.at(index))
+        check(name, place.at(index))
+    return frozenset(values)
+
+
+def _well_formed(name: str, place: Place) -> None:
+    if not _NAME.fullmatch(name):
+        raise place.error(f"{show(name)} is not a name")
+
+
+def modules(values: list[str], place: Place) -> tuple[str, ...]:
+    """Modules, or functions in them: ``package.module``, ``package.module:function``."""
+    for index, name in enumerate(values):
+        module, _, function = name.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), *(function.split(".") if function else ()))):
+            raise place.at(index).error(f"{show(name)} is not the name of a module")
+    return tuple(values)
+
+
+def check_order(tokens: list[str], place: Place) -> tuple[str, ...]:
+    """An order of tokens.
+
+    Raises:
+        ConfigError: it is empty, or a token is not one.
+    """
+    if not tokens:
+        raise place.error("the order is empty, so nothing could run")
+    for index, token in enumerate(tokens):
+        inside = place.at(index)
+        kind, colon, name = token.partition(":")
+        if not (token in PREFERENCES or (colon and kind in ("vendor", "impl") and _NAME.fullmatch(name))):
+            raise inside.error(f"unknown token {show(token)}; {names.nearest(token, TOKENS)}")
+        if colon and kind == "vendor":
+            names.check_vendor(name, inside)
+    return tuple(tokens)
+
+
+def _op_key(key: str, place: Place) -> None:
+    op, at, scope = key.partition("@")
+    if not _NAME.fullmatch(op) or (at and not _NAME.fullmatch(scope)):
+        raise place.error(f"{show(key)} is not an operator, or operator@scope")
+    names.check_operator(op, place)
+
+
+def op_orders(value: dict[str, list[str]], place: Place) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Operators, maybe with a scope, and the order of each."""
+    orders = []
+    for key, tokens in value.items():
+        _op_key(key, place.at(key))
+        orders.append((key, check_order(tokens, place.at(key))))
+    return tuple(orders)
+
+
+def op_rules(value: dict[str, list[Rule]], place: Place) -> tuple[tuple[str, tuple[TunedRule, ...]], ...]:
+    """Operators, maybe with a scope, and the rules of each."""
+    tuned = []
+    for key, rules in value.items():
+        inside = place.at(key)
+        _op_key(key, inside)
+        if not rules:
+            raise inside.error("has no rules")
+        for index, rule in enumerate(rules[:-1]):
+            if not rule.when.model_dump(exclude_none=True):
+                raise inside.at(index).error("has no condition, so the rules after it are never reached")
+        tuned.append((key, tuple(_rule(rule, inside.at(index)) for index, rule in enumerate(rules))))
+    return tuple(tuned)
+
+
+def _rule(rule: Rule, place: Place) -> TunedRule:
+    when, inside = rule.when, place.at("when")
+    tokens = None
+    if when.tokens is not None:
+        shape = "must be [least, most] with 0 <= least <= most, or most null"
+        wrong = inside.at("tokens").error(f"{shape}, not {show(when.tokens)}")
+        if len(when.tokens) != 2 or when.tokens[0] is None:
+            raise wrong
+        tokens = (when.tokens[0], when.tokens[1])
+        if tokens[0] < 0 or (tokens[1] is not None and tokens[1] < tokens[0]):
+            raise wrong
+    return TunedRule(
+        order=check_order(rule.order, place.at("order")),
+        dtype=None if when.dtype is None else choice("dtype", DTYPES, when.dtype, inside.at("dtype")),
+        tokens=tokens,
+        phase=None if when.phase is None else choice("phase", PHASES, when.phase, inside.at("phase")),
+    )

@@ -1,0 +1,161 @@
+"""How an implementation's parameters relate to the operator's declaration.
+
+Checked once, at registration, because a difference is a wrong answer later: the core calls positionally.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import RegistrationError
+from .logger_manager import get_logger
+from .ops import Operator
+from .types import OpImpl
+
+logger = get_logger(__name__)
+Parameter = inspect.Parameter
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+OBJ = "obj"
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How to call an implementation with the operator's arguments.
+
+    Args:
+        takes: the declared parameters that it takes, in its own order (which is the declaration's).
+        left_out: the declared parameters that it does not take; a call that gives one has to go elsewhere.
+        layer_first: its first parameter is a layer.
+        defaults: it has the declaration's default for every declared default.
+    """
+
+    takes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    layer_first: bool = False
+    defaults: bool = True
+
+    @property
+    def positional(self) -> bool:
+        """Whether the full argument list of the declaration can be passed as it is."""
+        return not self.left_out and not self.layer_first
+
+
+def convention_of(impl: OpImpl, operator: Operator) -> Convention:
+    """Compare an implementation with its operator's declaration.
+
+    Raises:
+        RegistrationError: they do not fit; the message names both.
+    """
+    declared = operator.parameters
+    if impl.signature == "unchecked":
+        return Convention(takes=tuple(declared), defaults=False)
+    parameters = _parameters(impl)
+    if [parameter.kind for parameter in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
+        logger.warning(
+            "%s takes (*args, **kwargs), so its parameters cannot be checked; signature='unchecked' says that this is meant", _name(impl)
+        )
+        return Convention(takes=tuple(declared), defaults=False)
+    layer_first = bool(parameters) and parameters[0].name == OBJ and OBJ not in declared
+    expected: Mapping[str, Parameter] = declared
+    if layer_first:
+        if operator.layer is None:
+            raise _mismatch(impl, operator, "it takes a layer (obj), but the operator has no layer form")
+        expected = {name: p for name, p in declared.items() if name not in operator.layer.attributes}
+        parameters = parameters[1:]
+    taken = _match(impl, operator, parameters, expected)
+    return Convention(
+        takes=tuple(taken),
+        left_out=tuple(name for name in expected if name not in taken),
+        layer_first=layer_first,
+        defaults=all(taken[name].default is not Parameter.empty for name in taken if _optional(expected[name])),
+    )
+
+
+def _match(
+    impl: OpImpl, operator: Operator, parameters: list[Parameter], expected: Mapping[str, Parameter]
+) -> dict[str, Parameter]:
+    order = list(expected)
+    taken: dict[str, Parameter] = {}
+    position = 0
+    extra_seen = ""
+    for parameter in parameters:
+        if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+            raise _mismatch(
+                impl, operator, "it takes *args or **kwargs beside others; register it with signature='unchecked'"
+            )
+        if parameter.name not in expected:
+            if parameter.default is Parameter.empty:
+                raise _mismatch(impl, operator, f"its parameter '{parameter.name}' is not declared and has no default")
+            extra_seen = parameter.name
+            continue
+        if parameter.kind not in _POSITIONAL:
+            raise _mismatch(impl, operator, f"'{parameter.name}' is keyword-only, but the core calls positionally")
+        if extra_seen:
+            raise _mismatch(impl, operator, f"its own parameter '{extra_seen}' stands before the declared '{parameter.name}'")
+        if order.index(parameter.name) < position:
+            raise _mismatch(impl, operator, f"'{parameter.name}' is out of order")
+        position = order.index(parameter.name) + 1
+        _check_default(impl, operator, parameter, expected[parameter.name])
+        taken[parameter.name] = parameter
+    missing = [name for name, p in expected.items() if name not in taken and not _optional(p)]
+    if missing:
+        raise _mismatch(impl, operator, f"it lacks the required parameter '{missing[0]}'")
+    return taken
+
+
+def _check_default(impl: OpImpl, operator: Operator, parameter: Parameter, declared: Parameter) -> None:
+    if parameter.default is Parameter.empty or parameter.default == declared.default:
+        return
+    wanted = "no default" if declared.default is Parameter.empty else f"the default {declared.default!r}"
+    raise _mismatch(impl, operator, f"'{parameter.name}' has the default {parameter.default!r}, the declaration has {wanted}")
+
+
+def _optional(parameter: Parameter) -> bool:
+    return parameter.default is not Parameter.empty
+
+
+def _parameters(impl: OpImpl) -> list[Parameter]:
+    fn = impl.fn
+    if isinstance(fn, torch._ops.OpOverloadPacket):
+        names = fn.overloads()
+        if len(names) != 1:
+            raise RegistrationError(f"{_name(impl)}: the torch operator has the overloads {names}; register one of them")
+        fn = getattr(fn, names[0])
+    if isinstance(fn, torch._ops.OpOverload):
+        return [
+            Parameter(
+                argument.name,
+                Parameter.KEYWORD_ONLY if argument.kwarg_only else Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default_value if argument.has_default_value() else Parameter.empty,
+            )
+            for argument in fn._schema.arguments
+        ]
+    custom: Callable[..., Any] | None = getattr(fn, "_opoverload", None)
+    if custom is not None:
+        return _parameters(OpImpl(impl.op_name, impl.impl_id, impl.kind, custom, vendor=impl.vendor))
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RegistrationError(
+            f"{_name(impl)}: its signature cannot be read ({error}); register it with signature='unchecked'"
+        ) from error
+
+
+def _name(impl: OpImpl) -> str:
+    return f"implementation '{impl.impl_id}' of op '{impl.op_name}'"
+
+
+def _mismatch(impl: OpImpl, operator: Operator, problem: str) -> RegistrationError:
+    try:
+        own = str(inspect.signature(impl.fn))
+    except (TypeError, ValueError):
+        own = "(…)"
+    return RegistrationError(
+        f"{_name(impl)} does not fit the declaration: {problem}\n  declared:    {operator.name}"
+        f"{inspect.signature(operator.prototype)}\n  implemented: {impl.impl_id}{own}"
+    )

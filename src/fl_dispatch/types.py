@@ -1,0 +1,128 @@
+"""What an implementation is, and the tokens that policies name implementations by."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+class BackendImplKind(enum.Enum):
+    """Where an implementation comes from. The value is the token that selects the kind."""
+
+    DEFAULT = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class BackendPriority(enum.IntEnum):
+    """Rank of an implementation among those that match the same token; higher is preferred."""
+
+    DEFAULT = 150
+    VENDOR = 100
+    REFERENCE = 50
+
+
+_DEFAULT_PRIORITY = {
+    BackendImplKind.DEFAULT: BackendPriority.DEFAULT,
+    BackendImplKind.VENDOR: BackendPriority.VENDOR,
+    BackendImplKind.REFERENCE: BackendPriority.REFERENCE,
+}
+
+
+@dataclass(frozen=True)
+class OpImpl:
+    """One implementation of one operator.
+
+    Args:
+        op_name: the operator, such as ``rms_norm``.
+        impl_id: unique among the operator's implementations: ``default.flagos``, ``vendor.<name>[.<variant>]``, ``reference.torch``.
+        kind: where it comes from.
+        fn: the implementation. Its parameters are those of the operator's declaration (optional ones may be left out), or,
+            if the first one is named ``obj``, the declaration's layer form.
+        vendor: the vendor's name; required for ``VENDOR``, and only there.
+        priority: rank among implementations that match the same token; ``None`` takes the kind's.
+        supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
+        available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
+            (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
+        properties: facts that a policy may ask for, such as ``{"batch_invariant": True}``.
+        requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at start; a fact that
+            differs skips the implementation, so that operators which share a layout cannot be chosen apart.
+        signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
+
+    Raises:
+        ValueError: a vendor is missing, or given for another kind.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any]
+    vendor: str | None = None
+    priority: int | None = None
+    supports: Callable[..., bool | str] | None = None
+    available: Callable[[], bool] | None = None
+    properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    signature: str = "checked"
+
+    def __post_init__(self) -> None:
+        for name in ("op_name", "impl_id"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value or value != value.strip():
+                raise ValueError(f"OpImpl {name} must be a non-empty string, not {value!r}")
+        if not callable(self.fn):
+            raise ValueError(f"OpImpl {self.impl_id} of '{self.op_name}': fn is not callable: {self.fn!r}")
+        if self.kind is BackendImplKind.VENDOR and not self.vendor:
+            raise ValueError(f"VENDOR implementation {self.impl_id} of '{self.op_name}' must specify vendor name")
+        if self.kind is not BackendImplKind.VENDOR and self.vendor:
+            raise ValueError(f"{self.impl_id} of '{self.op_name}': only VENDOR implementations have a vendor")
+        if self.signature not in ("checked", "unchecked"):
+            raise ValueError(f"{self.impl_id}: signature must be 'checked' or 'unchecked', not {self.signature!r}")
+        if self.priority is None:
+            object.__setattr__(self, "priority", int(_DEFAULT_PRIORITY[self.kind]))
+
+    @property
+    def rank(self) -> int:
+        """The priority as a number."""
+        return self.priority if self.priority is not None else 0
+
+    def availability(self) -> tuple[bool, str]:
+        """Whether it can run here, and in words why not. A check that raises is a no."""
+        check = self.available
+        if check is None:
+            check = getattr(self.fn, "_is_available", None)
+        if check is None:
+            check = getattr(getattr(self.fn, "__self__", None), "is_available", None)
+        if check is None:
+            return True, ""
+        try:
+            available = bool(check())
+        except (Exception, SystemExit) as error:
+            return False, f"its availability check raised {type(error).__name__}: {error}"
+        return available, "" if available else "not available on this machine"
+
+    def is_available(self) -> bool:
+        """Whether it can run here; never raises."""
+        return self.availability()[0]
+
+    def __str__(self) -> str:
+        return f"'{self.impl_id}' (kind={self.kind}, vendor={self.vendor})"
+
+
+def match_token(impl: OpImpl, token: str) -> bool:
+    """Whether a selection token names this implementation.
+
+    Tokens are ``flagos``, ``reference``, ``vendor`` (any), ``vendor:NAME`` and ``impl:IMPL_ID``; an unknown one names nothing.
+    Vendor names are compared without regard to case.
+    """
+    if token.startswith("impl:"):
+        return impl.impl_id == token[5:]
+    if token.startswith("vendor:"):
+        return impl.vendor is not None and impl.vendor.casefold() == token[7:].casefold()
+    return impl.kind.value == token

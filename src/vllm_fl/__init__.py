@@ -1,0 +1,23 @@
+"""vLLM on any chip: the thin plugin that puts the dispatch core under vLLM."""
+
+from __future__ import annotations
+
+from . import _alias
+
+__version__ = "0.1.0"
+
+_alias.install("vllm_fl.dispatch", "fl_dispatch")
+
+
+def register_platform() -> str | None:
+    """Entry point ``vllm.platform_plugins``: the class path of our platform, or ``None`` where vLLM's own should run."""
+    from .startup import detect
+
+    return detect()
+
+
+def register_ops() -> None:
+    """Entry point ``vllm.general_plugins``: registers our layers, if the platform is ours."""
+    from . import startup
+
+    startup.register_ops()

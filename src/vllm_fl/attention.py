@@ -1,0 +1,239 @@
+"""Attention for vLLM over the operators ``kv_cache_write`` and ``paged_attention``.
+
+vLLM hands an implementation the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` whose physical
+order it chose; keys and values are strided views of it. Both of vLLM's KV-cache interfaces are served: the shapes that 0.26
+asks for, and the layouts that 0.32 asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionLayer
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+BACKEND = "vllm_fl.attention.AttentionFLBackend"
+
+
+def attention_backend(use_mla: bool = False) -> str:
+    """Implementation ``default.fl`` of the operator ``attention_backend``: the class in this module."""
+    if use_mla:
+        raise NotImplementedError("multi-head latent attention (MLA) is not supported yet")
+    return BACKEND
+
+
+def register_backend(registry: OpRegistry) -> None:
+    """Register :func:`attention_backend` beside those of vendors. Idempotent."""
+    if registry.get_implementation("attention_backend", "default.fl") is None:
+        registry.register_impl(OpImpl("attention_backend", "default.fl", BackendImplKind.DEFAULT, attention_backend))
+
+
+@dataclass
+class AttentionFLMetadata:
+    """What a step's batch looks like, for all layers of one KV-cache group.
+
+    Args:
+        num_actual_tokens: tokens without padding.
+        query_start_loc: ``[requests + 1]`` int32; first token of each request.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        block_table: ``[requests, blocks]`` int32.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool
+
+
+class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
+    """Picks from vLLM's batch description what the operators need."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AttentionFLMetadata:
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError(
+                "a batch that mixes causal and bidirectional requests is not supported by AttentionFLBackend"
+            )
+        return AttentionFLMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            causal=common.causal,
+        )
+
+
+class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
+    """One layer's attention: write the new keys and values, then attend over the cache."""
+
+    _split: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attention type '{attn_type}' is not supported by AttentionFLBackend")
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.scale = float(scale)
+        self.sliding_window = sliding_window
+        self.softcap = float(logits_soft_cap or 0.0)
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.sinks = sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.fl_bind(None)
+
+    def fl_bind(self, scope: str | None) -> None:
+        """Bind both operators for the layer with this prefix."""
+        self.fl_write = bind_op("kv_cache_write", scope)
+        self.fl_attend = bind_op("paged_attention", scope)
+
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor."""
+        if kv_cache is not self._split[0]:
+            keys = kv_cache[..., : self.head_size].transpose(1, 2)
+            values = kv_cache[..., self.head_size :].transpose(1, 2)
+            self._split = (kv_cache, keys, values)
+        return self._split[1], self._split[2]
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write this step's keys and values; a layer that shares another layer's cache writes nothing."""
+        if self.kv_sharing_target_layer_name is None:
+            tokens = slot_mapping.shape[0]
+            key_cache, value_cache = self._caches(kv_cache)
+            self.fl_write(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: AttentionFLMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend; fills ``output`` ``[tokens, heads, head_size_v]``."""
+        if attn_metadata is None:  # vLLM measures memory before there is a cache
+            return output.zero_()
+        tokens = attn_metadata.num_actual_tokens
+        out = output[:tokens]
+        key_cache, value_cache = self._caches(kv_cache)
+        result = self.fl_attend(
+            query[:tokens],
+            key_cache,
+            value_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.max_query_len,
+            attn_metadata.max_seq_len,
+            self.scale,
+            out,
+            attn_metadata.causal,
+            self.sliding_window,
+            self.softcap,
+            self.alibi_slopes,
+            self.sinks,
+        )
+        if result is not out:
+            out.copy_(result)
+        return output
+
+
+class AttentionFLBackend(AttentionBackend):
+    """The attention class that the operator ``attention_backend`` selects unless a vendor's is preferred."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float32", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM looks the name up among its own; this is the free one
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionFLImpl]:
+        return AttentionFLImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionFLMetadataBuilder]:
+        return AttentionFLMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, 32)  # the smallest that compiled CPU kernels take
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    # vLLM 0.32 and later: the backend names the physical layouts that it can read.
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)
+
+    # vLLM 0.26: the backend gives the shape, and the order of its axes in memory.
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)

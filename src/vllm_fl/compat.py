@@ -1,0 +1,180 @@
+"""Every place where a host attribute is replaced or added at run time, and every difference between host versions.
+
+Nothing else in this package touches vLLM's or PyTorch's attributes. Each replacement is a row of :data:`REPLACEMENTS` with its
+reason and the host versions it is for; :func:`check_targets` finds the rows whose target has moved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fl_dispatch.settings import variable_names
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One host attribute that is replaced or filled in.
+
+    Args:
+        target: ``module:attribute``; the attribute may be dotted.
+        reason: what goes wrong without it.
+        versions: the host versions that need it, as vLLM's major.minor; empty for all.
+    """
+
+    target: str
+    reason: str
+    versions: tuple[str, ...] = ()
+
+
+SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+
+REPLACEMENTS = (
+    Replacement(
+        "vllm.envs:environment_variables",
+        "vLLM warns about unknown VLLM_* variables, or refuses them with --fail-on-environ-validation; ours are added.",
+    ),
+    Replacement(
+        "torch.accelerator:empty_cache",
+        "vLLM calls it at shutdown unless the platform is its own CPU platform; without an accelerator it raises.",
+    ),
+    Replacement("torch.accelerator:empty_host_cache", "The same."),
+    Replacement("torch.accelerator:synchronize", "The same, and between steps."),
+    Replacement(
+        "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel",
+        "A Triton kernel; there is no Triton driver on a CPU. Replaced through vLLM's own register_kernels.",
+        ("0.32", "0.33"),
+    ),
+    Replacement(
+        "vllm.v1.worker.block_table:_compute_slot_mapping_kernel",
+        "The same kernel, before register_kernels existed.",
+        ("0.26",),
+    ),
+    Replacement(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._postprocess_triton",
+        "It installs kernels of vLLM's compiled CPU library, which the released wheel does not carry.",
+        ("0.26",),
+    ),
+)
+
+
+def host_version() -> str:
+    """vLLM's version as major.minor."""
+    from vllm.version import __version__
+
+    return ".".join(__version__.split(".")[:2])
+
+
+def check_targets() -> list[str]:
+    """The replacements for this host version whose target does not exist, in words."""
+    missing = []
+    for row in REPLACEMENTS:
+        if row.versions and host_version() not in row.versions:
+            continue
+        module, _, attribute = row.target.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name, None)
+        if found is None:
+            missing.append(f"{row.target} is gone in vLLM {host_version()}: {row.reason}")
+    return missing
+
+
+# -- environment variables --------------------------------------------------------------------------------------------
+
+
+def declare_variables() -> None:
+    """Tell vLLM the names of our environment variables. Idempotent; also right when the platform stays off."""
+    from vllm import envs
+
+    for name in variable_names():
+        if name.startswith("VLLM_"):
+            envs.environment_variables.setdefault(name, _reader(name))
+
+
+def _reader(name: str) -> Callable[[], str | None]:
+    return lambda: os.environ.get(name)
+
+
+def in_tree_platform() -> str | None:
+    """The name of the vLLM platform that would run without ours, or ``None``."""
+    from vllm import platforms
+
+    return next((name for name, found in platforms.builtin_platform_plugins.items() if found() is not None), None)
+
+
+# -- torch.accelerator without an accelerator ---------------------------------------------------------------------------
+
+
+def _no_accelerator(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def silence_accelerator() -> None:
+    """Make the ``torch.accelerator`` calls of vLLM's shared code do nothing where PyTorch has no accelerator."""
+    if not torch.accelerator.is_available():
+        for name in ("empty_cache", "empty_host_cache", "synchronize"):
+            setattr(torch.accelerator, name, _no_accelerator)
+
+
+# -- Triton kernels of the model runner -------------------------------------------------------------------------------
+
+
+def slot_mapping(
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_table_stride: int,
+    slots: torch.Tensor,
+    block_size: int,
+    total_cp_world_size: int,
+    total_cp_rank: int,
+    cp_interleave: int,
+    pad_id: int,
+    *_: Any,
+) -> None:
+    """The cache slot of every token: ``block_table[request, position // block] * block + position % block``, padded at the end.
+
+    Args:
+        query_start_loc: ``[requests + 1]``; the requests' first tokens.
+        positions: ``[tokens]``; position of each token in its sequence.
+        block_table: ``[requests, blocks]``.
+        slots: ``[max_num_tokens]``; overwritten.
+    """
+    if total_cp_world_size != 1:
+        raise NotImplementedError("context parallelism is not supported by vllm_fl on this device")
+    requests = torch.repeat_interleave(query_start_loc.diff())
+    where = positions[: requests.shape[0]]
+    blocks = block_table[requests, where // block_size].long()
+    slots[: requests.shape[0]] = blocks * block_size + where % block_size
+    slots[num_tokens:max_num_tokens] = pad_id
+
+
+class _SlotMappingLauncher:
+    """Stands where 0.26 has the Triton kernel: ``kernel[grid](arguments)``."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            # 0.26 has no argument for the stride of a row of kernel blocks, and names the rest.
+            raise NotImplementedError("vLLM 0.26 is not tried yet")
+
+        return launch
+
+
+def replace_kernels() -> None:
+    """Replace the Triton kernels that the V1 model runner launches in every step. Idempotent."""
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # before 0.27
+        from vllm.v1.worker import block_table
+
+        block_table._compute_slot_mapping_kernel = _SlotMappingLauncher()
+        return
+    if SLOT_MAPPING_KERNEL not in dispatcher._registry:
+        dispatcher.register_kernels({SLOT_MAPPING_KERNEL: slot_mapping})

@@ -1,0 +1,1 @@
+from fl_dispatch.builtin_ops import *

@@ -1,0 +1,116 @@
+"""From an entry point of vLLM to an active platform: detection, errors kept for later, and the hand-over to child processes.
+
+vLLM calls the platform's entry point in every process, twice when it wins, and swallows what it raises. So detection keeps
+an error instead, and :func:`activate`, which runs in places that vLLM does not wrap, raises it before a model loads.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.device import detect_device
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.policy import SelectionPolicy, get_policy, set_global_policy
+from fl_dispatch.settings import Settings, get_settings, install_settings
+
+from . import compat
+
+logger = get_logger(__name__)
+
+PLATFORM = "vllm_fl.platform.PlatformFL"
+PLATFORM_GROUP = "vllm.platform_plugins"
+SERVED_DEVICES = ("cpu",)
+"""PyTorch device types that the worker can start on."""
+
+CONFIG_KEY = "fl_dispatch"
+"""Where vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
+
+_stored: Exception | None = None
+
+
+def detect() -> str | None:
+    """The platform's class path, or ``None`` where vLLM's own platform should run. Never raises."""
+    compat.declare_variables()
+    return _decide()
+
+
+@cache
+def _decide() -> str | None:
+    global _stored
+    try:
+        active, reason = _judge()
+    except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
+        _stored = error
+        active, reason = True, f"start-up will stop: {error}"
+    logger.info("vllm_fl is %s: %s", "active" if active else "not active", reason)
+    return PLATFORM if active else None
+
+
+def _judge() -> tuple[bool, str]:
+    """Whether to activate, and why."""
+    device = detect_device()
+    if device.torch_type not in SERVED_DEVICES:
+        return (
+            False,
+            f"device '{device.name}' is not served yet (served: {', '.join(SERVED_DEVICES)}); vLLM's own platform runs",
+        )
+    if not get_settings().enabled:
+        in_tree = compat.in_tree_platform()
+        if in_tree is not None:
+            return False, f"dispatch is switched off, and vLLM's own platform '{in_tree}' covers this machine"
+        return True, f"dispatch is switched off, but no platform of vLLM's own covers device '{device.name}'"
+    others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("vllm_fl:")]
+    beside = f"; also installed: platform plugin {', '.join(others)}, of which only one may be active" if others else ""
+    return True, f"device '{device.name}' ({device.device_name(0)}){beside}"
+
+
+def raise_stored() -> None:
+    """Raise what detection found wrong."""
+    if _stored is not None:
+        raise _stored
+
+
+def is_active() -> bool:
+    """Whether vLLM runs on our platform in this process."""
+    from vllm.platforms import current_platform
+
+    from .platform import PlatformFL
+
+    return isinstance(current_platform, PlatformFL)
+
+
+def register_ops() -> None:
+    """vLLM's general entry point: does nothing unless the platform is ours."""
+    raise_stored()
+    if is_active():
+        from . import layers
+
+        layers.register(get_settings())
+
+
+def activate() -> None:
+    """Start the core in this process, or raise what is wrong with its settings and plugins."""
+    raise_stored()
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    from .attention import register_backend
+
+    register_backend(manager.registry)
+
+
+def pack() -> dict[str, str]:
+    """Settings and policy of this process, for its children."""
+    return {"settings": get_settings().to_json(), "policy": get_policy().to_json()}
+
+
+def adopt(additional_config: Any) -> None:
+    """Take over the settings and the policy that the parent packed; equal ones change nothing."""
+    packed = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, dict) else {}
+    settings, policy = packed.get("settings"), packed.get("policy")
+    if settings is not None and settings != get_settings().to_json():
+        install_settings(Settings.from_json(settings))
+    if policy is not None and policy != get_policy().to_json():
+        set_global_policy(SelectionPolicy.from_json(policy))

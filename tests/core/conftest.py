@@ -1,0 +1,26 @@
+"""Every test starts with no settings of the user, a fresh default manager, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from fl_dispatch import clear_discovered_plugins, reset_default_manager, reset_global_policy
+
+OUR_VARIABLES = ("VLLM_FL_", "SGLANG_FL_", "USE_FLAGGEMS", "FLAGCX_PATH", "FLAGGEMS_ENABLE_OPLIST_PATH", "VLLM_BATCH_INVARIANT")
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(OUR_VARIABLES):
+            monkeypatch.delenv(name)
+    reset_global_policy()
+    reset_default_manager()
+    yield
+    monkeypatch.undo()
+    reset_global_policy()
+    reset_default_manager()
+    clear_discovered_plugins()

@@ -1,0 +1,225 @@
+"""How a call reaches an implementation: conventions, adapters, bound operators, counting."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import impl, manager_of
+
+from fl_dispatch import (
+    NoImplementationError,
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    explain,
+    get_default_manager,
+    policy_context,
+    resolve_op,
+    with_preference,
+)
+from fl_dispatch.ops import OPERATORS
+
+Tensor = torch.Tensor
+ones = torch.ones
+
+
+def rms(x: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> Any:
+    return ("rms", x, residual, weight, epsilon)
+
+
+def test_call_resolve_and_bound_run_the_same_implementation() -> None:
+    manager = manager_of(impl("default.a", lambda x: x + 1), impl("reference.b", lambda x: x))
+    for _ in range(3):
+        assert manager.call("demo", 1) == manager.resolve("demo")(1) == manager.bind("demo")(1) == 2
+    assert manager.get_selected_impl_id("demo") == "default.a"
+
+
+def test_the_settled_entry_is_the_bare_implementation() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"))
+    bound = manager.bind("rms_norm")
+    manager.call("rms_norm", ones(1), ones(1))
+    bound(ones(1))
+    assert manager._root.entries["rms_norm"] is rms
+    assert manager._root.entries["rms_norm@"] is rms
+    assert manager.resolve("rms_norm") is rms
+
+
+def test_a_bound_operator_has_the_operators_signature_and_docstring() -> None:
+    bound = bind_op("rms_norm")
+    assert list(inspect.signature(bound).parameters) == list(OPERATORS["rms_norm"].parameters)
+    assert bound.__doc__ == OPERATORS["rms_norm"].doc
+    assert bound.__name__ == "rms_norm"
+
+
+def test_a_bound_operator_follows_the_policy() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"), impl("vendor.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"))
+    bound = manager.bind("rms_norm")
+    assert bound(ones(1))[0] == "rms"
+    with with_preference("vendor"):
+        assert bound(ones(1)) == "b"
+    assert bound(ones(1))[0] == "rms"
+
+
+def test_defaults_that_an_implementation_lacks_are_filled_in() -> None:
+    manager = manager_of(impl("default.a", lambda x, residual, weight, epsilon: epsilon, op="rms_norm"))
+    for _ in range(2):
+        assert manager.call("rms_norm", ones(1)) == 1e-6
+        assert manager.call("rms_norm", ones(1), epsilon=0.5) == 0.5
+        assert manager.resolve("rms_norm")(ones(1)) == 1e-6
+
+
+def test_a_call_that_gives_a_left_out_parameter_goes_to_the_next_candidate() -> None:
+    manager = manager_of(
+        impl("default.a", lambda x, weight=None, epsilon=1e-6: "no residual", op="rms_norm"),
+        impl("reference.b", rms, op="rms_norm"),
+    )
+    bound = manager.bind("rms_norm")
+    for call in (lambda *args: manager.call("rms_norm", *args), bound):
+        for _ in range(2):
+            assert call(ones(1), None, ones(1)) == "no residual"
+            assert call(ones(1), ones(1))[0] == "rms"
+    assert "does not take 'residual'" in str(manager.explain("rms_norm", ones(1), ones(1)))
+
+
+def test_keywords_reach_the_implementation() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"))
+    for _ in range(2):
+        assert manager.call("rms_norm", ones(1), weight="w", epsilon=2.0)[3:] == ("w", 2.0)
+
+
+LAYER = SimpleNamespace(weight="the weight", variance_epsilon=0.25, extra="seen")
+
+
+def test_a_layer_first_call_takes_the_layers_attributes() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"))
+    x = ones(1)
+    for _ in range(2):
+        assert manager.call("rms_norm", LAYER, x) == ("rms", x, None, "the weight", 0.25)
+        assert manager.call("rms_norm", LAYER, x, residual="r") == ("rms", x, "r", "the weight", 0.25)
+        assert manager.call("rms_norm", LAYER, x, "r") == ("rms", x, "r", "the weight", 0.25)
+
+
+def test_an_attribute_that_the_layer_lacks_leaves_the_default() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"))
+    for _ in range(2):
+        assert manager.call("rms_norm", SimpleNamespace(), ones(1))[3:] == (None, 1e-6)
+
+
+def test_an_implementation_that_takes_a_layer_gets_the_callers_or_a_stand_in() -> None:
+    def layer_first(obj: Any, x: Tensor, residual: Any = None) -> Any:
+        return (obj.weight, obj.variance_epsilon, getattr(obj, "extra", None), residual)
+
+    manager = manager_of(impl("default.a", layer_first, op="rms_norm"))
+    bound = manager.bind("rms_norm")
+    for _ in range(2):
+        assert manager.call("rms_norm", LAYER, ones(1), "r") == ("the weight", 0.25, "seen", "r")
+        assert manager.call("rms_norm", ones(1), "r", "w", 0.5) == ("w", 0.5, None, "r")
+        assert bound(ones(1), None, "w") == ("w", 1e-6, None, None)
+        assert manager.resolve("rms_norm")(ones(1), None, "w") == ("w", 1e-6, None, None)
+
+
+def test_a_layer_works_through_call_op_with_a_real_module() -> None:
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.full((4,), 2.0))
+    module.variance_epsilon = 1e-6
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(call_op("rms_norm", module, x), call_op("rms_norm", x, None, module.weight))
+
+
+def test_a_wrong_layer_call_is_a_type_error() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"))
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            manager.call("rms_norm", LAYER, ones(1), "r", "one too many")
+        with pytest.raises(TypeError):
+            manager.call("rms_norm", LAYER, ones(1), x=ones(1))
+
+
+def test_a_parameter_as_first_argument_is_a_tensor_not_a_layer() -> None:
+    manager = get_default_manager()
+    with policy_context(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["reference"]})), torch.inference_mode():
+        assert call_op("silu_and_mul", torch.nn.Parameter(ones(1, 4))).shape == (1, 2)
+        assert manager.call("silu_and_mul", torch.nn.Parameter(ones(1, 4))).shape == (1, 2)
+
+
+def test_supports_decides_by_the_arguments_and_its_reason_is_told() -> None:
+    only_wide = impl("default.a", rms, op="rms_norm", supports=lambda x, *_: x.shape[-1] > 2 or "too narrow")
+    manager = manager_of(only_wide, impl("reference.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"))
+    bound = manager.bind("rms_norm")
+    for _ in range(3):
+        for call in (lambda *a: manager.call("rms_norm", *a), bound):
+            assert call(ones(1, 4))[0] == "rms"
+            assert call(ones(1, 2)) == "b"
+    decision = manager.explain("rms_norm", ones(1, 2))
+    assert decision.chosen.impl_id == "reference.b" == manager.get_selected_impl_id("rms_norm", ones(1, 2))
+    assert "too narrow" in str(decision)
+    assert manager.resolve("rms_norm", ones(1, 4)) is rms
+
+
+def test_a_predicate_that_raises_is_a_no_with_its_error() -> None:
+    def broken(*args: Any) -> bool:
+        raise ZeroDivisionError("in supports")
+
+    manager = manager_of(impl("default.a", rms, op="rms_norm", supports=broken), impl("reference.b", lambda x, *, residual=None: "b", op="demo"))
+    with pytest.raises(NoImplementationError, match="ZeroDivisionError: in supports"):
+        manager.call("rms_norm", ones(1))
+
+
+def test_a_per_op_order_can_name_one_layer() -> None:
+    policy = SelectionPolicy.from_dict(per_op_order={"rms_norm@layers.3.*": ["reference"]})
+    manager = manager_of(
+        impl("default.a", rms, op="rms_norm"), impl("reference.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"), policy=policy
+    )
+    assert manager.bind("rms_norm", "layers.3.norm")(ones(1)) == "b"
+    assert manager.bind("rms_norm", "layers.4.norm")(ones(1))[0] == "rms"
+    assert manager.bind("rms_norm")(ones(1))[0] == "rms"
+    assert manager.explain("rms_norm", scope="layers.3.norm").chosen.impl_id == "reference.b"
+
+
+def test_calls_are_counted_by_implementation_while_counting_is_on() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"), impl("vendor.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"))
+    bound = manager.bind("rms_norm")
+    bound(ones(1))
+    manager.set_counting(True)
+    for _ in range(3):
+        bound(ones(1))
+        manager.call("rms_norm", ones(1))
+    with with_preference("vendor"):
+        bound(ones(1))
+    manager.set_counting(False)
+    bound(ones(1))
+    assert manager.call_counts() == {("rms_norm", "default.a"): 6, ("rms_norm", "vendor.b"): 1}
+    manager.reset_counts()
+    assert sum(manager.call_counts().values()) == 0
+
+
+def test_the_first_use_is_logged_once_in_the_documented_form(caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_of(impl("vendor.x"))
+    with caplog.at_level(logging.INFO, logger="fl_dispatch"):
+        manager.call("demo", 1)
+        manager.call("demo", 1)
+    assert [record.message for record in caplog.records] == ["Op 'demo' using 'vendor.x' (kind=vendor, vendor=x)"]
+
+
+def test_an_unknown_operator_is_named() -> None:
+    for call in (call_op, get_default_manager().call, resolve_op, explain):
+        with pytest.raises(NoImplementationError, match="No available implementation for op='nobody'"):
+            call("nobody", 1)
+
+
+def test_every_reference_runs_through_call_op_on_its_own_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    manager = get_default_manager()
+    manager.set_counting(True)
+    for name, operator in OPERATORS.items():
+        if operator.samples is None:
+            continue
+        for sample in operator.samples(torch.float32, torch.device("cpu"), generator):
+            call_op(name, *sample.args)
+        assert sum(calls for (op, _), calls in manager.call_counts().items() if op == name) > 0

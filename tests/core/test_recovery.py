@@ -1,0 +1,332 @@
+"""Never a wrong answer; the input may be guilty; a dead device stays dead."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from builders import failing, impl, manager_of
+
+from fl_dispatch import NotSupported, OpManager, RankDivergenceError, SelectionPolicy, set_global_policy, with_strict_mode
+from fl_dispatch.recovery import is_dead_device, is_out_of_memory
+
+Tensor = torch.Tensor
+
+
+def ok(x: Tensor) -> str:
+    return "ok"
+
+
+def two(first: Any, second: Any = ok, op: str = "silu_and_mul") -> OpManager:
+    return manager_of(impl("default.first", first, op=op), impl("reference.second", second, op=op))
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(*(shape or (2, 4)), dtype=dtype)
+
+
+def test_a_failure_falls_back_and_bans_for_that_kind_of_arguments() -> None:
+    calls: list[torch.dtype] = []
+
+    def half_only(x: Tensor) -> str:
+        calls.append(x.dtype)
+        if x.dtype == torch.float32:
+            raise RuntimeError("no float32")
+        return "first"
+
+    manager = two(half_only)
+    for _ in range(3):
+        assert manager.call("silu_and_mul", x()) == "ok"
+        assert manager.call("silu_and_mul", x(dtype=torch.float16)) == "first"
+    assert calls.count(torch.float32) == 1
+    assert manager.get_failed_impls() == {"silu_and_mul": {"default.first"}}
+    assert "no float32" in str(manager.explain("silu_and_mul", x()))
+
+
+def test_resolve_call_and_explain_agree_before_and_after_a_ban() -> None:
+    manager = two(failing(RuntimeError("boom")))
+    assert manager.get_selected_impl_id("silu_and_mul", x()) == "default.first"
+    manager.call("silu_and_mul", x())
+    for arguments, expected in ((x(), "reference.second"), (x(dtype=torch.float16), "default.first")):
+        assert manager.get_selected_impl_id("silu_and_mul", arguments) == expected
+        assert manager.explain("silu_and_mul", arguments).chosen.impl_id == expected
+
+
+@pytest.mark.parametrize("change", [lambda t: t.half(), lambda t: t[0], lambda t: t.t().contiguous().t()], ids=["dtype", "rank", "layout"])
+def test_a_ban_leaves_other_kinds_alone(change: Any) -> None:
+    manager = two(failing(RuntimeError("boom")))
+    manager.call("silu_and_mul", x(4, 4))
+    assert manager.get_selected_impl_id("silu_and_mul", x(4, 4)) == "reference.second"
+    assert manager.get_selected_impl_id("silu_and_mul", change(x(4, 4))) == "default.first"
+
+
+def test_a_ban_in_one_scope_leaves_other_scopes_alone() -> None:
+    broken = True
+
+    def first(x: Tensor) -> str:
+        if broken:
+            raise RuntimeError("boom")
+        return "first"
+
+    manager = two(first)
+    three, four = manager.bind("silu_and_mul", "layers.3"), manager.bind("silu_and_mul", "layers.4")
+    assert three(x()) == "ok"
+    broken = False
+    assert three(x()) == "ok"
+    assert four(x()) == "first"
+
+
+def test_three_kinds_ban_as_a_whole() -> None:
+    manager = two(failing(RuntimeError("boom")))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        manager.call("silu_and_mul", x(dtype=dtype))
+    decision = manager.explain("silu_and_mul")
+    assert decision.chosen.impl_id == "reference.second"
+    assert "failed for 3 kinds" in str(decision)
+
+
+@pytest.mark.parametrize("lift", ["clear", "clear_op", "policy", "epoch"])
+def test_a_ban_is_lifted_by_clearing_and_by_a_policy_change(lift: str) -> None:
+    manager = two(failing(RuntimeError("boom")))
+    manager.call("silu_and_mul", x())
+    manager.clear_failed_impls("another_op")
+    assert manager.get_failed_impls("silu_and_mul")
+    match lift:
+        case "clear":
+            manager.clear_failed_impls()
+        case "clear_op":
+            manager.clear_failed_impls("silu_and_mul")
+        case "policy":
+            set_global_policy(SelectionPolicy(deny_vendors=frozenset({"z"})))
+        case "epoch":
+            manager.bump_policy_epoch()
+    assert manager.get_failed_impls() == {}
+    assert manager.get_selected_impl_id("silu_and_mul", x()) == "default.first"
+
+
+def test_when_every_candidate_fails_nobody_is_banned_and_the_first_error_is_raised() -> None:
+    manager = two(failing(ValueError("first")), failing(KeyError("second")))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="first") as caught:
+            manager.call("silu_and_mul", x())
+        assert any("reference.second" in note and "second" in note for note in caught.value.__notes__)
+    assert manager.get_failed_impls() == {}
+
+
+def test_a_callers_type_error_is_raised_and_good_calls_go_on() -> None:
+    manager = two(ok)
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            manager.call("silu_and_mul")
+        with pytest.raises(TypeError):
+            manager.call("silu_and_mul", x(), "one too many")
+        assert manager.call("silu_and_mul", x()) == "ok"
+    assert manager.get_failed_impls() == {}
+
+
+def test_strict_raises_any_error_unchanged() -> None:
+    for error in (RuntimeError("boom"), NotImplementedError("not here"), NotSupported("nor here")):
+        manager = two(failing(error))
+        with with_strict_mode():
+            for _ in range(2):
+                with pytest.raises(type(error)) as caught:
+                    manager.call("silu_and_mul", x())
+                assert caught.value is error
+        assert manager.get_failed_impls() == {}
+
+
+def test_strict_still_selects_by_availability_and_supports() -> None:
+    manager = manager_of(
+        impl("default.gone", failing(RuntimeError()), op="silu_and_mul", available=lambda: False),
+        impl("vendor.narrow", failing(RuntimeError()), op="silu_and_mul", supports=lambda x: "no"),
+        impl("reference.torch", ok, op="silu_and_mul"),
+    )
+    with with_strict_mode():
+        assert manager.call("silu_and_mul", x()) == "ok"
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("not for these"), NotSupported("not for these")])
+def test_declining_is_no_failure(error: Exception) -> None:
+    manager = two(failing(error))
+    for _ in range(2):
+        assert manager.call("silu_and_mul", x()) == "ok"
+    assert manager.get_failed_impls() == {}
+
+
+def test_out_of_memory_is_the_callers_and_bans_nobody() -> None:
+    answers = iter([torch.OutOfMemoryError("CUDA out of memory"), None])
+
+    def once(x: Tensor) -> str:
+        error = next(answers)
+        if error:
+            raise error
+        return "first"
+
+    manager = two(once)
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.call("silu_and_mul", x())
+    assert manager.call("silu_and_mul", x()) == "first"
+
+
+def test_tritons_out_of_resources_is_an_ordinary_failure() -> None:
+    class OutOfResources(Exception): ...
+
+    manager = two(failing(OutOfResources("out of resource: shared memory")))
+    assert manager.call("silu_and_mul", x()) == "ok"
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+
+
+def test_after_a_dead_device_nothing_is_retried() -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert is_dead_device(error)
+    manager = two(failing(error), failing(AssertionError("retried")))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        manager.call("silu_and_mul", x())
+
+
+def test_in_lockstep_a_fallback_aborts_the_step() -> None:
+    manager = two(failing(RuntimeError("boom")))
+    manager.lockstep = True
+    with pytest.raises(RankDivergenceError, match=r"default.first.*boom"):
+        manager.call("silu_and_mul", x())
+
+
+OVERWRITING = ["rms_norm", "gemma_rms_norm", "rotary_embedding"]
+
+
+def arguments(op: str) -> tuple[Any, ...]:
+    if op == "rotary_embedding":
+        half = torch.ones(4, 2)
+        return torch.ones(1, 2, 4), torch.ones(1, 2, 4), half, half, torch.zeros(1, dtype=torch.long)
+    return torch.ones(1, 4), torch.ones(1, 4), torch.ones(4), 1e-6
+
+
+def spoil(arguments: tuple[Any, ...]) -> None:
+    arguments[0].fill_(-1)
+    arguments[1].fill_(-1)
+
+
+def overwriter(op: str, first: Any) -> OpManager:
+    def second(*args: Any) -> Any:
+        return args[0].clone(), args[1].clone()
+
+    return manager_of(
+        impl("default.first", first, op=op, signature="unchecked"), impl("reference.second", second, op=op, signature="unchecked")
+    )
+
+
+@pytest.mark.parametrize("op", OVERWRITING)
+@pytest.mark.parametrize("error", [RuntimeError("boom"), NotImplementedError("declined too late")])
+def test_an_unproven_implementation_that_writes_and_raises_leaves_the_original_values(op: str, error: Exception) -> None:
+    def writes_then_raises(*args: Any) -> Any:
+        spoil(args)
+        raise error
+
+    manager = overwriter(op, writes_then_raises)
+    given = arguments(op)
+    first, second = manager.call(op, *given)
+    assert first.eq(1).all()
+    assert second.eq(1).all()
+    assert given[0].eq(1).all()
+
+
+@pytest.mark.parametrize("op", OVERWRITING)
+@pytest.mark.parametrize("error", [RuntimeError("boom"), NotImplementedError("declined too late")])
+def test_a_proven_implementation_that_may_have_written_raises_once_and_is_watched_from_then_on(op: str, error: Exception) -> None:
+    broken = False
+
+    def first(*args: Any) -> Any:
+        if broken:
+            spoil(args)
+            raise error
+        return args[0], args[1]
+
+    manager = overwriter(op, first)
+    bound = manager.bind(op)
+    bound(*arguments(op))
+    broken = True
+    with pytest.raises(type(error)) as caught:
+        bound(*arguments(op))
+    assert any("may have overwritten" in note for note in caught.value.__notes__)
+    assert manager.get_failed_impls() == {}
+    assert bound(*arguments(op))[0].eq(1).all(), "from now on a copy is kept"
+
+
+@pytest.mark.parametrize("op", OVERWRITING)
+def test_not_supported_promises_that_nothing_was_written(op: str) -> None:
+    answers = iter([None, NotSupported("odd size"), None])
+
+    def first(*args: Any) -> Any:
+        error = next(answers)
+        if error:
+            raise error
+        return "first"
+
+    manager = overwriter(op, first)
+    assert manager.call(op, *arguments(op)) == "first"
+    assert manager.call(op, *arguments(op))[0].eq(1).all()
+    assert manager.call(op, *arguments(op)) == "first"
+
+
+def test_success_without_a_residual_does_not_prove_the_overwriting_path() -> None:
+    def first(x: Tensor, residual: Any, weight: Any, epsilon: float) -> Any:
+        if residual is None:
+            return "plain"
+        residual.fill_(-1)
+        raise RuntimeError("boom")
+
+    manager = overwriter("rms_norm", first)
+    for _ in range(3):
+        assert manager.call("rms_norm", torch.ones(1, 4)) == "plain"
+    assert manager.call("rms_norm", *arguments("rms_norm"))[1].eq(1).all()
+
+
+def test_a_state_that_cannot_be_copied_is_never_retried() -> None:
+    def breaks(key: Any, value: Any, key_cache: Tensor, value_cache: Any, slot_mapping: Any) -> None:
+        key_cache.fill_(-1)
+        raise RuntimeError("half-way")
+
+    manager = manager_of(
+        impl("default.first", breaks, op="kv_cache_write"),
+        impl("reference.second", lambda key, value, key_cache, value_cache, slot_mapping: None, op="kv_cache_write"),
+    )
+    cache = torch.ones(1, 1, 1, 1)
+    with pytest.raises(RuntimeError, match="half-way"):
+        manager.call("kv_cache_write", cache, cache, cache.clone(), cache.clone(), torch.zeros(1, dtype=torch.long))
+
+
+def test_a_pure_output_may_be_retried() -> None:
+    def breaks(*args: Any) -> Any:
+        args[9].fill_(float("nan"))
+        raise RuntimeError("half-way")
+
+    def second(*args: Any) -> Any:
+        return args[9].zero_()
+
+    op = "paged_attention"
+    manager = manager_of(
+        impl("default.first", breaks, op=op, signature="unchecked"), impl("reference.second", second, op=op, signature="unchecked")
+    )
+    t = torch.ones(1, 1, 1)
+    assert manager.call(op, t, t, t, t, t, t, 1, 1, 1.0, torch.ones(1, 1, 1)).eq(0).all()
+
+
+def test_the_log_says_what_failed_and_what_took_over(caplog: pytest.LogCaptureFixture) -> None:
+    manager = two(failing(RuntimeError("boom")))
+    with caplog.at_level(logging.WARNING, logger="fl_dispatch"):
+        for _ in range(3):
+            manager.call("silu_and_mul", x())
+    messages = [record.message for record in caplog.records]
+    assert [m.partition(": ")[0] for m in messages] == [
+        "Implementation 'default.first' failed for op 'silu_and_mul'",
+        "Op 'silu_and_mul' fallback to 'reference.second' (kind=reference, vendor=None)",
+    ]
+
+
+def test_an_operator_inside_an_operator_keeps_its_own_error() -> None:
+    inner = two(failing(ValueError("inner")), failing(ValueError("inner too")))
+    outer = manager_of(impl("default.only", lambda x: inner.call("silu_and_mul", x), op="demo"))
+    with pytest.raises(ValueError, match="inner"):
+        outer.call("demo", x())

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from builders import impl
+
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, RegistrationError, SelectionPolicy, set_global_policy
+from fl_dispatch.registry import Transaction
+
+Tensor = torch.Tensor
+
+
+def test_implementations_keep_the_order_of_registration() -> None:
+    registry = OpRegistry()
+    registry.register_many([impl("default.a"), impl("reference.b"), impl("default.c", op="other")])
+    assert [i.impl_id for i in registry.get_implementations("demo")] == ["default.a", "reference.b"]
+    assert registry.list_operators() == ["demo", "other"]
+    assert registry.get_implementation("demo", "reference.b") is registry.get_implementations("demo")[1]
+    assert registry.get_implementation("demo", "nobody") is None
+    assert registry.get_implementations("nobody") == []
+
+
+def test_an_id_is_unique_within_its_operator() -> None:
+    registry = OpRegistry()
+    registry.register_impl(impl("default.a"))
+    registry.register_impl(impl("default.a", op="other"))
+    with pytest.raises(ValueError, match="Duplicate impl_id 'default.a' for op 'demo'"):
+        registry.register_impl(impl("default.a"))
+
+
+def test_register_many_is_all_or_nothing() -> None:
+    registry = OpRegistry()
+    registry.register_impl(impl("default.a"))
+    with pytest.raises(RegistrationError):
+        registry.register_many([impl("default.new"), impl("default.new", op="other"), impl("default.a")])
+    assert [i.impl_id for i in registry.get_implementations("demo")] == ["default.a"]
+    assert registry.list_operators() == ["demo"]
+
+
+def test_a_snapshot_does_not_change() -> None:
+    registry = OpRegistry()
+    registry.register_impl(impl("default.a"))
+    snapshot = registry.snapshot()
+    registry.register_impl(impl("default.b"))
+    assert len(snapshot.impls_by_op["demo"]) == 1
+    with pytest.raises(TypeError):
+        snapshot.impls_by_op["demo"] = ()  # type: ignore[index]
+
+
+def test_a_transaction_leaves_nothing_until_it_is_committed() -> None:
+    registry = OpRegistry()
+    transaction = Transaction(registry, "plugin")
+    transaction.register_impl(impl("default.a"))
+    assert transaction.get_implementation("demo", "default.a") is not None
+    assert registry.list_operators() == []
+    assert transaction.commit() == 1
+    assert registry.list_operators() == ["demo"]
+    assert "plugin" in registry.snapshot().sources
+
+
+def test_clear_forgets_everything() -> None:
+    registry = OpRegistry()
+    registry.register_impl(impl("default.a"))
+    registry.clear()
+    assert registry.list_operators() == []
+
+
+def test_registration_from_many_threads_loses_nothing() -> None:
+    registry = OpRegistry()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda n: registry.register_impl(impl(f"default.{n}", op=f"op{n % 7}")), range(400)))
+    assert sum(len(registry.get_implementations(op)) for op in registry.list_operators()) == 400
+
+
+def test_a_dropped_manager_is_collected_although_it_listened() -> None:
+    registry = OpRegistry()
+    manager = weakref.ref(OpManager(registry, register_builtins=False))
+    gc.collect()
+    assert manager() is None
+    registry.register_impl(impl("default.a"))
+
+
+def right(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
+    return x
+
+
+def no_defaults(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return x
+
+
+def left_out(x: Tensor, weight: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
+    return x
+
+
+def layer_first(obj: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    return x
+
+
+def extra_with_default(x: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6, fast: bool = True) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("fn", [right, no_defaults, left_out, layer_first, extra_with_default])
+def test_a_signature_that_fits_the_declaration_is_accepted(fn: Any) -> None:
+    OpRegistry().register_impl(impl("default.a", fn, op="rms_norm"))
+
+
+def wrong_name(y: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> Tensor:
+    return y
+
+
+def wrong_order(x: Tensor, weight: Any = None, residual: Any = None, epsilon: float = 1e-6) -> Tensor:
+    return x
+
+
+def wrong_default(x: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-5) -> Tensor:
+    return x
+
+
+def keyword_only(x: Tensor, residual: Any = None, *, weight: Any = None, epsilon: float = 1e-6) -> Tensor:
+    return x
+
+
+def extra_required(x: Tensor, residual: Any, weight: Any, epsilon: float, stream: int) -> Tensor:
+    return x
+
+
+def says_nothing(*args: Any, **kwargs: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("fn", "problem"),
+    [
+        (wrong_name, "'y' is not declared"),
+        (wrong_order, "'residual' is out of order"),
+        (wrong_default, r"'epsilon' has the default 1e-05, the declaration has the default 1e-06"),
+        (keyword_only, "'weight' is keyword-only"),
+        (extra_required, "'stream' is not declared"),
+        (lambda x, *rest: x, "signature='unchecked'"),
+        (lambda: None, "lacks the required parameter 'x'"),
+        (torch.mul, "cannot be read"),
+    ],
+)
+def test_a_signature_that_differs_is_an_error_that_names_both(fn: Any, problem: str) -> None:
+    with pytest.raises(RegistrationError, match=problem) as caught:
+        OpRegistry().register_impl(impl("default.a", fn, op="rms_norm"))
+    assert "default.a" in str(caught.value)
+    assert "rms_norm" in str(caught.value)
+
+
+def test_a_signature_that_says_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="fl_dispatch"):
+        OpRegistry().register_impl(impl("default.a", says_nothing, op="rms_norm"))
+    assert "default.a" in caplog.text
+    assert "unchecked" in caplog.text
+
+
+def test_a_signature_that_cannot_be_read_may_be_declared_unchecked() -> None:
+    OpRegistry().register_impl(impl("default.a", says_nothing, op="rms_norm", signature="unchecked"))
+
+
+def test_a_torch_operator_is_checked_by_its_schema() -> None:
+    with pytest.raises(RegistrationError, match="lacks the required parameter|is not declared"):
+        OpRegistry().register_impl(impl("default.a", torch.ops.aten.silu.default, op="silu_and_mul"))
+    with pytest.raises(RegistrationError, match="overloads"):
+        OpRegistry().register_impl(impl("default.a", torch.ops.aten.add, op="silu_and_mul"))
+
+
+def test_an_operator_that_nobody_declared_is_not_checked() -> None:
+    OpRegistry().register_impl(OpImpl("vendors_own", "default.a", BackendImplKind.DEFAULT, says_nothing))
+
+
+def test_a_late_registration_is_seen_by_the_next_call() -> None:
+    set_global_policy(SelectionPolicy())
+    registry = OpRegistry()
+    registry.register_impl(impl("reference.torch"))
+    manager = OpManager(registry, register_builtins=False)
+    assert manager.call("demo", 1) == "reference.torch"
+    registry.register_impl(impl("default.late"))
+    assert manager.call("demo", 1) == "default.late"

@@ -1,0 +1,180 @@
+"""The algebra of policy: what may run, and in what order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import impl, manager_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_dispatch import BackendImplKind, NoImplementationError, OpImpl, SelectionPolicy, match_token
+from fl_dispatch.selection import CHOSEN, SKIPPED, select
+from fl_dispatch.settings import TunedRule
+
+VENDORS = ["a", "b", "c"]
+IDS = ["default.flagos", "default.triton", "vendor.a", "vendor.a.fast", "vendor.b", "vendor.c", "reference.torch"]
+TOKENS = ["flagos", "vendor", "reference", *(f"vendor:{v}" for v in VENDORS), *(f"impl:{i}" for i in IDS)]
+
+
+def ids(decision: Any) -> list[str]:
+    return [candidate.impl_id for candidate in decision.candidates]
+
+
+impl_sets = st.lists(st.tuples(st.sampled_from(IDS), st.integers(0, 200), st.booleans()), unique_by=lambda t: t[0], max_size=7).map(
+    lambda rows: [impl(i, priority=p, available=lambda yes=yes: yes) for i, p, yes in rows]
+)
+policies = st.builds(
+    SelectionPolicy.from_dict,
+    prefer=st.sampled_from(["flagos", "vendor", "reference"]),
+    per_op_order=st.one_of(st.none(), st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4).map(lambda order: {"demo": order})),
+    deny_vendors=st.sets(st.sampled_from(VENDORS)),
+    allow_vendors=st.one_of(st.none(), st.sets(st.sampled_from(VENDORS))),
+)
+
+
+@given(impl_sets, policies)
+def test_every_implementation_is_accounted_for_once_with_a_reason(impls: list[OpImpl], policy: SelectionPolicy) -> None:
+    decision = select("demo", impls, policy)
+    assert sorted(entry.impl.impl_id for entry in decision.considered) == sorted(i.impl_id for i in impls)
+    assert all(entry.reason for entry in decision.considered)
+    assert [entry.impl for entry in decision.considered if entry.status != SKIPPED] == list(decision.candidates)
+
+
+@given(impl_sets, policies)
+def test_what_may_not_run_is_never_a_candidate(impls: list[OpImpl], policy: SelectionPolicy) -> None:
+    order = policy.get_per_op_order("demo")
+    for candidate in select("demo", impls, policy).candidates:
+        assert candidate.is_available()
+        assert candidate.vendor is None or policy.is_vendor_allowed(candidate.vendor)
+        assert order is None or any(match_token(candidate, token) for token in order)
+
+
+@given(impl_sets, policies)
+def test_without_an_own_order_nothing_that_may_run_is_excluded(impls: list[OpImpl], policy: SelectionPolicy) -> None:
+    if policy.get_per_op_order("demo") is not None:
+        return
+    may_run = {i.impl_id for i in impls if i.is_available() and (i.vendor is None or policy.is_vendor_allowed(i.vendor))}
+    assert set(ids(select("demo", impls, policy))) == may_run
+
+
+@given(impl_sets, policies, st.randoms())
+def test_the_order_of_registration_does_not_matter(impls: list[OpImpl], policy: SelectionPolicy, random: Any) -> None:
+    shuffled = list(impls)
+    random.shuffle(shuffled)
+    assert ids(select("demo", shuffled, policy)) == ids(select("demo", impls, policy))
+
+
+@given(impl_sets, policies)
+def test_earlier_tokens_come_first_and_priority_ranks_inside_one(impls: list[OpImpl], policy: SelectionPolicy) -> None:
+    decision = select("demo", impls, policy)
+
+    def place(i: OpImpl) -> tuple[int, int, str]:
+        return next(n for n, token in enumerate(decision.order) if match_token(i, token)), -i.rank, i.impl_id
+
+    assert [place(i) for i in decision.candidates] == sorted(place(i) for i in decision.candidates)
+
+
+@given(impl_sets, policies, st.sampled_from(VENDORS))
+def test_denying_a_vendor_removes_just_its_implementations(impls: list[OpImpl], policy: SelectionPolicy, vendor: str) -> None:
+    import dataclasses
+
+    denied = dataclasses.replace(policy, deny_vendors=policy.deny_vendors | {vendor})
+    before = select("demo", impls, policy).candidates
+    assert list(select("demo", impls, denied).candidates) == [i for i in before if i.vendor != vendor]
+
+
+def test_deny_beats_an_impl_token() -> None:
+    policy = SelectionPolicy.from_dict(per_op_order={"demo": ["impl:vendor.a", "reference"]}, deny_vendors={"a"})
+    assert ids(select("demo", [impl("vendor.a"), impl("reference.torch")], policy)) == ["reference.torch"]
+
+
+def test_an_implementation_that_requires_another_fact_is_skipped() -> None:
+    decision = select("demo", [impl("vendor.a", requires={"kv_layout": "NZ"})], SelectionPolicy(), facts={"kv_layout": "NHD"})
+    assert decision.chosen is None
+    assert "kv_layout" in decision.considered[0].reason
+
+
+def test_switched_off_means_the_reference_where_there_is_one() -> None:
+    policy = SelectionPolicy(reference_only=True)
+    assert ids(select("demo", [impl("vendor.a"), impl("reference.torch")], policy)) == ["reference.torch"]
+    assert ids(select("demo", [impl("vendor.a")], policy)) == ["vendor.a"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({}, True),
+        ({"use_flaggems": False}, False),
+        ({"flaggems_deny": frozenset({"demo"})}, False),
+        ({"flaggems_allow": frozenset({"demo"}), "flaggems_deny": frozenset({"demo"})}, True),
+        ({"flaggems_allow": frozenset({"other"})}, False),
+    ],
+)
+def test_the_flaggems_switches_bind_flaggems_only(fields: dict[str, Any], allowed: bool) -> None:
+    decision = select("demo", [impl("default.flagos"), impl("default.triton")], SelectionPolicy(**fields))
+    assert ("default.flagos" in ids(decision)) is allowed
+    assert "default.triton" in ids(decision)
+
+
+def test_batch_invariance_admits_only_what_declares_it() -> None:
+    impls = [impl("vendor.a"), impl("reference.torch", properties={"batch_invariant": True})]
+    assert ids(select("demo", impls, SelectionPolicy(batch_invariant=True))) == ["reference.torch"]
+
+
+def tuned(*rules: TunedRule) -> SelectionPolicy:
+    return SelectionPolicy(op_tuned=(("silu_and_mul", rules),))
+
+
+def test_a_conditional_choice_looks_at_dtype_and_tokens() -> None:
+    few = TunedRule(order=("impl:vendor.few",), dtype="float32", tokens=(1, 4))
+    seen: list[str] = []
+
+    def named(name: str) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            seen.append(name)
+            return x
+
+        return run
+
+    impls = [impl(i, named(i), op="silu_and_mul") for i in ("default.many", "vendor.few")]
+    manager = manager_of(*impls, policy=tuned(few))
+    bound = manager.bind("silu_and_mul")
+    for x in (torch.ones(4, 2), torch.ones(5, 2), torch.ones(4, 2, dtype=torch.float16)):
+        for _ in range(2):  # before and after the first success
+            manager.call("silu_and_mul", x)
+            bound(x)
+            assert seen[-2:] == [manager.get_selected_impl_id("silu_and_mul", x)] * 2
+            assert manager.explain("silu_and_mul", x).chosen.impl_id == seen[-1]
+    assert seen == ["vendor.few"] * 4 + ["default.many"] * 8
+
+
+def test_a_tuned_order_never_excludes_and_an_own_order_beats_it() -> None:
+    impls = [impl("vendor.a", op="silu_and_mul", fn=lambda x: x), impl("reference.torch", op="silu_and_mul", fn=lambda x: x)]
+    policy = tuned(TunedRule(order=("reference",)))
+    assert ids(select("silu_and_mul", impls, policy)) == ["reference.torch", "vendor.a"]
+    own = SelectionPolicy(op_tuned=policy.op_tuned, per_op_order=(("silu_and_mul", ("vendor",)),))
+    assert ids(select("silu_and_mul", impls, own)) == ["vendor.a"]
+
+
+def test_a_decision_prints_its_reasons_and_its_origin() -> None:
+    text = str(select("demo", [impl("vendor.a", available=lambda: False), impl("reference.torch")], SelectionPolicy(prefer="vendor")))
+    assert "reference.torch: chosen" in text
+    assert "vendor.a: skipped, not available" in text
+    assert "prefer=vendor" in text
+
+
+def test_no_implementation_says_why_for_each() -> None:
+    manager = manager_of(impl("vendor.a", available=lambda: False), policy=SelectionPolicy())
+    with pytest.raises(NoImplementationError, match="No available implementation for op='demo'") as caught:
+        manager.call("demo", 1)
+    assert "vendor.a" in str(caught.value)
+    with pytest.raises(RuntimeError, match="No available implementation"):
+        manager.resolve("nobody")
+
+
+def test_an_unknown_kind_of_token_names_nothing() -> None:
+    assert not match_token(OpImpl("demo", "default.x", BackendImplKind.DEFAULT, print), "default")
+    assert CHOSEN == "chosen"

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from builders import impl
+
+from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, match_token
+
+
+def test_the_kind_is_the_token_that_selects_it() -> None:
+    assert [str(kind) for kind in BackendImplKind] == ["flagos", "vendor", "reference"]
+
+
+def test_priorities_leave_room_between_them() -> None:
+    assert [int(p) for p in (BackendPriority.DEFAULT, BackendPriority.VENDOR, BackendPriority.REFERENCE)] == [150, 100, 50]
+
+
+def test_a_vendor_implementation_names_its_vendor() -> None:
+    with pytest.raises(ValueError, match="must specify vendor name"):
+        OpImpl("op", "vendor.x", BackendImplKind.VENDOR, lambda: None)
+
+
+def test_only_a_vendor_implementation_has_a_vendor() -> None:
+    with pytest.raises(ValueError, match="only VENDOR"):
+        OpImpl("op", "default.x", BackendImplKind.DEFAULT, lambda: None, vendor="x")
+
+
+@pytest.mark.parametrize(("op_name", "impl_id"), [("", "a"), ("op", ""), (" op", "a"), ("op", 3)])
+def test_names_are_proper_strings(op_name: str, impl_id: str) -> None:
+    with pytest.raises(ValueError, match="must be a non-empty string"):
+        OpImpl(op_name, impl_id, BackendImplKind.DEFAULT, lambda: None)
+
+
+def test_an_implementation_is_a_frozen_value() -> None:
+    with pytest.raises(AttributeError):
+        impl("default.a").op_name = "other"  # type: ignore[misc]
+
+
+def test_the_priority_defaults_to_the_kinds() -> None:
+    assert impl("vendor.a").priority == 100
+    assert impl("vendor.a", priority=7).priority == 7
+
+
+def test_availability_is_asked_of_the_field_then_the_function_then_the_backend() -> None:
+    class Backend:
+        def is_available(self) -> bool:
+            return False
+
+        def op(self) -> None: ...
+
+    def marked() -> None: ...
+
+    marked._is_available = lambda: False  # type: ignore[attr-defined]
+    assert not impl("default.a", Backend().op).is_available()
+    assert not impl("default.a", marked).is_available()
+    assert impl("default.a", marked, available=lambda: True).is_available()
+    assert impl("default.a").is_available()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3)])
+def test_an_availability_check_that_raises_is_a_no_with_its_reason(error: BaseException) -> None:
+    def check() -> bool:
+        raise error
+
+    available, reason = impl("default.a", available=check).availability()
+    assert not available
+    assert type(error).__name__ in reason
+
+
+TOKENS = ["flagos", "vendor", "reference", "vendor:a", "vendor:b", "impl:default.x", "impl:vendor.a", "unknown", ""]
+
+
+@pytest.mark.parametrize(
+    ("impl_id", "named_by"),
+    [
+        ("default.x", {"flagos", "impl:default.x"}),
+        ("vendor.a", {"vendor", "vendor:a", "impl:vendor.a"}),
+        ("vendor.b", {"vendor", "vendor:b"}),
+        ("reference.torch", {"reference"}),
+    ],
+)
+def test_tokens_name_implementations(impl_id: str, named_by: set[str]) -> None:
+    assert {token for token in TOKENS if match_token(impl(impl_id), token)} == named_by
