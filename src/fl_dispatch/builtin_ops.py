@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import partial
 
 from .backends import reference, vendor
 from .discovery import load_backend
@@ -15,10 +16,5 @@ def register_builtins(registry: OpRegistry) -> None:
     names = [reference.__name__]
     names += [f"{vendor.__name__}.{module.name}" for module in pkgutil.iter_modules(vendor.__path__) if module.ispkg]
     for name in names:
-        load_backend(
-            registry,
-            name.rpartition(".")[2],
-            "built in",
-            lambda name=name: importlib.import_module(f"{name}.register_ops"),
-            named=False,
-        )
+        load = partial(importlib.import_module, f"{name}.register_ops")
+        load_backend(registry, name.rpartition(".")[2], "built in", load, named=False)

@@ -1,8 +1,8 @@
 """What a chip is besides its kernels: one :class:`DeviceSpec` for each kind of device.
 
-Both host plugins derive their platform class from the spec. A vendor package adds its own through the entry point group
-``vllm_fl.device``; its target is a ``DeviceSpec``, or a function without parameters that returns one. Nothing here creates a
-device context at import or in detection, because hosts fork after they have detected.
+Both host plugins derive their platform class from the spec. A vendor package adds its own through the entry point
+group ``vllm_fl.device``; its target is a ``DeviceSpec``, or a function without parameters that returns one. No device
+context is created at import or in detection, because hosts fork after they have detected.
 """
 
 from __future__ import annotations

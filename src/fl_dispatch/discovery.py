@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -61,13 +62,11 @@ def discover_plugins(registry: OpRegistry) -> int:
     settings = get_settings()
     for name in settings.plugin_modules:
         source = str(settings.origin("plugin_modules"))
-        loaded += load_backend(registry, name, source, lambda name=name: importlib.import_module(name), named=True)
+        loaded += load_backend(registry, name, source, partial(importlib.import_module, name), named=True)
     return loaded
 
 
-def load_backend(
-    registry: OpRegistry, name: str, source: str, load: Callable[[], object], *, named: bool
-) -> bool:
+def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[], object], *, named: bool) -> bool:
     """Load one backend and register what it offers: all of it, or nothing.
 
     Args:

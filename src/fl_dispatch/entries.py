@@ -13,6 +13,7 @@ import torch
 
 from .ops import Operator
 from .signatures import Convention
+from .table import DispatchTable
 from .types import OpImpl
 
 CALL, BOUND, LAYER = "call", "bound", "layer"
@@ -59,9 +60,7 @@ def direct(
     return _generate(operator, convention, form, fn, slow, impl, guards)
 
 
-def bound(
-    operator: Operator, key: str, root: Any, start: Callable[[], None], recover: Callable[..., Any]
-) -> Callable[..., Any]:
+def bound(operator: Operator, key: str, root: DispatchTable, recover: Callable[..., Any]) -> Callable[..., Any]:
     """A bound operator: the operator's signature, the table lookup built in."""
     names = ", ".join(operator.parameters)
     source = f"""
@@ -69,7 +68,7 @@ def {operator.name}({_signature(operator, operator.parameters)}):
     table = _root
     if not table.plain:
         if not table.settled:
-            _start()
+            table.start()
         table = table.current
     fn = table.entries[{key!r}]
     try:
@@ -78,9 +77,15 @@ def {operator.name}({_signature(operator, operator.parameters)}):
         failure = error
     return _recover({key!r}, table, fn, failure, ({names},), {{}})
 """
-    function = _compile(operator, source, {"_root": root, "_start": start, "_recover": recover})
+    function = _compile(operator, source, {"_root": root, "_recover": recover})
     function.__doc__ = operator.doc
     return function
+
+
+def stand_in(operator: Operator, values: Mapping[str, Any]) -> LayerStandIn:
+    """A layer for an implementation that takes one, made of the operator's arguments by name."""
+    attributes = operator.layer.attributes if operator.layer else {}
+    return LayerStandIn({attribute: values[name] for name, attribute in attributes.items()})
 
 
 def layer_parameters(operator: Operator) -> list[str]:
@@ -97,7 +102,9 @@ def from_layer(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: Ma
     """
     names = layer_parameters(operator)
     if len(args) > len(names):
-        raise TypeError(f"{operator.name}(obj, {', '.join(names)}) takes {len(names)} arguments after the layer, not {len(args)}")
+        raise TypeError(
+            f"{operator.name}(obj, {', '.join(names)}) takes {len(names)} arguments after the layer, not {len(args)}"
+        )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
         if name not in operator.parameters or name in given:
@@ -143,7 +150,9 @@ def _generate(
     return _compile(operator, "\n".join(lines), namespace)
 
 
-def _predicated(fn: Callable[..., Any], supports: Callable[..., bool | str], slow: Callable[..., Any]) -> Callable[..., Any]:
+def _predicated(
+    fn: Callable[..., Any], supports: Callable[..., bool | str], slow: Callable[..., Any]
+) -> Callable[..., Any]:
     def predicated(*args: Any, **kwargs: Any) -> Any:
         if supports(*args, **kwargs) is True:
             return fn(*args, **kwargs)

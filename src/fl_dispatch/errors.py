@@ -58,7 +58,7 @@ class NoImplementationError(DispatchError, RuntimeError):
         return type(self), (self.op_name, self.reasons)
 
 
-class NotSupported(DispatchError, NotImplementedError):  # noqa: N818: it is an answer, not a failure
+class NotSupported(DispatchError, NotImplementedError):  # noqa: N818  (it is an answer, not an error)
     """An implementation declines these arguments and promises that it has written nothing: the next candidate runs."""
 
 

@@ -1,23 +1,21 @@
 """Everything after an exception, and the path of calls that need care.
 
-Three rules decide. *Never a wrong answer*: the next implementation runs on the original arguments, or the call raises. *The input
-may be guilty*: if every candidate fails, nobody is banned. *A dead device stays dead*: nothing is retried after an error that kills the
-device context, nor inside a graph capture.
+Three rules decide. *Never a wrong answer*: the next implementation runs on the original arguments, or the call raises.
+*The input may be guilty*: if every candidate fails, nobody is banned. *A dead device stays dead*: nothing is retried after
+an error that kills the device context, nor inside a graph capture.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import NoImplementationError, NotSupported, RankDivergenceError
+from .failures import ArgumentKind, declines, is_capturing, is_dead_device, is_out_of_memory
 from .logger_manager import get_logger
 from .ops import Access, Operator
-from .ops.declaration import leading_tensor
 from .types import OpImpl
 
 if TYPE_CHECKING:
@@ -27,18 +25,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_DEAD_DEVICE = (
-    "illegal memory access",
-    "device-side assert",
-    "unspecified launch failure",
-    "misaligned address",
-    "illegal instruction",
-    "hardware stack error",
-    "uncorrectable ecc error",
-)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")
-_TORCH_DISPATCHER = ("Could not run '", "The operator '", "There were no tensor arguments")
-
 
 class Settled(Exception):  # noqa: N818
     """Carries a final error out of a table entry, past the caller's recovery."""
@@ -47,89 +33,10 @@ class Settled(Exception):  # noqa: N818
         self.error = error
 
 
-@dataclass(frozen=True)
-class ArgumentKind:
-    """The kind of arguments that a ban is for: what the leading tensor is, and the layer."""
-
-    dtype: torch.dtype | None
-    rank: int
-    layout: str
-    device: str
-    scope: str | None
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], scope: str | None) -> ArgumentKind:
-        """The kind of a call's arguments."""
-        tensor = leading_tensor(args)
-        if tensor is None:
-            return cls(None, 0, "none", "none", scope)
-        layout = "contiguous" if tensor.is_contiguous() else "strided"
-        return cls(tensor.dtype, tensor.dim(), layout, tensor.device.type, scope)
-
-    def __str__(self) -> str:
-        where = f" in {self.scope}" if self.scope else ""
-        return f"{str(self.dtype).removeprefix('torch.')}, rank {self.rank}, {self.layout}, {self.device}{where}"
-
-
-@dataclass
-class Failure:
-    """How often, and why, an implementation failed for a kind of arguments."""
-
-    count: int
-    cause: str
-
-
-class FailureLog:
-    """The bans: implementations that failed where another one succeeded. Owned by one manager."""
-
-    WIDEN_AFTER = 3  # distinct kinds of arguments, then the implementation is banned as a whole
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._failures: dict[tuple[str, str], dict[ArgumentKind, Failure]] = {}
-
-    def record(self, impl: OpImpl, kind: ArgumentKind, error: BaseException) -> None:
-        """Ban an implementation for a kind of arguments."""
-        with self._lock:
-            kinds = dict(self._failures.get((impl.op_name, impl.impl_id), {}))
-            before = kinds.get(kind)
-            kinds[kind] = Failure(before.count + 1 if before else 1, f"{type(error).__name__}: {error}")
-            self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
-
-    def as_a_whole(self, impl: OpImpl) -> str:
-        """Why an implementation is banned for all calls; empty when it is not."""
-        kinds = self._failures.get((impl.op_name, impl.impl_id), {})
-        if len(kinds) < self.WIDEN_AFTER:
-            return ""
-        return f"banned: it failed for {len(kinds)} kinds of arguments, last {next(reversed(kinds.values())).cause}"
-
-    def for_kind(self, impl: OpImpl, kind: ArgumentKind) -> str:
-        """Why an implementation is banned for a kind of arguments; empty when it is not."""
-        failure = self._failures.get((impl.op_name, impl.impl_id), {}).get(kind)
-        return f"banned for {kind}: {failure.cause} ({failure.count} times)" if failure else ""
-
-    def touches(self, impl: OpImpl, scope: str | None) -> bool:
-        """Whether some calls in this scope must not run an implementation."""
-        return any(kind.scope == scope for kind in self._failures.get((impl.op_name, impl.impl_id), ()))
-
-    def failures(self) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
-        """All bans: (operator, implementation id) → kind of arguments → failure."""
-        return self._failures
-
-    def clear(self, op_name: str | None = None) -> None:
-        """Lift the bans of one operator, or all."""
-        with self._lock:
-            kept = {} if op_name is None else {key: value for key, value in self._failures.items() if key[0] != op_name}
-            self._failures = kept
-
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()
-
-
 class Call:
     """One call that needs care: its arguments in every form that an implementation may want."""
 
-    __slots__ = ("args", "kind", "kwargs", "layer", "operator", "op_name", "scope")
+    __slots__ = ("args", "kind", "kwargs", "layer", "op_name", "operator", "scope")
 
     def __init__(
         self,
@@ -169,32 +76,6 @@ class Call:
         return [] if self.operator is None else list(self.operator.written(self.args).values())
 
 
-def declines(error: BaseException) -> bool:
-    """Whether an exception says "not for these arguments": a ``NotImplementedError`` that is not torch's own."""
-    if not isinstance(error, NotImplementedError):
-        return False
-    return isinstance(error, NotSupported) or not str(error).startswith(_TORCH_DISPATCHER)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which is the caller's matter (Triton's ``OutOfResources`` is not that)."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
-
-
-def is_dead_device(error: BaseException) -> bool:
-    """Whether the error kills the device context, so that any retry fails or lies."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _DEAD_DEVICE)
-
-
-def is_capturing() -> bool:
-    """Whether a device graph is being captured in this thread's stream."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def must_raise(error: BaseException, policy: SelectionPolicy) -> bool:
     """Whether an implementation's error goes to the caller unchanged."""
     return policy.strict or is_out_of_memory(error) or is_dead_device(error) or is_capturing()
@@ -226,7 +107,7 @@ def recover(
     if isinstance(refusal, Exception):  # the predicate raised, the implementation never ran
         return _attempt(manager, policy, decision, candidates(decision, call), call, [])
     if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
-        manager.keep_copies(failed)
+        manager.watch(failed)
         error.add_note(
             f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no copy exists, so no "
             "other implementation was tried. An implementation that declines arguments says so in 'supports', or raises "
@@ -284,7 +165,7 @@ def _attempt(
         updated = call.updated()
         more = index + 1 < len(impls) and not policy.strict
         copies = None
-        if updated and more and not is_capturing() and manager.needs_copies(impl):
+        if updated and more and not is_capturing() and _needs_copies(manager, impl):
             copies = [(tensor, tensor.clone()) for tensor in updated]
         try:
             result = manager.invoke(impl, call)
@@ -293,7 +174,9 @@ def _attempt(
         else:
             _succeeded(manager, impl, call, failures, wrote=bool(updated))
             return result
-        if must_raise(failure, policy) or (not isinstance(failure, NotSupported) and _is_lost(call, updated, copies, more)):
+        if must_raise(failure, policy) or (
+            not isinstance(failure, NotSupported) and _is_lost(call, updated, copies, more)
+        ):
             raise failure
         for tensor, copy in copies or ():
             tensor.copy_(copy)
@@ -302,11 +185,15 @@ def _attempt(
     if not failures:
         raise NoImplementationError(call.op_name, [*reasons, *decision.skipped_reasons()])
     first = failures[0][1]
-    for impl, error in failures[1:]:
-        first.add_note(f"fl_dispatch: '{impl.impl_id}' of '{call.op_name}' failed too: {type(error).__name__}: {error}")
+    for impl, other in failures[1:]:
+        first.add_note(f"fl_dispatch: '{impl.impl_id}' of '{call.op_name}' failed too: {type(other).__name__}: {other}")
     for reason in reasons:
         first.add_note(f"fl_dispatch: '{call.op_name}' not tried with {reason}")
     raise first
+
+
+def _needs_copies(manager: OpManager, impl: OpImpl) -> bool:
+    return not manager.proofs.holds(impl, wrote=True) or manager.proofs.watches(impl)
 
 
 def _is_lost(call: Call, updated: list[torch.Tensor], copies: object, more: bool) -> bool:
@@ -341,7 +228,10 @@ def _warn(impl: OpImpl, call: Call, error: BaseException) -> None:
         logger.info("Implementation '%s' declined op '%s' (%s): %s", impl.impl_id, call.op_name, call.kind, error)
     else:
         logger.warning(
-            "Implementation '%s' failed for op '%s': %s: %s (%s)", impl.impl_id, call.op_name, type(error).__name__, error, call.kind
+            "Implementation '%s' failed for op '%s': %s: %s (%s)",
+            impl.impl_id,
+            call.op_name,
+            type(error).__name__,
+            error,
+            call.kind,
         )
-
-

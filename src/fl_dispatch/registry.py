@@ -118,7 +118,8 @@ class OpRegistry:
             else:
                 listener(op_names)
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.RLock()  # another thread of the parent may have held it
 
 

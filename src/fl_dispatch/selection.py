@@ -142,9 +142,7 @@ def select(
         banned: why an implementation must not run after failures; empty when it may.
         facts: what the host stated about the process; compared with what implementations require.
     """
-    skipped = {
-        impl: _refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls
-    }
+    skipped = {impl: _refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
     fit = [impl for impl in impls if not skipped[impl]]
     order, source, origin, exclusive = _order(op_name, policy, scope)
     ranked = _rank(fit, order)
@@ -167,7 +165,11 @@ def select(
     if not branches or branches[-1].rule is not None:
         branches.append(Branch(None, tuple(ranked)))
     elif branches[-1].candidates != tuple(ranked):  # a tuned order for every call
-        order, source, origin = (*policy.get_tuned_rules(op_name)[len(branches) - 1].order, *order), "op_tuned", policy.origin("op_tuned")
+        order, source, origin = (
+            (*policy.get_tuned_rules(op_name)[len(branches) - 1].order, *order),
+            "op_tuned",
+            policy.origin("op_tuned"),
+        )
         considered = _reorder(considered, branches[-1].candidates, order, source, origin)
     return Decision(op_name, scope, tuple(order), source, origin, tuple(considered), tuple(branches))
 
@@ -206,8 +208,10 @@ def _refusal(
             return f"vendor {impl.vendor} is denied ({policy.origin('deny_vendors')})"
         return f"vendor {impl.vendor} is not among the allowed ones ({policy.origin('allow_vendors')})"
     if impl.impl_id == FLAGGEMS_ID and not policy.is_flaggems_allowed(op_name):
-        switch = "use_flaggems" if not policy.use_flaggems else (
-            "flaggems_allow" if policy.flaggems_allow is not None else "flaggems_deny"
+        switch = (
+            "use_flaggems"
+            if not policy.use_flaggems
+            else ("flaggems_allow" if policy.flaggems_allow is not None else "flaggems_deny")
         )
         return f"FlagGems is switched off for it ({policy.origin(switch)})"
     if policy.batch_invariant and not impl.properties.get("batch_invariant"):
@@ -240,7 +244,11 @@ def _why(impl: OpImpl, order: Iterable[str], rank: int, source: str, origin: Ori
 
 
 def _reorder(
-    considered: Iterable[Considered], candidates: tuple[OpImpl, ...], order: tuple[str, ...], source: str, origin: Origin
+    considered: Iterable[Considered],
+    candidates: tuple[OpImpl, ...],
+    order: tuple[str, ...],
+    source: str,
+    origin: Origin,
 ) -> list[Considered]:
     ranked = [
         Considered(impl, FALLBACK if rank > 1 else CHOSEN, _why(impl, order, rank, source, origin), rank)

@@ -57,7 +57,8 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
     parameters = _parameters(impl)
     if [parameter.kind for parameter in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         logger.warning(
-            "%s takes (*args, **kwargs), so its parameters cannot be checked; signature='unchecked' says that this is meant", _name(impl)
+            "%s takes (*args, **kwargs), so its parameters cannot be checked; signature='unchecked' says that this is meant",
+            _name(impl),
         )
         return Convention(takes=tuple(declared), defaults=False)
     layer_first = bool(parameters) and parameters[0].name == OBJ and OBJ not in declared
@@ -96,7 +97,9 @@ def _match(
         if parameter.kind not in _POSITIONAL:
             raise _mismatch(impl, operator, f"'{parameter.name}' is keyword-only, but the core calls positionally")
         if extra_seen:
-            raise _mismatch(impl, operator, f"its own parameter '{extra_seen}' stands before the declared '{parameter.name}'")
+            raise _mismatch(
+                impl, operator, f"its own parameter '{extra_seen}' stands before the declared '{parameter.name}'"
+            )
         if order.index(parameter.name) < position:
             raise _mismatch(impl, operator, f"'{parameter.name}' is out of order")
         position = order.index(parameter.name) + 1
@@ -112,7 +115,9 @@ def _check_default(impl: OpImpl, operator: Operator, parameter: Parameter, decla
     if parameter.default is Parameter.empty or parameter.default == declared.default:
         return
     wanted = "no default" if declared.default is Parameter.empty else f"the default {declared.default!r}"
-    raise _mismatch(impl, operator, f"'{parameter.name}' has the default {parameter.default!r}, the declaration has {wanted}")
+    raise _mismatch(
+        impl, operator, f"'{parameter.name}' has the default {parameter.default!r}, the declaration has {wanted}"
+    )
 
 
 def _optional(parameter: Parameter) -> bool:
@@ -122,9 +127,11 @@ def _optional(parameter: Parameter) -> bool:
 def _parameters(impl: OpImpl) -> list[Parameter]:
     fn = impl.fn
     if isinstance(fn, torch._ops.OpOverloadPacket):
-        names = fn.overloads()
+        names: list[str] = fn.overloads()  # type: ignore[no-untyped-call]
         if len(names) != 1:
-            raise RegistrationError(f"{_name(impl)}: the torch operator has the overloads {names}; register one of them")
+            raise RegistrationError(
+                f"{_name(impl)}: the torch operator has the overloads {names}; register one of them"
+            )
         fn = getattr(fn, names[0])
     if isinstance(fn, torch._ops.OpOverload):
         return [

@@ -1,11 +1,11 @@
 """Operator → function for one policy: the only thing that a call reads.
 
-``entries`` is never changed in place; writers replace it as a whole, so readers take no lock. Its keys are ``op`` (a call by name),
-``op@scope`` (a bound operator; the scope may be empty) and ``op:layer`` (a call with a layer first).
+``entries`` is never changed in place; writers replace it as a whole, so readers take no lock. Its keys are ``op`` (a call by
+name), ``op@scope`` (a bound operator; the scope may be empty) and ``op:layer`` (a call with a layer first).
 
-``ROOT`` is the default manager's table for the global policy. A policy context puts another table into
-``scope_variable``, and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called with the table as
-its default. That is one attribute read, and one that Dynamo can trace and guard.
+``ROOT`` is the default manager's table for the global policy. A policy context puts another table into ``scope_variable``,
+and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called with the table as its
+default. That is one attribute read, and one that Dynamo can trace and guard.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ class DispatchTable:
         settled: the entries are complete and up to date.
         plain: settled, and no policy context was ever entered in this process, so that ``current`` need not be read.
         owner: the manager that fills it.
+        start: on a root table, brings its manager up; called when the table is not settled.
     """
 
-    __slots__ = ("__weakref__", "decisions", "entries", "owner", "plain", "policy", "scoped", "settled")
+    __slots__ = ("__weakref__", "decisions", "entries", "owner", "plain", "policy", "scoped", "settled", "start")
 
     policy: SelectionPolicy
     owner: OpManager
+    start: Callable[[], None]
 
     def __init__(self, policy: SelectionPolicy | None = None) -> None:
         if policy is not None:
@@ -64,8 +66,8 @@ class DispatchTable:
 
     def scope(self) -> None:
         """A policy context is about to be entered: from now on callers read ``current``."""
-        self.plain = False
         self.scoped = True
+        self.plain = False
 
 
 class PrivateTable(DispatchTable):
@@ -73,12 +75,14 @@ class PrivateTable(DispatchTable):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
+    def __init__(self, owner: OpManager) -> None:
         super().__init__()
+        self.owner = owner
+        self.start = owner.ensure_initialized
         self.scoped = True
 
     @property
-    def current(self) -> DispatchTable:  # type: ignore[override]
+    def current(self) -> DispatchTable:
         return self.owner.context_table()
 
 

@@ -105,7 +105,10 @@ class OpImpl:
             available = bool(check())
         except (Exception, SystemExit) as error:
             return False, f"its availability check raised {type(error).__name__}: {error}"
-        return available, "" if available else "not available on this machine"
+        if available:
+            return True, ""
+        why = getattr(getattr(check, "__self__", None), "why_unavailable", None)
+        return False, (str(why()) if why is not None else "") or "not available on this machine"
 
     def is_available(self) -> bool:
         """Whether it can run here; never raises."""

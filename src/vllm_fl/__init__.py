@@ -10,7 +10,7 @@ _alias.install("vllm_fl.dispatch", "fl_dispatch")
 
 
 def register_platform() -> str | None:
-    """Entry point ``vllm.platform_plugins``: the class path of our platform, or ``None`` where vLLM's own should run."""
+    """Entry point ``vllm.platform_plugins``: our platform's class path, or ``None`` where vLLM's own should run."""
     from .startup import detect
 
     return detect()

@@ -1,8 +1,7 @@
 """Attention for vLLM over the operators ``kv_cache_write`` and ``paged_attention``.
 
-vLLM hands an implementation the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` whose physical
-order it chose; keys and values are strided views of it. Both of vLLM's KV-cache interfaces are served: the shapes that 0.26
-asks for, and the layouts that 0.32 asks for.
+vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
+strided views of it. Both of vLLM's KV-cache interfaces are served: 0.26 asks for shapes, 0.32 for layouts.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -22,6 +20,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
+from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionLayer
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 BACKEND = "vllm_fl.attention.AttentionFLBackend"
+KV_LAYOUT = "NHD"
+"""Order of a block's axes in memory, which implementations may require: slots, heads, dimensions."""
 
 
 def attention_backend(use_mla: bool = False) -> str:
@@ -77,9 +79,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
     ) -> AttentionFLMetadata:
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
-            raise NotImplementedError(
-                "a batch that mixes causal and bidirectional requests is not supported by AttentionFLBackend"
-            )
+            raise NotImplementedError("batches of causal and bidirectional requests are not supported")
         return AttentionFLMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -207,10 +207,6 @@ class AttentionFLBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         return [MultipleOf(1)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return max(default_block_size, 32)  # the smallest that compiled CPU kernels take
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

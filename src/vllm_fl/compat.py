@@ -1,7 +1,7 @@
 """Every place where a host attribute is replaced or added at run time, and every difference between host versions.
 
-Nothing else in this package touches vLLM's or PyTorch's attributes. Each replacement is a row of :data:`REPLACEMENTS` with its
-reason and the host versions it is for; :func:`check_targets` finds the rows whose target has moved.
+Nothing else in this package touches vLLM's or PyTorch's attributes. Each replacement is a row of :data:`REPLACEMENTS`
+with its reason and the host versions it is for; :func:`check_targets` finds the rows whose target has moved.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from fl_dispatch.settings import variable_names
 
 
@@ -47,17 +48,6 @@ REPLACEMENTS = (
     Replacement(
         "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel",
         "A Triton kernel; there is no Triton driver on a CPU. Replaced through vLLM's own register_kernels.",
-        ("0.32", "0.33"),
-    ),
-    Replacement(
-        "vllm.v1.worker.block_table:_compute_slot_mapping_kernel",
-        "The same kernel, before register_kernels existed.",
-        ("0.26",),
-    ),
-    Replacement(
-        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._postprocess_triton",
-        "It installs kernels of vLLM's compiled CPU library, which the released wheel does not carry.",
-        ("0.26",),
     ),
 )
 
@@ -107,7 +97,7 @@ def in_tree_platform() -> str | None:
     return next((name for name, found in platforms.builtin_platform_plugins.items() if found() is not None), None)
 
 
-# -- torch.accelerator without an accelerator ---------------------------------------------------------------------------
+# -- torch.accelerator without an accelerator -------------------------------------------------------------------------
 
 
 def _no_accelerator(*args: Any, **kwargs: Any) -> None:
@@ -139,9 +129,10 @@ def slot_mapping(
     pad_id: int,
     *_: Any,
 ) -> None:
-    """The cache slot of every token: ``block_table[request, position // block] * block + position % block``, padded at the end.
+    """The cache slot of every token: ``block_table[request, position // block] * block + position % block``.
 
     Args:
+        num_tokens, max_num_tokens: slots between these two are padding and get ``pad_id``.
         query_start_loc: ``[requests + 1]``; the requests' first tokens.
         positions: ``[tokens]``; position of each token in its sequence.
         block_table: ``[requests, blocks]``.
@@ -156,25 +147,10 @@ def slot_mapping(
     slots[num_tokens:max_num_tokens] = pad_id
 
 
-class _SlotMappingLauncher:
-    """Stands where 0.26 has the Triton kernel: ``kernel[grid](arguments)``."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            # 0.26 has no argument for the stride of a row of kernel blocks, and names the rest.
-            raise NotImplementedError("vLLM 0.26 is not tried yet")
-
-        return launch
-
-
 def replace_kernels() -> None:
     """Replace the Triton kernels that the V1 model runner launches in every step. Idempotent."""
-    try:
-        from vllm.triton_utils import dispatcher
-    except ImportError:  # before 0.27
-        from vllm.v1.worker import block_table
+    from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
+    from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
-        block_table._compute_slot_mapping_kernel = _SlotMappingLauncher()
-        return
-    if SLOT_MAPPING_KERNEL not in dispatcher._registry:
-        dispatcher.register_kernels({SLOT_MAPPING_KERNEL: slot_mapping})
+    if not isinstance(ComputeSlotMappingKernel.kernel, KernelOverride):
+        register_kernels({SLOT_MAPPING_KERNEL: slot_mapping})

@@ -1,7 +1,8 @@
 """vLLM's layers over our operators: one mixin a family, one row a class.
 
-vLLM replaces a layer class by its exact name (``CustomOp.register_oot``), so subclasses that inherit the same forward have
-rows of their own. Each layer binds its operator once; the worker binds it again with the layer's prefix as scope after loading.
+vLLM replaces a layer class by its exact name (``CustomOp.register_oot``), so subclasses that inherit the same forward
+have rows of their own. Each layer binds its operator once; after loading the worker binds it again, with the layer's
+prefix as scope.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
+from vllm.model_executor import custom_op
+
 from fl_dispatch import bind_op
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
-from torch import Tensor, nn
-from vllm.model_executor import custom_op
 
 logger = get_logger(__name__)
 
@@ -44,15 +46,16 @@ class DispatchedLayer:
 class NormLayer(DispatchedLayer):
     """``RMSNorm`` and ``GemmaRMSNorm``: ``forward(x, residual=None)``."""
 
+    has_weight = True
+    variance_size_override: int | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if (
-            getattr(self, "variance_size_override", None) is not None
-        ):  # the mean over a part of the row: not our operator
+        if self.variance_size_override is not None:  # the mean over a part of the row is not our operator
             self._forward_method = self.forward_native  # type: ignore[attr-defined]
 
     def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        weight = self.weight if getattr(self, "has_weight", True) else None  # type: ignore[attr-defined]
+        weight = self.weight if self.has_weight else None  # type: ignore[attr-defined]
         return self.fl_call(x, residual, weight, self.variance_epsilon)  # type: ignore[attr-defined]
 
 
@@ -191,9 +194,15 @@ class Survey:
         ours = ", ".join(f"{name} {count} ({op})" for name, (op, count) in self.ours.items()) or "none"
         native = ", ".join(f"{name} {count}" for name, count in self.native.items()) or "none"
         attention = ", ".join(f"{name} {count}" for name, count in self.attention.items()) or "none"
-        return (
-            f"layers through fl_dispatch: {ours}; attention: {attention}; vLLM's own code for a covered layer: {native}"
-        )
+        return f"layers through fl_dispatch: {ours}; attention: {attention}; left to vLLM's own code: {native}"
+
+    def refuse_native_run(self, settings: Settings) -> None:
+        """Raise ``RuntimeError`` if nothing is ours although something could be: it must not go unnoticed."""
+        if settings.enabled and settings.oot_enabled and self.native and not self.ours:
+            raise RuntimeError(
+                f"no layer of this model runs through fl_dispatch, although it has {', '.join(self.native)}: a list or "
+                "custom_ops leaves them all out; set VLLM_FL_OOT_ENABLED=0 if that is meant"
+            )
 
 
 def _covered_name(module: nn.Module) -> str | None:

@@ -1,7 +1,7 @@
-"""From an entry point of vLLM to an active platform: detection, errors kept for later, and the hand-over to child processes.
+"""From vLLM's entry points to an active platform: detection, errors kept for later, the hand-over to child processes.
 
-vLLM calls the platform's entry point in every process, twice when it wins, and swallows what it raises. So detection keeps
-an error instead, and :func:`activate`, which runs in places that vLLM does not wrap, raises it before a model loads.
+vLLM calls the platform's entry point in every process, twice when it wins, and swallows what it raises. So detection
+keeps an error instead, and :func:`activate`, which runs where vLLM does not wrap, raises it before a model loads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from fl_dispatch import get_default_manager
 from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.policy import SelectionPolicy, get_policy, set_global_policy
+from fl_dispatch.policy import PolicyManager, SelectionPolicy, set_global_policy
 from fl_dispatch.settings import Settings, get_settings, install_settings
 
 from . import compat
@@ -44,26 +44,24 @@ def _decide() -> str | None:
         active, reason = _judge()
     except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
         _stored = error
-        active, reason = True, f"start-up will stop: {error}"
+        active, reason = True, "its settings are wrong, so start-up will stop"
     logger.info("vllm_fl is %s: %s", "active" if active else "not active", reason)
     return PLATFORM if active else None
 
 
 def _judge() -> tuple[bool, str]:
     """Whether to activate, and why."""
-    device = detect_device()
+    device, settings = detect_device(), get_settings()
     if device.torch_type not in SERVED_DEVICES:
-        return (
-            False,
-            f"device '{device.name}' is not served yet (served: {', '.join(SERVED_DEVICES)}); vLLM's own platform runs",
-        )
-    if not get_settings().enabled:
+        served = ", ".join(SERVED_DEVICES)
+        return False, f"device '{device.name}' is not served yet (served: {served}); vLLM's own platform runs"
+    if not settings.enabled:
         in_tree = compat.in_tree_platform()
         if in_tree is not None:
             return False, f"dispatch is switched off, and vLLM's own platform '{in_tree}' covers this machine"
         return True, f"dispatch is switched off, but no platform of vLLM's own covers device '{device.name}'"
     others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("vllm_fl:")]
-    beside = f"; also installed: platform plugin {', '.join(others)}, of which only one may be active" if others else ""
+    beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
     return True, f"device '{device.name}' ({device.device_name(0)}){beside}"
 
 
@@ -92,7 +90,7 @@ def register_ops() -> None:
 
 
 def activate() -> None:
-    """Start the core in this process, or raise what is wrong with its settings and plugins."""
+    """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     raise_stored()
     manager = get_default_manager()
     manager.ensure_initialized()
@@ -103,14 +101,13 @@ def activate() -> None:
 
 def pack() -> dict[str, str]:
     """Settings and policy of this process, for its children."""
-    return {"settings": get_settings().to_json(), "policy": get_policy().to_json()}
+    return {"settings": get_settings().to_json(), "policy": PolicyManager.get_instance().get_global_policy().to_json()}
 
 
 def adopt(additional_config: Any) -> None:
     """Take over the settings and the policy that the parent packed; equal ones change nothing."""
-    packed = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, dict) else {}
-    settings, policy = packed.get("settings"), packed.get("policy")
-    if settings is not None and settings != get_settings().to_json():
-        install_settings(Settings.from_json(settings))
-    if policy is not None and policy != get_policy().to_json():
-        set_global_policy(SelectionPolicy.from_json(policy))
+    theirs = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, dict) else {}
+    if "settings" in theirs and theirs["settings"] != get_settings().to_json():
+        install_settings(Settings.from_json(theirs["settings"]))
+    if "policy" in theirs and theirs["policy"] != pack()["policy"]:
+        set_global_policy(SelectionPolicy.from_json(theirs["policy"]))

@@ -7,18 +7,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from fl_dispatch import explain, get_default_manager
-from fl_dispatch.device import detect_device
-from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.policy import get_policy
-from fl_dispatch.settings import get_settings
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from . import layers, startup
+from fl_dispatch import get_default_manager
+from fl_dispatch.device import detect_device
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
+
+from . import attention, layers, startup
 
 logger = get_logger(__name__)
 
@@ -34,6 +34,9 @@ class WorkerFL(Worker):
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         layers.register(get_settings())
+        manager = get_default_manager()
+        manager.set_facts(kv_layout=attention.KV_LAYOUT)
+        manager.lockstep = vllm_config.parallel_config.world_size > 1
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -47,12 +50,12 @@ class WorkerFL(Worker):
         self._init_workspace_and_model_runner()
 
     def _make_model_runner(self) -> Any:
-        from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python, needs no compiled library
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
 
         return CPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        return nullcontext()  # sleep mode's allocator is CUDA's
+        return nullcontext()  # vLLM's pool is sleep mode's, for CUDA
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -60,63 +63,69 @@ class WorkerFL(Worker):
         layers.bind_scopes(model)
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
-        if get_settings().enabled and get_settings().oot_enabled and self.fl_survey.native and not self.fl_survey.ours:
-            raise RuntimeError(
-                f"no layer of this model runs through fl_dispatch although it has {self.fl_survey.native}: "
-                "a list or custom_ops excludes them all; set VLLM_FL_OOT_ENABLED=0 if that is meant"
-            )
+        self.fl_survey.refuse_native_run(get_settings())
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache: what the user says; else 4 GiB, more if one longest request needs it, as far as there is memory."""
+        """Bytes for the KV cache.
+
+        What the user says; else 4 GiB, or what one request of ``max_model_len`` needs if that is more, within this
+        worker's share of the available memory.
+        """
+        available = detect_device().memory(0)[0]
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is None and (space := os.environ.get("VLLM_CPU_KVCACHE_SPACE")):
             explicit = int(space) * GIB
-        available = detect_device().memory(0)[0]
         if explicit is not None:
             if explicit > available:
-                raise ValueError(
-                    f"a KV cache of {explicit / GIB:.1f} GiB is asked for, but only {available / GIB:.1f} GiB are available"
-                )
+                asked, have = explicit / GIB, available / GIB
+                raise ValueError(f"{asked:.1f} GiB are asked for as KV cache, but only {have:.1f} GiB are available")
             return explicit
         longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
         share = int(available * self.cache_config.gpu_memory_utilization) // self.parallel_config.world_size
         size = min(max(DEFAULT_CACHE_BYTES, longest), share)
         logger.info(
-            "KV cache: %.1f GiB (%.1f GiB of memory available, one request of max_model_len needs %.1f GiB); "
+            "KV cache: %.1f GiB (%.1f GiB of memory are available; a request of max_model_len needs %.1f GiB); "
             "kv_cache_memory_bytes sets it",
-            *(value / GIB for value in (size, available, longest)),
+            size / GIB,
+            available / GIB,
+            longest / GIB,
         )
         return size
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one small batch, so that every implementation has proven itself before the first request."""
-        self.model_runner._dummy_run(
-            min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens), force_attention=True
-        )
+        tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens)
+        self.model_runner._dummy_run(tokens, force_attention=True)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
-    # -- questions from outside, through LLM.collective_rpc ---------------------------------------------------------------
+    # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 
     def fl_set_counting(self, on: bool = True) -> None:
-        """Count calls from now on, starting at zero."""
-        get_default_manager().set_counting(on)
+        """Count calls from now on, starting at zero, or stop."""
+        manager = get_default_manager()
+        manager.set_counting(on)
+        manager.reset_counts()
 
     def fl_report(self) -> dict[str, Any]:
-        """What runs in this process, as plain data."""
+        """What runs in this process, as plain data that vLLM can send between processes.
+
+        ``settings`` and ``policy`` are their JSON, with the origin of each value; ``counts`` is ``"operator
+        implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``layers`` and
+        ``native_layers`` are class name → how many run our forward, and vLLM's own.
+        """
+        from fl_dispatch.cli.explain import as_data
+
         manager = get_default_manager()
-        counts: dict[str, dict[str, int]] = {}
-        for (op, impl_id), calls in manager.call_counts().items():
-            counts.setdefault(op, {})[impl_id] = calls
         return {
             "pid": os.getpid(),
             "rank": self.rank,
-            "policy": get_policy().to_json(),
-            "settings": get_settings().to_json(),
-            "counts": counts,
+            **startup.pack(),
+            "counts": {" ".join(key): calls for key, calls in sorted(manager.call_counts().items()) if calls},
+            "decisions": {op: as_data(manager.explain(op)) for op in manager.registry.list_operators()},
+            "failed": {op: sorted(ids) for op, ids in manager.get_failed_impls().items()},
             "layers": {name: count for name, (_, count) in self.fl_survey.ours.items()},
             "native_layers": self.fl_survey.native,
             "attention": self.fl_survey.attention,
-            "explain": {op: str(explain(op)) for op in sorted({op for op, _ in manager.call_counts()})},
         }

@@ -9,7 +9,14 @@ import pytest
 
 from fl_dispatch import clear_discovered_plugins, reset_default_manager, reset_global_policy
 
-OUR_VARIABLES = ("VLLM_FL_", "SGLANG_FL_", "USE_FLAGGEMS", "FLAGCX_PATH", "FLAGGEMS_ENABLE_OPLIST_PATH", "VLLM_BATCH_INVARIANT")
+OUR_VARIABLES = (
+    "VLLM_FL_",
+    "SGLANG_FL_",
+    "USE_FLAGGEMS",
+    "FLAGCX_PATH",
+    "FLAGGEMS_ENABLE_OPLIST_PATH",
+    "VLLM_BATCH_INVARIANT",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders import impl, manager_of
 
+from builders import impl, manager_of
 from fl_dispatch import (
     NoImplementationError,
     SelectionPolicy,
@@ -57,7 +57,9 @@ def test_a_bound_operator_has_the_operators_signature_and_docstring() -> None:
 
 
 def test_a_bound_operator_follows_the_policy() -> None:
-    manager = manager_of(impl("default.a", rms, op="rms_norm"), impl("vendor.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"))
+    manager = manager_of(
+        impl("default.a", rms, op="rms_norm"), impl("vendor.b", lambda x, residual, weight, epsilon: "b", op="rms_norm")
+    )
     bound = manager.bind("rms_norm")
     assert bound(ones(1))[0] == "rms"
     with with_preference("vendor"):
@@ -143,7 +145,10 @@ def test_a_wrong_layer_call_is_a_type_error() -> None:
 
 def test_a_parameter_as_first_argument_is_a_tensor_not_a_layer() -> None:
     manager = get_default_manager()
-    with policy_context(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["reference"]})), torch.inference_mode():
+    with (
+        policy_context(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["reference"]})),
+        torch.inference_mode(),
+    ):
         assert call_op("silu_and_mul", torch.nn.Parameter(ones(1, 4))).shape == (1, 2)
         assert manager.call("silu_and_mul", torch.nn.Parameter(ones(1, 4))).shape == (1, 2)
 
@@ -166,7 +171,10 @@ def test_a_predicate_that_raises_is_a_no_with_its_error() -> None:
     def broken(*args: Any) -> bool:
         raise ZeroDivisionError("in supports")
 
-    manager = manager_of(impl("default.a", rms, op="rms_norm", supports=broken), impl("reference.b", lambda x, *, residual=None: "b", op="demo"))
+    manager = manager_of(
+        impl("default.a", rms, op="rms_norm", supports=broken),
+        impl("reference.b", lambda x, *, residual=None: "b", op="demo"),
+    )
     with pytest.raises(NoImplementationError, match="ZeroDivisionError: in supports"):
         manager.call("rms_norm", ones(1))
 
@@ -174,7 +182,9 @@ def test_a_predicate_that_raises_is_a_no_with_its_error() -> None:
 def test_a_per_op_order_can_name_one_layer() -> None:
     policy = SelectionPolicy.from_dict(per_op_order={"rms_norm@layers.3.*": ["reference"]})
     manager = manager_of(
-        impl("default.a", rms, op="rms_norm"), impl("reference.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"), policy=policy
+        impl("default.a", rms, op="rms_norm"),
+        impl("reference.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"),
+        policy=policy,
     )
     assert manager.bind("rms_norm", "layers.3.norm")(ones(1)) == "b"
     assert manager.bind("rms_norm", "layers.4.norm")(ones(1))[0] == "rms"
@@ -183,7 +193,9 @@ def test_a_per_op_order_can_name_one_layer() -> None:
 
 
 def test_calls_are_counted_by_implementation_while_counting_is_on() -> None:
-    manager = manager_of(impl("default.a", rms, op="rms_norm"), impl("vendor.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"))
+    manager = manager_of(
+        impl("default.a", rms, op="rms_norm"), impl("vendor.b", lambda x, residual, weight, epsilon: "b", op="rms_norm")
+    )
     bound = manager.bind("rms_norm")
     bound(ones(1))
     manager.set_counting(True)

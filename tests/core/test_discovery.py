@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders import impl
 
+from builders import impl
 from fl_dispatch import (
     OpRegistry,
     PluginLoadError,
@@ -65,7 +65,11 @@ def test_a_named_module_registers_through_its_function(plugin: Any, name: str) -
         ("import no_such_library", PluginLoadError, "no_such_library"),
         ("register_builtins = None", PluginLoadError, "has no function register_builtins"),
         ("def register_builtins(registry): 1 / 0", PluginLoadError, "ZeroDivisionError"),
-        (REGISTER.format(name="register") + "\nfirst = register\ndef register(r): first(r); first(r)", RegistrationError, "Duplicate impl_id"),
+        (
+            REGISTER.format(name="register") + "\nfirst = register\ndef register(r): first(r); first(r)",
+            RegistrationError,
+            "Duplicate impl_id",
+        ),
     ],
 )
 def test_a_named_module_that_fails_is_an_error_that_names_it(plugin: Any, source: str, error: type, text: str) -> None:
@@ -94,7 +98,9 @@ def entry_point(value: Any, name: str = "found") -> Any:
     return SimpleNamespace(name=name, value="found_pkg:register", load=lambda: value)
 
 
-def test_an_entry_point_registers_and_one_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_point_registers_and_one_that_fails_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def good(registry: Any) -> None:
         registry.register_many([impl("vendor.good")])
 
@@ -102,17 +108,24 @@ def test_an_entry_point_registers_and_one_that_fails_is_a_warning(monkeypatch: p
         registry.register_many([impl("vendor.bad")])
         raise SystemExit("it calls sys.exit")
 
-    monkeypatch.setattr(discovery_module, "entry_points", lambda group: [entry_point(good, "a_good"), entry_point(bad, "bad")])
+    monkeypatch.setattr(
+        discovery_module, "entry_points", lambda group: [entry_point(good, "a_good"), entry_point(bad, "bad")]
+    )
     registry = OpRegistry()
     with caplog.at_level(logging.WARNING, logger="fl_dispatch"):
         assert discover_plugins(registry) == 1
     assert [i.impl_id for i in registry.get_implementations("demo")] == ["vendor.good"]
-    assert [(p.name, p.loaded) for p in get_discovered_plugins() if p.source.startswith("entry")] == [("a_good", True), ("bad", False)]
+    assert [(p.name, p.loaded) for p in get_discovered_plugins() if p.source.startswith("entry")] == [
+        ("a_good", True),
+        ("bad", False),
+    ]
     assert "it calls sys.exit" in caplog.text
 
 
 def test_discovery_twice_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery_module, "entry_points", lambda group: [entry_point(lambda r: r.register_impl(impl("vendor.once")))])
+    monkeypatch.setattr(
+        discovery_module, "entry_points", lambda group: [entry_point(lambda r: r.register_impl(impl("vendor.once")))]
+    )
     registry = OpRegistry()
     assert (discover_plugins(registry), discover_plugins(registry)) == (1, 0)
     assert len(registry.get_implementations("demo")) == 1

@@ -5,8 +5,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from builders import impl, manager_of
 
+from builders import impl, manager_of
 from fl_dispatch import (
     PREFER_DEFAULT,
     VALID_PREFER_VALUES,
@@ -91,7 +91,12 @@ def test_an_empty_allow_list_allows_nobody() -> None:
 
 def test_the_most_specific_scope_gives_the_order() -> None:
     policy = SelectionPolicy.from_dict(
-        per_op_order={"op": ["flagos"], "op@layers.*": ["vendor"], "op@layers.3.*": ["reference"], "op@layers.3.norm": ["impl:x"]}
+        per_op_order={
+            "op": ["flagos"],
+            "op@layers.*": ["vendor"],
+            "op@layers.3.*": ["reference"],
+            "op@layers.3.norm": ["impl:x"],
+        }
     )
     assert policy.get_per_op_order("op") == ["flagos"]
     assert policy.get_per_op_order("op", "layers.1.norm") == ["vendor"]
@@ -238,7 +243,9 @@ def test_policy_context_takes_policies_only() -> None:
 
 def test_a_policy_comes_from_a_config_file(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
-    file.write_text("prefer: vendor\nstrict: true\nallow_vendors: [CUDA]\ndeny_vendors: [AMD]\nop_backends:\n  silu: [vendor, flagos]\n")
+    file.write_text(
+        "prefer: vendor\nstrict: true\nallow_vendors: [CUDA]\ndeny_vendors: [AMD]\nop_backends:\n  silu: [vendor, flagos]\n"
+    )
     policy = policy_from_config(file)
     assert (policy.prefer, policy.strict, policy.allow_vendors) == ("vendor", True, {"CUDA"})
     assert policy.deny_vendors == {"AMD"}

@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from builders import failing, impl, manager_of
 
-from fl_dispatch import NotSupported, OpManager, RankDivergenceError, SelectionPolicy, set_global_policy, with_strict_mode
+from builders import failing, impl, manager_of
+from fl_dispatch import (
+    NotSupported,
+    OpManager,
+    RankDivergenceError,
+    SelectionPolicy,
+    set_global_policy,
+    with_strict_mode,
+)
 from fl_dispatch.recovery import is_dead_device, is_out_of_memory
 
 Tensor = torch.Tensor
@@ -54,7 +61,9 @@ def test_resolve_call_and_explain_agree_before_and_after_a_ban() -> None:
         assert manager.explain("silu_and_mul", arguments).chosen.impl_id == expected
 
 
-@pytest.mark.parametrize("change", [lambda t: t.half(), lambda t: t[0], lambda t: t.t().contiguous().t()], ids=["dtype", "rank", "layout"])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.half(), lambda t: t[0], lambda t: t.t().contiguous().t()], ids=["dtype", "rank", "layout"]
+)
 def test_a_ban_leaves_other_kinds_alone(change: Any) -> None:
     manager = two(failing(RuntimeError("boom")))
     manager.call("silu_and_mul", x(4, 4))
@@ -213,13 +222,16 @@ def overwriter(op: str, first: Any) -> OpManager:
         return args[0].clone(), args[1].clone()
 
     return manager_of(
-        impl("default.first", first, op=op, signature="unchecked"), impl("reference.second", second, op=op, signature="unchecked")
+        impl("default.first", first, op=op, signature="unchecked"),
+        impl("reference.second", second, op=op, signature="unchecked"),
     )
 
 
 @pytest.mark.parametrize("op", OVERWRITING)
 @pytest.mark.parametrize("error", [RuntimeError("boom"), NotImplementedError("declined too late")])
-def test_an_unproven_implementation_that_writes_and_raises_leaves_the_original_values(op: str, error: Exception) -> None:
+def test_an_unproven_implementation_that_writes_and_raises_leaves_the_original_values(
+    op: str, error: Exception
+) -> None:
     def writes_then_raises(*args: Any) -> Any:
         spoil(args)
         raise error
@@ -234,7 +246,9 @@ def test_an_unproven_implementation_that_writes_and_raises_leaves_the_original_v
 
 @pytest.mark.parametrize("op", OVERWRITING)
 @pytest.mark.parametrize("error", [RuntimeError("boom"), NotImplementedError("declined too late")])
-def test_a_proven_implementation_that_may_have_written_raises_once_and_is_watched_from_then_on(op: str, error: Exception) -> None:
+def test_a_proven_implementation_that_may_have_written_raises_once_and_is_watched_from_then_on(
+    op: str, error: Exception
+) -> None:
     broken = False
 
     def first(*args: Any) -> Any:
@@ -307,7 +321,8 @@ def test_a_pure_output_may_be_retried() -> None:
 
     op = "paged_attention"
     manager = manager_of(
-        impl("default.first", breaks, op=op, signature="unchecked"), impl("reference.second", second, op=op, signature="unchecked")
+        impl("default.first", breaks, op=op, signature="unchecked"),
+        impl("reference.second", second, op=op, signature="unchecked"),
     )
     t = torch.ones(1, 1, 1)
     assert manager.call(op, t, t, t, t, t, t, 1, 1, 1.0, torch.ones(1, 1, 1)).eq(0).all()

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from builders import impl
 
-from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, RegistrationError, SelectionPolicy, set_global_policy
+from builders import impl
+from fl_dispatch import (
+    BackendImplKind,
+    OpImpl,
+    OpManager,
+    OpRegistry,
+    RegistrationError,
+    SelectionPolicy,
+    set_global_policy,
+)
 from fl_dispatch.registry import Transaction
 
 Tensor = torch.Tensor
@@ -101,7 +109,9 @@ def layer_first(obj: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
     return x
 
 
-def extra_with_default(x: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6, fast: bool = True) -> Tensor:
+def extra_with_default(
+    x: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6, fast: bool = True
+) -> Tensor:
     return x
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import impl, manager_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders import impl, manager_of
 from fl_dispatch import BackendImplKind, NoImplementationError, OpImpl, SelectionPolicy, match_token
 from fl_dispatch.selection import CHOSEN, SKIPPED, select
 from fl_dispatch.settings import TunedRule
@@ -23,13 +23,15 @@ def ids(decision: Any) -> list[str]:
     return [candidate.impl_id for candidate in decision.candidates]
 
 
-impl_sets = st.lists(st.tuples(st.sampled_from(IDS), st.integers(0, 200), st.booleans()), unique_by=lambda t: t[0], max_size=7).map(
-    lambda rows: [impl(i, priority=p, available=lambda yes=yes: yes) for i, p, yes in rows]
-)
+impl_sets = st.lists(
+    st.tuples(st.sampled_from(IDS), st.integers(0, 200), st.booleans()), unique_by=lambda t: t[0], max_size=7
+).map(lambda rows: [impl(i, priority=p, available=lambda yes=yes: yes) for i, p, yes in rows])
 policies = st.builds(
     SelectionPolicy.from_dict,
     prefer=st.sampled_from(["flagos", "vendor", "reference"]),
-    per_op_order=st.one_of(st.none(), st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4).map(lambda order: {"demo": order})),
+    per_op_order=st.one_of(
+        st.none(), st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4).map(lambda order: {"demo": order})
+    ),
     deny_vendors=st.sets(st.sampled_from(VENDORS)),
     allow_vendors=st.one_of(st.none(), st.sets(st.sampled_from(VENDORS))),
 )
@@ -56,7 +58,9 @@ def test_what_may_not_run_is_never_a_candidate(impls: list[OpImpl], policy: Sele
 def test_without_an_own_order_nothing_that_may_run_is_excluded(impls: list[OpImpl], policy: SelectionPolicy) -> None:
     if policy.get_per_op_order("demo") is not None:
         return
-    may_run = {i.impl_id for i in impls if i.is_available() and (i.vendor is None or policy.is_vendor_allowed(i.vendor))}
+    may_run = {
+        i.impl_id for i in impls if i.is_available() and (i.vendor is None or policy.is_vendor_allowed(i.vendor))
+    }
     assert set(ids(select("demo", impls, policy))) == may_run
 
 
@@ -78,7 +82,9 @@ def test_earlier_tokens_come_first_and_priority_ranks_inside_one(impls: list[OpI
 
 
 @given(impl_sets, policies, st.sampled_from(VENDORS))
-def test_denying_a_vendor_removes_just_its_implementations(impls: list[OpImpl], policy: SelectionPolicy, vendor: str) -> None:
+def test_denying_a_vendor_removes_just_its_implementations(
+    impls: list[OpImpl], policy: SelectionPolicy, vendor: str
+) -> None:
     import dataclasses
 
     denied = dataclasses.replace(policy, deny_vendors=policy.deny_vendors | {vendor})
@@ -92,7 +98,9 @@ def test_deny_beats_an_impl_token() -> None:
 
 
 def test_an_implementation_that_requires_another_fact_is_skipped() -> None:
-    decision = select("demo", [impl("vendor.a", requires={"kv_layout": "NZ"})], SelectionPolicy(), facts={"kv_layout": "NHD"})
+    decision = select(
+        "demo", [impl("vendor.a", requires={"kv_layout": "NZ"})], SelectionPolicy(), facts={"kv_layout": "NHD"}
+    )
     assert decision.chosen is None
     assert "kv_layout" in decision.considered[0].reason
 
@@ -152,7 +160,10 @@ def test_a_conditional_choice_looks_at_dtype_and_tokens() -> None:
 
 
 def test_a_tuned_order_never_excludes_and_an_own_order_beats_it() -> None:
-    impls = [impl("vendor.a", op="silu_and_mul", fn=lambda x: x), impl("reference.torch", op="silu_and_mul", fn=lambda x: x)]
+    impls = [
+        impl("vendor.a", op="silu_and_mul", fn=lambda x: x),
+        impl("reference.torch", op="silu_and_mul", fn=lambda x: x),
+    ]
     policy = tuned(TunedRule(order=("reference",)))
     assert ids(select("silu_and_mul", impls, policy)) == ["reference.torch", "vendor.a"]
     own = SelectionPolicy(op_tuned=policy.op_tuned, per_op_order=(("silu_and_mul", ("vendor",)),))
@@ -160,7 +171,13 @@ def test_a_tuned_order_never_excludes_and_an_own_order_beats_it() -> None:
 
 
 def test_a_decision_prints_its_reasons_and_its_origin() -> None:
-    text = str(select("demo", [impl("vendor.a", available=lambda: False), impl("reference.torch")], SelectionPolicy(prefer="vendor")))
+    text = str(
+        select(
+            "demo",
+            [impl("vendor.a", available=lambda: False), impl("reference.torch")],
+            SelectionPolicy(prefer="vendor"),
+        )
+    )
     assert "reference.torch: chosen" in text
     assert "vendor.a: skipped, not available" in text
     assert "prefer=vendor" in text

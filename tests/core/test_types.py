@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from builders import impl
 
+from builders import impl
 from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, match_token
 
 
@@ -11,7 +11,11 @@ def test_the_kind_is_the_token_that_selects_it() -> None:
 
 
 def test_priorities_leave_room_between_them() -> None:
-    assert [int(p) for p in (BackendPriority.DEFAULT, BackendPriority.VENDOR, BackendPriority.REFERENCE)] == [150, 100, 50]
+    assert [int(p) for p in (BackendPriority.DEFAULT, BackendPriority.VENDOR, BackendPriority.REFERENCE)] == [
+        150,
+        100,
+        50,
+    ]
 
 
 def test_a_vendor_implementation_names_its_vendor() -> None:

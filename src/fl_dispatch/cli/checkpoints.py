@@ -1,12 +1,13 @@
 """Tiny checkpoints, built locally: real architectures with random weights and a word-level tokenizer.
 
-They are for the demonstration and for tests that compare tokens, so their logits are made to differ clearly: the best token
-of a step should win by more than rounding can move.
+They are for the demonstration and for tests that compare tokens, so their logits are made to differ clearly: the best
+token of a step wins by more than rounding can move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,23 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {"qwen3": _qwen3, "llam
 """Model family → its configuration."""
 
 
+_SPECIAL = ("<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system")
+_ENGLISH = """
+the a an and or but of to in on at by for from with without over under runs run river sea sun moon star sky wind
+rain snow stone tree leaf root wood hill road door house room table chair book page word line letter number zero one
+two three four five six seven eight nine ten chip core clock wire board memory cache tensor kernel operator layer
+model token policy vendor reference fast slow small large light dark red green blue white black hot cold new old
+good bad first last next only every some many few all none is are was were has have had can will does do not yes no
+who what where when why how hello world day night time year hand eye ear head heart bird fish dog cat horse bread
+water salt milk fire
+"""
+
+
 def _words() -> list[str]:
-    """Special tokens, the words of a chat, and enough made-up words to fill the vocabulary."""
+    """Special tokens, common words, and made-up ones that fill the vocabulary."""
     syllables = ["ba", "de", "fi", "go", "ku", "la", "mo", "ne", "pi", "ru", "sa", "to", "vu", "we", "xi", "zo"]
-    made_up = (first + second + third for third in ("n", "r") for first in syllables for second in syllables)
-    words = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", "hello", "the", "operator"]
-    return words + [word for word, _ in zip(made_up, range(VOCABULARY - len(words)), strict=False)]
+    made_up = (first + second + end for end in ("n", "r", "l") for first in syllables for second in syllables)
+    return list(islice(dict.fromkeys((*_SPECIAL, *_ENGLISH.split(), *made_up)), VOCABULARY))
 
 
 def build_tokenizer(path: Path) -> None:
@@ -115,7 +127,7 @@ def build_checkpoint(family: str, path: str | Path) -> Path:
 
 
 def _fill(name: str, parameter: Any) -> None:
-    """Random weights of a size that keeps activations near one, and a wide output layer, so that logits lie far apart."""
+    """Random weights that keep activations near one, and a wide end, so that logits lie far apart."""
     import torch
 
     with torch.no_grad():

@@ -60,8 +60,12 @@ class Generated:
 
 def demo(
     family: Annotated[Family, typer.Option(help="Model family.", case_sensitive=False)] = Family.QWEN3,
-    prefer: Annotated[Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)] = None,
+    prefer: Annotated[
+        Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be given several times.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
@@ -134,7 +138,9 @@ def _vllm(path: Path, prompts: list[str], tokens: int) -> tuple[Generated, dict[
     seconds = time.perf_counter() - started
     (report,) = llm.collective_rpc("fl_report")
     results = [output.outputs[0] for output in outputs]
-    return Generated([list(result.token_ids) for result in results], [result.text for result in results], seconds), report
+    return Generated(
+        [list(result.token_ids) for result in results], [result.text for result in results], seconds
+    ), report
 
 
 def _transformers(path: Path, prompts: list[str], tokens: int) -> Generated:
@@ -149,7 +155,12 @@ def _transformers(path: Path, prompts: list[str], tokens: int) -> Generated:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         with torch.inference_mode():
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=None
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
             )
         found.append(output[0, ids.shape[1] :].tolist())
         texts.append(tokenizer.decode(found[-1]))
@@ -157,18 +168,34 @@ def _transformers(path: Path, prompts: list[str], tokens: int) -> Generated:
 
 
 def _show(
-    prompts: list[str], generated: Generated, expected: Generated, report: dict[str, Any], counts: dict[tuple[str, ...], int]
+    prompts: list[str],
+    generated: Generated,
+    expected: Generated,
+    report: dict[str, Any],
+    counts: dict[tuple[str, ...], int],
 ) -> None:
-    print_table("Text (random weights: noise, but exact)", ("prompt", "continuation"), zip(prompts, generated.texts, strict=True))
+    print_table(
+        "Text (random weights: noise, but exact)",
+        ("prompt", "continuation"),
+        zip(prompts, generated.texts, strict=True),
+    )
     rows = []
     for (op_name, impl_id), calls in sorted(counts.items()):
         why = next((entry for entry in report["decisions"][op_name]["considered"] if entry["impl_id"] == impl_id), None)
         rows.append((op_name, impl_id, why["kind"] if why else "", calls, why["reason"] if why else ""))
-    print_table(f"What ran, counted in the engine's process {report['pid']}", ("operator", "implementation", "kind", "calls", "why"), rows)
+    print_table(
+        f"What ran, counted in the engine's process {report['pid']}",
+        ("operator", "implementation", "kind", "calls", "why"),
+        rows,
+    )
     total = sum(map(len, generated.tokens))
     console.print(f"{total} tokens in {generated.seconds:.2f} s: {generated.rate:.1f} tokens/s", highlight=False)
     same = generated.tokens == expected.tokens
-    console.print(f"tokens equal to Hugging Face's: {'yes' if same else 'NO'}", style="bold green" if same else "bold red", highlight=False)
+    console.print(
+        f"tokens equal to Hugging Face's: {'yes' if same else 'NO'}",
+        style="bold green" if same else "bold red",
+        highlight=False,
+    )
 
 
 @contextmanager

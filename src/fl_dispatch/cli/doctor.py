@@ -49,16 +49,22 @@ def examine() -> dict[str, Any]:
     settings_rows: list[list[str]] = []
     try:
         settings = get_settings()
-        settings_rows = [[item.field, str(getattr(settings, item.field)), str(settings.origin(item.field))] for item in ITEMS]
+        settings_rows = [
+            [item.field, str(getattr(settings, item.field)), str(settings.origin(item.field))] for item in ITEMS
+        ]
         manager = get_default_manager()
         manager.ensure_initialized()
         for op_name in manager.registry.list_operators():
             if manager.explain(op_name).chosen is None:
-                problems.append(f"operator '{op_name}' has no implementation that can run here; see fl explain {op_name}")
+                problems.append(
+                    f"operator '{op_name}' has no implementation that can run here; see fl explain {op_name}"
+                )
     except DispatchError as error:
         problems.append(str(error))
     backends = [[p.name, p.source, "ok" if p.loaded else "broken", p.detail] for p in get_discovered_plugins()]
-    problems += [f"backend '{name}' ({where}) failed: {detail}" for name, where, state, detail in backends if state == "broken"]
+    problems += [
+        f"backend '{name}' ({where}) failed: {detail}" for name, where, state, detail in backends if state == "broken"
+    ]
     points = _entry_points(warnings, problems)
     return {
         "versions": _versions(),
@@ -90,7 +96,7 @@ def _device(problems: list[str]) -> dict[str, str]:
     return {
         "device": device.name,
         "name": device.device_name(0),
-        "torch device": device.device_type,
+        "torch device": device.torch_type,
         "known devices": ", ".join(spec.name for spec in device_specs()),
         "threads": str(torch.get_num_threads()),
     }
@@ -107,12 +113,16 @@ def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
             if group.startswith("vllm.") and names is not None and point.name not in names:
                 state = "warning"
                 if mine:
-                    warnings.append(f"VLLM_PLUGINS={allowed} leaves out our entry point '{point.name}' of {group}; the name 'fl' gives all")
+                    warnings.append(
+                        f"VLLM_PLUGINS={allowed} leaves out our entry point '{point.name}' of {group}; the name 'fl' gives all"
+                    )
             elif mine:
                 ours += 1
             elif group in ("vllm.platform_plugins", "sglang.srt.platforms"):
                 state = "warning"
-                warnings.append(f"another platform plugin is installed: '{point.name}' ({point.value}); a host accepts one active platform")
+                warnings.append(
+                    f"another platform plugin is installed: '{point.name}' ({point.value}); a host accepts one active platform"
+                )
             rows.append([group, point.name, point.value, state])
     if not ours:
         problems.append("no entry point of ours is visible to the hosts: is fl-dispatch installed in this environment?")

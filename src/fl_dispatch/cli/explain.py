@@ -32,7 +32,9 @@ def explain(
         decision = manager.explain(operator, scope=scope)
     except NoImplementationError as error:
         near = difflib.get_close_matches(operator, manager.registry.list_operators(), 1)
-        fail(f"nobody registered an operator '{operator}'" + (f"; did you mean '{near[0]}'?" if near else "; see fl ops"))
+        fail(
+            f"nobody registered an operator '{operator}'" + (f"; did you mean '{near[0]}'?" if near else "; see fl ops")
+        )
         raise typer.Exit(2) from error
     if json:
         print_json(as_data(decision))
@@ -40,17 +42,31 @@ def explain(
     declared = OPERATORS.get(operator)
     if declared is not None:
         console.print(declared.summary, highlight=False)
-    console.print(f"order: {', '.join(decision.order)}  ({decision.source}, {decision.origin})", highlight=False, markup=False)
+    console.print(
+        f"order: {', '.join(decision.order)}  ({decision.source}, {decision.origin})", highlight=False, markup=False
+    )
     print_table(
         operator + (f" in {scope}" if scope else ""),
         ("rank", "implementation", "kind", "vendor", "priority", "status", "why"),
         (
-            (entry.rank or "", entry.impl.impl_id, entry.impl.kind, entry.impl.vendor or "", entry.impl.rank, entry.status, entry.reason)
+            (
+                entry.rank or "",
+                entry.impl.impl_id,
+                entry.impl.kind,
+                entry.impl.vendor or "",
+                entry.impl.rank,
+                entry.status,
+                entry.reason,
+            )
             for entry in decision.considered
         ),
     )
     for branch in decision.branches[:-1]:
-        console.print(f"when {branch.rule}: {', '.join(impl.impl_id for impl in branch.candidates)}", highlight=False, markup=False)
+        console.print(
+            f"when {branch.rule}: {', '.join(impl.impl_id for impl in branch.candidates)}",
+            highlight=False,
+            markup=False,
+        )
 
 
 def as_data(decision: Decision) -> dict[str, Any]:
@@ -74,6 +90,7 @@ def as_data(decision: Decision) -> dict[str, Any]:
             for entry in decision.considered
         ],
         "conditional": [
-            {"when": str(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]} for branch in decision.branches[:-1]
+            {"when": str(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]}
+            for branch in decision.branches[:-1]
         ],
     }

@@ -21,7 +21,12 @@ def ops(json: Annotated[bool, typer.Option("--json", help="Print JSON for progra
         f"{len(rows)} operators",
         ("operator", "chosen", "fallback", "skipped", "what it computes"),
         (
-            (row["operator"], row["chosen"] or "none", *(", ".join(row[status]) for status in ("fallback", "skipped")), row["summary"])
+            (
+                row["operator"],
+                row["chosen"] or "none",
+                *(", ".join(row[status]) for status in ("fallback", "skipped")),
+                row["summary"],
+            )
             for row in rows
         ),
     )

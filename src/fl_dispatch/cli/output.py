@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,10 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 130)
 _errors = Console(stderr=True)
 
-STATUS_STYLE = {"chosen": "bold green", "fallback": "cyan", "skipped": "dim", "ok": "green", "broken": "bold red", "warning": "yellow"}
+STATUS_STYLE = {
+    "chosen": "bold green",
+    "fallback": "cyan",
+    "skipped": "dim",
+    "ok": "green",
+    "broken": "bold red",
+    "warning": "yellow",
+}
 
 
 def print_json(data: Any) -> None:
@@ -24,8 +32,8 @@ def print_json(data: Any) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table for people; a cell that is a status word is coloured. Cells are plain text, never markup."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number < 2)
     for row in rows:
         cells = [str(cell) for cell in row]
         table.add_row(*(Text(cell, style=STATUS_STYLE.get(cell, "")) for cell in cells))

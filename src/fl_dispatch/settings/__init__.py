@@ -1,8 +1,7 @@
 """The user's settings: read once a process into one immutable object that knows where each value came from.
 
-``docs/settings.md`` is the user's page. Parts: ``model`` (the data), ``items`` (the table of settings), ``values`` (what
-is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (origins and
-errors).
+``docs/settings.md`` is the user's page. Parts: ``model`` (the data), ``items`` (the table of settings), ``values``
+(what is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (origins).
 """
 
 from __future__ import annotations

@@ -94,8 +94,10 @@ def read_json(path: str, place: Place) -> Any:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise Place(f"{place.name}, line {error.lineno}").error(f"is not valid JSON: {error.msg}") from error
-    except RecursionError:
-        raise place.error("is nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise place.error(f"cannot be read: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -15,7 +15,7 @@ from fl_dispatch.logger_manager import LEVELS
 
 from . import names, values
 from .document import read_json
-from .place import Place
+from .place import Place, shorten
 from .values import Plain
 
 
@@ -27,11 +27,17 @@ class Variable:
         name: its name; the prefix ``VLLM_FL_`` stands for the host's prefixes.
         split: turns its text into plain data.
         ours: whether it is this package's, and not the host's.
+        file: whether its text is the path of a file that is read.
     """
 
     name: str
     split: Callable[[str, Place], Plain]
     ours: bool = True
+    file: bool = False
+
+    def place(self, name: str, text: str) -> Place:
+        """Where its value comes from, when it is set under this name to this text."""
+        return Place(f"environment variable {name}" + (f" ({shorten(text)})" if self.file else ""))
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ ITEMS: tuple[Item, ...] = (
     _flag("strict", "VLLM_FL_STRICT", "an implementation's error is raised, and nothing else is tried", yaml="strict"),
     Item(
         "per_op_order",
-        (Variable("VLLM_FL_PER_OP", values.per_op), Variable("VLLM_FL_OP_CONFIG", read_json)),
+        (Variable("VLLM_FL_PER_OP", values.per_op), Variable("VLLM_FL_OP_CONFIG", read_json, file=True)),
         "op_backends", dict[str, list[str]], values.op_orders,
         "the only implementations that are tried for an operator, in order",
     ),

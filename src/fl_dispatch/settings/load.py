@@ -58,7 +58,7 @@ class _Environment:
         for name in self._spellings(variable.name):
             text = self._environ.get(name, "").strip()
             if text:
-                return Place(f"environment variable {name}"), text
+                return variable.place(name, text), text
         return None
 
     def place(self, field: str) -> Place | None:

@@ -8,25 +8,25 @@ from collections.abc import Iterable
 
 from fl_dispatch.logger_manager import get_logger
 
-from .place import Place, show
+from .place import Place, shorten, show
 
 logger = get_logger(__name__)
 
 VENDORS = ("ascend", "cpu", "cuda", "template")
 """Vendors whose backends are part of this package."""
 
-LAYER_CLASSES = (
+LAYERS = (
     "ApplyRotaryEmb", "FastGELU", "FatreluAndMul", "FusedMoE", "FusedRMSNormGated", "GELU", "GELUTanh", "GeluAndMul",
     "GeluAndMulSparse", "GemmaRMSNorm", "GroupedTopk", "LayerNorm", "MRotaryEmbedding", "MulAndSilu", "NewGELU",
     "QuantFP8", "QuickGELU", "ReLUSquaredActivation", "RMSNorm", "RMSNormGated", "RotaryEmbedding",
     "RotaryEmbeddingBase", "SiluAndMul", "SiluAndMulWithClamp", "SituAndMul", "SwigluOAIAndMul", "SwigluStepAndMul",
-    "TopK", "UnquantizedFusedMoEMethod", "XIELU",
+    "TopK", "UnquantizedFusedMoEMethod", "XIELU", "fused_moe",
 )  # fmt: skip
-"""Layer classes of the hosts. The list only says which names are not typing errors."""
+"""Layers of the hosts. The list only says which names are not typing errors."""
 
 FLAGGEMS_OPERATORS = (
     "apply_rotary_pos_emb", "concat_and_cache_mla", "cutlass_scaled_mm", "dreglu", "flash_mla", "fused_add_rms_norm",
-    "fused_moe", "geglu", "gelu_and_mul", "moe_align_block_size", "reglu", "reshape_and_cache",
+    "geglu", "gelu_and_mul", "moe_align_block_size", "reglu", "reshape_and_cache",
     "reshape_and_cache_flash", "silu_and_mul", "skip_layer_norm", "swiglu", "to_copy", "topk_softmax",
 )  # fmt: skip
 """Operators of FlagGems that ATen lacks. The list only says which names are not typing errors."""
@@ -57,9 +57,10 @@ def near_miss(name: str, known: Iterable[str]) -> str | None:
         return None
     if folded in spelled:
         return spelled[folded]
-    for close in difflib.get_close_matches(folded, spelled, n=1, cutoff=0.8) or _swapped(folded, spelled):
-        return None if _words(spelled[close]) < _words(name) else spelled[close]
-    return None
+    close = difflib.get_close_matches(folded, spelled, n=3, cutoff=0.8) or _swapped(folded, spelled)
+    if not close or any(_words(spelled[other]) < _words(name) for other in close):
+        return None
+    return spelled[close[0]]
 
 
 def check_operator(name: str, place: Place) -> None:
@@ -72,12 +73,13 @@ def check_operator(name: str, place: Place) -> None:
 
 
 def check_vendor(name: str, place: Place) -> None:
-    """A vendor's name.
+    """A vendor's name, in any case of letters.
 
     Raises:
         ConfigError: it is a near miss of a vendor of this package.
     """
-    _check("vendor", name, VENDORS, (), place)
+    if name.casefold() not in VENDORS:
+        _check("vendor", name, VENDORS, (), place)
 
 
 def check_layer(name: str, place: Place) -> None:
@@ -86,7 +88,7 @@ def check_layer(name: str, place: Place) -> None:
     Raises:
         ConfigError: it is a near miss of one.
     """
-    _check("operator or layer class", name, (*known_operators(), *LAYER_CLASSES), FLAGGEMS_OPERATORS, place)
+    _check("operator or layer class", name, (*known_operators(), *LAYERS), FLAGGEMS_OPERATORS, place)
 
 
 def check_flagos_operator(name: str, place: Place) -> None:
@@ -103,9 +105,8 @@ def _check(kind: str, name: str, known: tuple[str, ...], others: tuple[str, ...]
     if name in known:
         return
     _refuse_near_miss(kind, name, known, others, place)
-    logger.warning(
-        "%s: %s: unknown %s %s; known: %s", place.source, place.key, kind, show(name), ", ".join(sorted(known))
-    )
+    names = shorten(", ".join(sorted(known)), 300)
+    logger.warning("%s: %s: unknown %s %s; known: %s", place.source, place.key, kind, show(name), names)
 
 
 def _refuse_near_miss(kind: str, name: str, known: tuple[str, ...], others: tuple[str, ...], place: Place) -> None:

@@ -1,0 +1,144 @@
+"""The hot path: a call reads the current table, runs its entry, and hands an exception to the table's owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import NoImplementationError
+from .ops import OPERATORS, Operator
+from .recovery import Settled
+from .table import ROOT, DispatchTable
+
+if TYPE_CHECKING:
+    from .manager import OpManager
+    from .selection import Decision
+
+_Tensor = torch.Tensor
+
+
+def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator through the best implementation that the policy in force allows.
+
+    Args:
+        op_name: the operator.
+        args, kwargs: its arguments, tensors first (``call_op("rms_norm", x, residual, weight, epsilon)``) or with a layer
+            first (``call_op("rms_norm", layer, x, residual)``). Positional arguments are faster.
+
+    Returns:
+        What the implementation returns.
+
+    Raises:
+        NoImplementationError: no implementation is allowed, available and fit for the arguments.
+        Exception: what the implementation raised, if no other one could take over.
+
+    >>> import torch
+    >>> call_op("silu_and_mul", torch.zeros(1, 4))
+    tensor([[0., 0.]])
+    """
+    table = ROOT
+    if not table.plain:
+        if not table.settled:
+            table.start()
+        table = table.current
+    key = op_name
+    if args and type(args[0]) is not _Tensor:
+        key = key_of(op_name, args)
+    try:
+        fn = table.entries[key]
+    except KeyError:
+        raise _unknown(op_name) from None
+    try:
+        if kwargs:
+            return fn(*args, **kwargs)
+        return fn(*args)
+    except Exception as error:
+        failure = error
+    return recover(key, table, fn, failure, args, kwargs)
+
+
+def call_through(
+    root: DispatchTable, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str = ""
+) -> Any:
+    """The same as :func:`call_op` through any manager's root table, and for any key."""
+    if not root.settled:
+        root.start()
+    table = root if root.plain else root.current
+    key = key or key_of(op_name, args)
+    fn = table.entries.get(key)
+    if fn is None:
+        raise _unknown(op_name)
+    try:
+        return fn(*args, **kwargs)
+    except Exception as error:
+        failure = error
+    return recover(key, table, fn, failure, args, kwargs)
+
+
+def recover(
+    key: str,
+    table: DispatchTable,
+    fn: Callable[..., Any],
+    error: Exception,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Go on after an entry raised; an error that is settled already goes to the caller unchanged."""
+    if type(error) is Settled:
+        raise error.error
+    return table.owner.recover(key, table, fn, error, args, kwargs)
+
+
+def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
+    """Whether a call's first argument is a layer."""
+    return operator.layer is not None and bool(args) and args[0] is not None and not isinstance(args[0], _Tensor)
+
+
+def key_of(op_name: str, args: tuple[Any, ...]) -> str:
+    """The table key of a call by name."""
+    operator = OPERATORS.get(op_name)
+    return f"{op_name}:layer" if operator is not None and is_layer_first(operator, args) else op_name
+
+
+def parse_key(key: str) -> tuple[str, str | None, bool]:
+    """A table key's operator, its scope, and whether it is for calls with a layer first."""
+    op_name, at, scope = key.partition("@")
+    if at:
+        return op_name, scope or None, False
+    return op_name.removesuffix(":layer"), None, op_name.endswith(":layer")
+
+
+def resolve_op(op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The implementation that :func:`call_op` would run; see :meth:`fl_dispatch.manager.OpManager.resolve`."""
+    return _default_manager().resolve(op_name, *args, **kwargs)
+
+
+def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
+    """A function with the operator's signature that dispatches at every call, at the lowest cost.
+
+    Args:
+        op_name: the operator.
+        scope: the layer that it is bound for, such as ``model.layers.3.input_layernorm``; policies and bans can name it.
+
+    >>> import torch
+    >>> bind_op("silu_and_mul")(torch.zeros(1, 4))
+    tensor([[0., 0.]])
+    """
+    return _default_manager().bind(op_name, scope)
+
+
+def explain(op_name: str, *args: Any, scope: str | None = None, **kwargs: Any) -> Decision:
+    """Which implementation of an operator runs, and why; see :meth:`fl_dispatch.manager.OpManager.explain`."""
+    return _default_manager().explain(op_name, *args, scope=scope, **kwargs)
+
+
+def _default_manager() -> OpManager:
+    from .manager import get_default_manager
+
+    return get_default_manager()
+
+
+def _unknown(op_name: str) -> NoImplementationError:
+    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'"])

@@ -1,0 +1,52 @@
+"""Counting calls by implementation. Off by default; while on, a wrapper stands in the table before each implementation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .types import OpImpl
+
+
+class CallCounter:
+    """Counts the calls of implementations. Exact under threads: each thread has its own cell."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._cells: dict[tuple[str, str], dict[int, int]] = {}
+        self._wrappers: dict[OpImpl, Callable[..., Any]] = {}
+
+    def function(self, impl: OpImpl) -> Callable[..., Any]:
+        """What stands in the table for an implementation: its function, or a wrapper that counts."""
+        if not self.on:
+            return impl.fn
+        wrapper = self._wrappers.get(impl)
+        if wrapper is None:
+            cells = self._cells.setdefault((impl.op_name, impl.impl_id), {})
+            wrapper = self._wrappers[impl] = _counted(impl.fn, cells)
+        return wrapper
+
+    def is_function_of(self, fn: Callable[..., Any], impl: OpImpl) -> bool:
+        """Whether a function in a table is this implementation."""
+        return fn is impl.fn or fn is self._wrappers.get(impl)
+
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Calls by (operator, implementation id)."""
+        return {key: sum(cells.values()) for key, cells in list(self._cells.items())}
+
+    def reset(self) -> None:
+        """Start from zero."""
+        for cells in list(self._cells.values()):
+            cells.clear()
+
+
+def _counted(fn: Callable[..., Any], cells: dict[int, int]) -> Callable[..., Any]:
+    get_ident = threading.get_ident
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        cells[thread] = cells.get(thread, 0) + 1  # only this thread writes this cell
+        return fn(*args, **kwargs)
+
+    return counted

@@ -1,0 +1,165 @@
+"""What went wrong: kinds of errors, and the bans that follow from failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import NotSupported
+from .ops.declaration import leading_tensor
+from .types import OpImpl
+
+_DEAD_DEVICE = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal instruction",
+    "hardware stack error",
+    "uncorrectable ecc error",
+)
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")
+_TORCH_DISPATCHER = ("Could not run '", "The operator '", "There were no tensor arguments")
+
+
+@dataclass(frozen=True)
+class ArgumentKind:
+    """The kind of arguments that a ban is for: what the leading tensor is, and the layer."""
+
+    dtype: torch.dtype | None
+    rank: int
+    layout: str
+    device: str
+    scope: str | None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], scope: str | None) -> ArgumentKind:
+        """The kind of a call's arguments."""
+        tensor = leading_tensor(args)
+        if tensor is None:
+            return cls(None, 0, "none", "none", scope)
+        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        return cls(tensor.dtype, tensor.dim(), layout, tensor.device.type, scope)
+
+    def __str__(self) -> str:
+        where = f" in {self.scope}" if self.scope else ""
+        return f"{str(self.dtype).removeprefix('torch.')}, rank {self.rank}, {self.layout}, {self.device}{where}"
+
+
+@dataclass
+class Failure:
+    """How often, and why, an implementation failed for a kind of arguments."""
+
+    count: int
+    cause: str
+
+
+class FailureLog:
+    """The bans: implementations that failed where another one succeeded. Owned by one manager."""
+
+    WIDEN_AFTER = 3  # distinct kinds of arguments, then the implementation is banned as a whole
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures: dict[tuple[str, str], dict[ArgumentKind, Failure]] = {}
+
+    def record(self, impl: OpImpl, kind: ArgumentKind, error: BaseException) -> None:
+        """Ban an implementation for a kind of arguments."""
+        with self._lock:
+            kinds = dict(self._failures.get((impl.op_name, impl.impl_id), {}))
+            before = kinds.get(kind)
+            kinds[kind] = Failure(before.count + 1 if before else 1, f"{type(error).__name__}: {error}")
+            self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
+
+    def as_a_whole(self, impl: OpImpl) -> str:
+        """Why an implementation is banned for all calls; empty when it is not."""
+        kinds = self._failures.get((impl.op_name, impl.impl_id), {})
+        if len(kinds) < self.WIDEN_AFTER:
+            return ""
+        return f"banned: it failed for {len(kinds)} kinds of arguments, last {next(reversed(kinds.values())).cause}"
+
+    def for_kind(self, impl: OpImpl, kind: ArgumentKind) -> str:
+        """Why an implementation is banned for a kind of arguments; empty when it is not."""
+        failure = self._failures.get((impl.op_name, impl.impl_id), {}).get(kind)
+        return f"banned for {kind}: {failure.cause} ({failure.count} times)" if failure else ""
+
+    def touches(self, impl: OpImpl, scope: str | None) -> bool:
+        """Whether some calls in this scope must not run an implementation."""
+        return any(kind.scope == scope for kind in self._failures.get((impl.op_name, impl.impl_id), ()))
+
+    def failures(self) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
+        """All bans: (operator, implementation id) → kind of arguments → failure."""
+        return self._failures
+
+    def clear(self, op_name: str | None = None) -> None:
+        """Lift the bans of one operator, or all."""
+        with self._lock:
+            kept = {} if op_name is None else {key: value for key, value in self._failures.items() if key[0] != op_name}
+            self._failures = kept
+
+    def after_fork(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+
+
+class Proofs:
+    """Which implementations have succeeded in this process, and which of them need watching all the same.
+
+    Success with arguments that it was free to overwrite is proven apart from success without any.
+    """
+
+    def __init__(self) -> None:
+        self._proven: frozenset[tuple[str, str, bool]] = frozenset()
+        self._watched: frozenset[tuple[str, str]] = frozenset()
+
+    def add(self, impl: OpImpl, *, wrote: bool) -> tuple[bool, bool]:
+        """An implementation succeeded. Returns whether that is news, and whether it is its first success at all."""
+        new = (impl.op_name, impl.impl_id, wrote)
+        news = new not in self._proven
+        first = news and (impl.op_name, impl.impl_id, not wrote) not in self._proven
+        self._proven |= {new}
+        return news, first
+
+    def watch(self, impl: OpImpl) -> None:
+        """From now on keep copies of what it overwrites: it failed after it had been proven."""
+        self._watched |= {(impl.op_name, impl.impl_id)}
+
+    def holds(self, impl: OpImpl, *, wrote: bool) -> bool:
+        """Whether it has succeeded; with ``wrote``, free to overwrite arguments."""
+        return (impl.op_name, impl.impl_id, wrote) in self._proven
+
+    def watches(self, impl: OpImpl) -> bool:
+        """Whether copies are kept although it is proven."""
+        return (impl.op_name, impl.impl_id) in self._watched
+
+
+def declines(error: BaseException) -> bool:
+    """Whether an exception says "not for these arguments": a ``NotImplementedError`` that is not torch's own."""
+    if not isinstance(error, NotImplementedError):
+        return False
+    return isinstance(error, NotSupported) or not str(error).startswith(_TORCH_DISPATCHER)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which is the caller's matter (Triton's ``OutOfResources`` is not that)."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+def is_dead_device(error: BaseException) -> bool:
+    """Whether the error kills the device context, so that any retry fails or lies."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _DEAD_DEVICE)
+
+
+def is_capturing() -> bool:
+    """Whether a device graph is being captured in this thread's stream."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()

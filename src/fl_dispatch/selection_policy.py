@@ -1,0 +1,186 @@
+"""What may run, and in what order: the selection policy, a value."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from .settings import Origin, TunedRule
+
+PREFER_DEFAULT = "flagos"
+PREFER_VENDOR = "vendor"
+PREFER_REFERENCE = "reference"
+VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
+
+_DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        PREFER_DEFAULT: ("flagos", "vendor", "reference"),
+        PREFER_VENDOR: ("vendor", "flagos", "reference"),
+        PREFER_REFERENCE: ("reference", "flagos", "vendor"),
+    }
+)
+CODE = Origin("code")
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """Which implementations may run, and in what order they are tried. A value: frozen, hashable, comparable.
+
+    Args:
+        prefer: the kind that is tried first. It orders, it never excludes.
+        strict: an implementation's error is raised unchanged instead of trying the next one.
+        per_op_order: ``(operator, tokens)`` pairs; only the implementations that a token names are tried. The operator may carry
+            a scope pattern: ``rms_norm@model.layers.3.*``.
+        deny_vendors: vendors that never run; beats ``allow_vendors`` and ``impl:`` tokens.
+        allow_vendors: the only vendors that may run; ``None`` allows all, an empty set nobody.
+        op_tuned: ``(operator, rules)`` pairs: orders that depend on dtype, tokens and phase of a call. Below ``per_op_order``.
+        reference_only: dispatch is switched off; an operator that has a reference runs it.
+        use_flaggems: whether FlagGems' implementations may run.
+        flaggems_allow: the only operators for which FlagGems may run; ``None`` for all.
+        flaggems_deny: operators for which FlagGems must not run.
+        batch_invariant: only implementations that declare ``batch_invariant`` may run.
+        origins: where each field was set, for explanations; not part of the value.
+
+    Raises:
+        ValueError: a field has a value that it cannot have.
+    """
+
+    prefer: str = PREFER_DEFAULT
+    strict: bool = False
+    per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    deny_vendors: frozenset[str] = frozenset()
+    allow_vendors: frozenset[str] | None = None
+    op_tuned: tuple[tuple[str, tuple[TunedRule, ...]], ...] = ()
+    reference_only: bool = False
+    use_flaggems: bool = True
+    flaggems_allow: frozenset[str] | None = None
+    flaggems_deny: frozenset[str] = frozenset()
+    batch_invariant: bool = False
+    origins: Mapping[str, Origin] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.prefer not in VALID_PREFER_VALUES:
+            raise ValueError(
+                f"Invalid prefer value: {self.prefer!r}; valid are {', '.join(sorted(VALID_PREFER_VALUES))}"
+            )
+        for name in ("per_op_order", "op_tuned"):
+            pairs = getattr(self, name)
+            if isinstance(pairs, Mapping):
+                raise ValueError(f"{name} is a tuple of pairs; SelectionPolicy.from_dict takes a mapping")
+            object.__setattr__(self, name, tuple((op, tuple(order)) for op, order in pairs))
+            if len({op for op, _ in pairs}) != len(self.__getattribute__(name)):
+                raise ValueError(f"{name} names an operator twice: {[op for op, _ in pairs]}")
+        for op, order in self.per_op_order:
+            if not order:
+                raise ValueError(f"per_op_order of '{op}' is empty, so nothing could run")
+
+    @classmethod
+    def from_dict(
+        cls,
+        prefer: str = PREFER_DEFAULT,
+        strict: bool = False,
+        per_op_order: Mapping[str, Iterable[str]] | None = None,
+        deny_vendors: Iterable[str] | None = None,
+        allow_vendors: Iterable[str] | None = None,
+    ) -> SelectionPolicy:
+        """A policy from ordinary containers."""
+        return cls(
+            prefer=prefer,
+            strict=strict,
+            per_op_order=tuple((op, tuple(order)) for op, order in (per_op_order or {}).items()),
+            deny_vendors=frozenset(deny_vendors or ()),
+            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+        )
+
+    @property
+    def per_op_order_dict(self) -> dict[str, list[str]]:
+        """The per-operator orders as a dictionary."""
+        return {op: list(order) for op, order in self.per_op_order}
+
+    def get_default_order(self) -> list[str]:
+        """The tokens in the order that ``prefer`` gives them."""
+        return list(_DEFAULT_ORDERS[self.prefer])
+
+    def get_per_op_order(self, op_name: str, scope: str | None = None) -> list[str] | None:
+        """The tokens of an operator's own order, or ``None``. An exact scope beats a longer pattern beats a shorter one."""
+        best: tuple[int, int, tuple[str, ...]] | None = None
+        for key, order in self.per_op_order:
+            op, _, pattern = key.partition("@")
+            if op != op_name or (pattern and not (scope and fnmatch.fnmatchcase(scope, pattern))):
+                continue
+            weight = (int(pattern == scope), len(pattern), order)
+            best = weight if best is None or weight[:2] > best[:2] else best
+        return None if best is None else list(best[2])
+
+    def get_tuned_rules(self, op_name: str) -> tuple[TunedRule, ...]:
+        """The operator's conditional orders, first match first."""
+        return next((rules for op, rules in self.op_tuned if op == op_name), ())
+
+    def is_vendor_allowed(self, vendor: str) -> bool:
+        """Whether a vendor's implementations may run. Vendor names are compared without regard to case."""
+        return not self.denies_vendor(vendor) and (self.allow_vendors is None or _names(vendor, self.allow_vendors))
+
+    def denies_vendor(self, vendor: str) -> bool:
+        """Whether a vendor is on the deny list."""
+        return _names(vendor, self.deny_vendors)
+
+    def is_flaggems_allowed(self, op_name: str) -> bool:
+        """Whether FlagGems may run an operator; a white-list leaves no say to the blacklist."""
+        if not self.use_flaggems:
+            return False
+        return op_name in self.flaggems_allow if self.flaggems_allow is not None else op_name not in self.flaggems_deny
+
+    def origin(self, field_name: str) -> Origin:
+        """Where a field was set."""
+        return self.origins.get(field_name, CODE)
+
+    def fingerprint(self) -> str:
+        """A short hash of the value, the same in every process."""
+        return hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """The policy as text; :meth:`from_json` gives an equal one, origins included."""
+        return json.dumps({**self._plain(), "origins": {name: str(origin) for name, origin in self.origins.items()}})
+
+    @classmethod
+    def from_json(cls, text: str) -> SelectionPolicy:
+        """The policy that :meth:`to_json` wrote."""
+        data: dict[str, Any] = json.loads(text)
+        for name in ("deny_vendors", "allow_vendors", "flaggems_allow", "flaggems_deny"):
+            data[name] = None if data[name] is None else frozenset(data[name])
+        data["per_op_order"] = tuple((op, tuple(order)) for op, order in data["per_op_order"])
+        data["op_tuned"] = tuple((op, tuple(_rule(rule) for rule in rules)) for op, rules in data["op_tuned"])
+        data["origins"] = MappingProxyType({name: Origin(text) for name, text in data["origins"].items()})
+        return cls(**data)
+
+    def _plain(self) -> dict[str, Any]:
+        return {
+            "prefer": self.prefer,
+            "strict": self.strict,
+            "per_op_order": [[op, list(order)] for op, order in self.per_op_order],
+            "deny_vendors": sorted(self.deny_vendors),
+            "allow_vendors": None if self.allow_vendors is None else sorted(self.allow_vendors),
+            "op_tuned": [
+                [op, [[list(r.order), r.dtype, list(r.tokens) if r.tokens else None, r.phase] for r in rules]]
+                for op, rules in self.op_tuned
+            ],
+            "reference_only": self.reference_only,
+            "use_flaggems": self.use_flaggems,
+            "flaggems_allow": None if self.flaggems_allow is None else sorted(self.flaggems_allow),
+            "flaggems_deny": sorted(self.flaggems_deny),
+            "batch_invariant": self.batch_invariant,
+        }
+
+
+def _names(vendor: str, vendors: Iterable[str]) -> bool:
+    return vendor.casefold() in {name.casefold() for name in vendors}
+
+
+def _rule(plain: list[Any]) -> TunedRule:
+    order, dtype, tokens, phase = plain
+    return TunedRule(order=tuple(order), dtype=dtype, tokens=tuple(tokens) if tokens else None, phase=phase)

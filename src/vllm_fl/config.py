@@ -1,0 +1,144 @@
+"""What the plugin refuses, changes and adds in vLLM's configuration, before a model loads.
+
+A refusal is one sentence that names the feature; a change is logged with its reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fl_dispatch import NoImplementationError, call_op
+from fl_dispatch.device import DeviceSpec
+from fl_dispatch.logger_manager import get_logger
+
+from . import startup
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = get_logger(__name__)
+
+WORKER = "vllm_fl.worker.WorkerFL"
+PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """Raise ``ValueError`` for the first feature that cannot be served."""
+    model = vllm_config.model_config
+    asked = [*_engine_features(vllm_config), *([] if model is None else _model_features(model))]
+    for present, feature in asked:
+        if present:
+            where = "" if model is None else f" (model {model.model})"
+            raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        raise ValueError("vllm_fl runs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
+    if model is not None:
+        attention_backend_path(model.use_mla)
+
+
+def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    parallel = vllm_config.parallel_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    return [
+        (vllm_config.speculative_config is not None, "speculative decoding"),
+        (cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {cache_dtype}"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
+        (parallel.enable_dbo, "dual-batch overlap"),
+    ]
+
+
+def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
+    return [
+        (model.is_encoder_decoder, "encoder-decoder models"),
+        (model.attn_type == "encoder_only", "encoder-only models"),
+        (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
+        (model.is_moe, "mixture-of-experts layers"),
+    ]
+
+
+def attention_backend_path(use_mla: bool) -> str:
+    """The attention class that the operator ``attention_backend`` selects.
+
+    Raises:
+        ValueError: no implementation has one for this kind of attention.
+    """
+    try:
+        path: str = call_op("attention_backend", use_mla)
+    except (NoImplementationError, NotImplementedError) as error:
+        kind = "multi-head latent attention (MLA)" if use_mla else "attention"
+        raise ValueError(f"no implementation of 'attention_backend' offers {kind}: {error}") from error
+    return path
+
+
+def attention_refusals(path: str, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
+    """Why an attention class cannot serve a layer, in its own words; the fields differ between vLLM's versions."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    validate = resolve_obj_by_qualname(path).validate_configuration
+    known = inspect.signature(validate).parameters
+    fields = {name: value for name, value in config._asdict().items() if name in known}
+    reasons: list[str] = validate(**fields, device_capability=capability)
+    return reasons
+
+
+# -- changes ----------------------------------------------------------------------------------------------------------
+
+
+def apply_defaults(vllm_config: VllmConfig) -> None:
+    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly."""
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    if not {"all", "none"} & set(compilation.custom_ops):
+        compilation.custom_ops.append("all")
+    if compilation.mode is None:
+        compilation.mode = CompilationMode.NONE
+
+
+def adapt(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """Set what the worker needs."""
+    from vllm.config import CompilationMode
+
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls == "auto":
+        parallel.worker_cls = WORKER
+    _set(parallel, "disable_custom_all_reduce", True, "it is a CUDA kernel")
+    _set(vllm_config.compilation_config, "mode", CompilationMode.NONE, "compiled models are not supported yet")
+    _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # every process must agree on it
+    if device.torch_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, torch.get_num_threads() // parallel.world_size)
+        logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _set(config: Any, field: str, value: Any, reason: str) -> None:
+    before = getattr(config, field)
+    if before != value:
+        logger.info("%s.%s: %s instead of %s, because %s", type(config).__name__, field, value, before, reason)
+        setattr(config, field, value)
+
+
+# -- additions --------------------------------------------------------------------------------------------------------
+
+
+def pack_settings(vllm_config: VllmConfig) -> None:
+    """Put settings and policy where every child process finds them; what is there already stays.
+
+    vLLM hashes this part of the configuration into the key of its compile cache, so a graph never outlives its policy.
+    """
+    existing = vllm_config.additional_config
+    if not isinstance(existing, dict):
+        raise ValueError("vllm_fl carries its settings in additional_config, which must be a dictionary")
+    packed = {**startup.pack(), **existing.get(startup.CONFIG_KEY, {})}
+    vllm_config.additional_config = {**existing, startup.CONFIG_KEY: packed}  # a copy: the user's own stays as it is

@@ -1,0 +1,321 @@
+"""The references are the ground truth, so they are held against float64 arithmetic that is written out here."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_dispatch.backends.reference.reference import ReferenceBackend
+from fl_dispatch.ops import OPERATORS, Mode
+
+REFERENCE = ReferenceBackend()
+COMPUTED = [name for name, op in OPERATORS.items() if not op.selection]
+INLINE = [name for name in COMPUTED if Mode.INLINE in OPERATORS[name].modes]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+each_operator = pytest.mark.parametrize("name", COMPUTED)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def samples(name, dtype=torch.float32, seed=0):
+    return OPERATORS[name].samples(dtype, torch.device("cpu"), torch.Generator().manual_seed(seed))
+
+
+def all_arguments(name, sample):
+    return OPERATORS[name].bind(sample.args, {})
+
+
+def run(name, args):
+    """Outputs of the reference; for an operator that returns nothing what it wrote."""
+    result = getattr(REFERENCE, name)(*args)
+    if result is None:
+        return [tensor for _, tensor in OPERATORS[name].written(args).values()]
+    return [result] if isinstance(result, Tensor) else [tensor for tensor in result if tensor is not None]
+
+
+def double(value):
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+# ---- the arithmetic, written out
+
+
+def exact_silu_and_mul(x):
+    width = x.shape[-1] // 2
+    return [x[..., :width] / (1 + torch.exp(-x[..., :width])) * x[..., width:]]
+
+
+def exact_gelu_and_mul(x, approximate):
+    gate, up = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    if approximate == "none":
+        return [gate * 0.5 * torch.erfc(-gate / math.sqrt(2)) * up]
+    return [gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up]
+
+
+def exact_rms_norm(x, residual, weight, epsilon, offset=0.0):
+    total = x if residual is None else x + residual
+    scale = 1.0 if weight is None else offset + weight
+    y = total / (total.norm(dim=-1, keepdim=True) ** 2 / total.shape[-1] + epsilon).sqrt() * scale
+    return [y] if residual is None else [y, total]
+
+
+def exact_gemma_rms_norm(x, residual, weight, epsilon):
+    return exact_rms_norm(x, residual, weight, epsilon, offset=1.0)
+
+
+def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace):
+    """A rotation of a pair is a product of complex numbers."""
+    turn = torch.complex(cos, sin)[position_ids.long()][:, None, :]
+    size = 2 * turn.shape[-1]
+
+    def rotate(x):
+        part = x[..., :size]
+        a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., : size // 2], part[..., size // 2 :])
+        turned = torch.complex(a.contiguous(), b.contiguous()) * turn
+        if interleaved:
+            return torch.cat((torch.view_as_real(turned).flatten(-2), x[..., size:]), dim=-1)
+        return torch.cat((turned.real, turned.imag, x[..., size:]), dim=-1)
+
+    return [rotate(x) for x in (query, key) if x is not None]
+
+
+def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping):
+    caches = [key_cache.clone(), value_cache.clone()]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            for cache, new in zip(caches, (key, value), strict=True):
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = new[token]
+    return caches
+
+
+def exact_paged_attention(
+    query, key_cache, value_cache, table, starts, lengths, _, __, scale, out, causal, window, softcap, slopes, sinks
+):
+    """One query at a time, over the keys that it sees."""
+    result = query.new_zeros(*query.shape[:2], value_cache.shape[-1]) if out is None else out.clone()
+    block, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    for request, length in enumerate(lengths.tolist()):
+        begin, end = starts[request : request + 2].tolist()
+        for row in range(begin, end):
+            place = length - (end - row)
+            reach = length if window is None else window
+            seen = torch.arange(max(0, place - reach + 1), place + 1 if causal else min(length, place + reach))
+            slots = (table[request, seen // block].long(), seen % block)
+            keys, values = (cache[slots].repeat_interleave(group, dim=1) for cache in (key_cache, value_cache))
+            scores = (query[row] * keys).sum(-1) * scale
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores if slopes is None else scores - slopes * (place - seen).abs()[:, None]
+            highest = scores.amax(0)
+            weights = torch.exp(scores - highest)
+            below = weights.sum(0) + (0 if sinks is None else torch.exp(sinks - highest))
+            result[row] = ((weights / below)[..., None] * values).sum(0)
+    return [result]
+
+
+# ---- right
+
+
+@each_dtype
+@each_operator
+def test_a_reference_is_right_on_every_sample(name, dtype):
+    tolerance = OPERATORS[name].tolerances[dtype]
+    for sample in samples(name, dtype):
+        args = all_arguments(name, sample)
+        expected = globals()[f"exact_{name}"](*map(double, args))
+        for actual, wanted in zip(run(name, args), expected, strict=True):
+            assert actual.dtype is dtype
+            torch.testing.assert_close(
+                actual.double(), wanted, rtol=tolerance.rtol, atol=tolerance.atol, msg=lambda m: f"{sample.label}: {m}"
+            )
+
+
+@each_dtype
+@pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0, 300.0])
+@pytest.mark.parametrize("name", ["rms_norm", "gemma_rms_norm"])
+def test_norms_are_finite_and_right_at_any_scale(name, scale, dtype):
+    x, residual = (torch.randn(2, 3, 96) * scale).to(dtype)
+    weight = torch.randn(96).to(dtype)
+    tolerance = OPERATORS[name].tolerances[dtype]
+    actual = run(name, (x, residual, weight, 1e-6))
+    expected = globals()[f"exact_{name}"](x.double(), residual.double(), weight.double(), 1e-6)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.isfinite().all()
+        assert ((got - wanted).abs() <= tolerance.atol + tolerance.rtol * wanted.abs()).all()
+
+
+def test_a_gate_of_any_size_gives_a_finite_activation():
+    x = torch.tensor([[-6e4, -300.0, -1e-4, 0.0, 1e-4, 300.0, 6e4] + [1.0] * 7], dtype=torch.float16)
+    for result in (*run("silu_and_mul", (x,)), *run("gelu_and_mul", (x, "none")), *run("gelu_and_mul", (x, "tanh"))):
+        assert torch.equal(result[0, [0, 1, 3, 5, 6]], x.new_tensor([0.0, 0.0, 0.0, 300.0, 6e4]))
+
+
+@each_dtype
+def test_the_sum_is_normalized_before_it_is_rounded(dtype):
+    """As vLLM's native operator does it; the other order differs where the rounding of the sum is the larger error."""
+    x, residual = torch.full((1, 8), 1.0, dtype=dtype), torch.full((1, 8), 2.0**-13, dtype=dtype)
+    residual[0, 0] = 0.0
+    wide = x.float() + residual.float() if dtype is not torch.float64 else x + residual
+    normalized, total = run("rms_norm", (x, residual, None, 0.0))
+    assert torch.equal(total, wide.to(dtype))
+    assert torch.equal(normalized, (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True))).to(dtype))
+
+
+def test_a_half_weight_does_not_round_a_float32_input():
+    x, weight = torch.randn(3, 64), torch.ones(64, dtype=torch.bfloat16)
+    assert torch.equal(*run("rms_norm", (x, None, weight, 1e-6)), *run("rms_norm", (x, None, None, 1e-6)))
+
+
+def test_rotation_keeps_the_length_of_a_head():
+    query, key, cos, sin, positions, *_ = next(samples("rotary_embedding", torch.float64)).args
+    before = query.norm(dim=-1)
+    rotated, _ = REFERENCE.rotary_embedding(query, key, cos, sin, positions)
+    torch.testing.assert_close(rotated.norm(dim=-1), before)
+
+
+def test_attention_does_not_read_blocks_that_the_window_has_left():
+    args = list(next(s for s in samples("paged_attention") if s.label == "sliding window 32").args)
+    expected = run("paged_attention", args)
+    key_cache, value_cache, table, lengths = args[1].clone(), args[2].clone(), args[3], args[5]
+    key_cache[table[0, 0]] = value_cache[table[0, 0]] = math.nan
+    assert lengths[0] > 48
+    args[1:3] = key_cache, value_cache
+    assert torch.equal(*run("paged_attention", args), *expected)
+
+
+def test_queries_taken_in_parts_give_the_same(monkeypatch):
+    from fl_dispatch.backends.reference import attention
+
+    args = next(s for s in samples("paged_attention", torch.float64) if s.label.startswith("mixed")).args
+    whole = run("paged_attention", args)
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 5000)
+    torch.testing.assert_close(run("paged_attention", args), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_attention_agrees_with_scaled_dot_product_attention(kv_heads, window, causal):
+    query, keys, values = torch.randn(11, 8, 64), torch.randn(32, kv_heads, 64), torch.randn(32, kv_heads, 64)
+    length, place = 29, torch.arange(18, 29)[:, None]
+    seen = torch.arange(length)
+    mask = (seen <= place) if causal else torch.ones(11, length, dtype=torch.bool)
+    mask &= (place - seen).abs() < (window or length)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1), keys[:length].transpose(0, 1), values[:length].transpose(0, 1), mask, enable_gqa=True
+    ).transpose(0, 1)
+    table, starts = torch.tensor([[3, 0, 2, 1]], dtype=torch.int32), torch.tensor([0, 11], dtype=torch.int32)
+    pages = [x.view(4, 8, kv_heads, 64)[[1, 3, 2, 0]] for x in (keys, values)]
+    lengths = torch.tensor([length], dtype=torch.int32)
+    actual = REFERENCE.paged_attention(query, *pages, table, starts, lengths, 11, 29, 64**-0.5, None, causal, window)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+# ---- as declared
+
+
+@each_operator
+def test_every_operator_that_computes_has_a_reference_with_the_declared_parameters(name):
+    import inspect
+
+    own = inspect.signature(getattr(REFERENCE, name)).parameters.values()
+    assert [(p.name, p.default) for p in own] == [(p.name, p.default) for p in OPERATORS[name].parameters.values()]
+
+
+@each_dtype
+@each_operator
+def test_arguments_that_are_not_declared_as_written_are_unchanged(name, dtype):
+    for sample, before in zip(samples(name, dtype), samples(name, dtype), strict=True):
+        args = all_arguments(name, sample)
+        written = OPERATORS[name].written(args)
+        run(name, args)
+        for parameter, arg, old in zip(OPERATORS[name].parameters, args, all_arguments(name, before), strict=True):
+            if isinstance(arg, Tensor) and parameter not in written:
+                assert torch.equal(arg, old), f"{sample.label}: {parameter}"
+
+
+def test_a_view_that_is_rotated_in_place_leaves_its_neighbours_alone():
+    for sample, before in zip(samples("rotary_embedding"), samples("rotary_embedding"), strict=True):
+        query, key, *_ = sample.args
+        run("rotary_embedding", sample.args)
+        if query._base is not None and key is not None:
+            rest = query._base[:, query.shape[1] + key.shape[1] :]
+            assert torch.equal(rest, before.args[0]._base[:, query.shape[1] + key.shape[1] :])
+
+
+def test_what_is_written_is_what_was_given():
+    for sample in samples("rotary_embedding"):
+        query, key, *_, inplace = sample.args
+        rotated = REFERENCE.rotary_embedding(*sample.args)
+        assert ((rotated[0] is query) and (rotated[1] is key)) == inplace or key is None
+    for sample in samples("paged_attention"):
+        out = sample.args[9]
+        assert out is None or REFERENCE.paged_attention(*sample.args) is out
+
+
+@each_dtype
+@each_operator
+def test_a_fake_has_the_shape_dtype_and_strides_of_the_result(name, dtype):
+    def meta(value):
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    for sample in samples(name, dtype):
+        args = all_arguments(name, sample)
+        fake = OPERATORS[name].fake(*map(meta, args))
+        real = getattr(REFERENCE, name)(*args)
+        pairs = [(fake, real)] if not isinstance(real, tuple) else list(zip(fake, real, strict=True))
+        for imagined, actual in pairs:
+            assert (imagined is None) == (actual is None)
+            if actual is not None:
+                expected = (actual.shape, actual.dtype, actual.stride())
+                assert (imagined.shape, imagined.dtype, imagined.stride()) == expected, sample.label
+
+
+@each_operator
+def test_samples_depend_on_nothing_but_the_generator(name):
+    for first, second in zip(samples(name, seed=7), samples(name, seed=7), strict=True):
+        assert first.label == second.label
+        for one, other in zip(first.args, second.args, strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@each_operator
+def test_samples_have_distinct_labels_and_cover_serving_and_corners(name):
+    found = list(samples(name))
+    assert len({sample.label for sample in found}) == len(found)
+    assert {sample.serving for sample in found} == {True, False}
+    assert any("empty batch" in sample.label for sample in found)
+
+
+@each_operator
+def test_work_counts_bytes_and_operations_of_every_sample(name):
+    for sample in samples(name):
+        work = OPERATORS[name].work(*sample.args)
+        empty = "empty" in sample.label
+        assert work.operations == 0 if empty or name == "kv_cache_write" else work.operations > 0
+        assert empty or work.bytes_moved > 0
+
+
+def test_work_of_causal_attention_is_that_of_the_visible_pairs():
+    (one,) = (s for s in samples("paged_attention") if s.label == "sliding window 1")
+    assert OPERATORS["paged_attention"].work(*one.args).operations == 2 * 3 * 4 * (64 + 64)
+
+
+def test_attention_tells_prefill_from_decode():
+    workload = OPERATORS["paged_attention"].workload
+    phases = {s.label.split(",")[0]: workload(*s.args) for s in samples("paged_attention")}
+    assert (phases["decode"].phase, phases["decode"].tokens) == ("decode", 8)
+    assert (phases["prefill"].phase, phases["prefill"].tokens) == ("prefill", 168)
+
+
+@pytest.mark.parametrize("name", INLINE)
+def test_inline_references_are_traced_without_a_graph_break(name):
+    torch._dynamo.reset()
+    compiled = torch.compile(getattr(REFERENCE, name), fullgraph=True, backend="eager", dynamic=False)
+    labels = {"32x2048", "32x4096 with residual", "decode, 32 tokens", "not in place, half of the head, interleaved"}
+    chosen = [(s, t) for s, t in zip(samples(name), samples(name), strict=True) if s.label.split(", none")[0] in labels]
+    assert chosen
+    for sample, again in chosen:
+        torch.testing.assert_close(compiled(*sample.args), getattr(REFERENCE, name)(*again.args), rtol=0, atol=0)

@@ -1,0 +1,141 @@
+"""Engines in processes of their own, and what they should generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PLUGINS = HERE / "plugins"
+
+PROMPTS = [[(7 * row + column) % 400 + 5 for column in range(length)] for row, length in enumerate((7, 27, 331, 1))]
+MAX_TOKENS = 16
+STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+
+AT_ONCE = 2  # processes; an engine needs a core of its own
+_pool = ThreadPoolExecutor(AT_ONCE)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended."""
+
+    returncode: int
+    log: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line that it wrote, usually the error."""
+        return self.log.strip().rpartition("\n")[2]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of an engine: nothing of ours is set but these."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLAG", "USE_FLAG"))}
+    path = os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH", ""))))
+    fixed = {
+        "PYTHONPATH": path,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**kept, **fixed, **variables}
+
+
+def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
+    """Run Python in a process of its own."""
+    process = subprocess.run(
+        [sys.executable, *arguments],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Finished(process.returncode, process.stdout)
+
+
+def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:
+    """Start an engine; the result has the tokens of each step, the report of the engine's process, and the log.
+
+    Args:
+        model: the checkpoint.
+        steps: see ``run_engine``; one with the standard prompts by default.
+        options: ``variables``, ``policy_before``, and ``engine``: further arguments of ``LLM``.
+    """
+    return _pool.submit(_run, model, steps or (STEP,), **options)
+
+
+def background(*arguments: str, **variables: str) -> Future[Finished]:
+    """Run Python beside other engines."""
+    return _pool.submit(lambda: python(*arguments, **variables))
+
+
+def _run(
+    model: Path,
+    steps: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str] | None = None,
+    policy_before: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    arguments = {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 64 << 20,
+        "disable_log_stats": False,
+        **(engine or {}),
+    }
+    job = {"engine": arguments, "policy_before": policy_before, "steps": steps}
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder, "job.json"), Path(folder, "result.json")
+        request.write_text(json.dumps(job))
+        ended = python(str(HERE / "run_engine.py"), str(request), str(answer), **(variables or {}))
+        if ended.returncode != 0 or not answer.exists():
+            raise AssertionError(f"the engine ended with {ended.returncode}:\n{ended.log[-8000:]}")
+        return {**json.loads(answer.read_text()), "log": ended.log}
+
+
+def expected_tokens(model: Path) -> list[list[int]]:
+    """What Hugging Face transformers generates greedily for the standard prompts, and that no choice was close."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokens = []
+    for prompt in PROMPTS:
+        output = network.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        tokens.append(output.sequences[0, len(prompt) :].tolist())
+        for scores in output.scores:
+            best, second = scores[0].topk(2).values.tolist()
+            assert best - second > 1e-3, "the checkpoint's choices are too close to compare"
+    return tokens
+
+
+def ran(result: Mapping[str, Any], operator: str) -> set[str]:
+    """The implementations of an operator that the engine's process called."""
+    pairs = (key.split(" ") for key in result["report"]["counts"])
+    return {impl_id for name, impl_id in pairs if name == operator}

@@ -1,0 +1,85 @@
+"""A selection made by file, variable, platform file or in code is in force in the engine's process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ran, start
+
+PROBE = {"VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
+
+
+@pytest.fixture(scope="session")
+def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One engine for each way to select, each in a process of its own, and two with an engine process below it."""
+    file = tmp_path_factory.mktemp("config") / "fl.yaml"
+    file.write_text("prefer: vendor\nop_backends:\n  silu_and_mul: [impl:vendor.probe]\n")
+    model = checkpoint("qwen3")
+
+    def engine_process(method: str) -> dict[str, str]:
+        return {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": method, **PROBE}
+
+    in_code = {"per_op_order": {"silu_and_mul": ["impl:vendor.probe"]}, "deny_vendors": ["nobody"]}
+    runs = {
+        "file": start(model, variables={**PROBE, "VLLM_FL_CONFIG": str(file)}),
+        "variable": start(model, variables={**PROBE, "VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference"}),
+        "platform": start(model, variables={**PROBE, "VLLM_FL_PLATFORM": "cuda", "VLLM_FL_PREFER_ENABLED": "false"}),
+        "spawn": start(model, variables=engine_process("spawn"), policy_before=in_code),
+        "fork": start(model, variables=engine_process("fork"), policy_before=in_code),
+    }
+    return {name: run.result() for name, run in runs.items()}
+
+
+@pytest.mark.parametrize("way", ["file", "variable", "spawn", "fork"])
+def test_the_selected_implementation_runs(
+    way: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert ran(results[way], "silu_and_mul") == {"vendor.probe"}
+    assert results[way]["steps"][0]["tokens"] == expected("qwen3")
+
+
+@pytest.mark.parametrize(
+    ("way", "field", "origin"),
+    [
+        ("file", "per_op_order", "fl.yaml, line 3"),
+        ("file", "prefer", "fl.yaml, line 1"),
+        ("variable", "per_op_order", "VLLM_FL_PER_OP"),
+        ("platform", "prefer", "cuda.yaml (platform)"),
+    ],
+)
+def test_the_engine_knows_where_each_value_came_from(
+    way: str, field: str, origin: str, results: dict[str, Any]
+) -> None:
+    origins = json.loads(results[way]["report"]["policy"])["origins"]
+    assert origin in json.dumps(origins[field])
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_policy_set_in_code_reaches_the_engine_process(method: str, results: dict[str, Any]) -> None:
+    report = results[method]["report"]
+    assert report["pid"] != results[method]["pid"]
+    policy = json.loads(report["policy"])
+    assert policy["per_op_order"] == [["silu_and_mul", ["impl:vendor.probe"]]]
+    assert policy["deny_vendors"] == ["nobody"]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_an_engine_process_runs_our_layers_and_operators(method: str, results: dict[str, Any]) -> None:
+    report = results[method]["report"]
+    assert report["native_layers"] == {}
+    assert set(report["layers"]) == {"RMSNorm", "SiluAndMul", "RotaryEmbedding"}
+    for operator in ("rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention"):
+        assert ran(results[method], operator)
+
+
+def test_switched_off_it_leaves_the_layers_to_vllm_and_runs_references(
+    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = results["platform"]
+    assert result["report"]["layers"] == {}
+    assert {key.split(" ")[1] for key in result["report"]["counts"]} == {"reference.torch"}
+    assert result["steps"][0]["tokens"] == expected("qwen3")
