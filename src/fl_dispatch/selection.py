@@ -200,9 +200,9 @@ def _refusal(
 ) -> str:
     """Why an implementation may not run at all, or an empty string."""
     kind = impl.kind
-    if policy.reference_only and kind is not BackendImplKind.REFERENCE:
-        if any(other.kind is BackendImplKind.REFERENCE for other in impls):
-            return f"dispatch is switched off, only the reference runs ({policy.origin('reference_only')})"
+    has_reference = any(other.kind is BackendImplKind.REFERENCE for other in impls)
+    if policy.reference_only and has_reference and kind is not BackendImplKind.REFERENCE:
+        return f"dispatch is switched off, only the reference runs ({policy.origin('reference_only')})"
     if kind is BackendImplKind.VENDOR and impl.vendor is not None and not policy.is_vendor_allowed(impl.vendor):
         if policy.denies_vendor(impl.vendor):
             return f"vendor {impl.vendor} is denied ({policy.origin('deny_vendors')})"
@@ -238,9 +238,11 @@ def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> list[OpImpl]:
     return list(ranked)
 
 
-def _why(impl: OpImpl, order: Iterable[str], rank: int, source: str, origin: Origin) -> str:
+def _why(impl: OpImpl, order: Sequence[str], rank: int, source: str, origin: Origin) -> str:
     token = next(token for token in order if match_token(impl, token))
-    return f"number {rank} by '{token}', priority {impl.rank} ({source}, {origin})"
+    if rank == 1:
+        return f"first in the order {', '.join(order)} that can run ({source}, {origin})"
+    return f"number {rank} that can run: '{token}', priority {impl.rank}"
 
 
 def _reorder(

@@ -1,13 +1,19 @@
 """The references are the ground truth, so they are held against float64 arithmetic that is written out here."""
 
+from __future__ import annotations
+
+import inspect
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fl_dispatch.backends.reference import attention
 from fl_dispatch.backends.reference.reference import ReferenceBackend
-from fl_dispatch.ops import OPERATORS, Mode
+from fl_dispatch.ops import OPERATORS, Mode, Sample
 
 REFERENCE = ReferenceBackend()
 COMPUTED = [name for name, op in OPERATORS.items() if not op.selection]
@@ -18,15 +24,15 @@ each_operator = pytest.mark.parametrize("name", COMPUTED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def samples(name, dtype=torch.float32, seed=0):
+def samples(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Iterator[Sample]:
     return OPERATORS[name].samples(dtype, torch.device("cpu"), torch.Generator().manual_seed(seed))
 
 
-def all_arguments(name, sample):
+def all_arguments(name: str, sample: Sample) -> tuple[Any, ...]:
     return OPERATORS[name].bind(sample.args, {})
 
 
-def run(name, args):
+def run(name: str, args: Any) -> list[Tensor]:
     """Outputs of the reference; for an operator that returns nothing what it wrote."""
     result = getattr(REFERENCE, name)(*args)
     if result is None:
@@ -34,42 +40,42 @@ def run(name, args):
     return [result] if isinstance(result, Tensor) else [tensor for tensor in result if tensor is not None]
 
 
-def double(value):
+def double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 # ---- the arithmetic, written out
 
 
-def exact_silu_and_mul(x):
+def exact_silu_and_mul(x) -> list[Tensor]:
     width = x.shape[-1] // 2
     return [x[..., :width] / (1 + torch.exp(-x[..., :width])) * x[..., width:]]
 
 
-def exact_gelu_and_mul(x, approximate):
+def exact_gelu_and_mul(x, approximate) -> list[Tensor]:
     gate, up = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     if approximate == "none":
         return [gate * 0.5 * torch.erfc(-gate / math.sqrt(2)) * up]
     return [gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up]
 
 
-def exact_rms_norm(x, residual, weight, epsilon, offset=0.0):
+def exact_rms_norm(x, residual, weight, epsilon, offset=0.0) -> list[Tensor]:
     total = x if residual is None else x + residual
     scale = 1.0 if weight is None else offset + weight
     y = total / (total.norm(dim=-1, keepdim=True) ** 2 / total.shape[-1] + epsilon).sqrt() * scale
     return [y] if residual is None else [y, total]
 
 
-def exact_gemma_rms_norm(x, residual, weight, epsilon):
+def exact_gemma_rms_norm(x, residual, weight, epsilon) -> list[Tensor]:
     return exact_rms_norm(x, residual, weight, epsilon, offset=1.0)
 
 
-def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace):
+def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace) -> list[Tensor]:
     """A rotation of a pair is a product of complex numbers."""
     turn = torch.complex(cos, sin)[position_ids.long()][:, None, :]
     size = 2 * turn.shape[-1]
 
-    def rotate(x):
+    def rotate(x: Tensor) -> Tensor:
         part = x[..., :size]
         a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else (part[..., : size // 2], part[..., size // 2 :])
         turned = torch.complex(a.contiguous(), b.contiguous()) * turn
@@ -80,7 +86,7 @@ def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inpl
     return [rotate(x) for x in (query, key) if x is not None]
 
 
-def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping):
+def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping) -> list[Tensor]:
     caches = [key_cache.clone(), value_cache.clone()]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
@@ -91,7 +97,7 @@ def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping):
 
 def exact_paged_attention(
     query, key_cache, value_cache, table, starts, lengths, _, __, scale, out, causal, window, softcap, slopes, sinks
-):
+) -> list[Tensor]:
     """One query at a time, over the keys that it sees."""
     result = query.new_zeros(*query.shape[:2], value_cache.shape[-1]) if out is None else out.clone()
     block, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
@@ -118,7 +124,7 @@ def exact_paged_attention(
 
 @each_dtype
 @each_operator
-def test_a_reference_is_right_on_every_sample(name, dtype):
+def test_a_reference_is_right_on_every_sample(name: str, dtype: torch.dtype) -> None:
     tolerance = OPERATORS[name].tolerances[dtype]
     for sample in samples(name, dtype):
         args = all_arguments(name, sample)
@@ -133,7 +139,7 @@ def test_a_reference_is_right_on_every_sample(name, dtype):
 @each_dtype
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0, 300.0])
 @pytest.mark.parametrize("name", ["rms_norm", "gemma_rms_norm"])
-def test_norms_are_finite_and_right_at_any_scale(name, scale, dtype):
+def test_norms_are_finite_and_right_at_any_scale(name: str, scale: float, dtype: torch.dtype) -> None:
     x, residual = (torch.randn(2, 3, 96) * scale).to(dtype)
     weight = torch.randn(96).to(dtype)
     tolerance = OPERATORS[name].tolerances[dtype]
@@ -144,36 +150,36 @@ def test_norms_are_finite_and_right_at_any_scale(name, scale, dtype):
         assert ((got - wanted).abs() <= tolerance.atol + tolerance.rtol * wanted.abs()).all()
 
 
-def test_a_gate_of_any_size_gives_a_finite_activation():
+def test_a_gate_of_any_size_gives_a_finite_activation() -> None:
     x = torch.tensor([[-6e4, -300.0, -1e-4, 0.0, 1e-4, 300.0, 6e4] + [1.0] * 7], dtype=torch.float16)
     for result in (*run("silu_and_mul", (x,)), *run("gelu_and_mul", (x, "none")), *run("gelu_and_mul", (x, "tanh"))):
         assert torch.equal(result[0, [0, 1, 3, 5, 6]], x.new_tensor([0.0, 0.0, 0.0, 300.0, 6e4]))
 
 
-@each_dtype
-def test_the_sum_is_normalized_before_it_is_rounded(dtype):
-    """As vLLM's native operator does it; the other order differs where the rounding of the sum is the larger error."""
-    x, residual = torch.full((1, 8), 1.0, dtype=dtype), torch.full((1, 8), 2.0**-13, dtype=dtype)
-    residual[0, 0] = 0.0
-    wide = x.float() + residual.float() if dtype is not torch.float64 else x + residual
-    normalized, total = run("rms_norm", (x, residual, None, 0.0))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_sum_is_normalized_before_it_is_rounded(dtype: torch.dtype) -> None:
+    """As vLLM's native operator does it."""
+    x, residual = (torch.randn(64, 64).to(dtype) for _ in range(2))
+    wide = x.float() + residual.float()
+    normalized, total = run("rms_norm", (x, residual, None, 1e-6))
     assert torch.equal(total, wide.to(dtype))
-    assert torch.equal(normalized, (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True))).to(dtype))
+    assert torch.equal(normalized, run("rms_norm", (wide, None, None, 1e-6))[0].to(dtype))
+    assert not torch.equal(normalized, run("rms_norm", (total, None, None, 1e-6))[0])
 
 
-def test_a_half_weight_does_not_round_a_float32_input():
+def test_a_half_weight_does_not_round_a_float32_input() -> None:
     x, weight = torch.randn(3, 64), torch.ones(64, dtype=torch.bfloat16)
     assert torch.equal(*run("rms_norm", (x, None, weight, 1e-6)), *run("rms_norm", (x, None, None, 1e-6)))
 
 
-def test_rotation_keeps_the_length_of_a_head():
+def test_rotation_keeps_the_length_of_a_head() -> None:
     query, key, cos, sin, positions, *_ = next(samples("rotary_embedding", torch.float64)).args
     before = query.norm(dim=-1)
     rotated, _ = REFERENCE.rotary_embedding(query, key, cos, sin, positions)
     torch.testing.assert_close(rotated.norm(dim=-1), before)
 
 
-def test_attention_does_not_read_blocks_that_the_window_has_left():
+def test_attention_does_not_read_blocks_that_the_window_has_left() -> None:
     args = list(next(s for s in samples("paged_attention") if s.label == "sliding window 32").args)
     expected = run("paged_attention", args)
     key_cache, value_cache, table, lengths = args[1].clone(), args[2].clone(), args[3], args[5]
@@ -183,9 +189,7 @@ def test_attention_does_not_read_blocks_that_the_window_has_left():
     assert torch.equal(*run("paged_attention", args), *expected)
 
 
-def test_queries_taken_in_parts_give_the_same(monkeypatch):
-    from fl_dispatch.backends.reference import attention
-
+def test_queries_taken_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     args = next(s for s in samples("paged_attention", torch.float64) if s.label.startswith("mixed")).args
     whole = run("paged_attention", args)
     monkeypatch.setattr(attention, "SCORES_AT_ONCE", 5000)
@@ -195,7 +199,7 @@ def test_queries_taken_in_parts_give_the_same(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_attention_agrees_with_scaled_dot_product_attention(kv_heads, window, causal):
+def test_attention_agrees_with_scaled_dot_product_attention(kv_heads: int, window: int | None, causal: bool) -> None:
     query, keys, values = torch.randn(11, 8, 64), torch.randn(32, kv_heads, 64), torch.randn(32, kv_heads, 64)
     length, place = 29, torch.arange(18, 29)[:, None]
     seen = torch.arange(length)
@@ -215,16 +219,14 @@ def test_attention_agrees_with_scaled_dot_product_attention(kv_heads, window, ca
 
 
 @each_operator
-def test_every_operator_that_computes_has_a_reference_with_the_declared_parameters(name):
-    import inspect
-
+def test_every_operator_that_computes_has_a_reference_with_the_declared_parameters(name: str) -> None:
     own = inspect.signature(getattr(REFERENCE, name)).parameters.values()
     assert [(p.name, p.default) for p in own] == [(p.name, p.default) for p in OPERATORS[name].parameters.values()]
 
 
 @each_dtype
 @each_operator
-def test_arguments_that_are_not_declared_as_written_are_unchanged(name, dtype):
+def test_arguments_that_are_not_declared_as_written_are_unchanged(name: str, dtype: torch.dtype) -> None:
     for sample, before in zip(samples(name, dtype), samples(name, dtype), strict=True):
         args = all_arguments(name, sample)
         written = OPERATORS[name].written(args)
@@ -234,7 +236,7 @@ def test_arguments_that_are_not_declared_as_written_are_unchanged(name, dtype):
                 assert torch.equal(arg, old), f"{sample.label}: {parameter}"
 
 
-def test_a_view_that_is_rotated_in_place_leaves_its_neighbours_alone():
+def test_a_view_that_is_rotated_in_place_leaves_its_neighbours_alone() -> None:
     for sample, before in zip(samples("rotary_embedding"), samples("rotary_embedding"), strict=True):
         query, key, *_ = sample.args
         run("rotary_embedding", sample.args)
@@ -243,7 +245,7 @@ def test_a_view_that_is_rotated_in_place_leaves_its_neighbours_alone():
             assert torch.equal(rest, before.args[0]._base[:, query.shape[1] + key.shape[1] :])
 
 
-def test_what_is_written_is_what_was_given():
+def test_what_is_written_is_what_was_given() -> None:
     for sample in samples("rotary_embedding"):
         query, key, *_, inplace = sample.args
         rotated = REFERENCE.rotary_embedding(*sample.args)
@@ -255,8 +257,8 @@ def test_what_is_written_is_what_was_given():
 
 @each_dtype
 @each_operator
-def test_a_fake_has_the_shape_dtype_and_strides_of_the_result(name, dtype):
-    def meta(value):
+def test_a_fake_has_the_shape_dtype_and_strides_of_the_result(name: str, dtype: torch.dtype) -> None:
+    def meta(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -274,7 +276,7 @@ def test_a_fake_has_the_shape_dtype_and_strides_of_the_result(name, dtype):
 
 
 @each_operator
-def test_samples_depend_on_nothing_but_the_generator(name):
+def test_samples_depend_on_nothing_but_the_generator(name: str) -> None:
     for first, second in zip(samples(name, seed=7), samples(name, seed=7), strict=True):
         assert first.label == second.label
         for one, other in zip(first.args, second.args, strict=True):
@@ -282,7 +284,7 @@ def test_samples_depend_on_nothing_but_the_generator(name):
 
 
 @each_operator
-def test_samples_have_distinct_labels_and_cover_serving_and_corners(name):
+def test_samples_have_distinct_labels_and_cover_serving_and_corners(name: str) -> None:
     found = list(samples(name))
     assert len({sample.label for sample in found}) == len(found)
     assert {sample.serving for sample in found} == {True, False}
@@ -290,7 +292,7 @@ def test_samples_have_distinct_labels_and_cover_serving_and_corners(name):
 
 
 @each_operator
-def test_work_counts_bytes_and_operations_of_every_sample(name):
+def test_work_counts_bytes_and_operations_of_every_sample(name: str) -> None:
     for sample in samples(name):
         work = OPERATORS[name].work(*sample.args)
         empty = "empty" in sample.label
@@ -298,12 +300,12 @@ def test_work_counts_bytes_and_operations_of_every_sample(name):
         assert empty or work.bytes_moved > 0
 
 
-def test_work_of_causal_attention_is_that_of_the_visible_pairs():
+def test_work_of_causal_attention_is_that_of_the_visible_pairs() -> None:
     (one,) = (s for s in samples("paged_attention") if s.label == "sliding window 1")
     assert OPERATORS["paged_attention"].work(*one.args).operations == 2 * 3 * 4 * (64 + 64)
 
 
-def test_attention_tells_prefill_from_decode():
+def test_attention_tells_prefill_from_decode() -> None:
     workload = OPERATORS["paged_attention"].workload
     phases = {s.label.split(",")[0]: workload(*s.args) for s in samples("paged_attention")}
     assert (phases["decode"].phase, phases["decode"].tokens) == ("decode", 8)
@@ -311,7 +313,7 @@ def test_attention_tells_prefill_from_decode():
 
 
 @pytest.mark.parametrize("name", INLINE)
-def test_inline_references_are_traced_without_a_graph_break(name):
+def test_inline_references_are_traced_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(getattr(REFERENCE, name), fullgraph=True, backend="eager", dynamic=False)
     labels = {"32x2048", "32x4096 with residual", "decode, 32 tokens", "not in place, half of the head, interleaved"}

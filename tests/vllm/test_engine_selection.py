@@ -45,7 +45,7 @@ def test_the_selected_implementation_runs(
 @pytest.mark.parametrize(
     ("way", "field", "origin"),
     [
-        ("file", "per_op_order", "fl.yaml, line 3"),
+        ("file", "per_op_order", "fl.yaml, line 2"),
         ("file", "prefer", "fl.yaml, line 1"),
         ("variable", "per_op_order", "VLLM_FL_PER_OP"),
         ("platform", "prefer", "cuda.yaml (platform)"),

@@ -10,13 +10,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ..errors import DispatchError
 from .output import console, fail, print_json, print_table
@@ -75,17 +76,16 @@ def demo(
 
     Exit code 1 if the tokens differ or if no operator of ours ran.
     """
-    _environment(prefer, config, verbose)
+    _environment(prefer, config)
     prompts = list(prompt or PROMPTS)
-    quiet = json
-    with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder:
-        with _step(f"building a small {family} checkpoint", quiet):
+    with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder, _steps(Path(folder) / "log", json, verbose) as step:
+        with step(f"building a small {family} checkpoint"):
             from .checkpoints import build_checkpoint
 
             path = build_checkpoint(family.value, Path(folder) / family.value)
-        with _step("starting vLLM and generating (its import takes a while)", quiet):
+        with step("starting vLLM and generating (its import takes a while)"):
             generated, report = _vllm(path, prompts, tokens)
-        with _step("generating the same with Hugging Face transformers", quiet):
+        with step("generating the same with Hugging Face transformers"):
             expected = _transformers(path, prompts, tokens)
     equal = generated.tokens == expected.tokens
     counts = {tuple(key.split(" ")): calls for key, calls in report["counts"].items()}
@@ -101,16 +101,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def _environment(prefer: Prefer | None, config: Path | None, verbose: bool) -> None:
+def _environment(prefer: Prefer | None, config: Path | None) -> None:
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
         "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
     }
-    if not verbose:
-        defaults |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_FL_LOG_LEVEL": "WARNING", "TQDM_DISABLE": "1"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if prefer is not None:
@@ -132,11 +129,13 @@ def _vllm(path: Path, prompts: list[str], tokens: int) -> tuple[Generated, dict[
         seed=0,
         disable_log_stats=True,
     )
+    llm.generate(prompts[:1], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)  # warm up
     llm.collective_rpc("fl_set_counting", args=(True,))
     started = time.perf_counter()
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
     seconds = time.perf_counter() - started
     (report,) = llm.collective_rpc("fl_report")
+    llm.llm_engine.engine_core.shutdown()
     results = [output.outputs[0] for output in outputs]
     return Generated(
         [list(result.token_ids) for result in results], [result.text for result in results], seconds
@@ -199,15 +198,44 @@ def _show(
 
 
 @contextmanager
-def _step(what: str, quiet: bool) -> Iterator[None]:
-    if quiet:
+def _steps(log: Path, silent: bool, verbose: bool) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
+    """Progress, a line a step. What libraries and child processes print goes to a log, of which a failure shows the end."""
+    shown = Console(
+        file=os.fdopen(os.dup(1), "w"), width=console.width, force_terminal=sys.stdout.isatty(), quiet=silent
+    )
+
+    @contextmanager
+    def step(what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        if not shown.is_terminal:
+            shown.print(what + " …", highlight=False)
+        waiting = shown.status(what + " …") if shown.is_terminal else nullcontext()
+        try:
+            with waiting, nullcontext() if verbose else _into(log):
+                yield
+        except BaseException:
+            if log.exists():
+                print("".join(log.read_text(errors="replace").splitlines(keepends=True)[-40:]), file=sys.stderr)
+            raise
+        shown.print(f"[green]✓[/] {what} [dim]({time.perf_counter() - started:.1f} s)[/]", highlight=False)
+
+    yield step
+
+
+@contextmanager
+def _into(log: Path) -> Iterator[None]:
+    """Send this process's and its children's output to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
         yield
-        return
-    started = time.perf_counter()
-    if sys.stdout.isatty():
-        with console.status(what + " …"):
-            yield
-    else:
-        console.print(what + " …", highlight=False)
-        yield
-    console.print(f"[green]✓[/] {what} [dim]({time.perf_counter() - started:.1f} s)[/]", highlight=False)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(saved, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)

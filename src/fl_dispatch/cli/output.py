@@ -23,6 +23,19 @@ STATUS_STYLE = {
     "warning": "yellow",
 }
 
+NEVER_BROKEN = (
+    "operator",
+    "implementation",
+    "chosen",
+    "kind",
+    "vendor",
+    "calls",
+    "rank",
+    "status",
+    "setting",
+    "package",
+)
+
 
 def print_json(data: Any) -> None:
     """Data for programs, and nothing else, on standard output."""
@@ -32,8 +45,8 @@ def print_json(data: Any) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """A table for people; a cell that is a status word is coloured. Cells are plain text, never markup."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=number < 2)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in NEVER_BROKEN)
     for row in rows:
         cells = [str(cell) for cell in row]
         table.add_row(*(Text(cell, style=STATUS_STYLE.get(cell, "")) for cell in cells))

@@ -4,7 +4,7 @@ from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
 
 
 class ForgetfulImpl(AttentionFLImpl):
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales):
         return output.zero_()
 
 
