@@ -339,9 +339,9 @@ class OpManager:
                 logger.info("%s", self.decide(op_name, None, policy))
 
     def _check_orders(self, policy: SelectionPolicy) -> None:
-        origin = policy.origin("per_op_order")
         for key, order in policy.per_op_order:
             op_name, _, scope = key.partition("@")
+            origin = policy.origin(f"per_op_order.{key}")
             if not self._registry.get_implementations(op_name):
                 logger.warning("The order of '%s' (%s) has no effect: nobody registered it", op_name, origin)
                 continue

@@ -38,8 +38,9 @@ def policy_from_settings(settings: Settings) -> SelectionPolicy:
     names = [name for name in SelectionPolicy.__dataclass_fields__ if name != "origins"]
     values = {name: getattr(settings, renamed.get(name, name)) for name in names}
     values["reference_only"] = not settings.enabled
-    origins = MappingProxyType({name: settings.origin(renamed.get(name, name)) for name in names})
-    return SelectionPolicy(**values, origins=origins)
+    origins = {name: settings.origin(renamed.get(name, name)) for name in names}
+    origins |= {name: origin for name, origin in settings.origins.items() if name.startswith("per_op_order.")}
+    return SelectionPolicy(**values, origins=MappingProxyType(origins))
 
 
 def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:

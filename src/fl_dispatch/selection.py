@@ -224,9 +224,10 @@ def _refusal(
 
 
 def _order(op_name: str, policy: SelectionPolicy, scope: str | None) -> tuple[tuple[str, ...], str, Origin, bool]:
-    per_op = policy.get_per_op_order(op_name, scope)
-    if per_op is not None:
-        return tuple(per_op), "per-op order", policy.origin("per_op_order"), True
+    key = policy.per_op_key(op_name, scope)
+    if key is not None:
+        order = dict(policy.per_op_order)[key]
+        return order, f"order of {key}", policy.origin(f"per_op_order.{key}"), True
     return tuple(policy.get_default_order()), f"prefer={policy.prefer}", policy.origin("prefer"), False
 
 

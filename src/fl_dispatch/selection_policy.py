@@ -107,15 +107,18 @@ class SelectionPolicy:
         return list(_DEFAULT_ORDERS[self.prefer])
 
     def get_per_op_order(self, op_name: str, scope: str | None = None) -> list[str] | None:
-        """The tokens of an operator's own order, or ``None``. An exact scope beats a longer pattern beats a shorter one."""
-        best: tuple[int, int, tuple[str, ...]] | None = None
-        for key, order in self.per_op_order:
+        """The tokens of an operator's own order, or ``None``."""
+        key = self.per_op_key(op_name, scope)
+        return None if key is None else list(dict(self.per_op_order)[key])
+
+    def per_op_key(self, op_name: str, scope: str | None = None) -> str | None:
+        """The key of the order that holds: an exact scope beats a longer pattern beats a shorter one beats none."""
+        weights = {}
+        for key, _ in self.per_op_order:
             op, _, pattern = key.partition("@")
-            if op != op_name or (pattern and not (scope and fnmatch.fnmatchcase(scope, pattern))):
-                continue
-            weight = (int(pattern == scope), len(pattern), order)
-            best = weight if best is None or weight[:2] > best[:2] else best
-        return None if best is None else list(best[2])
+            if op == op_name and (not pattern or (scope and fnmatch.fnmatchcase(scope, pattern))):
+                weights[key] = (pattern == scope, len(pattern))
+        return max(weights, key=weights.__getitem__) if weights else None
 
     def get_tuned_rules(self, op_name: str) -> tuple[TunedRule, ...]:
         """The operator's conditional orders, first match first."""
@@ -136,8 +139,8 @@ class SelectionPolicy:
         return op_name in self.flaggems_allow if self.flaggems_allow is not None else op_name not in self.flaggems_deny
 
     def origin(self, field_name: str) -> Origin:
-        """Where a field was set."""
-        return self.origins.get(field_name, CODE)
+        """Where a field was set; ``per_op_order.rms_norm`` for one operator's order."""
+        return self.origins.get(field_name) or self.origins.get(field_name.partition(".")[0], CODE)
 
     def fingerprint(self) -> str:
         """A short hash of the value, the same in every process."""

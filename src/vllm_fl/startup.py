@@ -68,7 +68,7 @@ def _judge() -> tuple[bool, str]:
 def raise_stored() -> None:
     """Raise what detection found wrong."""
     if _stored is not None:
-        raise _stored
+        raise _stored.with_traceback(None)
 
 
 def is_active() -> bool:

@@ -21,7 +21,7 @@ NO_PREFIX_CACHE = {"enable_prefix_caching": False}  # else a pass would read key
 
 
 def step(**policy: Any) -> dict[str, Any]:
-    return {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "policy": policy}
+    return {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "policy": {"prefer": "reference", **policy}}
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def results(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
     runs = {}
     for family, operators in CASES.items():
         wrong = [step(per_op_order={operator: ["impl:vendor.wrong"]}) for operator in operators]
-        steps = [step(), *wrong, step(prefer="reference")]
+        steps = [step(), *wrong, step()]
         runs[family] = start(checkpoint(family), *steps, variables=PLUGIN, engine=NO_PREFIX_CACHE)
     runs["attention_backend"] = start(
         checkpoint("llama"), variables={**PLUGIN, "VLLM_FL_PER_OP": "attention_backend=impl:vendor.wrong"}

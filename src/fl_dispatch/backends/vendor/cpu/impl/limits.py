@@ -12,7 +12,7 @@ VECTOR = 8
 
 def problem(name: str, tensor: Tensor, like: Tensor | None = None, contiguous: bool = True) -> str:
     """Why the kernels cannot take this tensor, or an empty string. With ``like`` both must have one dtype."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return f"{name} is on {tensor.device}, not on the CPU"
     if like is not None and tensor.dtype is not like.dtype:
         return f"{name} is {tensor.dtype}, not {like.dtype}"

@@ -1,0 +1,49 @@
+"""The list of operators that FlagGems runs, written to ``FLAGGEMS_ENABLE_OPLIST_PATH`` by every worker.
+
+One name a line. The file is the user's own: mode 0600, replaced atomically, and never through a link that a stranger may have planted.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from .errors import DispatchError
+from .manager import OpManager
+from .selection import FLAGGEMS_ID
+
+
+def flaggems_operators(manager: OpManager) -> list[str]:
+    """The operators for which FlagGems is the first choice, sorted."""
+    manager.ensure_initialized()
+    chosen = {op: manager.explain(op).chosen for op in manager.registry.list_operators()}
+    return sorted(op for op, impl in chosen.items() if impl is not None and impl.impl_id == FLAGGEMS_ID)
+
+
+def write_oplist(path: Path, operators: list[str], rank: int | None = None) -> Path:
+    """Write the list; with a rank, to a file of that rank's own (``name.rank1.txt``).
+
+    Raises:
+        DispatchError: the place is a link or no regular file, or cannot be written.
+    """
+    if rank is not None:
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not stat.S_ISREG(path.lstat().st_mode)):
+            raise DispatchError(
+                f"FLAGGEMS_ENABLE_OPLIST_PATH: {path} is a link or no regular file; nothing is written there"
+            )
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write("".join(f"{name}\n" for name in operators))
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise DispatchError(f"FLAGGEMS_ENABLE_OPLIST_PATH: {path} cannot be written: {error}") from error
+    return path

@@ -1,0 +1,95 @@
+"""``vllm serve`` answers the OpenAI client with Hugging Face's tokens, streaming too."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import MAX_TOKENS, PROMPTS, environment
+
+openai = pytest.importorskip("openai")
+READY_WITHIN = 240.0
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An OpenAI client of a running server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model = str(checkpoint("qwen3"))
+    options = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 67108864".split()
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "tiny"]
+    log = tmp_path_factory.mktemp("serve") / "log.txt"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port), *options],
+            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            _wait(f"http://127.0.0.1:{port}/health", server, log)
+            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(30)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_WITHIN
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
+
+
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": MAX_TOKENS,
+    "temperature": 0.0,
+    "extra_body": {"ignore_eos": True, "return_token_ids": True},
+}
+
+
+@pytest.mark.parametrize("row", range(len(PROMPTS)))
+def test_a_completion_has_the_tokens_of_hugging_face(
+    row: int, client: Any, expected: Callable[[str], list[list[int]]]
+) -> None:
+    answer = client.completions.create(prompt=PROMPTS[row], **ASK)
+    assert answer.choices[0].token_ids == expected("qwen3")[row]
+
+
+def test_a_streamed_completion_has_the_same_tokens(client: Any, expected: Callable[[str], list[list[int]]]) -> None:
+    tokens: list[int] = []
+    chunks = 0
+    for chunk in client.completions.create(prompt=PROMPTS[1], stream=True, **ASK):
+        tokens += chunk.choices[0].token_ids or []
+        chunks += 1
+    assert tokens == expected("qwen3")[1]
+    assert chunks > 1
+
+
+def test_chat_answers_and_streams_the_same_text(client: Any) -> None:
+    ask = {**ASK, "messages": [{"role": "user", "content": "hello world"}]}
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **ask)]
+    assert whole
+    assert "".join(parts) == whole
