@@ -6,7 +6,7 @@
 # kernels). The second time nothing is installed.
 
 PYTHON ?= python3
-PIP := -m pip install --quiet --disable-pip-version-check
+PIP := -m pip install -qq --disable-pip-version-check
 PYTEST := -m pytest -q
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1

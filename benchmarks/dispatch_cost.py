@@ -1,7 +1,8 @@
 """What a dispatched call costs over the direct call of the same function.
 
-One process, one core, interleaved rounds: every round times the direct call and each way of dispatching, so that a change of the machine's
-speed hits all alike. Printed is the minimum and the median of the differences, in microseconds a call.
+One process, one core, interleaved rounds: every round times the direct call and each way of dispatching, so that a
+change of the machine's speed hits all alike. Printed is the minimum and the median of the differences, in microseconds
+a call.
 
     python benchmarks/dispatch_cost.py [--json FILE]
 """

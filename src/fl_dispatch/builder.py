@@ -16,7 +16,7 @@ from .types import OpImpl
 
 if TYPE_CHECKING:
     from .manager import OpManager
-    from .policy import SelectionPolicy
+    from .selection_policy import SelectionPolicy
 
 Function = Callable[..., Any]
 
@@ -116,7 +116,9 @@ def _conditional(manager: OpManager, decision: Decision, operator: Operator, car
 
 
 def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
-    """The path of a first call, of watched and partly banned implementations, and of calls that the first one refuses."""
+    """The path of a first call, of watched and partly banned implementations, and of calls that the first one
+    refuses.
+    """
     op_name, scope = decision.op_name, decision.scope
     operator = OPERATORS.get(op_name)
 

@@ -24,8 +24,8 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         op_name: the operator.
-        args, kwargs: its arguments, tensors first (``call_op("rms_norm", x, residual, weight, epsilon)``) or with a layer
-            first (``call_op("rms_norm", layer, x, residual)``). Positional arguments are faster.
+        args, kwargs: its arguments, tensors first (``call_op("rms_norm", x, residual, weight, epsilon)``) or with a
+            layer first (``call_op("rms_norm", layer, x, residual)``). Positional arguments are faster.
 
     Returns:
         What the implementation returns.
@@ -120,7 +120,8 @@ def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
 
     Args:
         op_name: the operator.
-        scope: the layer that it is bound for, such as ``model.layers.3.input_layernorm``; policies and bans can name it.
+        scope: the layer that it is bound for, such as ``model.layers.3.input_layernorm``; policies and bans can name
+            it.
 
     >>> import torch
     >>> bind_op("silu_and_mul")(torch.zeros(1, 4))

@@ -1,4 +1,7 @@
-"""Counting calls by implementation. Off by default; while on, a wrapper stands in the table before each implementation."""
+"""Counting calls by implementation.
+
+Off by default; while on, a wrapper stands in the table before each implementation.
+"""
 
 from __future__ import annotations
 

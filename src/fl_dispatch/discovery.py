@@ -1,7 +1,7 @@
 """Where backends outside this package come from: entry points, and modules that the user names.
 
-What the user named fails hard; what was only found fails with a WARNING, and ``fl doctor`` shows it. A backend that fails leaves
-nothing half-registered.
+What the user named fails hard; what was only found fails with a WARNING, and ``fl doctor`` shows it. A backend that
+fails leaves nothing half-registered.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Generated functions: what stands in a dispatch table where the bare implementation does not do, and bound operators.
 
-A function with an operator's own parameters is the only form whose cost stays at the floor of the language: a wrapper object or an
-``*args`` closure costs several times more. The source is made from the declaration alone, never from user input.
+A function with an operator's own parameters is the only form whose cost stays at the floor of the language: a wrapper
+object or an ``*args`` closure costs several times more. The source is made from the declaration alone, never from user
+input.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def direct(
         operator: the declaration; ``None`` for an operator that nobody declared.
         impl: the first candidate.
         convention: how it is called.
-        form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer comes first).
+        form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer
+            comes first).
         fn: the implementation's function, or a counting wrapper of it.
         slow: called with the same arguments when the candidate must not run at once; ``None`` when it always may.
         unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.

@@ -1,8 +1,8 @@
 """The manager: it starts the backends, decides, and keeps the tables up to date.
 
-A call reads one table entry and runs it (:mod:`fl_dispatch.calls`); what else a call may need happens in the entry, or after
-an exception in :mod:`fl_dispatch.recovery`. Writers (a registration, a policy change, a ban, a first success) change their
-own state and then rebuild the entries concerned.
+A call reads one table entry and runs it (:mod:`fl_dispatch.calls`); what else a call may need happens in the entry, or
+after an exception in :mod:`fl_dispatch.recovery`. Writers (a registration, a policy change, a ban, a first success)
+change their own state and then rebuild the entries concerned.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class OpManager:
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The implementation that a call would run, without fallback.
 
-        Without arguments it is the first candidate; with them, the one that those arguments would run. An implementation
-        that takes a layer, or leaves parameters out, comes as a function with the operator's own parameters.
+        Without arguments it is the first candidate; with them, the one that those arguments would run. An
+        implementation that takes a layer, or leaves parameters out, comes as a function with the operator's own
+        parameters.
 
         Raises:
             NoImplementationError: there is none.
@@ -460,7 +461,10 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators and contexts follow."""
+    """Forget registrations, bans, counts and settings; the next use starts anew.
+
+    Bound operators and contexts follow.
+    """
     global _default
     with _starting:
         old, _default = _default, None

@@ -1,6 +1,7 @@
 """The list of operators that FlagGems runs, written to ``FLAGGEMS_ENABLE_OPLIST_PATH`` by every worker.
 
-One name a line. The file is the user's own: mode 0600, replaced atomically, and never through a link that a stranger may have planted.
+One name a line. The file is the user's own: mode 0600, replaced atomically, and never through a link that a stranger
+may have planted.
 """
 
 from __future__ import annotations

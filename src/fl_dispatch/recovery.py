@@ -1,8 +1,8 @@
 """Everything after an exception, and the path of calls that need care.
 
 Three rules decide. *Never a wrong answer*: the next implementation runs on the original arguments, or the call raises.
-*The input may be guilty*: if every candidate fails, nobody is banned. *A dead device stays dead*: nothing is retried after
-an error that kills the device context, nor inside a graph capture.
+*The input may be guilty*: if every candidate fails, nobody is banned. *A dead device stays dead*: nothing is retried
+after an error that kills the device context, nor inside a graph capture.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .types import OpImpl
 
 if TYPE_CHECKING:
     from .manager import OpManager
-    from .policy import SelectionPolicy
     from .selection import Decision
+    from .selection_policy import SelectionPolicy
 
 logger = get_logger(__name__)
 
@@ -109,9 +109,9 @@ def recover(
     if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
         manager.watch(failed)
         error.add_note(
-            f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no copy exists, so no "
-            "other implementation was tried. An implementation that declines arguments says so in 'supports', or raises "
-            "fl_dispatch.errors.NotSupported before it writes."
+            f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no copy "
+            "exists, so no other implementation was tried. An implementation that declines arguments says so in "
+            "'supports', or raises fl_dispatch.errors.NotSupported before it writes."
         )
         raise error
     _warn(failed, call, error)
@@ -205,8 +205,8 @@ def _may_fall_back(manager: OpManager, call: Call, failures: list[tuple[OpImpl, 
     if manager.lockstep:
         impl, error = failures[0]
         raise RankDivergenceError(
-            f"'{impl.impl_id}' of '{call.op_name}' failed ({type(error).__name__}: {error}), and this rank runs in lockstep with others "
-            "that did not fall back; the step is aborted"
+            f"'{impl.impl_id}' of '{call.op_name}' failed ({type(error).__name__}: {error}), and this rank runs in "
+            "lockstep with others that did not fall back; the step is aborted"
         ) from error
 
 
@@ -216,7 +216,7 @@ def _succeeded(
     manager.prove(impl, wrote=wrote)
     if not failures:
         return
-    logger.warning("Op '%s' fallback to %s", call.op_name, impl)
+    logger.info("Op '%s' fallback to %s", call.op_name, impl)
     for failed, error in failures:
         if not declines(error):
             manager.failures.record(failed, call.kind, error)

@@ -1,8 +1,8 @@
 """Which implementation runs, and why: a pure function of implementations and policy.
 
-The order: vendor allow and deny lists, availability, then the order of tokens (the operator's own order; else the tuned one, followed by
-the default order; else the default order of ``prefer``). Inside one token higher priority comes first, then the smaller id. The first
-candidate whose arguments fit is taken at the call.
+The order: vendor allow and deny lists, availability, then the order of tokens (the operator's own order; else the tuned
+one, followed by the default order; else the default order of ``prefer``). Inside one token higher priority comes first,
+then the smaller id. The first candidate whose arguments fit is taken at the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .ops import Workload
 from .types import BackendImplKind, OpImpl, match_token
 
 if TYPE_CHECKING:
-    from .policy import SelectionPolicy
+    from .selection_policy import SelectionPolicy
     from .settings import Origin, TunedRule
 
 CHOSEN, FALLBACK, SKIPPED = "chosen", "fallback", "skipped"

@@ -34,11 +34,12 @@ class SelectionPolicy:
     Args:
         prefer: the kind that is tried first. It orders, it never excludes.
         strict: an implementation's error is raised unchanged instead of trying the next one.
-        per_op_order: ``(operator, tokens)`` pairs; only the implementations that a token names are tried. The operator may carry
-            a scope pattern: ``rms_norm@model.layers.3.*``.
+        per_op_order: ``(operator, tokens)`` pairs; only the implementations that a token names are tried. The operator
+            may carry a scope pattern: ``rms_norm@model.layers.3.*``.
         deny_vendors: vendors that never run; beats ``allow_vendors`` and ``impl:`` tokens.
         allow_vendors: the only vendors that may run; ``None`` allows all, an empty set nobody.
-        op_tuned: ``(operator, rules)`` pairs: orders that depend on dtype, tokens and phase of a call. Below ``per_op_order``.
+        op_tuned: ``(operator, rules)`` pairs: orders that depend on dtype, tokens and phase of a call. Below
+            ``per_op_order``.
         reference_only: dispatch is switched off; an operator that has a reference runs it.
         use_flaggems: whether FlagGems' implementations may run.
         flaggems_allow: the only operators for which FlagGems may run; ``None`` for all.

@@ -57,7 +57,8 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
     parameters = _parameters(impl)
     if [parameter.kind for parameter in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         logger.warning(
-            "%s takes (*args, **kwargs), so its parameters cannot be checked; signature='unchecked' says that this is meant",
+            "%s takes (*args, **kwargs), so its parameters cannot be checked; "
+            "signature='unchecked' says that this is meant",
             _name(impl),
         )
         return Convention(takes=tuple(declared), defaults=False)

@@ -1,11 +1,11 @@
 """Operator → function for one policy: the only thing that a call reads.
 
-``entries`` is never changed in place; writers replace it as a whole, so readers take no lock. Its keys are ``op`` (a call by
-name), ``op@scope`` (a bound operator; the scope may be empty) and ``op:layer`` (a call with a layer first).
+``entries`` is never changed in place; writers replace it as a whole, so readers take no lock. Its keys are ``op`` (a
+call by name), ``op@scope`` (a bound operator; the scope may be empty) and ``op:layer`` (a call with a layer first).
 
-``ROOT`` is the default manager's table for the global policy. A policy context puts another table into ``scope_variable``,
-and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called with the table as its
-default. That is one attribute read, and one that Dynamo can trace and guard.
+``ROOT`` is the default manager's table for the global policy. A policy context puts another table into
+``scope_variable``, and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called
+with the table as its default. That is one attribute read, and one that Dynamo can trace and guard.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .manager import OpManager
-    from .policy import SelectionPolicy
     from .selection import Decision
+    from .selection_policy import SelectionPolicy
 
 scope_variable: ContextVar[DispatchTable] = ContextVar("fl_dispatch_scope")
 

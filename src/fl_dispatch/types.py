@@ -41,18 +41,20 @@ class OpImpl:
 
     Args:
         op_name: the operator, such as ``rms_norm``.
-        impl_id: unique among the operator's implementations: ``default.flagos``, ``vendor.<name>[.<variant>]``, ``reference.torch``.
+        impl_id: unique among the operator's implementations: ``default.flagos``, ``vendor.<name>[.<variant>]``,
+            ``reference.torch``.
         kind: where it comes from.
-        fn: the implementation. Its parameters are those of the operator's declaration (optional ones may be left out), or,
-            if the first one is named ``obj``, the declaration's layer form.
+        fn: the implementation. Its parameters are those of the operator's declaration (optional ones may be left out),
+            or, if the first one is named ``obj``, the declaration's layer form.
         vendor: the vendor's name; required for ``VENDOR``, and only there.
         priority: rank among implementations that match the same token; ``None`` takes the kind's.
         supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
         properties: facts that a policy may ask for, such as ``{"batch_invariant": True}``.
-        requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at start; a fact that
-            differs skips the implementation, so that operators which share a layout cannot be chosen apart.
+        requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
+            start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
+            apart.
         signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
 
     Raises:
@@ -121,8 +123,8 @@ class OpImpl:
 def match_token(impl: OpImpl, token: str) -> bool:
     """Whether a selection token names this implementation.
 
-    Tokens are ``flagos``, ``reference``, ``vendor`` (any), ``vendor:NAME`` and ``impl:IMPL_ID``; an unknown one names nothing.
-    Vendor names are compared without regard to case.
+    Tokens are ``flagos``, ``reference``, ``vendor`` (any), ``vendor:NAME`` and ``impl:IMPL_ID``; an unknown one names
+    nothing. Vendor names are compared without regard to case.
     """
     if token.startswith("impl:"):
         return impl.impl_id == token[5:]

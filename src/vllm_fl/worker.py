@@ -23,7 +23,7 @@ from . import attention, layers, startup
 logger = get_logger(__name__)
 
 GIB = 1 << 30
-DEFAULT_CACHE_BYTES = 4 * GIB
+LARGEST_DEFAULT_CACHE = 4 * GIB
 WARM_UP_TOKENS = 8
 
 
@@ -69,8 +69,9 @@ class WorkerFL(Worker):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache.
 
-        What the user says; else 4 GiB, or what one request of ``max_model_len`` needs if that is more, within this
-        worker's share of the available memory.
+        What the user says; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a single
+        one needs more, within this worker's share of the available memory. vLLM fills it with zeros at start, so an
+        unused part costs real memory, and time.
         """
         available = detect_device().memory(0)[0]
         explicit = self.cache_config.kv_cache_memory_bytes
@@ -83,13 +84,14 @@ class WorkerFL(Worker):
             return explicit
         longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
         share = int(available * self.cache_config.gpu_memory_utilization) // self.parallel_config.world_size
-        size = min(max(DEFAULT_CACHE_BYTES, longest), share)
+        useful = min(self.scheduler_config.max_num_seqs * longest, LARGEST_DEFAULT_CACHE)
+        size = min(max(useful, longest), share)
         logger.info(
-            "KV cache: %.1f GiB (%.1f GiB of memory are available; a request of max_model_len needs %.1f GiB); "
-            "kv_cache_memory_bytes sets it",
+            "KV cache: %.2f GiB, set kv_cache_memory_bytes for another size (a request of max_model_len needs %.3f GiB; "
+            "%.1f GiB of memory are available)",
             size / GIB,
-            available / GIB,
             longest / GIB,
+            available / GIB,
         )
         return size
 

@@ -44,7 +44,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 REGISTER = """
 def {name}(registry):
-    registry.register_impl(OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: "acme", vendor="acme"))
+    registry.register_impl(
+        OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: "acme", vendor="acme")
+    )
 """
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import impl
 
+from builders import impl
 from fl_dispatch import DispatchError, get_default_manager, reset_default_manager, reset_global_policy
 from fl_dispatch.oplist import flaggems_operators, write_oplist
 

@@ -244,7 +244,8 @@ def test_policy_context_takes_policies_only() -> None:
 def test_a_policy_comes_from_a_config_file(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
     file.write_text(
-        "prefer: vendor\nstrict: true\nallow_vendors: [CUDA]\ndeny_vendors: [AMD]\nop_backends:\n  silu: [vendor, flagos]\n"
+        "prefer: vendor\nstrict: true\nallow_vendors: [CUDA]\ndeny_vendors: [AMD]\n"
+        "op_backends:\n  silu: [vendor, flagos]\n"
     )
     policy = policy_from_config(file)
     assert (policy.prefer, policy.strict, policy.allow_vendors) == ("vendor", True, {"CUDA"})

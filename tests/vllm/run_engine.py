@@ -1,8 +1,8 @@
 """One engine in a process of its own: ``python run_engine.py job.json result.json``.
 
-A job is ``{"engine": arguments of LLM, "policy_before": arguments of SelectionPolicy.from_dict or null, "steps": [...]}``. A
-step is ``{"prompts": token ids, "max_tokens": n, "policy": as above or null}``; its policy is set in this process, so it
-reaches the engine only where the engine is in this process.
+A job is ``{"engine": arguments of LLM, "policy_before": a policy, "steps": [...]}``, a step ``{"prompts": token ids,
+"max_tokens": n, "policy": a policy}``; a policy is the arguments of ``SelectionPolicy.from_dict``, or null. A step's
+policy is set in this process, so it reaches the engine only where the engine is in this process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What the user got wrong ends the start with one clear error, before a model loads, and with a non-zero exit.
 
-Three cases start a real ``vllm serve``; the others do what it does first: the platform's entry point, then the general one
-and the platform's own hook.
+Three cases start a real ``vllm serve``. The others take the steps that it begins with, the platform's entry point and
+the platform's own hook, each in a fork of one process that has imported everything.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,25 @@ from pathlib import Path
 import pytest
 from engines import Finished, background
 
-START = """
+FORKS = """
+import json, os, sys, traceback
 import vllm_fl
 from vllm_fl import startup
-assert vllm_fl.register_platform() == vllm_fl.register_platform() == startup.PLATFORM
-startup.raise_stored()
-startup.activate()
+
+for name, variables in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:
+        output = os.open(os.path.join(sys.argv[2], name), os.O_CREAT | os.O_WRONLY)
+        os.dup2(output, 2)
+        os.environ.update(variables)
+        try:
+            assert vllm_fl.register_platform() == vllm_fl.register_platform() == startup.PLATFORM
+            startup.raise_stored()
+            startup.activate()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(name, os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 FILES = {
@@ -38,7 +52,10 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "bad_value": ({"VLLM_FL_CONFIG": "bad_value"}, r"ConfigError: .*bad_value\.yaml, line 1.*prefer.*fastest"),
     "variable": ({"VLLM_FL_PREFER": "vendr"}, r"ConfigError: .*VLLM_FL_PREFER.*vendr.*vendor"),
     "near_miss_variable": ({"VLLM_FL_PREFFER": "vendor"}, r"ConfigError: .*VLLM_FL_PREFFER.*VLLM_FL_PREFER"),
-    "duplicate_id": ({"VLLM_FL_PLUGIN_MODULES": "duplicate_plugin"}, r"Error: .*silu_and_mul.*vendor\.twice"),
+    "duplicate_id": (
+        {"VLLM_FL_PLUGIN_MODULES": "duplicate_plugin"},
+        r"RegistrationError: .*vendor\.twice.*silu_and_mul",
+    ),
     "nothing_left": ({"VLLM_FL_PER_OP": "rms_norm=vendor:nobody"}, r"ConfigError: .*rms_norm"),
 }
 SERVED: dict[str, tuple[dict[str, str], str]] = {
@@ -64,15 +81,21 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
     serve = ("-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint("qwen3")), "--port", "0")
     running = {name: background(*serve, **variables(given)) for name, (given, _) in SERVED.items()}
-    running |= {name: background("-c", START, **variables(given)) for name, (given, _) in CASES.items()}
-    return {name: process.result() for name, process in running.items()}
+    cases = {name: variables(given) for name, (given, _) in CASES.items()}
+    logs = tmp_path_factory.mktemp("logs")
+    forks = background("-c", FORKS, json.dumps(cases), str(logs)).result()
+    codes = dict(re.findall(r"^(\w+) (\d+)$", forks.log, re.MULTILINE))
+    ended = {name: Finished(int(codes[name]), (logs / name).read_text()) for name in cases}
+    return ended | {name: process.result() for name, process in running.items()}
 
 
 @pytest.mark.parametrize("case", [*CASES, *SERVED])
-def test_the_last_line_says_what_is_wrong_and_the_exit_code_is_not_zero(case: str, ended: dict[str, Finished]) -> None:
+def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(case: str, ended: dict[str, Finished]) -> None:
     finished = ended[case]
     assert finished.returncode != 0
-    assert re.search((CASES | SERVED)[case][1], finished.last_line), finished.log[-2000:]
+    errors = [line for line in finished.log.splitlines() if line.startswith("fl_dispatch.errors.")]
+    assert len(errors) == 1, finished.log[-2000:]
+    assert re.search((CASES | SERVED)[case][1], errors[0])
 
 
 @pytest.mark.parametrize("case", SERVED)

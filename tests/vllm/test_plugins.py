@@ -1,4 +1,4 @@
-"""Whatever VLLM_PLUGINS lets through, nothing of ours runs half: the platform brings its layers, the layers need the platform."""
+"""Whatever VLLM_PLUGINS lets through, the platform brings its layers, and layers are not ours without the platform."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def client(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     model = str(checkpoint("qwen3"))
-    options = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 67108864".split()
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "67108864"]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "tiny"]
     log = tmp_path_factory.mktemp("serve") / "log.txt"
     with log.open("w") as output:

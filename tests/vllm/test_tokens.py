@@ -1,4 +1,4 @@
-"""Greedy tokens equal Hugging Face's in float32, through our operators, with chunked prefill and from the prefix cache."""
+"""Greedy tokens equal Hugging Face's in float32, with chunked prefill, and again from the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """``fl demo``: a real engine generates text through the dispatch core, and the tokens are compared with Hugging Face's.
 
-Everything is made locally: a small checkpoint with random weights and its tokenizer, so the text is noise, but the tokens are exact.
+Everything is made locally: a small checkpoint with random weights and its tokenizer, so the text is noise, but the
+tokens are exact.
 """
 
 from __future__ import annotations
@@ -199,7 +200,9 @@ def _show(
 
 @contextmanager
 def _steps(log: Path, silent: bool, verbose: bool) -> Iterator[Callable[[str], AbstractContextManager[None]]]:
-    """Progress, a line a step. What libraries and child processes print goes to a log, of which a failure shows the end."""
+    """Progress, a line a step. What libraries and child processes print goes to a log, of which a failure shows the
+    end.
+    """
     shown = Console(
         file=os.fdopen(os.dup(1), "w"), width=console.width, force_terminal=sys.stdout.isatty(), quiet=silent
     )

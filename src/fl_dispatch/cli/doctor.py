@@ -114,14 +114,16 @@ def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
                 state = "warning"
                 if mine:
                     warnings.append(
-                        f"VLLM_PLUGINS={allowed} leaves out our entry point '{point.name}' of {group}; the name 'fl' gives all"
+                        f"VLLM_PLUGINS={allowed} leaves out our entry point '{point.name}' of {group}; "
+                        "the name 'fl' gives all"
                     )
             elif mine:
                 ours += 1
             elif group in ("vllm.platform_plugins", "sglang.srt.platforms"):
                 state = "warning"
                 warnings.append(
-                    f"another platform plugin is installed: '{point.name}' ({point.value}); a host accepts one active platform"
+                    f"another platform plugin is installed: '{point.name}' ({point.value}); "
+                    "a host accepts one active platform"
                 )
             rows.append([group, point.name, point.value, state])
     if not ours:
