@@ -69,9 +69,9 @@ class WorkerFL(Worker):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache.
 
-        What the user says; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a single
-        one needs more, within this worker's share of the available memory. vLLM fills it with zeros at start, so an
-        unused part costs real memory, and time.
+        What the user says; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a
+        single one needs more, within this worker's share of the available memory. vLLM fills it with zeros at start,
+        so an unused part costs real memory, and time.
         """
         available = detect_device().memory(0)[0]
         explicit = self.cache_config.kv_cache_memory_bytes
@@ -87,7 +87,7 @@ class WorkerFL(Worker):
         useful = min(self.scheduler_config.max_num_seqs * longest, LARGEST_DEFAULT_CACHE)
         size = min(max(useful, longest), share)
         logger.info(
-            "KV cache: %.2f GiB, set kv_cache_memory_bytes for another size (a request of max_model_len needs %.3f GiB; "
+            "KV cache: %.2f GiB, kv_cache_memory_bytes sets another size (one request of max_model_len needs %.3f GiB, "
             "%.1f GiB of memory are available)",
             size / GIB,
             longest / GIB,

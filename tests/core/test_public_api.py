@@ -11,10 +11,10 @@ import pytest
 BY_MODULE = {
     "": """call_op resolve_op bind_op explain get_default_manager reset_default_manager OpManager OpRegistry
         OpRegistrySnapshot OpImpl BackendImplKind BackendPriority match_token SelectionPolicy PolicyManager get_policy
-        set_global_policy reset_global_policy get_policy_epoch policy_context policy_from_config with_strict_mode with_preference
-        with_allowed_vendors with_denied_vendors PREFER_DEFAULT PREFER_VENDOR PREFER_REFERENCE VALID_PREFER_VALUES
-        discover_plugins get_discovered_plugins clear_discovered_plugins PLUGIN_GROUP PLUGIN_MODULES_ENV get_logger
-        set_log_level""",
+        set_global_policy reset_global_policy get_policy_epoch policy_context policy_from_config with_strict_mode
+        with_preference with_allowed_vendors with_denied_vendors PREFER_DEFAULT PREFER_VENDOR PREFER_REFERENCE
+        VALID_PREFER_VALUES discover_plugins get_discovered_plugins clear_discovered_plugins PLUGIN_GROUP
+        PLUGIN_MODULES_ENV get_logger set_log_level""",
     "types": "OpImpl BackendImplKind BackendPriority match_token",
     "registry": "OpRegistry OpRegistrySnapshot",
     "policy": """SelectionPolicy PolicyManager get_policy set_global_policy reset_global_policy get_policy_epoch

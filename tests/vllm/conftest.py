@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if here in item.path.parents and "checkpoint" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
 
 

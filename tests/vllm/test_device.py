@@ -1,0 +1,91 @@
+"""What is known about devices, and which one a machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from fl_dispatch import device
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    device.device_specs.cache_clear()
+    device.detect_device.cache_clear()
+    yield
+    device.device_specs.cache_clear()
+    device.detect_device.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
+    """Pretend that packages with these entry points are installed."""
+    points = [EntryPoint(name, value, device.DEVICE_GROUP) for name, value in targets.items()]
+    monkeypatch.setattr(device, "entry_points", lambda group: points if group == device.DEVICE_GROUP else [])
+
+
+DRAGON = replace(device.CPU, name="dragon", vendor="dragon", priority=100)
+
+
+def dragon() -> device.DeviceSpec:
+    return DRAGON
+
+
+def broken() -> device.DeviceSpec:
+    raise OSError("no driver")
+
+
+def test_without_an_accelerator_it_is_the_cpu() -> None:
+    if not torch.cuda.is_available():
+        assert device.detect_device() is device.CPU
+
+
+def test_the_order_is_packages_then_ascend_then_cuda_then_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, dragon=f"{__name__}:DRAGON")
+    assert [spec.name for spec in device.device_specs()] == ["dragon", "ascend", "cuda", "cpu"]
+
+
+@pytest.mark.parametrize("target", ["DRAGON", "dragon"])
+def test_an_entry_point_names_a_spec_or_a_function(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    install(monkeypatch, dragon=f"{__name__}:{target}")
+    assert device.detect_device() is DRAGON
+
+
+@pytest.mark.parametrize("target", ["broken", "nothing_here", "Iterator"])
+def test_one_that_does_not_load_is_reported_and_passed_over(
+    monkeypatch: pytest.MonkeyPatch, target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, bad=f"{__name__}:{target}")
+    assert device.detect_device().name != "bad"
+    assert "'bad'" in caplog.text
+
+
+def test_a_detection_that_raises_is_no_detection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, detect=broken), device.CPU))
+    assert device.detect_device() is device.CPU
+    assert "dragon" in caplog.text
+
+
+def test_detection_creates_no_context() -> None:
+    assert [spec.detect() for spec in device.BUILTIN_DEVICES][-1] is True
+    assert not torch.cuda.is_initialized()
+
+
+def test_the_cpu_knows_its_memory_and_its_name() -> None:
+    available, total = device.CPU.memory(0)
+    assert 0 < available <= total
+    assert device.CPU.device_name(0)
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    monkeypatch.setattr(device, "_CGROUP", tmp_path)
+    assert device.cpu_memory() == (600000, 1000000)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert device.cpu_memory()[1] > 1000000

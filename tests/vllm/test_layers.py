@@ -1,0 +1,72 @@
+"""Which of vLLM's layer classes are replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor import custom_op
+
+from fl_dispatch.settings import Settings, get_settings
+from vllm_fl import layers
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """vLLM's registry of replaced classes, empty."""
+    empty: dict[str, Any] = {}
+    monkeypatch.setattr(custom_op, "op_registry_oot", empty)
+    return empty
+
+
+def settings(**changes: Any) -> Settings:
+    return replace(get_settings(), **changes)
+
+
+def test_every_class_of_the_table_exists_and_runs_its_base_forward() -> None:
+    for row in layers.LAYER_CLASSES:
+        base = row.in_tree()
+        assert base is not None, row.name
+        ancestors = [other.in_tree() for other in layers.LAYER_CLASSES if other.mixin is row.mixin]
+        defining = next(cls for cls in base.__mro__ if "forward_native" in vars(cls))
+        assert defining in ancestors, f"{row.name} has a forward of its own"
+
+
+def test_registering_twice_changes_nothing(registered: dict[str, Any]) -> None:
+    layers.register(settings())
+    first = dict(registered)
+    layers.register(settings())
+    assert registered == first
+    assert set(first) == {row.name for row in layers.LAYER_CLASSES}
+
+
+def test_a_class_that_another_plugin_registered_stays(registered: dict[str, Any]) -> None:
+    theirs = registered["RMSNorm"] = type("RMSNormOfSomebody", (torch.nn.Module,), {})
+    layers.register(settings())
+    assert registered["RMSNorm"] is theirs
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"oot_enabled": False}, set()),
+        ({"enabled": False}, set()),
+        ({"oot_whitelist": frozenset({"rms_norm"})}, {"RMSNorm"}),
+        ({"oot_whitelist": frozenset({"SiluAndMul", "GeluAndMul"})}, {"SiluAndMul", "GeluAndMul"}),
+        ({"oot_blacklist": frozenset({"rotary_embedding", "RMSNorm"})}, {"GemmaRMSNorm", "SiluAndMul", "GeluAndMul"}),
+    ],
+)
+def test_the_lists_decide(changes: dict[str, Any], expected: set[str], registered: dict[str, Any]) -> None:
+    layers.register(settings())
+    layers.register(settings(**changes))
+    assert set(registered) == expected
+
+
+def test_a_survey_without_a_layer_of_ours_is_refused_unless_that_is_meant() -> None:
+    survey = layers.Survey(ours={}, native={"RMSNorm": 3}, attention={})
+    with pytest.raises(RuntimeError, match="RMSNorm"):
+        survey.refuse_native_run(settings())
+    survey.refuse_native_run(settings(oot_enabled=False))
+    layers.Survey(ours={}, native={}, attention={}).refuse_native_run(settings())
