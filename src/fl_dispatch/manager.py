@@ -197,7 +197,10 @@ class OpManager:
             self._republish_if_settled(None)
 
     def set_counting(self, on: bool = True) -> None:
-        """Count calls by implementation from now on, or stop. Counting puts a wrapper before each implementation."""
+        """Count calls by implementation from now on, or stop; what was counted stays.
+
+        Counting puts a wrapper before each implementation; what a compiled or captured graph replays is not seen.
+        """
         with self._lock:
             self.counter.on = on
             self._republish_if_settled(None)
@@ -348,8 +351,8 @@ class OpManager:
                 continue
             decision = self.decide(op_name, scope or None, policy)
             if not decision.candidates:
-                why = "".join(f"\n  {reason}" for reason in decision.reasons())
-                raise ConfigError(str(origin), key, f"the order {', '.join(order)} leaves nothing to run:{why}")
+                why = "; ".join(decision.reasons())
+                raise ConfigError(str(origin), key, f"the order {', '.join(order)} leaves nothing to run: {why}")
 
     # ---- tables
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from .errors import DispatchError
 from .manager import OpManager
 from .selection import FLAGGEMS_ID
+from .settings import Settings
 
 
 def flaggems_operators(manager: OpManager) -> list[str]:
@@ -21,6 +22,18 @@ def flaggems_operators(manager: OpManager) -> list[str]:
     manager.ensure_initialized()
     chosen = {op: manager.explain(op).chosen for op in manager.registry.list_operators()}
     return sorted(op for op, impl in chosen.items() if impl is not None and impl.impl_id == FLAGGEMS_ID)
+
+
+def record(manager: OpManager, settings: Settings, rank: int | None = None) -> Path | None:
+    """Write the list where the settings say; with the default place only if FlagGems runs anything.
+
+    Raises:
+        DispatchError: see :func:`write_oplist`.
+    """
+    operators = flaggems_operators(manager)
+    if not operators and settings.origin("oplist_path").source == "default":
+        return None
+    return write_oplist(settings.oplist_path, operators, rank)
 
 
 def write_oplist(path: Path, operators: list[str], rank: int | None = None) -> Path:

@@ -41,6 +41,19 @@ class Considered:
     reason: str
     rank: int | None = None
 
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        impl = self.impl
+        return {
+            "impl_id": impl.impl_id,
+            "kind": str(impl.kind),
+            "vendor": impl.vendor,
+            "priority": impl.rank,
+            "rank": self.rank,
+            "status": self.status,
+            "reason": self.reason,
+        }
+
     def __str__(self) -> str:
         return f"{self.impl.impl_id}: {self.status}, {self.reason}"
 
@@ -115,6 +128,22 @@ class Decision:
         """One line for each implementation."""
         return [str(entry) for entry in self.considered]
 
+    def as_data(self) -> dict[str, Any]:
+        """The decision as plain data, for programs and other processes."""
+        return {
+            "operator": self.op_name,
+            "scope": self.scope,
+            "order": list(self.order),
+            "source": self.source,
+            "origin": str(self.origin),
+            "considered": [entry.as_data() for entry in self.considered],
+            "conditional": [
+                {"when": _condition(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]}
+                for branch in self.branches
+                if branch.rule is not None
+            ],
+        }
+
     def __str__(self) -> str:
         scope = f" in {self.scope}" if self.scope else ""
         head = f"{self.op_name}{scope}: order {', '.join(self.order)} ({self.source}, {self.origin})"
@@ -172,6 +201,10 @@ def select(
         )
         considered = _reorder(considered, branches[-1].candidates, order, source, origin)
     return Decision(op_name, scope, tuple(order), source, origin, tuple(considered), tuple(branches))
+
+
+def _condition(rule: TunedRule) -> dict[str, Any]:
+    return {"dtype": rule.dtype, "tokens": rule.tokens, "phase": rule.phase}
 
 
 def admits(rule: TunedRule, workload: Workload) -> bool:

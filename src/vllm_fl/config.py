@@ -14,6 +14,7 @@ import torch
 from fl_dispatch import NoImplementationError, call_op
 from fl_dispatch.device import DeviceSpec
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
 
 from . import startup
 
@@ -54,7 +55,15 @@ def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.enable_dbo, "dual-batch overlap"),
+        (_flagcx() and parallel.world_size > 1, "communication through FlagCX (FLAGCX_PATH)"),
     ]
+
+
+def _flagcx() -> bool:
+    path = get_settings().flagcx_path
+    if path is not None:
+        logger.warning("FLAGCX_PATH=%s: there is no FlagCX communicator yet, so several processes are refused", path)
+    return path is not None
 
 
 def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:

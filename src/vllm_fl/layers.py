@@ -131,12 +131,7 @@ class LayerClass:
 
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
-        if not (settings.enabled and settings.oot_enabled):
-            return False
-        names = {self.name, self.operator}
-        if settings.oot_whitelist is not None:
-            return bool(names & set(settings.oot_whitelist))
-        return not names & set(settings.oot_blacklist or ())
+        return settings.registers(self.name, self.operator)
 
 
 _LAYERS = "vllm.model_executor.layers"

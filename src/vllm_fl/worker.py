@@ -13,7 +13,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from fl_dispatch import get_default_manager
+from fl_dispatch import get_default_manager, oplist
 from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
@@ -36,7 +36,6 @@ class WorkerFL(Worker):
         layers.register(get_settings())
         manager = get_default_manager()
         manager.set_facts(kv_layout=attention.KV_LAYOUT)
-        manager.lockstep = vllm_config.parallel_config.world_size > 1
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -64,6 +63,7 @@ class WorkerFL(Worker):
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
         self.fl_survey.refuse_native_run(get_settings())
+        oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
@@ -99,6 +99,7 @@ class WorkerFL(Worker):
         """Run one small batch, so that every implementation has proven itself before the first request."""
         tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens)
         self.model_runner._dummy_run(tokens, force_attention=True)
+        get_default_manager().lockstep = self.parallel_config.world_size > 1  # from here on all ranks choose alike
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
@@ -117,15 +118,13 @@ class WorkerFL(Worker):
         implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``layers`` and
         ``native_layers`` are class name → how many run our forward, and vLLM's own.
         """
-        from fl_dispatch.cli.explain import as_data
-
         manager = get_default_manager()
         return {
             "pid": os.getpid(),
             "rank": self.rank,
             **startup.pack(),
             "counts": {" ".join(key): calls for key, calls in sorted(manager.call_counts().items()) if calls},
-            "decisions": {op: as_data(manager.explain(op)) for op in manager.registry.list_operators()},
+            "decisions": {op: manager.explain(op).as_data() for op in manager.registry.list_operators()},
             "failed": {op: sorted(ids) for op, ids in manager.get_failed_impls().items()},
             "layers": {name: count for name, (_, count) in self.fl_survey.ours.items()},
             "native_layers": self.fl_survey.native,

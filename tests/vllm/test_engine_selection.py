@@ -26,12 +26,20 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     in_code = {"per_op_order": {"silu_and_mul": ["impl:vendor.probe"]}, "deny_vendors": ["nobody"]}
     runs = {
         "file": start(model, variables={**PROBE, "VLLM_FL_CONFIG": str(file)}),
-        "variable": start(model, variables={**PROBE, "VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference"}),
+        "variable": start(
+            model,
+            variables={
+                **PROBE,
+                "VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference",
+                "FLAGGEMS_ENABLE_OPLIST_PATH": str(file.with_name("oplist.txt")),
+            },
+        ),
         "platform": start(model, variables={**PROBE, "VLLM_FL_PLATFORM": "cuda", "VLLM_FL_PREFER_ENABLED": "false"}),
         "spawn": start(model, variables=engine_process("spawn"), policy_before=in_code),
         "fork": start(model, variables=engine_process("fork"), policy_before=in_code),
     }
-    return {name: run.result() for name, run in runs.items()}
+    found: dict[str, Any] = {name: run.result() for name, run in runs.items()}
+    return {**found, "oplist": file.with_name("oplist.txt").read_text()}
 
 
 @pytest.mark.parametrize("way", ["file", "variable", "spawn", "fork"])
@@ -74,6 +82,10 @@ def test_an_engine_process_runs_our_layers_and_operators(method: str, results: d
     assert set(report["layers"]) == {"RMSNorm", "SiluAndMul", "RotaryEmbedding"}
     for operator in ("rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention"):
         assert ran(results[method], operator)
+
+
+def test_the_worker_writes_the_list_of_flaggems_operators(results: dict[str, Any]) -> None:
+    assert results["oplist"] == "", "FlagGems is not installed here, so it runs nothing"
 
 
 def test_switched_off_it_leaves_the_layers_to_vllm_and_runs_references(

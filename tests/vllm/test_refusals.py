@@ -23,7 +23,9 @@ def vllm_config() -> Any:
         is_moe=False,
         use_mla=False,
     )
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False)
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, world_size=1
+    )
     return SimpleNamespace(
         model_config=model,
         parallel_config=parallel,
@@ -51,6 +53,19 @@ def test_an_unsupported_feature_is_named(vllm_config: Any, part: str, field: str
     config.refuse_unsupported(vllm_config, CPU)
     setattr(getattr(vllm_config, part), field, value)
     with pytest.raises(ValueError, match=named):
+        config.refuse_unsupported(vllm_config, CPU)
+
+
+def test_flagcx_is_refused_for_several_processes(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    startup.activate()
+    monkeypatch.setattr(config, "get_settings", lambda: SimpleNamespace(flagcx_path="/opt/flagcx"))
+    with caplog.at_level("WARNING", logger="vllm_fl"):
+        config.refuse_unsupported(vllm_config, CPU)
+    assert "no FlagCX communicator" in caplog.text
+    vllm_config.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="FLAGCX_PATH"):
         config.refuse_unsupported(vllm_config, CPU)
 
 

@@ -106,7 +106,7 @@ def _environment(prefer: Prefer | None, config: Path | None) -> None:
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
         "TOKENIZERS_PARALLELISM": "false",
     }
     for name, value in defaults.items():

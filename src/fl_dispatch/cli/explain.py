@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..errors import NoImplementationError
 from ..manager import get_default_manager
 from ..ops import OPERATORS
-from ..selection import Decision
 from .output import console, fail, print_json, print_table
 
 
@@ -37,7 +36,7 @@ def explain(
         )
         raise typer.Exit(2) from error
     if json:
-        print_json(as_data(decision))
+        print_json(decision.as_data())
         return
     declared = OPERATORS.get(operator)
     if declared is not None:
@@ -67,30 +66,3 @@ def explain(
             highlight=False,
             markup=False,
         )
-
-
-def as_data(decision: Decision) -> dict[str, Any]:
-    """A decision as plain data."""
-    return {
-        "operator": decision.op_name,
-        "scope": decision.scope,
-        "order": list(decision.order),
-        "source": decision.source,
-        "origin": str(decision.origin),
-        "considered": [
-            {
-                "impl_id": entry.impl.impl_id,
-                "kind": str(entry.impl.kind),
-                "vendor": entry.impl.vendor,
-                "priority": entry.impl.rank,
-                "rank": entry.rank,
-                "status": entry.status,
-                "reason": entry.reason,
-            }
-            for entry in decision.considered
-        ],
-        "conditional": [
-            {"when": str(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]}
-            for branch in decision.branches[:-1]
-        ],
-    }

@@ -149,10 +149,14 @@ ITEMS: tuple[Item, ...] = (
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", values.comma_list, list[str], values.modules,
         "modules whose register_builtins(registry) is called; one that does not load is an error",
     ),
-    _item("flagcx_path", "FLAGCX_PATH", values.text, str, values.path, "the FlagCX library; collectives go through it"),
+    _item(
+        "flagcx_path", "FLAGCX_PATH", values.text, str, values.path,
+        "the FlagCX library. There is no FlagCX communicator yet: with several processes it is refused, "
+        "with one a WARNING",
+    ),
     _item(
         "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", values.text, str, values.path,
-        "the file that lists the ATen operators that FlagGems replaced",
+        "the file that lists the operators that FlagGems runs, one a rank",
     ),
     Item(
         "batch_invariant", (Variable("VLLM_BATCH_INVARIANT", values.boolean, ours=False),), None, bool, values.as_is,

@@ -20,7 +20,9 @@ LAYERS = (
     "GeluAndMulSparse", "GemmaRMSNorm", "GroupedTopk", "LayerNorm", "MRotaryEmbedding", "MulAndSilu", "NewGELU",
     "QuantFP8", "QuickGELU", "ReLUSquaredActivation", "RMSNorm", "RMSNormGated", "RotaryEmbedding",
     "RotaryEmbeddingBase", "SiluAndMul", "SiluAndMulWithClamp", "SituAndMul", "SwigluOAIAndMul", "SwigluStepAndMul",
-    "TopK", "UnquantizedFusedMoEMethod", "XIELU", "fused_moe",
+    "TopK", "UnquantizedFusedMoEMethod", "XIELU", "fused_moe", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding",
+    "NTKScalingRotaryEmbedding", "DynamicNTKScalingRotaryEmbedding", "DynamicNTKAlphaRotaryEmbedding",
+    "YaRNScalingRotaryEmbedding", "Gemma4RotaryEmbedding",
 )  # fmt: skip
 """Layers of the hosts. The list only says which names are not typing errors."""
 
