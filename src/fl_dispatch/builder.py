@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from . import entries, recovery
-from .errors import NoImplementationError
-from .ops import OPERATORS, Operator
+from .errors import NoImplementationError, NotSupported
+from .failures import ArgumentKind
+from .ops import OPERATORS, Access, Operator
 from .recovery import Call, Settled
-from .selection import Decision, admits
+from .selection import Branch, Decision, admits
 from .types import OpImpl
 
 if TYPE_CHECKING:
@@ -60,46 +61,71 @@ def build_entries(
     return functions, decisions
 
 
+def direct_function(manager: OpManager, impl: OpImpl) -> Function:
+    """One implementation as a function with the operator's parameters, without fallback and without asking ``supports``."""
+
+    def otherwise(*args: Any, **kwargs: Any) -> Any:
+        raise NotSupported(f"'{impl.impl_id}' of '{impl.op_name}' does not take all of these parameters")
+
+    operator = OPERATORS.get(impl.op_name)
+    convention = manager.registry.convention(impl)
+    return entries.direct(operator, impl, convention, entries.CALL, impl.fn, otherwise, ask=False)
+
+
 def _entry(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
     operator = OPERATORS.get(decision.op_name)
     careful = _careful(manager, policy, decision, form)
     if not decision.conditional:
-        return _first_candidate(manager, decision.candidates, operator, form, careful, decision.scope)
+        return _first_candidate(manager, decision, decision.branches[-1], form, careful)
     if operator is None or form == entries.LAYER:
         return careful
     return _conditional(manager, decision, operator, careful)
 
 
-def _first_candidate(
-    manager: OpManager,
-    candidates: tuple[OpImpl, ...],
-    operator: Operator | None,
-    form: str,
-    careful: Function,
-    scope: str | None,
-) -> Function:
+def _first_candidate(manager: OpManager, decision: Decision, branch: Branch, form: str, careful: Function) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path."""
-    if not candidates:
+    if not branch.candidates:
         return careful
-    first, proofs = candidates[0], manager.proofs
-    if proofs.watches(first) or manager.failures.touches(first, scope):
+    first, operator = branch.candidates[0], OPERATORS.get(decision.op_name)
+    proofs = manager.proofs
+    if proofs.watches(first):
         return careful
     unproven: list[str] = []
     if not proofs.holds(first, wrote=True):
-        writes = operator.writes.values() if operator is not None else ()
-        if not proofs.holds(first, wrote=False) or any(write.given is None for write in writes):
+        if not proofs.holds(first, wrote=False) or operator is None:
             return careful
-        unproven = list(dict.fromkeys(write.given for write in writes if write.given is not None))
+        updates = [write for write in operator.writes.values() if write.access is Access.UPDATE]
+        if any(write.given is None for write in updates):
+            return careful
+        unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
     convention = manager.registry.convention(first)
-    return entries.direct(operator, first, convention, form, manager.counter.function(first), careful, unproven)
+    fn = manager.counter.function(first)
+    entry = entries.direct(operator, first, convention, form, fn, careful, unproven)
+    banned = manager.failures.kinds(first, decision.scope)
+    if not banned:
+        return entry
+    if operator is None or form == entries.LAYER:
+        return careful
+    return _kind_checked(operator, decision.scope, banned, entry, careful)
+
+
+def _kind_checked(
+    operator: Operator, scope: str | None, banned: frozenset[ArgumentKind], entry: Function, careful: Function
+) -> Function:
+    """An entry whose implementation is banned for some kinds of arguments."""
+
+    def kind_checked(*args: Any, **kwargs: Any) -> Any:
+        full = operator.bind(args, kwargs) if kwargs else args
+        chosen = careful if ArgumentKind.of(full, scope) in banned else entry
+        return chosen(*args, **kwargs)
+
+    kind_checked.__dict__.update(getattr(entry, "__dict__", {}))
+    return kind_checked
 
 
 def _conditional(manager: OpManager, decision: Decision, operator: Operator, careful: Function) -> Function:
     branches = [
-        (
-            branch.rule,
-            _first_candidate(manager, branch.candidates, operator, entries.BOUND, careful, decision.scope),
-        )
+        (branch.rule, _first_candidate(manager, decision, branch, entries.BOUND, careful))
         for branch in decision.branches
     ]
     count = len(operator.parameters)
@@ -112,20 +138,20 @@ def _conditional(manager: OpManager, decision: Decision, operator: Operator, car
                 return entry(*full)
         raise AssertionError("the last branch has no condition")
 
+    conditional.__dict__["fl_decision"] = decision  # so that recovery knows which branch ran
     return conditional
 
 
 def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
-    """The path of a first call, of watched and partly banned implementations, and of calls that the first one
-    refuses.
-    """
+    """The path of a first call, of watched and banned implementations, and of calls that the first one refuses."""
     op_name, scope = decision.op_name, decision.scope
     operator = OPERATORS.get(op_name)
+    traced = _traced(manager, decision, operator, form)
 
     def careful(*args: Any, **kwargs: Any) -> Any:
         layer = None
         if torch.compiler.is_dynamo_compiling():
-            return _traced(manager, decision, operator, args, kwargs)
+            return traced(*args, **kwargs)
         if form == entries.LAYER and operator is not None:
             layer, kwargs = args[0], entries.from_layer(operator, args[0], args[1:], kwargs)
             args = ()
@@ -134,15 +160,26 @@ def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, fo
             return recovery.run(manager, policy, decision, call)
         except Exception as error:
             settled = Settled(error)
-        raise settled
+        try:
+            raise settled
+        finally:
+            del settled, call, args, kwargs  # the error's traceback holds this frame
 
     return careful
 
 
-def _traced(
-    manager: OpManager, decision: Decision, operator: Operator | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """What Dynamo traces while the first candidate is unproven: that candidate, as a constant."""
-    impl = decision.candidates[0]
-    convention = manager.registry.convention(impl)
-    return entries.direct(operator, impl, convention, entries.CALL, impl.fn, None)(*args, **kwargs)
+def _traced(manager: OpManager, decision: Decision, operator: Operator | None, form: str) -> Function:
+    """What Dynamo traces in place of the careful path: the choice among the candidates, made of guards alone.
+
+    An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
+    """
+
+    def nobody(*args: Any, **kwargs: Any) -> Any:
+        raise NotSupported(f"no implementation of '{decision.op_name}' fits these arguments")
+
+    function: Function = nobody
+    for impl in reversed(decision.candidates):
+        if not manager.failures.kinds(impl, decision.scope):
+            convention = manager.registry.convention(impl)
+            function = entries.direct(operator, impl, convention, form, impl.fn, function)
+    return function

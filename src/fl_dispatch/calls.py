@@ -49,14 +49,17 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     try:
         fn = table.entries[key]
     except KeyError:
-        raise _unknown(op_name) from None
+        raise unknown(op_name) from None
     try:
         if kwargs:
             return fn(*args, **kwargs)
         return fn(*args)
     except Exception as error:
         failure = error
-    return recover(key, table, fn, failure, args, kwargs)
+    try:
+        return recover(key, table, fn, failure, args, kwargs)
+    finally:
+        del failure  # its traceback holds this frame, and with it the arguments
 
 
 def call_through(
@@ -69,12 +72,15 @@ def call_through(
     key = key or key_of(op_name, args)
     fn = table.entries.get(key)
     if fn is None:
-        raise _unknown(op_name)
+        raise unknown(op_name)
     try:
         return fn(*args, **kwargs)
     except Exception as error:
         failure = error
-    return recover(key, table, fn, failure, args, kwargs)
+    try:
+        return recover(key, table, fn, failure, args, kwargs)
+    finally:
+        del failure  # its traceback holds this frame, and with it the arguments
 
 
 def recover(
@@ -86,9 +92,12 @@ def recover(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Go on after an entry raised; an error that is settled already goes to the caller unchanged."""
-    if type(error) is Settled:
-        raise error.error
-    return table.owner.recover(key, table, fn, error, args, kwargs)
+    try:
+        if type(error) is Settled:
+            raise error.error
+        return table.owner.recover(key, table, fn, error, args, kwargs)
+    finally:
+        del error
 
 
 def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
@@ -141,5 +150,6 @@ def _default_manager() -> OpManager:
     return get_default_manager()
 
 
-def _unknown(op_name: str) -> NoImplementationError:
+def unknown(op_name: str) -> NoImplementationError:
+    """The error for an operator that nobody registered."""
     return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'"])

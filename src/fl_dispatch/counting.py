@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .types import OpImpl
 
 
@@ -48,6 +50,8 @@ def _counted(fn: Callable[..., Any], cells: dict[int, int]) -> Callable[..., Any
     get_ident = threading.get_ident
 
     def counted(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return fn(*args, **kwargs)
         thread = get_ident()
         cells[thread] = cells.get(thread, 0) + 1  # only this thread writes this cell
         return fn(*args, **kwargs)

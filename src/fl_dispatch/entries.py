@@ -7,7 +7,9 @@ input.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,8 +38,9 @@ def direct(
     convention: Convention | None,
     form: str,
     fn: Callable[..., Any],
-    slow: Callable[..., Any] | None,
+    otherwise: Callable[..., Any],
     unproven: Sequence[str] = (),
+    ask: bool = True,
 ) -> Callable[..., Any]:
     """The function for a table entry whose first candidate usually runs at once.
 
@@ -48,21 +51,32 @@ def direct(
         form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer
             comes first).
         fn: the implementation's function, or a counting wrapper of it.
-        slow: called with the same arguments when the candidate must not run at once; ``None`` when it always may.
+        otherwise: called with the same arguments when the candidate must not run.
         unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.
+        ask: ask the implementation's ``supports``.
     """
+    supports = impl.supports if ask else None
     if operator is None or convention is None:
-        return fn if impl.supports is None or slow is None else _predicated(fn, impl.supports, slow)
-    guards = [_not_given(operator, name) for name in (*convention.left_out, *unproven)] if slow is not None else []
-    if impl.supports is not None and slow is not None:
+        return fn if supports is None else _predicated(fn, supports, otherwise)
+    guards = [_at_default(operator, name) for name in convention.left_out]
+    guards += [f"({name} is None or {name} is False)" for name in unproven]
+    if supports is not None:
         guards.append(f"_supports({', '.join(operator.parameters)}) is True")
     bare = convention.layer_first if form == LAYER else convention.positional
-    if bare and not guards and not convention.left_out and (form == BOUND or convention.defaults):
+    if bare and not guards and (form == BOUND or convention.defaults):
         return fn
-    return _generate(operator, convention, form, fn, slow, impl, guards)
+    function = _generate(operator, convention, form, fn, otherwise, supports, guards)
+    function.__dict__["fl_impl"] = impl  # so that recovery knows who raised
+    return function
 
 
-def bound(operator: Operator, key: str, root: DispatchTable, recover: Callable[..., Any]) -> Callable[..., Any]:
+def bound(
+    operator: Operator,
+    key: str,
+    root: DispatchTable,
+    recover: Callable[..., Any],
+    unknown: Callable[[str], Exception],
+) -> Callable[..., Any]:
     """A bound operator: the operator's signature, the table lookup built in."""
     names = ", ".join(operator.parameters)
     source = f"""
@@ -72,14 +86,20 @@ def {operator.name}({_signature(operator, operator.parameters)}):
         if not table.settled:
             table.start()
         table = table.current
-    fn = table.entries[{key!r}]
+    try:
+        fn = table.entries[{key!r}]
+    except KeyError:
+        raise _unknown({operator.name!r}) from None
     try:
         return fn({names})
     except Exception as error:
         failure = error
-    return _recover({key!r}, table, fn, failure, ({names},), {{}})
+    try:
+        return _recover({key!r}, table, fn, failure, ({names},), {{}})
+    finally:
+        del failure
 """
-    function = _compile(operator, source, {"_root": root, "_recover": recover})
+    function = _compile(operator, source, {"_root": root, "_recover": recover, "_unknown": unknown})
     function.__doc__ = operator.doc
     return function
 
@@ -109,11 +129,11 @@ def from_layer(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: Ma
         )
     given = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
-        if name not in operator.parameters or name in given:
-            raise TypeError(f"{operator.name}: unexpected or doubled argument '{name}' beside a layer")
+        if name not in names or name in given:
+            raise TypeError(f"{operator.name}: argument '{name}' is unknown, doubled, or the layer's own")
         given[name] = value
     for name, attribute in (operator.layer.attributes if operator.layer else {}).items():
-        if name not in given and hasattr(layer, attribute):
+        if hasattr(layer, attribute):
             given[name] = getattr(layer, attribute)
     return given
 
@@ -123,8 +143,8 @@ def _generate(
     convention: Convention,
     form: str,
     fn: Callable[..., Any],
-    slow: Callable[..., Any] | None,
-    impl: OpImpl,
+    otherwise: Callable[..., Any],
+    supports: Callable[..., bool | str] | None,
     guards: list[str],
 ) -> Callable[..., Any]:
     attributes = dict(operator.layer.attributes) if operator.layer else {}
@@ -145,29 +165,27 @@ def _generate(
         call = f"_fn({', '.join(convention.takes)})"
     lines = [f"def {operator.name}({head}):", *prepare]
     if guards:
-        lines += [f"    if {' and '.join(guards)}:", f"        return {call}", f"    return _slow({passed})"]
+        lines += [f"    if {' and '.join(guards)}:", f"        return {call}", f"    return _otherwise({passed})"]
     else:
         lines.append(f"    return {call}")
-    namespace = {"_fn": fn, "_slow": slow, "_supports": impl.supports, "_LayerStandIn": LayerStandIn}
+    namespace = {"_fn": fn, "_otherwise": otherwise, "_supports": supports, "_LayerStandIn": LayerStandIn}
     return _compile(operator, "\n".join(lines), namespace)
 
 
 def _predicated(
-    fn: Callable[..., Any], supports: Callable[..., bool | str], slow: Callable[..., Any]
+    fn: Callable[..., Any], supports: Callable[..., bool | str], otherwise: Callable[..., Any]
 ) -> Callable[..., Any]:
     def predicated(*args: Any, **kwargs: Any) -> Any:
         if supports(*args, **kwargs) is True:
             return fn(*args, **kwargs)
-        return slow(*args, **kwargs)
+        return otherwise(*args, **kwargs)
 
     return predicated
 
 
-def _not_given(operator: Operator, name: str) -> str:
+def _at_default(operator: Operator, name: str) -> str:
     default = operator.parameters[name].default
-    if default is None or isinstance(default, bool):
-        return f"{name} is {default!r}" if default is not None else f"{name} is None"
-    return f"{name} == _default_{name}"
+    return f"{name} is {default!r}" if default is None or isinstance(default, bool) else f"{name} == _default_{name}"
 
 
 def _signature(operator: Operator, names: Any) -> str:
@@ -178,10 +196,15 @@ def _signature(operator: Operator, names: Any) -> str:
     return ", ".join(parts)
 
 
+@functools.lru_cache(maxsize=4096)
+def _code(source: str) -> CodeType:
+    return compile(source, _FILE, "exec")
+
+
 def _compile(operator: Operator, source: str, namespace: dict[str, Any]) -> Callable[..., Any]:
     for name, parameter in operator.parameters.items():
         namespace[f"_default_{name}"] = None if parameter.default is parameter.empty else parameter.default
     namespace["torch"] = torch
-    exec(compile(source, _FILE, "exec"), namespace)
+    exec(_code(source), namespace)
     function: Callable[..., Any] = namespace[operator.name]
     return function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +9,25 @@ from typing import Any
 import torch
 
 from .errors import NotSupported
+from .locking import writers
+from .logger_manager import get_logger
 from .ops.declaration import leading_tensor
 from .types import OpImpl
 
-_DEAD_DEVICE = (
+logger = get_logger(__name__)
+
+_DEAD_DEVICE = (  # errors after which every call on the device fails
     "illegal memory access",
     "device-side assert",
     "unspecified launch failure",
+    "launch timed out",
     "misaligned address",
+    "invalid address space",
+    "invalid program counter",
     "illegal instruction",
     "hardware stack error",
     "uncorrectable ecc error",
+    "context is destroyed",
 )
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "alloc_failed")
 _TORCH_DISPATCHER = ("Could not run '", "The operator '", "There were no tensor arguments")
@@ -64,15 +71,14 @@ class FailureLog:
     WIDEN_AFTER = 3  # distinct kinds of arguments, then the implementation is banned as a whole
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._failures: dict[tuple[str, str], dict[ArgumentKind, Failure]] = {}
 
     def record(self, impl: OpImpl, kind: ArgumentKind, error: BaseException) -> None:
         """Ban an implementation for a kind of arguments."""
-        with self._lock:
+        with writers:
             kinds = dict(self._failures.get((impl.op_name, impl.impl_id), {}))
             before = kinds.get(kind)
-            kinds[kind] = Failure(before.count + 1 if before else 1, f"{type(error).__name__}: {error}")
+            kinds[kind] = Failure(before.count + 1 if before else 1, text_of(error))
             self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
 
     def as_a_whole(self, impl: OpImpl) -> str:
@@ -87,9 +93,10 @@ class FailureLog:
         failure = self._failures.get((impl.op_name, impl.impl_id), {}).get(kind)
         return f"banned for {kind}: {failure.cause} ({failure.count} times)" if failure else ""
 
-    def touches(self, impl: OpImpl, scope: str | None) -> bool:
-        """Whether some calls in this scope must not run an implementation."""
-        return any(kind.scope == scope for kind in self._failures.get((impl.op_name, impl.impl_id), ()))
+    def kinds(self, impl: OpImpl, scope: str | None) -> frozenset[ArgumentKind]:
+        """The kinds of arguments in this scope for which an implementation must not run."""
+        kinds = self._failures.get((impl.op_name, impl.impl_id), {})
+        return frozenset(kind for kind in kinds if kind.scope == scope)
 
     def failures(self) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
         """All bans: (operator, implementation id) → kind of arguments → failure."""
@@ -97,13 +104,9 @@ class FailureLog:
 
     def clear(self, op_name: str | None = None) -> None:
         """Lift the bans of one operator, or all."""
-        with self._lock:
+        with writers:
             kept = {} if op_name is None else {key: value for key, value in self._failures.items() if key[0] != op_name}
             self._failures = kept
-
-    def after_fork(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
 
 
 class Proofs:
@@ -116,13 +119,11 @@ class Proofs:
         self._proven: frozenset[tuple[str, str, bool]] = frozenset()
         self._watched: frozenset[tuple[str, str]] = frozenset()
 
-    def add(self, impl: OpImpl, *, wrote: bool) -> tuple[bool, bool]:
-        """An implementation succeeded. Returns whether that is news, and whether it is its first success at all."""
-        new = (impl.op_name, impl.impl_id, wrote)
-        news = new not in self._proven
-        first = news and (impl.op_name, impl.impl_id, not wrote) not in self._proven
-        self._proven |= {new}
-        return news, first
+    def add(self, impl: OpImpl, *, wrote: bool) -> bool:
+        """An implementation succeeded. Returns whether it is the first time at all."""
+        first = not (self.holds(impl, wrote=True) or self.holds(impl, wrote=False))
+        self._proven |= {(impl.op_name, impl.impl_id, wrote)}
+        return first
 
     def watch(self, impl: OpImpl) -> None:
         """From now on keep copies of what it overwrites: it failed after it had been proven."""
@@ -137,25 +138,45 @@ class Proofs:
         return (impl.op_name, impl.impl_id) in self._watched
 
 
+def text_of(error: BaseException) -> str:
+    """An exception in words, whatever its class does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:
+        return f"{type(error).__name__} (whose text raises {type(broken).__name__})"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Tell more in an exception, once; one that cannot be changed stays as it is."""
+    try:
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    except Exception as refused:  # a frozen exception class
+        logger.debug("%s; not added: %s", note, text_of(refused))
+
+
 def declines(error: BaseException) -> bool:
     """Whether an exception says "not for these arguments": a ``NotImplementedError`` that is not torch's own."""
     if not isinstance(error, NotImplementedError):
         return False
-    return isinstance(error, NotSupported) or not str(error).startswith(_TORCH_DISPATCHER)
+    return isinstance(error, NotSupported) or not text_of(error).partition(": ")[2].startswith(_TORCH_DISPATCHER)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, which is the caller's matter (Triton's ``OutOfResources`` is not that)."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
+    return any(
+        isinstance(part, torch.OutOfMemoryError | MemoryError)
+        or (isinstance(part, RuntimeError) and any(sign in text_of(part).lower() for sign in _OUT_OF_MEMORY))
+        for part in _parts(error)
+    )
 
 
 def is_dead_device(error: BaseException) -> bool:
     """Whether the error kills the device context, so that any retry fails or lies."""
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _DEAD_DEVICE)
+    return any(
+        isinstance(part, RuntimeError) and any(sign in text_of(part).lower() for sign in _DEAD_DEVICE)
+        for part in _parts(error)
+    )
 
 
 def is_capturing() -> bool:
@@ -163,3 +184,14 @@ def is_capturing() -> bool:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return torch.cuda.is_current_stream_capturing()
+
+
+def _parts(error: BaseException) -> list[BaseException]:
+    """The exception, those of its group, and their causes."""
+    parts: list[BaseException] = [error]
+    for part in parts:
+        inner = list(part.exceptions) if isinstance(part, BaseExceptionGroup) else []
+        if part.__cause__ is not None:
+            inner.append(part.__cause__)
+        parts += [other for other in inner if not any(other is known for known in parts)]
+    return parts

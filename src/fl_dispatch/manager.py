@@ -8,18 +8,19 @@ change their own state and then rebuild the entries concerned.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import entries, recovery
-from .builder import Key, bound_key, build_entries, keys_of
-from .calls import bind_op, call_op, call_through, explain, is_layer_first, parse_key, resolve_op
+from .builder import Key, bound_key, build_entries, direct_function, keys_of
+from .calls import bind_op, call_op, call_through, explain, is_layer_first, parse_key, resolve_op, unknown
 from .calls import recover as recover_call
 from .counting import CallCounter
 from .errors import ConfigError, NoImplementationError
 from .failures import FailureLog, Proofs
+from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
 from .policy import PolicyManager, SelectionPolicy
@@ -32,8 +33,6 @@ from .types import OpImpl
 
 logger = get_logger(__name__)
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
-_starting = threading.RLock()  # held while a manager starts; a fork waits for it, and the child has a new one
-_held_at_fork = False
 
 
 class OpManager:
@@ -62,10 +61,10 @@ class OpManager:
         self.proofs = Proofs()
         self.counter = CallCounter()
         self.lockstep = False
-        self._lock = threading.RLock()
         self._registry = OpRegistry() if registry is None else registry
         self._register_builtins = register_builtins
         self._started = False
+        self._starting = False
         self._available: dict[OpImpl, tuple[bool, str]] = {}
         self._scopes: dict[str, frozenset[str]] = {}
         self._facts: Mapping[str, Any] = {}
@@ -75,7 +74,8 @@ class OpManager:
         self._context_tables: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
         self._own_context_tables: dict[SelectionPolicy, DispatchTable] = {}
         self._registry.subscribe(self._on_registration)
-        _managers.add(self)
+        with writers:
+            _managers.add(self)
 
     # ---- calling
 
@@ -87,7 +87,7 @@ class OpManager:
         """A function that runs an operator; see :func:`fl_dispatch.bind_op`."""
         self.ensure_initialized()
         key = bound_key(op_name, scope or "")
-        with self._lock:
+        with writers:
             known = self._scopes.get(op_name, frozenset())
             if (scope or "") not in known:
                 self._scopes[op_name] = known | {scope or ""}
@@ -97,7 +97,7 @@ class OpManager:
         root = self._root
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key.text)
-        return entries.bound(operator, key.text, root, recover_call)
+        return entries.bound(operator, key.text, root, recover_call, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The implementation that a call would run, without fallback.
@@ -109,9 +109,7 @@ class OpManager:
         Raises:
             NoImplementationError: there is none.
         """
-        impl = self._selected(op_name, args, kwargs)
-        convention = self._registry.convention(impl)
-        return entries.direct(OPERATORS.get(op_name), impl, convention, entries.CALL, impl.fn, None)
+        return direct_function(self, self._selected(op_name, args, kwargs))
 
     def get_selected_impl_id(self, op_name: str, *args: Any, **kwargs: Any) -> str:
         """The id of the implementation that :meth:`resolve` returns.
@@ -139,8 +137,7 @@ class OpManager:
         if not args and not kwargs:
             return decision
         call = self._call_of(op_name, scope, args, kwargs)
-        fit = recovery.candidates(decision, call)
-        return decision.for_call(fit, lambda impl: recovery.refusal(self, impl, call))
+        return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self, impl, call))
 
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
         """The implementations that are banned for some or all calls: operator → ids."""
@@ -179,7 +176,7 @@ class OpManager:
 
     def bump_policy_epoch(self) -> None:
         """Ask everything again: availability, bans, tables."""
-        with self._lock:
+        with writers:
             self._epoch += 1
             self._available = {}
             self.failures.clear()
@@ -192,7 +189,7 @@ class OpManager:
 
     def set_facts(self, **facts: Any) -> None:
         """State facts about the process that implementations may require, such as ``kv_layout="NHD"``."""
-        with self._lock:
+        with writers:
             self._facts = {**self._facts, **facts}
             self._republish_if_settled(None)
 
@@ -201,7 +198,7 @@ class OpManager:
 
         Counting puts a wrapper before each implementation; what a compiled or captured graph replays is not seen.
         """
-        with self._lock:
+        with writers:
             self.counter.on = on
             self._republish_if_settled(None)
 
@@ -213,16 +210,17 @@ class OpManager:
 
     def prove(self, impl: OpImpl, *, wrote: bool) -> None:
         """An implementation succeeded; ``wrote`` when it was free to overwrite arguments."""
-        with self._lock:
-            news, first = self.proofs.add(impl, wrote=wrote)
+        if self.proofs.holds(impl, wrote=wrote):
+            return
+        with writers:
+            first = self.proofs.add(impl, wrote=wrote)
+            self.republish({impl.op_name})
         if first:
             logger.info("Op '%s' using %s", impl.op_name, impl)
-        if news:
-            self.republish({impl.op_name})
 
     def watch(self, impl: OpImpl) -> None:
         """Keep copies of what an implementation overwrites from now on."""
-        with self._lock:
+        with writers:
             self.proofs.watch(impl)
         self.republish({impl.op_name})
 
@@ -261,11 +259,21 @@ class OpManager:
             call = Call(op_name, operator, scope, args, kwargs, layer)
         except TypeError:
             raise error from None  # the call does not fit the operator: the caller's mistake
-        decision = table.decisions.get(key) or self.decide(op_name, scope, table.policy)
-        candidates = recovery.candidates(decision, call)
-        # A bare function names its implementation; a generated one runs the first candidate.
-        failed = next((impl for impl in candidates if self.counter.is_function_of(fn, impl)), candidates[0])
-        return recovery.recover(self, table.policy, decision, call, failed, error)
+        decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
+        decision = decision or self.decide(op_name, scope, table.policy)
+        failed = self._who(fn, op_name) or call.branch(decision).candidates[0]
+        try:
+            return recovery.recover(self, table.policy, decision, call, failed, error)
+        finally:
+            del error, call, args, kwargs
+
+    def _who(self, fn: Callable[..., Any], op_name: str) -> OpImpl | None:
+        """The implementation that a table's function runs: a generated one says so, a bare one is its own."""
+        named: OpImpl | None = getattr(fn, "fl_impl", None)
+        if named is not None:
+            return named
+        impls = self._registry.get_implementations(op_name)
+        return next((impl for impl in impls if self.counter.is_function_of(fn, impl)), None)
 
     # ---- decisions
 
@@ -291,6 +299,7 @@ class OpManager:
     def _availability(self, impl: OpImpl) -> tuple[bool, str]:
         answer = self._available.get(impl)
         if answer is None:
+            self._available[impl] = (False, "its availability is being asked")  # the check itself may dispatch
             answer = self._available[impl] = impl.availability()
         return answer
 
@@ -304,7 +313,7 @@ class OpManager:
             return decision.chosen
         call = self._call_of(op_name, None, args, kwargs)
         reasons = []
-        for impl in recovery.candidates(decision, call):
+        for impl in call.branch(decision).candidates:
             reason = recovery.refusal(self, impl, call)
             if not reason:
                 return impl
@@ -320,12 +329,16 @@ class OpManager:
     # ---- start
 
     def _bring_up(self) -> None:
-        with _starting, self._lock:
+        with writers:
             if self._root.settled:
                 return  # another thread did
-            if self._register_builtins and not self._started:
-                self._start()
-            self._started = True
+            if self._register_builtins and not self._started and not self._starting:
+                self._starting = True  # a plugin that dispatches while it registers gets what is there so far
+                try:
+                    self._start()
+                finally:
+                    self._starting = False
+                self._started = True
             self.republish(None)
 
     def _start(self) -> None:
@@ -344,21 +357,26 @@ class OpManager:
 
     def _check_orders(self, policy: SelectionPolicy) -> None:
         for key, order in policy.per_op_order:
-            op_name, _, scope = key.partition("@")
+            op_name = key.partition("@")[0]
             origin = policy.origin(f"per_op_order.{key}")
             if not self._registry.get_implementations(op_name):
                 logger.warning("The order of '%s' (%s) has no effect: nobody registered it", op_name, origin)
                 continue
-            decision = self.decide(op_name, scope or None, policy)
+            decision = self.decide(op_name, None, replace(policy, per_op_order=((op_name, order),)))
             if not decision.candidates:
                 why = "; ".join(decision.reasons())
                 raise ConfigError(str(origin), key, f"the order {', '.join(order)} leaves nothing to run: {why}")
+        for key, rules in policy.op_tuned:
+            operator = OPERATORS.get(key.partition("@")[0])
+            if operator is not None and not operator.phases and any(rule.phase for rule in rules):
+                problem = f"'{operator.name}' cannot tell prefill from decode, so a rule with 'phase' never holds"
+                raise ConfigError(str(policy.origin("op_tuned")), key, problem)
 
     # ---- tables
 
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
-        with self._lock:
+        with writers:
             for table in self._tables():
                 if op_names is None or not table.settled:
                     self._fill(table)
@@ -371,7 +389,7 @@ class OpManager:
         policy = policies.get_policy()
         if policy is policies.get_global_policy():
             return self._root
-        with self._lock:
+        with writers:
             table = self._own_context_tables.get(policy)
             if table is None:
                 if len(self._own_context_tables) >= PolicyManager.KEPT_TABLES:
@@ -382,7 +400,7 @@ class OpManager:
 
     def adopt(self, table: DispatchTable) -> None:
         """Fill a context's table and keep it up to date as long as it lives."""
-        with self._lock:
+        with writers:
             table.owner = self
             self._context_tables.add(table)
             if self._root.settled:
@@ -399,18 +417,24 @@ class OpManager:
     def _fill(self, table: DispatchTable) -> None:
         if table is self._root:
             table.policy = PolicyManager.get_instance().get_global_policy()
-        keys = [key for op in self._registry.list_operators() for key in keys_of(op, self._scopes.get(op, ()))]
-        table.publish(*build_entries(self, table.policy, keys))
+        impls = None
+        while impls is not self._registry.snapshot().impls_by_op:  # an availability check may register something
+            impls = self._registry.snapshot().impls_by_op
+            keys = [key for op in impls for key in keys_of(op, self._scopes.get(op, ()))]
+            functions, decisions = build_entries(self, table.policy, keys)
+        if table.owner is self:
+            table.publish(functions, decisions)
 
     def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
         if not table.settled:
             return
         functions, decisions = build_entries(self, table.policy, keys)
         gone = {key.text for key in keys} - functions.keys()
-        table.publish(
-            {**{key: value for key, value in table.entries.items() if key not in gone}, **functions},
-            {**{key: value for key, value in table.decisions.items() if key not in gone}, **decisions},
-        )
+        if table.owner is self:
+            table.publish(
+                {**{key: value for key, value in table.entries.items() if key not in gone}, **functions},
+                {**{key: value for key, value in table.decisions.items() if key not in gone}, **decisions},
+            )
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:
         if self._root.settled:
@@ -423,20 +447,18 @@ class OpManager:
 
     def on_policy_change(self) -> None:
         """The global policy is another one: lift the bans and rebuild."""
-        with self._lock:
+        with writers:
             self.failures.clear()
             self._republish_if_settled(None)
 
-    def retire(self) -> None:
-        """Another manager becomes the default one and takes over the root table and those of contexts."""
+    def retire(self, successor: OpManager) -> None:
+        """Another manager becomes the default one: it takes over the bound scopes, the root table and those of contexts."""
+        successor._scopes = dict(self._scopes)
         self._root = PrivateTable(self)
         self._context_tables = weakref.WeakSet()
 
-    def after_fork(self) -> None:
-        """In a forked child: new locks, and tables rebuilt at the next call, since a writer may have been half-way."""
-        self._lock = threading.RLock()
-        self._registry.after_fork()
-        self.failures.after_fork()
+    def unsettle(self) -> None:
+        """Have all tables rebuilt at the next call."""
         for table in self._tables():
             table.unsettle()
 
@@ -451,7 +473,7 @@ def get_default_manager() -> OpManager:
     global _default
     manager = _default
     if manager is None:
-        with _starting:
+        with writers:
             manager = _default
             if manager is None:
                 manager = OpManager(root=ROOT)
@@ -464,19 +486,16 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget registrations, bans, counts and settings; the next use starts anew.
-
-    Bound operators and contexts follow.
-    """
+    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators and contexts follow."""
     global _default
-    with _starting:
+    with writers:
         old, _default = _default, None
         PolicyManager.get_instance().reread_settings()
-        for table in (ROOT, *PolicyManager.get_instance().tables()):
-            table.unsettle()
+        new = get_default_manager()
         if old is not None:
-            old.retire()
-        get_default_manager()
+            old.retire(new)
+        new.unsettle()
+        _policy_changed()
 
 
 def _start_root() -> None:
@@ -484,33 +503,20 @@ def _start_root() -> None:
 
 
 def _policy_changed() -> None:
-    for manager in list(_managers):
-        manager.on_policy_change()
-
-
-def _before_fork() -> None:
-    # A start imports backends, and an import that a fork cuts in half cannot be repeated in the child: let it end.
-    global _held_at_fork
-    _held_at_fork = _starting.acquire(timeout=10)
-
-
-def _after_fork_in_parent() -> None:
-    if _held_at_fork:
-        _starting.release()
+    with writers:
+        for manager in list(_managers):
+            manager.on_policy_change()
 
 
 def _after_fork_in_child() -> None:
-    global _starting
-    _starting = threading.RLock()
-    PolicyManager.get_instance().after_fork()
     for manager in list(_managers):
-        manager.after_fork()
+        manager.unsettle()
 
 
 _start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
 ROOT.start = _start_root
 PolicyManager.get_instance().on_change = _policy_changed
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 __all__ = [
     "OpManager",

@@ -7,15 +7,16 @@ A context belongs to its thread or task. What the context variable holds is the 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigError
+from .locking import writers
 from .selection_policy import (
     CODE,
     PREFER_DEFAULT,
@@ -59,11 +60,10 @@ class PolicyManager:
     KEPT_TABLES = 64  # policies whose tables are kept for the next context with the same policy
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._global: SelectionPolicy | None = None
-        self._epoch = 0
         self._from_settings = True
-        self._scoped: dict[SelectionPolicy, DispatchTable] = {}
+        self._epoch = 0
+        self._kept: dict[SelectionPolicy, DispatchTable] = {}
         self._live: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
         self.on_change: Callable[[], None] = lambda: None
         self.on_table: Callable[[DispatchTable], None] = lambda table: None
@@ -72,13 +72,14 @@ class PolicyManager:
     def get_instance(cls) -> PolicyManager:
         """The process's policy manager."""
         if cls._instance is None:
-            cls._instance = cls()
+            with writers:
+                cls._instance = cls._instance or cls()
         return cls._instance
 
     def get_policy(self) -> SelectionPolicy:
         """The policy in force here: the innermost context's, else the global one."""
-        table = scope_variable.get(None)
-        return self.get_global_policy() if table is None else table.policy
+        table = scope_variable.get(ROOT)
+        return self.get_global_policy() if table is ROOT else table.policy
 
     def get_global_policy(self) -> SelectionPolicy:
         """The global policy; read from the settings when nobody set one.
@@ -88,24 +89,24 @@ class PolicyManager:
         """
         policy = self._global
         if policy is None:
-            policy = self._global = policy_from_settings(get_settings())
+            with writers:
+                policy = self._global = self._global or policy_from_settings(get_settings())
         return policy
 
     def set_global_policy(self, policy: SelectionPolicy) -> SelectionPolicy:
         """Replace the global policy; returns the one before."""
         if not isinstance(policy, SelectionPolicy):
             raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
-        with self._lock:
+        with writers:
             before = self.get_global_policy()
-            self._global = policy
-            self._from_settings = False
+            self._global, self._from_settings = policy, False
             self._epoch += 1
-        self.on_change()
+            self.on_change()
         return before
 
     def reread_settings(self) -> None:
         """Read the settings again; a global policy that was set in code stays."""
-        with self._lock:
+        with writers:
             reset_settings()
             if self._from_settings:
                 self._global = None
@@ -113,12 +114,11 @@ class PolicyManager:
 
     def reset_global_policy(self) -> None:
         """Read the settings again and let them decide."""
-        with self._lock:
+        with writers:
             reset_settings()
-            self._global = None
-            self._from_settings = True
+            self._global, self._from_settings = None, True
             self._epoch += 1
-        self.on_change()
+            self.on_change()
 
     def get_policy_epoch(self) -> int:
         """A number that grows with every change of the global policy."""
@@ -126,24 +126,23 @@ class PolicyManager:
 
     def table_for(self, policy: SelectionPolicy) -> DispatchTable:
         """The default manager's table for a context with this policy."""
-        with self._lock:
-            table = self._scoped.pop(policy, None)
-            if table is None:
-                table = DispatchTable(policy)
-                self._live.add(table)
-                self.on_table(table)
-            self._scoped[policy] = table  # last: most recently used
-            while len(self._scoped) > self.KEPT_TABLES:
-                del self._scoped[next(iter(self._scoped))]
+        table = self._kept.get(policy)
+        if table is None:
+            with writers:
+                table = self._kept.get(policy)
+                if table is None:
+                    table = DispatchTable(policy)
+                    self._live.add(table)
+                    self.on_table(table)
+                    while len(self._kept) >= self.KEPT_TABLES:
+                        del self._kept[next(iter(self._kept))]
+                    self._kept[policy] = table
         return table
 
     def tables(self) -> list[DispatchTable]:
         """The tables that contexts use or may use again."""
-        return list(self._live)
-
-    def after_fork(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.RLock()
+        with writers:
+            return list(self._live)
 
 
 def get_policy() -> SelectionPolicy:
@@ -166,17 +165,36 @@ def get_policy_epoch() -> int:
     return PolicyManager.get_instance().get_policy_epoch()
 
 
+class _Entered:
+    """One policy context that was entered. Contexts may end out of order (in generators), so each knows the one before."""
+
+    __slots__ = ("before", "ended", "table")
+
+    def __init__(self, table: DispatchTable, before: _Entered | None) -> None:
+        self.table, self.before, self.ended = table, before, False
+
+
+_innermost: ContextVar[_Entered | None] = ContextVar("fl_dispatch_innermost_context", default=None)
+
+
 @contextmanager
 def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     """Use a policy inside the ``with`` block, in this thread or task only."""
     if not isinstance(policy, SelectionPolicy):
         raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
     ROOT.scope()
-    token = scope_variable.set(PolicyManager.get_instance().table_for(policy))
+    entered = _Entered(PolicyManager.get_instance().table_for(policy), _innermost.get())
+    _innermost.set(entered)
+    scope_variable.set(entered.table)
     try:
         yield policy
     finally:
-        scope_variable.reset(token)
+        entered.ended = True
+        top = _innermost.get()
+        while top is not None and top.ended:
+            top = top.before
+        _innermost.set(top)
+        scope_variable.set(ROOT if top is None else top.table)
 
 
 def _changed(**changes: Any) -> SelectionPolicy:

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import NoImplementationError, NotSupported, RankDivergenceError
-from .failures import ArgumentKind, declines, is_capturing, is_dead_device, is_out_of_memory
+from .failures import ArgumentKind, add_note, declines, is_capturing, is_dead_device, is_out_of_memory, text_of
 from .logger_manager import get_logger
 from .ops import Access, Operator
+from .selection import Branch, Decision
 from .types import OpImpl
 
 if TYPE_CHECKING:
     from .manager import OpManager
-    from .selection import Decision
     from .selection_policy import SelectionPolicy
 
 logger = get_logger(__name__)
+_Failures = list[tuple[OpImpl, Exception]]
 
 
 class Settled(Exception):  # noqa: N818
@@ -53,6 +54,12 @@ class Call:
         self.args, self.kwargs = args, kwargs
         self.kind = ArgumentKind.of(args, scope)
 
+    def branch(self, decision: Decision) -> Branch:
+        """The branch of a decision that this call takes."""
+        if not decision.conditional or self.operator is None:
+            return decision.branches[-1]
+        return decision.branch_for(self.operator.workload(*self.args))
+
     def given(self, names: Sequence[str]) -> str | None:
         """The first of these parameters that the call gives a value other than its default."""
         if self.operator is None or not names:
@@ -65,27 +72,43 @@ class Call:
         return None
 
     def updated(self) -> list[torch.Tensor]:
-        """The tensors whose old values a retry needs."""
-        return [tensor for access, tensor in self._written() if access is Access.UPDATE]
+        """The tensors whose old values a retry needs.
+
+        Of an operator that nobody declared, these are all. An output that shares memory with an input is one, too.
+        """
+        if self.operator is None:
+            return self._tensors()
+        written = self.operator.written(self.args).values()
+        return [
+            tensor
+            for access, tensor in written
+            if access is Access.UPDATE or (access is Access.OUTPUT and self._is_shared(tensor))
+        ]
 
     def holds_state(self) -> bool:
         """Whether it writes a state that cannot be copied."""
-        return any(access is Access.STATE for access, _ in self._written())
+        if self.operator is None:
+            return False
+        return any(access is Access.STATE for access, _ in self.operator.written(self.args).values())
 
-    def _written(self) -> list[tuple[Access, torch.Tensor]]:
-        return [] if self.operator is None else list(self.operator.written(self.args).values())
+    def _tensors(self) -> list[torch.Tensor]:
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type == "meta":
+            return False
+        place = tensor.untyped_storage().data_ptr()
+        return any(other is tensor or other.untyped_storage().data_ptr() == place for other in self._others(tensor))
+
+    def _others(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        tensors = self._tensors()
+        place = next(index for index, other in enumerate(tensors) if other is tensor)
+        return tensors[:place] + tensors[place + 1 :]
 
 
 def must_raise(error: BaseException, policy: SelectionPolicy) -> bool:
     """Whether an implementation's error goes to the caller unchanged."""
     return policy.strict or is_out_of_memory(error) or is_dead_device(error) or is_capturing()
-
-
-def candidates(decision: Decision, call: Call) -> tuple[OpImpl, ...]:
-    """The implementations that may run for a call, best first."""
-    if not decision.conditional or call.operator is None:
-        return decision.candidates
-    return decision.candidates_for(call.operator.workload(*call.args))
 
 
 def run(manager: OpManager, policy: SelectionPolicy, decision: Decision, call: Call) -> Any:
@@ -94,29 +117,33 @@ def run(manager: OpManager, policy: SelectionPolicy, decision: Decision, call: C
     Raises:
         NoImplementationError: no candidate fits the arguments; it says why for each.
     """
-    return _attempt(manager, policy, decision, candidates(decision, call), call, [])
+    return _attempt(manager, policy, decision, call.branch(decision).candidates, call, [])
 
 
 def recover(
     manager: OpManager, policy: SelectionPolicy, decision: Decision, call: Call, failed: OpImpl, error: Exception
 ) -> Any:
     """Go on after an implementation raised on the fast path, where no copy of its arguments was kept."""
-    if must_raise(error, policy):
-        raise error
-    refusal = _supports(failed, call)
-    if isinstance(refusal, Exception):  # the predicate raised, the implementation never ran
-        return _attempt(manager, policy, decision, candidates(decision, call), call, [])
-    if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
-        manager.watch(failed)
-        error.add_note(
-            f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no copy "
-            "exists, so no other implementation was tried. An implementation that declines arguments says so in "
-            "'supports', or raises fl_dispatch.errors.NotSupported before it writes."
-        )
-        raise error
-    _warn(failed, call, error)
-    others = [impl for impl in candidates(decision, call) if impl is not failed]
-    return _attempt(manager, policy, decision, others, call, [(failed, error)])
+    candidates = call.branch(decision).candidates
+    try:
+        if isinstance(_supports(failed, call), Exception):  # the predicate raised, the implementation never ran
+            return _attempt(manager, policy, decision, candidates, call, [])
+        if must_raise(error, policy):
+            raise error
+        if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
+            manager.watch(failed)
+            add_note(
+                error,
+                f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no copy "
+                "exists, so no other implementation was tried. An implementation that declines arguments says so in "
+                "'supports', or raises fl_dispatch.NotSupported before it writes.",
+            )
+            raise error
+        _warn(failed, call, error)
+        others = [impl for impl in candidates if impl is not failed]
+        return _attempt(manager, policy, decision, others, call, [(failed, error)])
+    finally:
+        del error  # its traceback holds this frame, and with it the arguments
 
 
 def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
@@ -130,11 +157,11 @@ def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
         if given:
             return f"it does not take '{given}'"
     answer = _supports(impl, call)
-    if answer is True:
-        return ""
     if isinstance(answer, Exception):
-        return f"its 'supports' raised {type(answer).__name__}: {answer}"
-    return str(answer) if answer else "it does not support these arguments"
+        return f"its 'supports' raised {text_of(answer)}"
+    if isinstance(answer, str):
+        return answer or "it does not support these arguments"
+    return "" if bool(answer) else "it does not support these arguments"
 
 
 def _supports(impl: OpImpl, call: Call) -> bool | str | Exception:
@@ -152,86 +179,122 @@ def _attempt(
     decision: Decision,
     impls: Sequence[OpImpl],
     call: Call,
-    failures: list[tuple[OpImpl, Exception]],
+    failures: _Failures,
 ) -> Any:
     reasons = []
-    for index, impl in enumerate(impls):
-        reason = refusal(manager, impl, call)
-        if reason:
-            reasons.append(f"{impl.impl_id}: {reason}")
-            continue
-        if failures:
-            _may_fall_back(manager, call, failures)
-        updated = call.updated()
-        more = index + 1 < len(impls) and not policy.strict
-        copies = None
-        if updated and more and not is_capturing() and _needs_copies(manager, impl):
-            copies = [(tensor, tensor.clone()) for tensor in updated]
+    try:
+        for index, impl in enumerate(impls):
+            reason = refusal(manager, impl, call)
+            if reason:
+                reasons.append(f"{impl.impl_id}: {reason}")
+                continue
+            if failures:
+                _may_fall_back(manager, call, failures)
+            updated = call.updated()
+            last = index + 1 == len(impls) or policy.strict
+            copies = None if last or not _needs_copies(manager, impl) else _copy(updated)
+            try:
+                result = manager.invoke(impl, call)
+            except Exception as error:
+                failures.append((impl, error))
+            else:
+                _succeeded(manager, impl, call, failures, wrote=bool(updated) or call.operator is None)
+                return result
+            _go_on_or_raise(policy, call, failures[-1], updated, copies, last)
+        if not failures:
+            raise NoImplementationError(call.op_name, [*reasons, *decision.skipped_reasons()])
+        _raise_first(call, failures, reasons)
+    finally:
+        failures.clear()  # tracebacks hold this frame, and with it the arguments
+
+
+def _go_on_or_raise(
+    policy: SelectionPolicy,
+    call: Call,
+    failure: tuple[OpImpl, Exception],
+    updated: list[torch.Tensor],
+    copies: list[torch.Tensor] | None,
+    last: bool,
+) -> None:
+    """Put the arguments back for the next candidate, or raise the failure if that cannot be done."""
+    impl, error = failure
+    try:
+        wrote_nothing = isinstance(error, NotSupported)
+        if must_raise(error, policy) or (not wrote_nothing and call.holds_state()):
+            raise error
+        if not (wrote_nothing or last) and not _restore(updated, copies):
+            raise error
+        _warn(impl, call, error)
+    finally:
+        del error, failure
+
+
+def _copy(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    if is_capturing():  # a copy would be recorded into the graph
+        return None
+    with torch.no_grad():
+        return [tensor.clone() for tensor in tensors]
+
+
+def _restore(tensors: list[torch.Tensor], copies: list[torch.Tensor] | None) -> bool:
+    """Give tensors their old values back; returns whether all have them."""
+    if not tensors:
+        return True
+    if copies is None:
+        return False
+    for tensor, copy in zip(tensors, copies, strict=True):
         try:
-            result = manager.invoke(impl, call)
-        except Exception as error:
-            failure = error
-        else:
-            _succeeded(manager, impl, call, failures, wrote=bool(updated))
-            return result
-        if must_raise(failure, policy) or (
-            not isinstance(failure, NotSupported) and _is_lost(call, updated, copies, more)
-        ):
-            raise failure
-        for tensor, copy in copies or ():
-            tensor.copy_(copy)
-        _warn(impl, call, failure)
-        failures.append((impl, failure))
-    if not failures:
-        raise NoImplementationError(call.op_name, [*reasons, *decision.skipped_reasons()])
+            with torch.no_grad():
+                tensor.copy_(copy)
+        except RuntimeError:  # it cannot be written (an expanded view, say): right if nobody did
+            if not torch.equal(tensor, copy):
+                return False
+    return True
+
+
+def _raise_first(call: Call, failures: _Failures, reasons: Sequence[str]) -> None:
     first = failures[0][1]
     for impl, other in failures[1:]:
-        first.add_note(f"fl_dispatch: '{impl.impl_id}' of '{call.op_name}' failed too: {type(other).__name__}: {other}")
+        add_note(first, f"fl_dispatch: '{impl.impl_id}' of '{call.op_name}' failed too: {text_of(other)}")
     for reason in reasons:
-        first.add_note(f"fl_dispatch: '{call.op_name}' not tried with {reason}")
-    raise first
+        add_note(first, f"fl_dispatch: '{call.op_name}' not tried with {reason}")
+    try:
+        raise first
+    finally:
+        del first
 
 
 def _needs_copies(manager: OpManager, impl: OpImpl) -> bool:
     return not manager.proofs.holds(impl, wrote=True) or manager.proofs.watches(impl)
 
 
-def _is_lost(call: Call, updated: list[torch.Tensor], copies: object, more: bool) -> bool:
-    """Whether the original arguments are gone, so that no other implementation may run."""
-    return call.holds_state() or (bool(updated) and copies is None and more)
-
-
-def _may_fall_back(manager: OpManager, call: Call, failures: list[tuple[OpImpl, Exception]]) -> None:
+def _may_fall_back(manager: OpManager, call: Call, failures: _Failures) -> None:
     if manager.lockstep:
         impl, error = failures[0]
         raise RankDivergenceError(
-            f"'{impl.impl_id}' of '{call.op_name}' failed ({type(error).__name__}: {error}), and this rank runs in "
-            "lockstep with others that did not fall back; the step is aborted"
+            f"'{impl.impl_id}' of '{call.op_name}' failed ({text_of(error)}), and this rank runs in lockstep with others "
+            "that did not fall back; the step is aborted"
         ) from error
 
 
-def _succeeded(
-    manager: OpManager, impl: OpImpl, call: Call, failures: list[tuple[OpImpl, Exception]], *, wrote: bool
-) -> None:
+def _succeeded(manager: OpManager, impl: OpImpl, call: Call, failures: _Failures, *, wrote: bool) -> None:
     manager.prove(impl, wrote=wrote)
     if not failures:
         return
     logger.info("Op '%s' fallback to %s", call.op_name, impl)
+    banned = False
     for failed, error in failures:
         if not declines(error):
             manager.failures.record(failed, call.kind, error)
-    manager.republish(frozenset({call.op_name}))
+            banned = True
+        error.with_traceback(None)  # it is settled, and its frames hold the arguments
+    if banned:
+        manager.republish({call.op_name})
 
 
 def _warn(impl: OpImpl, call: Call, error: BaseException) -> None:
     if declines(error):
-        logger.info("Implementation '%s' declined op '%s' (%s): %s", impl.impl_id, call.op_name, call.kind, error)
+        logger.debug("Implementation '%s' declined op '%s' (%s): %s", impl.impl_id, call.op_name, call.kind, error)
     else:
-        logger.warning(
-            "Implementation '%s' failed for op '%s': %s: %s (%s)",
-            impl.impl_id,
-            call.op_name,
-            type(error).__name__,
-            error,
-            call.kind,
-        )
+        text = text_of(error)
+        logger.warning("Implementation '%s' failed for op '%s': %s (%s)", impl.impl_id, call.op_name, text, call.kind)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from .errors import RegistrationError
+from .locking import writers
 from .ops import OPERATORS
 from .signatures import Convention, convention_of
 from .types import OpImpl
@@ -34,7 +34,6 @@ class OpRegistry:
     """The implementations of every operator. Thread-safe; registration is all or nothing."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._impls: Impls = _EMPTY
         self._sources: frozenset[str] = frozenset()
         self._conventions: dict[OpImpl, Convention] = {}
@@ -60,7 +59,7 @@ class OpRegistry:
         """
         new = tuple(impls)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
-        with self._lock:
+        with writers:
             merged = dict(self._impls)
             for impl in new:
                 present = merged.get(impl.op_name, ())
@@ -74,7 +73,7 @@ class OpRegistry:
             self._impls = MappingProxyType(merged)
             if source is not None:
                 self._sources |= {source}
-        self._notify(frozenset(impl.op_name for impl in new))
+            self._notify(frozenset(impl.op_name for impl in new))
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, or ``None``."""
@@ -94,10 +93,10 @@ class OpRegistry:
 
     def clear(self) -> None:
         """Forget everything."""
-        with self._lock:
+        with writers:
             names = frozenset(self._impls)
             self._impls, self._sources, self._conventions = _EMPTY, frozenset(), {}
-        self._notify(names)
+            self._notify(names)
 
     def convention(self, impl: OpImpl) -> Convention | None:
         """How to call a registered implementation; ``None`` for an operator that nobody declared."""
@@ -108,7 +107,8 @@ class OpRegistry:
 
     def subscribe(self, listener: Callable[[frozenset[str]], None]) -> None:
         """Call a bound method with the changed operators' names after every change, as long as its object lives."""
-        self._listeners.append(weakref.WeakMethod(listener))
+        with writers:
+            self._listeners.append(weakref.WeakMethod(listener))
 
     def _notify(self, op_names: frozenset[str]) -> None:
         for reference in tuple(self._listeners):
@@ -117,10 +117,6 @@ class OpRegistry:
                 self._listeners.remove(reference)
             else:
                 listener(op_names)
-
-    def after_fork(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
-        self._lock = threading.RLock()  # another thread of the parent may have held it
 
 
 class Transaction:

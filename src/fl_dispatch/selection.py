@@ -1,8 +1,8 @@
 """Which implementation runs, and why: a pure function of implementations and policy.
 
-The order: vendor allow and deny lists, availability, then the order of tokens (the operator's own order; else the tuned
-one, followed by the default order; else the default order of ``prefer``). Inside one token higher priority comes first,
-then the smaller id. The first candidate whose arguments fit is taken at the call.
+First whatever may not run at all is set aside: vendor allow and deny lists, facts, availability, bans. Then tokens give the
+order: the operator's own order; else a tuned one, followed by the default; else the default order of ``prefer``. Inside one
+token higher priority comes first, then the smaller id. The first candidate that fits the arguments is taken at the call.
 """
 
 from __future__ import annotations
@@ -60,10 +60,41 @@ class Considered:
 
 @dataclass(frozen=True)
 class Branch:
-    """The candidates for calls that a rule admits; ``rule`` is ``None`` for the branch that takes all others."""
+    """The candidates for the calls that a rule admits.
+
+    Args:
+        rule: the condition; ``None`` for the branch that takes all other calls.
+        candidates: best first.
+        order: the tokens in the order they were tried.
+        source: which setting gave the order.
+        origin: where that setting was made.
+    """
 
     rule: TunedRule | None
     candidates: tuple[OpImpl, ...]
+    order: tuple[str, ...]
+    source: str
+    origin: Origin
+
+    def consider(self, refusals: Mapping[OpImpl, str]) -> tuple[Considered, ...]:
+        """Every implementation with its place and reason; ``refusals`` says why others may not run."""
+        ranked = [
+            Considered(impl, FALLBACK if rank > 1 else CHOSEN, self._why(impl, rank), rank)
+            for rank, impl in enumerate(self.candidates, start=1)
+        ]
+        unnamed = f"not named in the order {', '.join(self.order)} ({self.source}, {self.origin})"
+        rest = [
+            Considered(impl, SKIPPED, reason or unnamed)
+            for impl, reason in refusals.items()
+            if impl not in self.candidates
+        ]
+        return (*ranked, *rest)
+
+    def _why(self, impl: OpImpl, rank: int) -> str:
+        if rank == 1:
+            return f"first in the order {', '.join(self.order)} that can run ({self.source}, {self.origin})"
+        token = next(token for token in self.order if match_token(impl, token))
+        return f"number {rank} that can run: '{token}', priority {impl.rank}"
 
 
 @dataclass(frozen=True)
@@ -73,20 +104,19 @@ class Decision:
     Args:
         op_name: the operator.
         scope: the scope that it was decided for, or ``None``.
-        order: the tokens in the order they were tried.
-        source: which setting gave the order.
-        origin: where that setting was made.
-        considered: every registered implementation, candidates first.
         branches: the candidates by condition; the last branch has no condition.
+        refusals: every registered implementation, and why it may not run; empty when it may.
     """
 
     op_name: str
     scope: str | None
-    order: tuple[str, ...]
-    source: str
-    origin: Origin
-    considered: tuple[Considered, ...]
     branches: tuple[Branch, ...]
+    refusals: Mapping[OpImpl, str]
+
+    @property
+    def considered(self) -> tuple[Considered, ...]:
+        """Every registered implementation, candidates first, for a call that no condition singles out."""
+        return self.branches[-1].consider(self.refusals)
 
     @property
     def candidates(self) -> tuple[OpImpl, ...]:
@@ -99,26 +129,35 @@ class Decision:
         return self.candidates[0] if self.candidates else None
 
     @property
+    def order(self) -> tuple[str, ...]:
+        """The tokens in the order they were tried."""
+        return self.branches[-1].order
+
+    @property
+    def source(self) -> str:
+        """Which setting gave the order."""
+        return self.branches[-1].source
+
+    @property
+    def origin(self) -> Origin:
+        """Where that setting was made."""
+        return self.branches[-1].origin
+
+    @property
     def conditional(self) -> bool:
         """Whether the choice depends on the arguments' dtype, tokens or phase."""
         return len(self.branches) > 1
 
-    def candidates_for(self, workload: Workload) -> tuple[OpImpl, ...]:
-        """The candidates for a call with this workload."""
-        for branch in self.branches:
-            if branch.rule is None or admits(branch.rule, workload):
-                return branch.candidates
-        raise AssertionError("the last branch has no condition")
+    def branch_for(self, workload: Workload) -> Branch:
+        """The branch that a call with this workload takes."""
+        return next(branch for branch in self.branches if branch.rule is None or admits(branch.rule, workload))
 
-    def for_call(self, candidates: Sequence[OpImpl], refusal: Callable[[OpImpl], str]) -> Decision:
-        """The decision for one call: these candidates, less those that refuse its arguments."""
-        refusals = {impl: refusal(impl) for impl in candidates}
-        ranks = {impl: rank for rank, impl in enumerate((impl for impl in candidates if not refusals[impl]), start=1)}
-        told = {entry.impl: entry.reason for entry in self.considered}
-        fit = [Considered(impl, FALLBACK if rank > 1 else CHOSEN, told[impl], rank) for impl, rank in ranks.items()]
-        unfit = [Considered(impl, SKIPPED, reason) for impl, reason in refusals.items() if reason]
-        rest = [entry for entry in self.considered if entry.status == SKIPPED]
-        return replace(self, considered=(*fit, *unfit, *rest), branches=(Branch(None, tuple(ranks)),))
+    def for_call(self, branch: Branch, refusal: Callable[[OpImpl], str]) -> Decision:
+        """The decision for one call on this branch: its candidates, less those that refuse the call's arguments."""
+        refusals = {impl: refusal(impl) for impl in branch.candidates}
+        fit = tuple(impl for impl in branch.candidates if not refusals[impl])
+        only = replace(branch, rule=None, candidates=fit)
+        return replace(self, branches=(only,), refusals={**self.refusals, **refusals})
 
     def skipped_reasons(self) -> list[str]:
         """One line for each implementation that may not run at all."""
@@ -171,40 +210,24 @@ def select(
         banned: why an implementation must not run after failures; empty when it may.
         facts: what the host stated about the process; compared with what implementations require.
     """
-    skipped = {impl: _refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
-    fit = [impl for impl in impls if not skipped[impl]]
-    order, source, origin, exclusive = _order(op_name, policy, scope)
-    ranked = _rank(fit, order)
-    considered = [
-        Considered(impl, FALLBACK if rank > 1 else CHOSEN, _why(impl, order, rank, source, origin), rank)
-        for rank, impl in enumerate(ranked, start=1)
-    ]
-    for impl in impls:
-        if impl not in ranked:
-            reason = skipped[impl] or f"not named in the order {', '.join(order)} ({source}, {origin})"
-            considered.append(Considered(impl, SKIPPED, reason))
+    refusals = {impl: _refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
+    fit = [impl for impl in impls if not refusals[impl]]
+    key = policy.per_op_key(op_name, scope)
+    if key is not None:
+        order = dict(policy.per_op_order)[key]
+        own = Branch(None, _rank(fit, order), order, f"order of {key}", policy.origin(f"per_op_order.{key}"))
+        return Decision(op_name, scope, (own,), refusals)
+    order = tuple(policy.get_default_order())
     branches: list[Branch] = []
-    if not exclusive and not policy.reference_only:
-        for rule in policy.get_tuned_rules(op_name):
-            tuned = (*rule.order, *order)
-            branch = Branch(None if _unconditional(rule) else rule, tuple(_rank(fit, tuned)))
-            branches.append(branch)
-            if branch.rule is None:
-                break
+    for rule in () if policy.reference_only else policy.get_tuned_rules(op_name, scope):
+        tuned = (*rule.order, *(token for token in order if token not in rule.order))
+        condition = None if _is_unconditional(rule) else rule
+        branches.append(Branch(condition, _rank(fit, tuned), tuned, "op_tuned", policy.origin("op_tuned")))
+        if condition is None:
+            break
     if not branches or branches[-1].rule is not None:
-        branches.append(Branch(None, tuple(ranked)))
-    elif branches[-1].candidates != tuple(ranked):  # a tuned order for every call
-        order, source, origin = (
-            (*policy.get_tuned_rules(op_name)[len(branches) - 1].order, *order),
-            "op_tuned",
-            policy.origin("op_tuned"),
-        )
-        considered = _reorder(considered, branches[-1].candidates, order, source, origin)
-    return Decision(op_name, scope, tuple(order), source, origin, tuple(considered), tuple(branches))
-
-
-def _condition(rule: TunedRule) -> dict[str, Any]:
-    return {"dtype": rule.dtype, "tokens": rule.tokens, "phase": rule.phase}
+        branches.append(Branch(None, _rank(fit, order), order, f"prefer={policy.prefer}", policy.origin("prefer")))
+    return Decision(op_name, scope, tuple(branches), refusals)
 
 
 def admits(rule: TunedRule, workload: Workload) -> bool:
@@ -219,8 +242,12 @@ def admits(rule: TunedRule, workload: Workload) -> bool:
     return True
 
 
-def _unconditional(rule: TunedRule) -> bool:
-    return rule.dtype is None and rule.phase is None and rule.tokens is None
+def _condition(rule: TunedRule) -> dict[str, Any]:
+    return {"dtype": rule.dtype, "tokens": rule.tokens, "phase": rule.phase}
+
+
+def _is_unconditional(rule: TunedRule) -> bool:
+    return not any(value is not None for value in _condition(rule).values())
 
 
 def _refusal(
@@ -241,12 +268,8 @@ def _refusal(
             return f"vendor {impl.vendor} is denied ({policy.origin('deny_vendors')})"
         return f"vendor {impl.vendor} is not among the allowed ones ({policy.origin('allow_vendors')})"
     if impl.impl_id == FLAGGEMS_ID and not policy.is_flaggems_allowed(op_name):
-        switch = (
-            "use_flaggems"
-            if not policy.use_flaggems
-            else ("flaggems_allow" if policy.flaggems_allow is not None else "flaggems_deny")
-        )
-        return f"FlagGems is switched off for it ({policy.origin(switch)})"
+        listed = "flaggems_deny" if policy.flaggems_allow is None else "flaggems_allow"
+        return f"FlagGems is switched off for it ({policy.origin(listed if policy.use_flaggems else 'use_flaggems')})"
     if policy.batch_invariant and not impl.properties.get("batch_invariant"):
         return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
     for name, needed in impl.requires.items():
@@ -256,38 +279,9 @@ def _refusal(
     return "" if is_available else why_not
 
 
-def _order(op_name: str, policy: SelectionPolicy, scope: str | None) -> tuple[tuple[str, ...], str, Origin, bool]:
-    key = policy.per_op_key(op_name, scope)
-    if key is not None:
-        order = dict(policy.per_op_order)[key]
-        return order, f"order of {key}", policy.origin(f"per_op_order.{key}"), True
-    return tuple(policy.get_default_order()), f"prefer={policy.prefer}", policy.origin("prefer"), False
-
-
-def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> list[OpImpl]:
+def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> tuple[OpImpl, ...]:
     by_priority = sorted(fit, key=lambda impl: (-impl.rank, impl.impl_id))
     ranked: dict[OpImpl, None] = {}
     for token in order:
         ranked.update(dict.fromkeys(impl for impl in by_priority if match_token(impl, token)))
-    return list(ranked)
-
-
-def _why(impl: OpImpl, order: Sequence[str], rank: int, source: str, origin: Origin) -> str:
-    token = next(token for token in order if match_token(impl, token))
-    if rank == 1:
-        return f"first in the order {', '.join(order)} that can run ({source}, {origin})"
-    return f"number {rank} that can run: '{token}', priority {impl.rank}"
-
-
-def _reorder(
-    considered: Iterable[Considered],
-    candidates: tuple[OpImpl, ...],
-    order: tuple[str, ...],
-    source: str,
-    origin: Origin,
-) -> list[Considered]:
-    ranked = [
-        Considered(impl, FALLBACK if rank > 1 else CHOSEN, _why(impl, order, rank, source, origin), rank)
-        for rank, impl in enumerate(candidates, start=1)
-    ]
-    return ranked + [entry for entry in considered if entry.status == SKIPPED]
+    return tuple(ranked)

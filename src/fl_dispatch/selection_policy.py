@@ -69,6 +69,11 @@ class SelectionPolicy:
             raise ValueError(
                 f"Invalid prefer value: {self.prefer!r}; valid are {', '.join(sorted(VALID_PREFER_VALUES))}"
             )
+        for name in ("deny_vendors", "allow_vendors", "flaggems_allow", "flaggems_deny"):
+            names = getattr(self, name)
+            if isinstance(names, str):
+                raise ValueError(f"{name} is a set of names, not the string {names!r}")
+            object.__setattr__(self, name, None if names is None else frozenset(names))
         for name in ("per_op_order", "op_tuned"):
             pairs = getattr(self, name)
             if isinstance(pairs, Mapping):
@@ -94,8 +99,8 @@ class SelectionPolicy:
             prefer=prefer,
             strict=strict,
             per_op_order=tuple((op, tuple(order)) for op, order in (per_op_order or {}).items()),
-            deny_vendors=frozenset(deny_vendors or ()),
-            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+            deny_vendors=deny_vendors or frozenset(),  # type: ignore[arg-type]  # made a frozenset, and checked
+            allow_vendors=allow_vendors,  # type: ignore[arg-type]
         )
 
     @property
@@ -114,16 +119,12 @@ class SelectionPolicy:
 
     def per_op_key(self, op_name: str, scope: str | None = None) -> str | None:
         """The key of the order that holds: an exact scope beats a longer pattern beats a shorter one beats none."""
-        weights = {}
-        for key, _ in self.per_op_order:
-            op, _, pattern = key.partition("@")
-            if op == op_name and (not pattern or (scope and fnmatch.fnmatchcase(scope, pattern))):
-                weights[key] = (pattern == scope, len(pattern))
-        return max(weights, key=weights.__getitem__) if weights else None
+        return _most_specific((key for key, _ in self.per_op_order), op_name, scope)
 
-    def get_tuned_rules(self, op_name: str) -> tuple[TunedRule, ...]:
-        """The operator's conditional orders, first match first."""
-        return next((rules for op, rules in self.op_tuned if op == op_name), ())
+    def get_tuned_rules(self, op_name: str, scope: str | None = None) -> tuple[TunedRule, ...]:
+        """The operator's conditional orders, first match first; scopes hold as in :meth:`per_op_key`."""
+        key = _most_specific((key for key, _ in self.op_tuned), op_name, scope)
+        return () if key is None else dict(self.op_tuned)[key]
 
     def is_vendor_allowed(self, vendor: str) -> bool:
         """Whether a vendor's implementations may run. Vendor names are compared without regard to case."""
@@ -179,6 +180,15 @@ class SelectionPolicy:
             "flaggems_deny": sorted(self.flaggems_deny),
             "batch_invariant": self.batch_invariant,
         }
+
+
+def _most_specific(keys: Iterable[str], op_name: str, scope: str | None) -> str | None:
+    weights = {}
+    for key in keys:
+        op, _, pattern = key.partition("@")
+        if op == op_name and (not pattern or (scope and fnmatch.fnmatchcase(scope, pattern))):
+            weights[key] = (pattern == scope, len(pattern))
+    return max(weights, key=weights.__getitem__) if weights else None
 
 
 def _names(vendor: str, vendors: Iterable[str]) -> bool:

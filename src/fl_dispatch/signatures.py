@@ -31,7 +31,7 @@ class Convention:
         takes: the declared parameters that it takes, in its own order (which is the declaration's).
         left_out: the declared parameters that it does not take; a call that gives one has to go elsewhere.
         layer_first: its first parameter is a layer.
-        defaults: it has the declaration's default for every declared default.
+        defaults: its function takes a call by name, and with defaults left out, exactly as the declaration does.
     """
 
     takes: tuple[str, ...]
@@ -70,11 +70,14 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         expected = {name: p for name, p in declared.items() if name not in operator.layer.attributes}
         parameters = parameters[1:]
     taken = _match(impl, operator, parameters, expected)
+    # A caller may name parameters, and may leave defaults out: then the function itself cannot stand for the operator.
+    ordinary = len(taken) == len(parameters) and all(p.kind is not Parameter.POSITIONAL_ONLY for p in taken.values())
     return Convention(
         takes=tuple(taken),
         left_out=tuple(name for name in expected if name not in taken),
         layer_first=layer_first,
-        defaults=all(taken[name].default is not Parameter.empty for name in taken if _optional(expected[name])),
+        defaults=ordinary
+        and all(taken[name].default is not Parameter.empty for name in taken if _optional(expected[name])),
     )
 
 
@@ -113,12 +116,21 @@ def _match(
 
 
 def _check_default(impl: OpImpl, operator: Operator, parameter: Parameter, declared: Parameter) -> None:
-    if parameter.default is Parameter.empty or parameter.default == declared.default:
+    if parameter.default is Parameter.empty or _same(parameter.default, declared.default):
         return
     wanted = "no default" if declared.default is Parameter.empty else f"the default {declared.default!r}"
     raise _mismatch(
         impl, operator, f"'{parameter.name}' has the default {parameter.default!r}, the declaration has {wanted}"
     )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor has no truth value
+        return False
 
 
 def _optional(parameter: Parameter) -> bool:

@@ -35,7 +35,7 @@ _DEFAULT_PRIORITY = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpImpl:
     """One implementation of one operator.
 
@@ -69,8 +69,8 @@ class OpImpl:
     priority: int | None = None
     supports: Callable[..., bool | str] | None = None
     available: Callable[[], bool] | None = None
-    properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
-    requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     signature: str = "checked"
 
     def __post_init__(self) -> None:

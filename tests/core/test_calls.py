@@ -7,18 +7,21 @@ import logging
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from builders import impl, manager_of
 from fl_dispatch import (
     NoImplementationError,
+    NotSupported,
     SelectionPolicy,
     bind_op,
     call_op,
     explain,
     get_default_manager,
     policy_context,
+    reset_default_manager,
     resolve_op,
     with_preference,
 )
@@ -235,3 +238,114 @@ def test_every_reference_runs_through_call_op_on_its_own_samples() -> None:
         for sample in operator.samples(torch.float32, torch.device("cpu"), generator):
             call_op(name, *sample.args)
         assert sum(calls for (op, _), calls in manager.call_counts().items() if op == name) > 0
+
+
+def test_an_override_beside_a_layer_is_a_type_error_not_a_failure() -> None:
+    manager = manager_of(impl("default.a", rms, op="rms_norm"), impl("reference.b", lambda x, *, residual=None: "b"))
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            manager.call("rms_norm", LAYER, ones(1), epsilon=1.0)
+    assert manager.get_failed_impls() == {}
+
+
+def test_a_resolved_implementation_refuses_what_it_does_not_take() -> None:
+    manager = manager_of(impl("default.a", lambda x, weight=None, epsilon=1e-6: "no residual", op="rms_norm"))
+    resolved = manager.resolve("rms_norm")
+    assert resolved(ones(1), None, ones(1)) == "no residual"
+    with pytest.raises(NotSupported, match=r"default\.a"):
+        resolved(ones(1), ones(1))
+
+
+def test_a_cache_write_settles_like_any_other_operator() -> None:
+    def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> None: ...
+
+    manager = manager_of(impl("default.a", write, op="kv_cache_write"))
+    t = ones(1, 1, 1)
+    manager.call("kv_cache_write", t, t, t, t, t)
+    assert manager._root.entries["kv_cache_write"] is write
+
+
+def test_an_undeclared_operator_settles_too() -> None:
+    def fn(x: int) -> int:
+        return x
+
+    manager = manager_of(impl("default.a", fn))
+    manager.call("demo", 1)
+    assert manager._root.entries["demo"] is fn
+
+
+def positional_only(x: Tensor, residual: Any, weight: Any, epsilon: float, /) -> Any:
+    return epsilon
+
+
+def test_names_and_own_parameters_of_an_implementation_do_not_change_what_a_call_means() -> None:
+    manager = manager_of(impl("default.a", positional_only, op="rms_norm"))
+    for _ in range(3):
+        assert manager.call("rms_norm", x=ones(1), epsilon=2.0) == 2.0
+    own = manager_of(impl("default.a", lambda x, fast=True: fast, op="silu_and_mul"))
+    for _ in range(3):
+        assert own.call("silu_and_mul", ones(1)) is True
+        with pytest.raises(TypeError):
+            own.call("silu_and_mul", ones(1), fast=False)
+
+
+def test_a_predicate_may_answer_with_any_truth_value() -> None:
+    manager = manager_of(impl("default.a", lambda x: "yes", op="silu_and_mul", supports=lambda x: np.bool_(True)))
+    for _ in range(2):
+        assert manager.call("silu_and_mul", ones(1)) == "yes"
+
+
+def test_a_callable_object_that_cannot_be_hashed_is_an_implementation() -> None:
+    class Kernel:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Tensor) -> str:
+            return "called"
+
+    assert manager_of(impl("default.a", Kernel(), op="silu_and_mul")).call("silu_and_mul", ones(1)) == "called"
+
+
+def test_bound_operators_follow_a_reset_and_name_an_operator_that_is_gone() -> None:
+    bound = bind_op("silu_and_mul", "layers.0")
+    for _ in range(2):
+        assert bound(ones(1, 4)).shape == (1, 2)
+        reset_default_manager()
+    get_default_manager().ensure_initialized()
+    get_default_manager().registry.clear()
+    with pytest.raises(NoImplementationError, match="silu_and_mul"):
+        bound(ones(1, 4))
+    with pytest.raises(NoImplementationError, match="attention_backend"):
+        bind_op("attention_backend")()
+
+
+COMPILED = ["silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding"]
+
+
+@pytest.mark.parametrize("op", COMPILED)
+def test_a_first_call_may_be_a_compiled_one(op: str) -> None:
+    samples = OPERATORS[op].samples
+    assert samples is not None
+    args = next(iter(samples(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)))).args
+    torch._dynamo.reset()
+    bound = bind_op(op)
+    by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend="eager")
+    by_binding = torch.compile(lambda *args: bound(*args), fullgraph=True, backend="eager")
+    results = [function(*map(clone, args)) for function in (by_name, by_binding, resolve_op(op))]
+    torch.testing.assert_close(results[0], results[2])
+    torch.testing.assert_close(results[1], results[2])
+
+
+def clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def test_a_policy_change_reaches_compiled_code() -> None:
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x + 1, op="silu_and_mul"), impl("vendor.b", lambda x: x + 2, op="silu_and_mul")]
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: call_op("silu_and_mul", x), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 1
+    with with_preference("vendor"):
+        assert compiled(torch.zeros(1)).item() == 2
+    assert compiled(torch.zeros(1)).item() == 1

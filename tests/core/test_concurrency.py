@@ -212,3 +212,121 @@ def test_a_bound_operator_may_be_bound_while_others_call() -> None:
     for thread in threads:
         thread.join(30)
     assert errors == []
+
+
+def test_a_writer_that_takes_its_time_deadlocks_nobody() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    inside = threading.Event()
+
+    def slow_check() -> bool:
+        inside.set()
+        time.sleep(0.3)
+        with with_preference("vendor"):
+            set_global_policy(SelectionPolicy(prefer="flagos"))
+        return True
+
+    thread = threading.Thread(target=lambda: manager.registry.register_impl(impl("default.a", available=slow_check)))
+    thread.start()
+    inside.wait(10)
+    with with_preference("reference"):
+        pass
+    thread.join(10)
+    assert not thread.is_alive()
+    assert call_op("demo", 1) == "default.a"
+
+
+def test_a_registration_while_another_thread_starts_is_not_lost() -> None:
+    manager = manager_of()
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow_check() -> bool:
+        asked.set()
+        return go_on.wait(0.3) or True
+
+    manager.registry.register_impl(impl("default.a", available=slow_check))
+    starter = threading.Thread(target=lambda: manager.call("demo", 1))
+    starter.start()
+    asked.wait(10)
+    manager.registry.register_impl(impl("default.late", op="late"))
+    go_on.set()
+    starter.join(10)
+    assert manager.call("late", 1) == "default.late"
+
+
+def test_an_availability_check_may_register_and_dispatch() -> None:
+    manager = get_default_manager()
+    x = torch.ones(1, 2)
+
+    def check() -> bool:
+        manager.registry.register_impl(impl("default.lazy", op="lazy"))
+        return call_op("silu_and_mul", x).shape == (1, 1)
+
+    manager.registry.register_impl(impl("default.a", available=check))
+    assert call_op("demo", 1) == "default.a"
+    assert call_op("lazy", 1) == "default.lazy"
+
+
+def test_a_plugin_may_dispatch_while_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    calls: list[int] = []
+
+    def register(registry: Any) -> None:
+        calls.append(call_op("silu_and_mul", torch.ones(1, 2)).numel())
+        registry.register_impl(impl("default.plugin"))
+
+    module = types.ModuleType("dispatching_plugin")
+    module.register = register  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dispatching_plugin", module)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "dispatching_plugin")
+    from fl_dispatch import reset_default_manager
+
+    reset_default_manager()
+    assert call_op("demo", 1) == "default.plugin"
+    assert calls == [1]
+
+
+def test_a_retired_manager_leaves_the_new_one_alone() -> None:
+    from fl_dispatch import reset_default_manager
+
+    old = get_default_manager()
+    old.ensure_initialized()
+    reset_default_manager()
+    old.registry.register_impl(impl("vendor.old", lambda x: "old", op="silu_and_mul", priority=999))
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert call_op("silu_and_mul", torch.ones(1, 2)).shape == (1, 1)
+    assert old.call("silu_and_mul", torch.ones(1, 2)) == "old"
+
+
+def test_contexts_of_generators_that_end_out_of_order_leave_nothing() -> None:
+    from fl_dispatch import get_policy
+
+    def generator(prefer: str) -> Any:
+        with with_preference(prefer):
+            yield
+
+    set_global_policy(SelectionPolicy())
+    one, two = generator("reference"), generator("vendor")
+    next(one)
+    next(two)
+    one.close()
+    assert get_policy().prefer == "vendor"
+    two.close()
+    assert get_policy().prefer == "flagos"
+
+
+def test_declining_a_thousand_times_rebuilds_nothing() -> None:
+    def declines(x: Any) -> Any:
+        raise NotImplementedError
+
+    manager = manager_of(
+        impl("default.a", declines, op="silu_and_mul"), impl("reference.b", lambda x: x, op="silu_and_mul")
+    )
+    x = torch.ones(1, 2)
+    manager.call("silu_and_mul", x)
+    entries = manager._root.entries
+    for _ in range(1000):
+        manager.call("silu_and_mul", x)
+    assert manager._root.entries is entries

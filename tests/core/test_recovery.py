@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from fl_dispatch import (
     set_global_policy,
     with_strict_mode,
 )
-from fl_dispatch.recovery import is_dead_device, is_out_of_memory
+from fl_dispatch.failures import is_dead_device, is_out_of_memory
 
 Tensor = torch.Tensor
 
@@ -345,3 +349,171 @@ def test_an_operator_inside_an_operator_keeps_its_own_error() -> None:
     outer = manager_of(impl("default.only", lambda x: inner.call("silu_and_mul", x), op="demo"))
     with pytest.raises(ValueError, match="inner"):
         outer.call("demo", x())
+
+
+def test_an_undeclared_operator_is_assumed_to_overwrite_any_tensor() -> None:
+    broken = True
+
+    def writes(x: Tensor) -> Tensor:
+        x.add_(1)
+        if broken:
+            raise RuntimeError("boom")
+        return x
+
+    manager = manager_of(impl("default.a", writes), impl("reference.b", lambda x: x * 2))
+    assert manager.call("demo", torch.ones(2)).eq(2).all()
+    manager.clear_failed_impls()
+    broken = False
+    manager.call("demo", torch.ones(2))
+    broken = True
+    with pytest.raises(RuntimeError, match="boom"):
+        manager.call("demo", torch.ones(2))
+
+
+def test_an_output_that_shares_memory_with_an_input_is_restored() -> None:
+    def breaks(*args: Any) -> Any:
+        args[9].fill_(7)
+        raise RuntimeError("half-way")
+
+    op = "paged_attention"
+    manager = manager_of(
+        impl("default.first", breaks, op=op, signature="unchecked"),
+        impl("reference.second", lambda *args: args[0] * 2, op=op, signature="unchecked"),
+    )
+    query, t = torch.ones(1, 1, 1), torch.ones(1, 1, 1)
+    assert manager.call(op, query, t, t, t, t, t, 1, 1, 1.0, query).eq(2).all()
+
+
+def test_success_out_of_place_does_not_prove_rotation_in_place() -> None:
+    def first(
+        query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, rotary_interleaved: Any, inplace: Any
+    ) -> Any:
+        if inplace:
+            query.fill_(99)
+            raise RuntimeError("boom")
+        return query, key
+
+    manager = overwriter("rotary_embedding", first)
+    query, key, *rest = arguments("rotary_embedding")
+    for _ in range(3):
+        manager.call("rotary_embedding", query, key, *rest, False, False)
+    assert manager.call("rotary_embedding", query, key, *rest, False, True)[0].eq(1).all()
+
+
+def test_arguments_that_cannot_be_written_do_not_hide_the_failure() -> None:
+    manager = overwriter("rms_norm", failing_norm)
+    first, _ = manager.call("rms_norm", torch.ones(2, 4), torch.ones(1, 4).expand(2, 4), None, 1e-6)
+    assert first.eq(1).all()
+
+
+def failing_norm(x: Tensor, residual: Any, weight: Any, epsilon: float) -> Any:
+    raise RuntimeError("kernel says no")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class SilentError(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [FrozenError(1), SilentError()])
+def test_odd_exceptions_are_raised_as_they_are_and_fall_back_like_others(error: Exception) -> None:
+    assert two(failing(error)).call("silu_and_mul", x()) == "ok"
+    with pytest.raises(type(error)) as caught:
+        two(failing(error), failing(error)).call("silu_and_mul", x())
+    assert caught.value is error
+
+
+def test_notes_are_told_once() -> None:
+    error = ValueError("first")
+    manager = two(failing(error), failing(KeyError("second")))
+    for _ in range(5):
+        with pytest.raises(ValueError, match="first"):
+            manager.call("silu_and_mul", x())
+    assert len(error.__notes__) == 1
+
+
+def test_out_of_memory_and_a_dead_device_are_seen_inside_groups_and_causes() -> None:
+    inner = torch.OutOfMemoryError("CUDA out of memory")
+    outer = RuntimeError("kernel failed")
+    outer.__cause__ = inner
+    assert is_out_of_memory(outer)
+    assert is_out_of_memory(ExceptionGroup("two", [ValueError(), inner]))
+    assert is_dead_device(RuntimeError("CUDA error: the launch timed out and was terminated"))
+    assert not is_out_of_memory(RuntimeError("something else"))
+
+
+def test_a_failure_names_who_ran_even_if_the_policy_changed_meanwhile() -> None:
+    calls: list[str] = []
+
+    def first(x: Tensor) -> str:
+        calls.append("first")
+        if len(calls) == 2:
+            set_global_policy(SelectionPolicy(prefer="reference"))
+        if len(calls) > 1:
+            raise RuntimeError("boom")
+        return "first"
+
+    manager = manager_of(
+        impl("vendor.a", first, op="silu_and_mul", supports=lambda x: True),
+        impl("reference.torch", ok, op="silu_and_mul"),
+    )
+    manager.call("silu_and_mul", x())
+    assert manager.call("silu_and_mul", x()) == "ok"
+    assert calls == ["first", "first"]
+
+
+@pytest.mark.parametrize("outcome", ["raises", "falls back"])
+def test_an_exception_keeps_no_tensor_alive(outcome: str) -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def first(x: Tensor) -> Any:
+        scratch = torch.empty(1000)
+        kept.append(weakref.ref(scratch))
+        raise torch.OutOfMemoryError("CUDA out of memory") if outcome == "raises" else RuntimeError("boom")
+
+    manager = two(first)
+    gc.disable()
+    try:
+        for _ in range(2):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                manager.call("silu_and_mul", x())
+        assert [reference() for reference in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+def test_an_entry_with_a_ban_still_runs_other_kinds_at_once() -> None:
+    def half_only(x: Tensor) -> str:
+        if x.dtype == torch.float32:
+            raise RuntimeError("no float32")
+        return "first"
+
+    manager = two(half_only)
+    manager.call("silu_and_mul", x(dtype=torch.float16))
+    manager.call("silu_and_mul", x())
+    assert manager._root.entries["silu_and_mul"].__name__ == "kind_checked"
+    assert manager.call("silu_and_mul", x(dtype=torch.float16)) == "first"
+    assert manager.call("silu_and_mul", x=x()) == "ok"
+
+
+def test_a_strict_context_skips_a_predicate_that_raises_before_and_after_proof() -> None:
+    broken = False
+
+    def supports(x: Tensor) -> bool:
+        if broken:
+            raise ZeroDivisionError
+        return True
+
+    manager = manager_of(
+        impl("default.a", lambda x: "first", op="silu_and_mul", supports=supports),
+        impl("reference.b", ok, op="silu_and_mul"),
+    )
+    with with_strict_mode():
+        assert manager.call("silu_and_mul", x()) == "first"
+        broken = True
+        assert manager.call("silu_and_mul", x()) == "ok"

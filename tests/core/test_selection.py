@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import impl, manager_of
-from fl_dispatch import BackendImplKind, NoImplementationError, OpImpl, SelectionPolicy, match_token
+from fl_dispatch import (
+    BackendImplKind,
+    ConfigError,
+    NoImplementationError,
+    OpImpl,
+    SelectionPolicy,
+    get_default_manager,
+    match_token,
+    reset_default_manager,
+    reset_global_policy,
+)
 from fl_dispatch.selection import CHOSEN, SKIPPED, select
 from fl_dispatch.settings import TunedRule
 
@@ -195,3 +205,39 @@ def test_no_implementation_says_why_for_each() -> None:
 def test_an_unknown_kind_of_token_names_nothing() -> None:
     assert not match_token(OpImpl("demo", "default.x", BackendImplKind.DEFAULT, print), "default")
     assert CHOSEN == "chosen"
+
+
+def test_a_tuned_order_can_name_one_layer_and_the_explanation_names_the_rule() -> None:
+    rule = TunedRule(order=("reference",), dtype="float32")
+    policy = SelectionPolicy(op_tuned=(("silu_and_mul@layers.3.*", (rule,)),))
+    impls = [impl("default.a", lambda x: "a", op="silu_and_mul"), impl("reference.b", lambda x: "b", op="silu_and_mul")]
+    manager = manager_of(*impls, policy=policy)
+    assert manager.bind("silu_and_mul", "layers.3.mlp")(torch.ones(1, 2)) == "b"
+    assert manager.bind("silu_and_mul", "layers.4.mlp")(torch.ones(1, 2)) == "a"
+    text = str(manager.explain("silu_and_mul", torch.ones(1, 2), scope="layers.3.mlp"))
+    assert "reference.b: chosen, first in the order reference, flagos, vendor" in text
+    assert "op_tuned" in text
+
+
+def test_a_set_of_vendors_is_taken_and_a_string_is_refused() -> None:
+    assert SelectionPolicy(deny_vendors={"a"}) == SelectionPolicy(deny_vendors=frozenset({"a"}))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not the string"):
+        SelectionPolicy.from_dict(deny_vendors="ascend")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "text"),
+    [
+        ("op_tuned: {silu_and_mul: [{when: {phase: decode}, order: [vendor]}]}", "cannot tell prefill from decode"),
+        ("op_backends: {'silu_and_mul@l.[0-3].*': ['vendor:nobody']}", "leaves nothing to run"),
+    ],
+)
+def test_a_rule_that_can_never_hold_is_refused_at_start(
+    yaml: str, text: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fl.yaml").write_text(yaml)
+    monkeypatch.setenv("VLLM_FL_CONFIG", str(tmp_path / "fl.yaml"))
+    reset_global_policy()
+    reset_default_manager()
+    with pytest.raises(ConfigError, match=text):
+        get_default_manager().ensure_initialized()

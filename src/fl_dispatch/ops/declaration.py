@@ -168,8 +168,10 @@ class Operator:
     phases: bool = False
     work: Callable[..., Work] | None = None
     selection: bool = False
+    signature: inspect.Signature = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "signature", inspect.signature(self.prototype))
         parameters = self.parameters
         for parameter in parameters.values():
             if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
@@ -184,7 +186,7 @@ class Operator:
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """Its parameters in order."""
-        return inspect.signature(self.prototype).parameters
+        return self.signature.parameters
 
     @property
     def doc(self) -> str:
@@ -202,7 +204,7 @@ class Operator:
         Raises:
             TypeError: the call does not fit the signature.
         """
-        bound = inspect.signature(self.prototype).bind(*args, **kwargs)
+        bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
