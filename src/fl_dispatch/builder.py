@@ -62,7 +62,7 @@ def build_entries(
 
 
 def direct_function(manager: OpManager, impl: OpImpl) -> Function:
-    """One implementation as a function with the operator's parameters, without fallback and without asking ``supports``."""
+    """One implementation as a function with the operator's parameters: no fallback, ``supports`` is not asked."""
 
     def otherwise(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported(f"'{impl.impl_id}' of '{impl.op_name}' does not take all of these parameters")

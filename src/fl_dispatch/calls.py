@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -152,4 +153,6 @@ def _default_manager() -> OpManager:
 
 def unknown(op_name: str) -> NoImplementationError:
     """The error for an operator that nobody registered."""
-    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'"])
+    near = difflib.get_close_matches(op_name, OPERATORS, 1)
+    hint = f"; did you mean '{near[0]}'?" if near and near[0] != op_name else ""
+    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'{hint}"])

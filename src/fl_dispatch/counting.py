@@ -52,8 +52,9 @@ def _counted(fn: Callable[..., Any], cells: dict[int, int]) -> Callable[..., Any
     def counted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)  # one that declines or fails did not run
         thread = get_ident()
         cells[thread] = cells.get(thread, 0) + 1  # only this thread writes this cell
-        return fn(*args, **kwargs)
+        return result
 
     return counted

@@ -87,9 +87,12 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
         return False
     transaction = Transaction(registry, key)
     try:
-        target = load()
-        _register_function(target, name)(transaction)
-        count = transaction.commit()
+        function = _register_function(load(), name)
+        origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<unnamed>')}"
+        if "<" not in origin and known_source(registry, origin):  # installed as a plugin, and named as a module too
+            return False
+        function(transaction)
+        count = transaction.commit(*(() if "<" in origin else (origin,)))
     except (Exception, SystemExit) as error:  # a plugin may raise anything, and some exit
         detail = f"{type(error).__name__}: {error}"
         _discovered[key] = DiscoveredPlugin(name, source, False, detail)

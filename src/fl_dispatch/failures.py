@@ -72,6 +72,7 @@ class FailureLog:
 
     def __init__(self) -> None:
         self._failures: dict[tuple[str, str], dict[ArgumentKind, Failure]] = {}
+        self._told: set[tuple[str, str, str]] = set()
 
     def record(self, impl: OpImpl, kind: ArgumentKind, error: BaseException) -> None:
         """Ban an implementation for a kind of arguments."""
@@ -80,6 +81,13 @@ class FailureLog:
             before = kinds.get(kind)
             kinds[kind] = Failure(before.count + 1 if before else 1, text_of(error))
             self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
+
+    def tell_once(self, impl: OpImpl, text: str) -> bool:
+        """Whether this is the first time that this is to be said of an implementation."""
+        key = (impl.op_name, impl.impl_id, text)
+        news = key not in self._told
+        self._told.add(key)
+        return news
 
     def as_a_whole(self, impl: OpImpl) -> str:
         """Why an implementation is banned for all calls; empty when it is not."""

@@ -1,7 +1,7 @@
 """One lock for everybody who changes something: registrations, policies, bans, tables, a manager's start.
 
-Readers take no lock. With a single lock for all writers there is no order to get wrong. A fork waits for the writer at work,
-so that a child never sees a half-done change, and gets a lock of its own.
+Readers take no lock. With a single lock for all writers there is no order to get wrong. A fork waits for the writer at
+work, so that a child never sees a half-done change, and gets a lock of its own.
 """
 
 from __future__ import annotations

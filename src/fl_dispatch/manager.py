@@ -7,6 +7,7 @@ change their own state and then rebuild the entries concerned.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -193,6 +194,16 @@ class OpManager:
             self._facts = {**self._facts, **facts}
             self._republish_if_settled(None)
 
+    def warn_of_unmatched_scopes(self) -> None:
+        """Log each layer pattern of the policy that fits no layer that was bound; a host calls it once all are."""
+        policy = PolicyManager.get_instance().get_global_policy()
+        for key, _ in (*policy.per_op_order, *policy.op_tuned):
+            op_name, at, pattern = key.partition("@")
+            scopes = self._scopes.get(op_name, frozenset())
+            if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
+                examples = ", ".join(sorted(filter(None, scopes))[:2]) or "none"
+                logger.warning("'%s' fits no layer; layers of '%s' are, for example: %s", key, op_name, examples)
+
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.
 
@@ -285,7 +296,7 @@ class OpManager:
         """
         impls = self._registry.get_implementations(op_name)
         if not impls:
-            raise NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'"])
+            raise unknown(op_name)
         return select(
             op_name,
             impls,
@@ -452,7 +463,7 @@ class OpManager:
             self._republish_if_settled(None)
 
     def retire(self, successor: OpManager) -> None:
-        """Another manager becomes the default one: it takes over the bound scopes, the root table and those of contexts."""
+        """Another manager becomes the default one: it takes over bound scopes, root table and contexts' tables."""
         successor._scopes = dict(self._scopes)
         self._root = PrivateTable(self)
         self._context_tables = weakref.WeakSet()
@@ -486,7 +497,7 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators and contexts follow."""
+    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow."""
     global _default
     with writers:
         old, _default = _default, None

@@ -166,7 +166,7 @@ def get_policy_epoch() -> int:
 
 
 class _Entered:
-    """One policy context that was entered. Contexts may end out of order (in generators), so each knows the one before."""
+    """A policy context that was entered. They may end out of order (in generators), so each knows the one before."""
 
     __slots__ = ("before", "ended", "table")
 

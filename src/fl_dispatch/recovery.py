@@ -7,6 +7,7 @@ after an error that kills the device context, nor inside a graph capture.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +135,8 @@ def recover(
             manager.watch(failed)
             add_note(
                 error,
-                f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no copy "
-                "exists, so no other implementation was tried. An implementation that declines arguments says so in "
+                f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no "
+                "copy exists, so no other implementation was tried. An implementation that declines arguments says so in "
                 "'supports', or raises fl_dispatch.NotSupported before it writes.",
             )
             raise error
@@ -158,7 +159,10 @@ def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
             return f"it does not take '{given}'"
     answer = _supports(impl, call)
     if isinstance(answer, Exception):
-        return f"its 'supports' raised {text_of(answer)}"
+        reason = f"its 'supports' raised {text_of(answer)}"
+        if manager.failures.tell_once(impl, reason):
+            logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
+        return reason
     if isinstance(answer, str):
         return answer or "it does not support these arguments"
     return "" if bool(answer) else "it does not support these arguments"
@@ -272,8 +276,8 @@ def _may_fall_back(manager: OpManager, call: Call, failures: _Failures) -> None:
     if manager.lockstep:
         impl, error = failures[0]
         raise RankDivergenceError(
-            f"'{impl.impl_id}' of '{call.op_name}' failed ({text_of(error)}), and this rank runs in lockstep with others "
-            "that did not fall back; the step is aborted"
+            f"'{impl.impl_id}' of '{call.op_name}' failed ({text_of(error)}), and this rank runs in lockstep with "
+            "others that did not fall back; the step is aborted"
         ) from error
 
 
@@ -281,13 +285,13 @@ def _succeeded(manager: OpManager, impl: OpImpl, call: Call, failures: _Failures
     manager.prove(impl, wrote=wrote)
     if not failures:
         return
-    logger.info("Op '%s' fallback to %s", call.op_name, impl)
     banned = False
     for failed, error in failures:
         if not declines(error):
             manager.failures.record(failed, call.kind, error)
             banned = True
         error.with_traceback(None)  # it is settled, and its frames hold the arguments
+    logger.log(logging.INFO if banned else logging.DEBUG, "Op '%s' fallback to %s", call.op_name, impl)
     if banned:
         manager.republish({call.op_name})
 

@@ -155,9 +155,15 @@ class Transaction:
         """The registry underneath as it is now."""
         return self._registry.snapshot()
 
-    def commit(self) -> int:
-        """Register all that was collected, at once; returns how many implementations that was."""
+    def commit(self, *aliases: str) -> int:
+        """Register all that was collected, at once; returns how many implementations that was.
+
+        Args:
+            aliases: further names under which the source is known from then on.
+        """
         self._registry.register_many(self._collected, source=self._source)
+        for alias in aliases:
+            self._registry.register_many((), source=alias)
         return len(self._collected)
 
 

@@ -1,8 +1,9 @@
 """Which implementation runs, and why: a pure function of implementations and policy.
 
-First whatever may not run at all is set aside: vendor allow and deny lists, facts, availability, bans. Then tokens give the
-order: the operator's own order; else a tuned one, followed by the default; else the default order of ``prefer``. Inside one
-token higher priority comes first, then the smaller id. The first candidate that fits the arguments is taken at the call.
+First whatever may not run at all is set aside: vendor allow and deny lists, facts, availability, bans. Then tokens give
+the order: the operator's own order; else a tuned one, followed by the default; else the default order of ``prefer``.
+Inside one token higher priority comes first, then the smaller id. The first candidate that fits the arguments is taken
+at the call.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         RegistrationError: they do not fit; the message names both.
     """
     declared = operator.parameters
+    _check_predicate(impl, operator)
     if impl.signature == "unchecked":
         return Convention(takes=tuple(declared), defaults=False)
     parameters = _parameters(impl)
@@ -79,6 +80,23 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         defaults=ordinary
         and all(taken[name].default is not Parameter.empty for name in taken if _optional(expected[name])),
     )
+
+
+def _check_predicate(impl: OpImpl, operator: Operator) -> None:
+    """``supports`` is called with all of the operator's arguments, positionally."""
+    if impl.supports is None:
+        return
+    try:
+        signature = inspect.signature(impl.supports)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*operator.parameters)
+    except TypeError as error:
+        raise RegistrationError(
+            f"{_name(impl)}: its 'supports' is called with all arguments ({', '.join(operator.parameters)}), "
+            f"but takes {signature}: {error}"
+        ) from None
 
 
 def _match(

@@ -13,7 +13,7 @@ from typing import Any
 from fl_dispatch import get_default_manager
 from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.policy import PolicyManager, SelectionPolicy, set_global_policy
+from fl_dispatch.policy import PolicyManager, SelectionPolicy, get_policy, set_global_policy
 from fl_dispatch.settings import Settings, get_settings, install_settings
 
 from . import compat
@@ -101,6 +101,10 @@ def activate() -> None:
 
 def pack() -> dict[str, str]:
     """Settings and policy of this process, for its children."""
+    if get_policy() != PolicyManager.get_instance().get_global_policy():
+        logger.warning(
+            "a policy context is open, but the engine may live in other processes: it runs the global policy"
+        )
     return {"settings": get_settings().to_json(), "policy": PolicyManager.get_instance().get_global_policy().to_json()}
 
 

@@ -60,6 +60,7 @@ class WorkerFL(Worker):
         super().load_model(*args, **kwargs)
         model = self.get_model()
         layers.bind_scopes(model)
+        get_default_manager().warn_of_unmatched_scopes()
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
         self.fl_survey.refuse_native_run(get_settings())

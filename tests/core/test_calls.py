@@ -329,7 +329,7 @@ def test_a_first_call_may_be_a_compiled_one(op: str) -> None:
     torch._dynamo.reset()
     bound = bind_op(op)
     by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend="eager")
-    by_binding = torch.compile(lambda *args: bound(*args), fullgraph=True, backend="eager")
+    by_binding = torch.compile(bound, fullgraph=True, backend="eager")
     results = [function(*map(clone, args)) for function in (by_name, by_binding, resolve_op(op))]
     torch.testing.assert_close(results[0], results[2])
     torch.testing.assert_close(results[1], results[2])
@@ -349,3 +349,47 @@ def test_a_policy_change_reaches_compiled_code() -> None:
     with with_preference("vendor"):
         assert compiled(torch.zeros(1)).item() == 2
     assert compiled(torch.zeros(1)).item() == 1
+
+
+def test_an_implementation_that_declines_is_not_counted_as_run() -> None:
+    def declines(x: Tensor) -> Any:
+        raise NotSupported("odd size")
+
+    manager = manager_of(
+        impl("default.a", declines, op="silu_and_mul"), impl("reference.b", lambda x: "b", op="silu_and_mul")
+    )
+    manager.set_counting(True)
+    for _ in range(3):
+        manager.call("silu_and_mul", ones(1))
+    assert {key: calls for key, calls in manager.call_counts().items() if calls} == {("silu_and_mul", "reference.b"): 3}
+
+
+def test_a_predicate_that_raises_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_of(
+        impl("default.a", lambda x: "a", op="silu_and_mul", supports=lambda x: {}["no"]),
+        impl("reference.b", lambda x: "b", op="silu_and_mul"),
+    )
+    with caplog.at_level(logging.WARNING, logger="fl_dispatch"):
+        for _ in range(3):
+            assert manager.call("silu_and_mul", ones(1)) == "b"
+    assert [record.message for record in caplog.records] == [
+        "Implementation 'default.a' is left out of op 'silu_and_mul': its 'supports' raised KeyError: 'no'"
+    ]
+
+
+def test_a_layer_pattern_that_fits_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    policy = SelectionPolicy.from_dict(
+        per_op_order={"rms_norm@layers.9.*": ["flagos"], "rms_norm@layers.1": ["flagos"]}
+    )
+    manager = manager_of(impl("default.a", rms, op="rms_norm"), policy=policy)
+    manager.bind("rms_norm", "layers.1")
+    with caplog.at_level(logging.WARNING, logger="fl_dispatch"):
+        manager.warn_of_unmatched_scopes()
+    assert [record.message for record in caplog.records] == [
+        "'rms_norm@layers.9.*' fits no layer; layers of 'rms_norm' are, for example: layers.1"
+    ]
+
+
+def test_an_unknown_name_that_is_near_a_known_one_is_suggested() -> None:
+    with pytest.raises(NoImplementationError, match="did you mean 'rms_norm'"):
+        call_op("rmsnorm", ones(1))

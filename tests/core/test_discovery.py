@@ -217,3 +217,14 @@ def register_builtins(registry):
 
     with with_preference("vendor"):
         assert manager.call("silu_and_mul", torch.ones(1, 2)) == "acme"
+
+
+def test_a_plugin_that_is_installed_and_named_too_registers_once(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    name = plugin(REGISTER.format(name="register_builtins"))
+    module = importlib.import_module(name)
+    monkeypatch.setattr(discovery_module, "entry_points", lambda group: [entry_point(module.register_builtins)])
+    registry = OpRegistry()
+    assert discover_plugins(registry) == 1
+    assert len(registry.get_implementations("silu_and_mul")) == 1

@@ -193,3 +193,8 @@ def test_a_late_registration_is_seen_by_the_next_call() -> None:
     assert manager.call("demo", 1) == "reference.torch"
     registry.register_impl(impl("default.late"))
     assert manager.call("demo", 1) == "default.late"
+
+
+def test_a_predicate_that_cannot_take_the_arguments_is_refused() -> None:
+    with pytest.raises(RegistrationError, match="'supports' is called with all arguments"):
+        OpRegistry().register_impl(impl("default.a", right, op="rms_norm", supports=lambda x: True))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import abc
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import BackendImplKind, OpImpl
+
+logger = get_logger(__name__)
 
 
 class Registry(Protocol):
@@ -53,6 +57,8 @@ class Backend(abc.ABC):
         impl_id: str,
         priority: int | None = None,
         supports: Mapping[str, Callable[..., bool | str]] | None = None,
+        properties: Mapping[str, Any] | None = None,
+        requires: Mapping[str, Any] | None = None,
     ) -> list[OpImpl]:
         """One :class:`OpImpl` for each declared operator that this backend has a method for, in the catalogue's order.
 
@@ -61,11 +67,16 @@ class Backend(abc.ABC):
             impl_id: the id of all of them.
             priority: see :class:`OpImpl`.
             supports: operator → predicate over its arguments, see :class:`OpImpl`.
+            properties, requires: of all of them, see :class:`OpImpl`.
 
         Raises:
             ValueError: ``supports`` names an operator that this backend does not implement.
         """
         names = [name for name in OPERATORS if callable(getattr(self, name, None))]
+        for own in vars(type(self)):
+            near = difflib.get_close_matches(own, OPERATORS, 1, cutoff=0.85)
+            if near and own not in OPERATORS and not own.startswith("_"):
+                logger.warning("backend %s: method '%s' is no operator; did you mean '%s'?", self.name, own, near[0])
         predicates: Mapping[str, Callable[..., Any]] = supports or {}
         for name in predicates:
             if name not in names:
@@ -82,6 +93,8 @@ class Backend(abc.ABC):
                 priority=priority,
                 supports=predicates.get(name),
                 available=self.is_available,
+                properties=properties or {},
+                requires=requires or {},
             )
             for name in names
         ]

@@ -75,7 +75,7 @@ def demo(
 ) -> None:
     """Generate with a real vLLM through the dispatch core, and compare with Hugging Face.
 
-    Exit code 1 if the tokens differ or if no operator of ours ran.
+    Exit code 1 if the tokens differ, if an implementation failed, or if no operator of ours ran.
     """
     _environment(prefer, config)
     prompts = list(prompt or PROMPTS)
@@ -96,6 +96,11 @@ def demo(
         _show(prompts, generated, expected, report, counts)
     if not equal:
         fail("the tokens differ from Hugging Face's")
+        raise typer.Exit(1)
+    for op_name, impl_ids in report["failed"].items():
+        for impl_id in impl_ids:
+            fail(f"'{impl_id}' failed in '{op_name}' and is banned; another one took over (--verbose shows why)")
+    if report["failed"]:
         raise typer.Exit(1)
     if not counts:
         fail("no operator ran through the dispatch core")
@@ -182,7 +187,7 @@ def _show(
     rows = []
     for (op_name, impl_id), calls in sorted(counts.items()):
         why = next((entry for entry in report["decisions"][op_name]["considered"] if entry["impl_id"] == impl_id), None)
-        rows.append((op_name, impl_id, why["kind"] if why else "", calls, why["reason"] if why else ""))
+        rows.append((op_name, impl_id, why["kind"] if why else "", calls, _reason(why)))
     print_table(
         f"What ran, counted in the engine's process {report['pid']}",
         ("operator", "implementation", "kind", "calls", "why"),
@@ -196,6 +201,14 @@ def _show(
         style="bold green" if same else "bold red",
         highlight=False,
     )
+
+
+def _reason(why: dict[str, Any] | None) -> str:
+    if why is None:
+        return ""
+    if why["status"] == "chosen":
+        return str(why["reason"])
+    return f"for the layers or calls that a rule, or another implementation's limits, send here ({why['reason']})"
 
 
 @contextmanager

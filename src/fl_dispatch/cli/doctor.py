@@ -13,7 +13,7 @@ import typer
 from ..device import detect_device, device_specs
 from ..discovery import get_discovered_plugins
 from ..errors import DispatchError
-from ..manager import get_default_manager
+from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings
 from .output import fail, print_json, print_table
 
@@ -31,6 +31,9 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for pro
         print_table("Device", ("fact", "value"), report["device"].items())
         print_table("Host entry points", ("group", "name", "target", "state"), report["entry_points"])
         print_table("Backends", ("name", "where", "state", "detail"), report["backends"])
+        print_table(
+            "Implementations that cannot run here", ("implementation", "operators", "why"), report["unavailable"]
+        )
         print_table("Settings", ("setting", "value", "origin"), report["settings"])
         for warning in report["warnings"]:
             print(f"warning: {warning}")
@@ -47,6 +50,7 @@ def examine() -> dict[str, Any]:
     problems: list[str] = []
     warnings: list[str] = []
     settings_rows: list[list[str]] = []
+    unavailable: list[list[str]] = []
     try:
         settings = get_settings()
         settings_rows = [
@@ -59,6 +63,7 @@ def examine() -> dict[str, Any]:
                 problems.append(
                     f"operator '{op_name}' has no implementation that can run here; see fl explain {op_name}"
                 )
+        unavailable = _unavailable(manager)
     except DispatchError as error:
         problems.append(str(error))
     backends = [[p.name, p.source, "ok" if p.loaded else "broken", p.detail] for p in get_discovered_plugins()]
@@ -66,15 +71,28 @@ def examine() -> dict[str, Any]:
         f"backend '{name}' ({where}) failed: {detail}" for name, where, state, detail in backends if state == "broken"
     ]
     points = _entry_points(warnings, problems)
+    problems = list(dict.fromkeys(problems))
     return {
         "versions": _versions(),
         "device": _device(problems),
         "entry_points": points,
         "backends": backends,
+        "unavailable": unavailable,
         "settings": settings_rows,
         "warnings": warnings,
         "problems": problems,
     }
+
+
+def _unavailable(manager: OpManager) -> list[list[str]]:
+    """Implementation, operators and reason, for those whose library or device is missing here."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for op_name, impls in manager.registry.snapshot().impls_by_op.items():
+        for impl in impls:
+            available, why = impl.availability()
+            if not available:
+                found.setdefault((impl.impl_id, why), []).append(op_name)
+    return [[impl_id, ", ".join(op_names), why] for (impl_id, why), op_names in found.items()]
 
 
 def _versions() -> dict[str, str]:

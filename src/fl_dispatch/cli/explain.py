@@ -30,6 +30,9 @@ def explain(
     try:
         decision = manager.explain(operator, scope=scope)
     except NoImplementationError as error:
+        if operator in OPERATORS:
+            fail(f"'{operator}' is declared, but only a host's plugin implements it, in the engine")
+            raise typer.Exit(2) from error
         near = difflib.get_close_matches(operator, manager.registry.list_operators(), 1)
         fail(
             f"nobody registered an operator '{operator}'" + (f"; did you mean '{near[0]}'?" if near else "; see fl ops")
@@ -40,7 +43,8 @@ def explain(
         return
     declared = OPERATORS.get(operator)
     if declared is not None:
-        console.print(declared.summary, highlight=False)
+        console.print(f"{operator}{declared.signature}".replace("'", ""), highlight=False, markup=False)
+        console.print(declared.summary, highlight=False, markup=False)
     console.print(
         f"order: {', '.join(decision.order)}  ({decision.source}, {decision.origin})", highlight=False, markup=False
     )

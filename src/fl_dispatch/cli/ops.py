@@ -23,7 +23,7 @@ def ops(json: Annotated[bool, typer.Option("--json", help="Print JSON for progra
         (
             (
                 row["operator"],
-                row["chosen"] or "none",
+                row["chosen"] or "(by the host's plugin)",
                 *(", ".join(row[status]) for status in ("fallback", "skipped")),
                 row["summary"],
             )

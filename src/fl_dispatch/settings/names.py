@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from importlib.metadata import entry_points
 
 from fl_dispatch.logger_manager import get_logger
 
@@ -78,10 +79,11 @@ def check_vendor(name: str, place: Place) -> None:
     """A vendor's name, in any case of letters.
 
     Raises:
-        ConfigError: it is a near miss of a vendor of this package.
+        ConfigError: it is a near miss of a vendor of this package, or of an installed plugin.
     """
-    if name.casefold() not in VENDORS:
-        _check("vendor", name, VENDORS, (), place)
+    known = (*VENDORS, *(point.name for point in entry_points(group="vllm_fl.plugin")))
+    if name.casefold() not in known:
+        _check("vendor", name, known, (), place)
 
 
 def check_layer(name: str, place: Place) -> None:
