@@ -136,8 +136,8 @@ def recover(
             add_note(
                 error,
                 f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no "
-                "copy exists, so no other implementation was tried. An implementation that declines arguments says so in "
-                "'supports', or raises fl_dispatch.NotSupported before it writes.",
+                "copy exists, so no other implementation was tried. One that declines arguments says so in 'supports', "
+                "or raises fl_dispatch.NotSupported before it writes.",
             )
             raise error
         _warn(failed, call, error)
