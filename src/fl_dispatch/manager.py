@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import entries, recovery
-from .builder import Key, bound_key, build_entries, direct_function, keys_of
+from .builder import direct_function
 from .calls import bind_op, call_op, call_through, explain, is_layer_first, parse_key, resolve_op, unknown
 from .calls import recover as recover_call
 from .counting import CallCounter
@@ -29,7 +29,8 @@ from .recovery import Call
 from .registry import OpRegistry
 from .selection import Decision, select
 from .settings import get_settings
-from .table import ROOT, DispatchTable, PrivateTable
+from .table import ROOT, DispatchTable
+from .tables import TableKeeper
 from .types import OpImpl
 
 logger = get_logger(__name__)
@@ -48,6 +49,7 @@ class OpManager:
         failures: the bans.
         proofs: which implementations have succeeded.
         counter: calls by implementation, while counting is on.
+        tables: what calls read, kept up to date.
         lockstep: set by a host whose ranks run in step; a fallback then aborts the step instead of diverging.
     """
 
@@ -67,13 +69,9 @@ class OpManager:
         self._started = False
         self._starting = False
         self._available: dict[OpImpl, tuple[bool, str]] = {}
-        self._scopes: dict[str, frozenset[str]] = {}
         self._facts: Mapping[str, Any] = {}
         self._epoch = 0
-        self._root = PrivateTable(self) if root is None else root
-        self._root.owner = self
-        self._context_tables: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
-        self._own_context_tables: dict[SelectionPolicy, DispatchTable] = {}
+        self.tables = TableKeeper(self, root)
         self._registry.subscribe(self._on_registration)
         with writers:
             _managers.add(self)
@@ -82,23 +80,17 @@ class OpManager:
 
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run an operator; see :func:`fl_dispatch.call_op`."""
-        return call_through(self._root, op_name, args, kwargs)
+        return call_through(self.tables.root, op_name, args, kwargs)
 
     def bind(self, op_name: str, scope: str | None = None) -> Callable[..., Any]:
         """A function that runs an operator; see :func:`fl_dispatch.bind_op`."""
         self.ensure_initialized()
-        key = bound_key(op_name, scope or "")
-        with writers:
-            known = self._scopes.get(op_name, frozenset())
-            if (scope or "") not in known:
-                self._scopes[op_name] = known | {scope or ""}
-                for table in self._tables():
-                    self._refresh(table, [key])
+        key = self.tables.bind(op_name, scope or "")
         operator = OPERATORS.get(op_name)
-        root = self._root
+        root = self.tables.root
         if operator is None:
-            return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key.text)
-        return entries.bound(operator, key.text, root, recover_call, unknown)
+            return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
+        return entries.bound(operator, key, root, recover_call, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The implementation that a call would run, without fallback.
@@ -134,7 +126,7 @@ class OpManager:
             NoImplementationError: nobody registered the operator.
         """
         self.ensure_initialized()
-        decision = self.decide(op_name, scope, self._table().policy)
+        decision = self.decide(op_name, scope, self.tables.current().policy)
         if not args and not kwargs:
             return decision
         call = self._call_of(op_name, scope, args, kwargs)
@@ -172,7 +164,7 @@ class OpManager:
             PluginLoadError: a plugin module that the user named does not load.
             RegistrationError: two implementations have one id, or a signature does not fit.
         """
-        if not self._root.settled:
+        if not self.tables.root.settled:
             self._bring_up()
 
     def bump_policy_epoch(self) -> None:
@@ -199,7 +191,7 @@ class OpManager:
         policy = PolicyManager.get_instance().get_global_policy()
         for key, _ in (*policy.per_op_order, *policy.op_tuned):
             op_name, at, pattern = key.partition("@")
-            scopes = self._scopes.get(op_name, frozenset())
+            scopes = self.tables.scopes(op_name)
             if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
                 examples = ", ".join(sorted(filter(None, scopes))[:2]) or "none"
                 logger.warning("'%s' fits no layer; layers of '%s' are, for example: %s", key, op_name, examples)
@@ -316,7 +308,7 @@ class OpManager:
 
     def _selected(self, op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpImpl:
         self.ensure_initialized()
-        table = self._table()
+        table = self.tables.current()
         decision = table.decisions.get(op_name) or self.decide(op_name, None, table.policy)
         if not args and not kwargs:
             if decision.chosen is None:
@@ -341,7 +333,7 @@ class OpManager:
 
     def _bring_up(self) -> None:
         with writers:
-            if self._root.settled:
+            if self.tables.root.settled:
                 return  # another thread did
             if self._register_builtins and not self._started and not self._starting:
                 self._starting = True  # a plugin that dispatches while it registers gets what is there so far
@@ -383,73 +375,9 @@ class OpManager:
                 problem = f"'{operator.name}' cannot tell prefill from decode, so a rule with 'phase' never holds"
                 raise ConfigError(str(policy.origin("op_tuned")), key, problem)
 
-    # ---- tables
-
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
-        with writers:
-            for table in self._tables():
-                if op_names is None or not table.settled:
-                    self._fill(table)
-                else:
-                    self._refresh(table, [key for op in op_names for key in keys_of(op, self._scopes.get(op, ()))])
-
-    def context_table(self) -> DispatchTable:
-        """The table for the policy in force here, of a manager that is not the default one."""
-        policies = PolicyManager.get_instance()
-        policy = policies.get_policy()
-        if policy is policies.get_global_policy():
-            return self._root
-        with writers:
-            table = self._own_context_tables.get(policy)
-            if table is None:
-                if len(self._own_context_tables) >= PolicyManager.KEPT_TABLES:
-                    self._own_context_tables.clear()
-                table = self._own_context_tables[policy] = DispatchTable(policy)
-                self.adopt(table)
-        return table
-
-    def adopt(self, table: DispatchTable) -> None:
-        """Fill a context's table and keep it up to date as long as it lives."""
-        with writers:
-            table.owner = self
-            self._context_tables.add(table)
-            if self._root.settled:
-                self._fill(table)
-
-    def _tables(self) -> list[DispatchTable]:
-        return [*self._context_tables, self._root]  # the root last: once it is settled, all are
-
-    def _table(self) -> DispatchTable:
-        root: DispatchTable = self._root
-        current: DispatchTable = root if root.plain else root.current
-        return current
-
-    def _fill(self, table: DispatchTable) -> None:
-        if table is self._root:
-            table.policy = PolicyManager.get_instance().get_global_policy()
-        impls = None
-        while impls is not self._registry.snapshot().impls_by_op:  # an availability check may register something
-            impls = self._registry.snapshot().impls_by_op
-            keys = [key for op in impls for key in keys_of(op, self._scopes.get(op, ()))]
-            functions, decisions = build_entries(self, table.policy, keys)
-        if table.owner is self:
-            table.publish(functions, decisions)
-
-    def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
-        if not table.settled:
-            return
-        functions, decisions = build_entries(self, table.policy, keys)
-        gone = {key.text for key in keys} - functions.keys()
-        if table.owner is self:
-            table.publish(
-                {**{key: value for key, value in table.entries.items() if key not in gone}, **functions},
-                {**{key: value for key, value in table.decisions.items() if key not in gone}, **decisions},
-            )
-
-    def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:
-        if self._root.settled:
-            self.republish(op_names)
+        self.tables.republish(op_names)
 
     # ---- changes from elsewhere
 
@@ -462,16 +390,9 @@ class OpManager:
             self.failures.clear()
             self._republish_if_settled(None)
 
-    def retire(self, successor: OpManager) -> None:
-        """Another manager becomes the default one: it takes over bound scopes, root table and contexts' tables."""
-        successor._scopes = dict(self._scopes)
-        self._root = PrivateTable(self)
-        self._context_tables = weakref.WeakSet()
-
-    def unsettle(self) -> None:
-        """Have all tables rebuilt at the next call."""
-        for table in self._tables():
-            table.unsettle()
+    def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:
+        if self.tables.root.settled:
+            self.republish(op_names)
 
 
 # ---- the default manager
@@ -489,9 +410,9 @@ def get_default_manager() -> OpManager:
             if manager is None:
                 manager = OpManager(root=ROOT)
                 policies = PolicyManager.get_instance()
-                policies.on_table = manager.adopt
+                policies.on_table = manager.tables.adopt
                 for table in policies.tables():
-                    manager.adopt(table)
+                    manager.tables.adopt(table)
                 _default = manager
     return manager
 
@@ -504,8 +425,8 @@ def reset_default_manager() -> None:
         PolicyManager.get_instance().reread_settings()
         new = get_default_manager()
         if old is not None:
-            old.retire(new)
-        new.unsettle()
+            old.tables.retire(new.tables)
+        new.tables.unsettle()
         _policy_changed()
 
 
@@ -521,7 +442,7 @@ def _policy_changed() -> None:
 
 def _after_fork_in_child() -> None:
     for manager in list(_managers):
-        manager.unsettle()
+        manager.tables.unsettle()
 
 
 _start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time

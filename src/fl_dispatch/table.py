@@ -83,7 +83,7 @@ class PrivateTable(DispatchTable):
 
     @property
     def current(self) -> DispatchTable:
-        return self.owner.context_table()
+        return self.owner.tables.for_context()
 
 
 ROOT = DispatchTable()

@@ -326,7 +326,7 @@ def test_declining_a_thousand_times_rebuilds_nothing() -> None:
     )
     x = torch.ones(1, 2)
     manager.call("silu_and_mul", x)
-    entries = manager._root.entries
+    entries = manager.tables.root.entries
     for _ in range(1000):
         manager.call("silu_and_mul", x)
-    assert manager._root.entries is entries
+    assert manager.tables.root.entries is entries
