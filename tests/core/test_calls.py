@@ -393,3 +393,23 @@ def test_a_layer_pattern_that_fits_nothing_is_told(caplog: pytest.LogCaptureFixt
 def test_an_unknown_name_that_is_near_a_known_one_is_suggested() -> None:
     with pytest.raises(NoImplementationError, match="did you mean 'rms_norm'"):
         call_op("rmsnorm", ones(1))
+
+
+def test_debug_mode_logs_every_decision_with_its_trace_and_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_FL_DISPATCH_DEBUG", "1")
+    reset_default_manager()
+    with caplog.at_level(logging.INFO, logger="fl_dispatch"):
+        call_op("silu_and_mul", ones(1, 4))
+    assert "silu_and_mul: order flagos, vendor, reference" in caplog.text
+    assert "reference.torch: chosen" in caplog.text
+    assert get_default_manager().call_counts() == {("silu_and_mul", "reference.torch"): 1}
+
+
+def test_switched_off_every_operator_runs_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PREFER_ENABLED", "false")
+    reset_default_manager()
+    get_default_manager().registry.register_impl(impl("default.a", lambda x: "a", op="silu_and_mul"))
+    assert call_op("silu_and_mul", ones(1, 4)).shape == (1, 2)
+    assert "switched off" in str(explain("silu_and_mul"))
