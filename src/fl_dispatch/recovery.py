@@ -273,8 +273,9 @@ def _needs_copies(manager: OpManager, impl: OpImpl) -> bool:
 
 
 def _may_fall_back(manager: OpManager, call: Call, failures: _Failures) -> None:
-    if manager.lockstep:
-        impl, error = failures[0]
+    failed = [(impl, error) for impl, error in failures if not declines(error)]  # all ranks decline alike
+    if manager.lockstep and failed:
+        impl, error = failed[0]
         raise RankDivergenceError(
             f"'{impl.impl_id}' of '{call.op_name}' failed ({text_of(error)}), and this rank runs in lockstep with "
             "others that did not fall back; the step is aborted"

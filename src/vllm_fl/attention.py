@@ -1,7 +1,8 @@
 """Attention for vLLM over the operators ``kv_cache_write`` and ``paged_attention``.
 
 vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
-strided views of it. Both of vLLM's KV-cache interfaces are served: 0.26 asks for shapes, 0.32 for layouts.
+strided views of it. The class answers both of vLLM's KV-cache interfaces: 0.26 asks for
+shapes (not run by us yet), 0.32 for layouts.
 """
 
 from __future__ import annotations
@@ -181,6 +182,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             self.sinks,
         )
         if result is not out:
+            if result.shape != out.shape:
+                raise ValueError(f"'paged_attention' returned {tuple(result.shape)} instead of {tuple(out.shape)}")
             out.copy_(result)
         return output
 

@@ -1,6 +1,6 @@
 """Every place where a host attribute is replaced or added at run time, and every difference between host versions.
 
-Nothing else in this package touches vLLM's or PyTorch's attributes. Each replacement is a row of :data:`REPLACEMENTS`
+Nothing else in this package replaces vLLM's or PyTorch's attributes. Each replacement is a row of :data:`REPLACEMENTS`
 with its reason and the host versions it is for; :func:`check_targets` finds the rows whose target has moved.
 """
 
@@ -10,11 +10,15 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
+from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,18 @@ def host_version() -> str:
     from vllm.version import __version__
 
     return ".".join(__version__.split(".")[:2])
+
+
+TESTED_HOSTS = ("0.32",)
+
+
+@cache
+def warn_of_untested_host() -> None:
+    """One WARNING on a vLLM that the tests did not run on, with what is known to be missing there."""
+    if host_version() not in TESTED_HOSTS:
+        missing = "; ".join(check_targets()) or "every attribute that is replaced is there"
+        tested = ", ".join(TESTED_HOSTS)
+        logger.warning("vLLM %s is not a tested version (%s): %s", host_version(), tested, missing)
 
 
 def check_targets() -> list[str]:

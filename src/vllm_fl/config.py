@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch import NoImplementationError, call_op
+from fl_dispatch import ConfigError, NoImplementationError, SelectionPolicy, call_op, get_default_manager
 from fl_dispatch.device import DeviceSpec
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.settings import get_settings
+from fl_dispatch.settings import Settings, get_settings
 
 from . import startup
 
@@ -43,7 +43,9 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         raise ValueError("vllm_fl runs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
-        attention_backend_path(model.use_mla)
+        _check_attention_class(attention_backend_path(model.use_mla))
+    cache_space()
+    _refuse_layers_switched_off(vllm_config)
 
 
 def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
@@ -73,6 +75,47 @@ def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
         (model.is_moe, "mixture-of-experts layers"),
     ]
+
+
+def cache_space() -> int | None:
+    """Bytes that ``VLLM_CPU_KVCACHE_SPACE`` asks for, or ``None``.
+
+    Raises:
+        ConfigError: it is no positive number of GiB.
+    """
+    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    try:
+        size = int(float(text) * (1 << 30)) if text else None
+    except (ValueError, OverflowError):
+        size = -1
+    if size is not None and size < 0:
+        raise ConfigError(
+            "environment variable VLLM_CPU_KVCACHE_SPACE", None, f"a number of GiB is needed, not {text!r}"
+        )
+    return size or None
+
+
+def _check_attention_class(path: str) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backend import AttentionBackend
+
+    chosen = get_default_manager().get_selected_impl_id("attention_backend")
+    try:
+        found = resolve_obj_by_qualname(path)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"'{chosen}' of 'attention_backend' names {path!r}, which cannot be imported: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
+        raise ValueError(f"'{chosen}' of 'attention_backend' names {path!r}, which is no AttentionBackend of vLLM")
+
+
+def _refuse_layers_switched_off(vllm_config: VllmConfig) -> None:
+    settings, asked = get_settings(), set(vllm_config.compilation_config.custom_ops)
+    if "none" in asked and settings.enabled and settings.oot_enabled and not any(op.startswith("+") for op in asked):
+        raise ValueError(
+            "custom_ops=['none'] would leave every layer to vLLM's own code; set VLLM_FL_OOT_ENABLED=0 if that is meant"
+        )
 
 
 def attention_backend_path(use_mla: bool) -> str:
@@ -125,6 +168,10 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     _set(vllm_config.compilation_config, "mode", CompilationMode.NONE, "compiled models are not supported yet")
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # every process must agree on it
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "vllm_fl runs vLLM's V1 model runner, but something in this configuration forces the V2 runner"
+        )
     if device.torch_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // parallel.world_size)
         logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)
@@ -141,6 +188,21 @@ def _set(config: Any, field: str, value: Any, reason: str) -> None:
 # -- additions --------------------------------------------------------------------------------------------------------
 
 
+def _check_packed(given: Any) -> None:
+    """What stands under our key came from a parent process, or from a user who must learn what may stand there."""
+    where = f"additional_config.{startup.CONFIG_KEY}"
+    if not isinstance(given, dict) or not set(given) <= {"settings", "policy"}:
+        raise ConfigError(
+            where, None, f"may only hold 'settings' and 'policy' as their to_json() wrote them, not {given!r}"
+        )
+    for name, parse in (("settings", Settings.from_json), ("policy", SelectionPolicy.from_json)):
+        try:
+            if name in given:
+                parse(given[name])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(where, name, f"is not what to_json() wrote: {error}") from error
+
+
 def pack_settings(vllm_config: VllmConfig) -> None:
     """Put settings and policy where every child process finds them; what is there already stays.
 
@@ -149,5 +211,7 @@ def pack_settings(vllm_config: VllmConfig) -> None:
     existing = vllm_config.additional_config
     if not isinstance(existing, dict):
         raise ValueError("vllm_fl carries its settings in additional_config, which must be a dictionary")
-    packed = {**startup.pack(), **existing.get(startup.CONFIG_KEY, {})}
+    given = existing.get(startup.CONFIG_KEY, {})
+    _check_packed(given)
+    packed = {**startup.pack(), **given}
     vllm_config.additional_config = {**existing, startup.CONFIG_KEY: packed}  # a copy: the user's own stays as it is

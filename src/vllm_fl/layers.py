@@ -18,6 +18,7 @@ from vllm.model_executor import custom_op
 
 from fl_dispatch import bind_op
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.policy import get_policy
 from fl_dispatch.settings import Settings
 
 logger = get_logger(__name__)
@@ -157,6 +158,11 @@ LAYER_CLASSES = (
 def register(settings: Settings) -> None:
     """Register the wanted classes with vLLM and take back the unwanted ones. Idempotent."""
     registered = custom_op.op_registry_oot
+    known = {name for row in LAYER_CLASSES for name in (row.name, row.operator)}
+    for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
+        logger.warning(
+            "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
+        )
     for row in LAYER_CLASSES:
         present = registered.get(row.name)
         ours = present is not None and issubclass(present, DispatchedLayer)
@@ -213,13 +219,32 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def bind_scopes(model: nn.Module) -> None:
-    """Bind every layer's operators again, now for the layer's prefix."""
-    for prefix, module in model.named_modules():
+    """Bind every layer's operators again, now for the layer's prefix.
+
+    Raises:
+        ValueError: a rule names one of several layers that share a module, so it cannot be obeyed.
+    """
+    prefixes: dict[DispatchedLayer, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DispatchedLayer):
-            module.fl_bind(prefix)
+            prefixes.setdefault(module, []).append(prefix)
+    for module, shared in prefixes.items():
+        _refuse_partial_rules(module.fl_operator, shared)
+        module.fl_bind(shared[0])
     for prefix, module in _attention_layers(model):
         if hasattr(module.impl, "fl_bind"):
             module.impl.fl_bind(getattr(module, "layer_name", prefix))
+
+
+def _refuse_partial_rules(op_name: str, shared: list[str]) -> None:
+    """vLLM lets layers share modules (one rotary embedding for all, say): a rule holds for all of them or for none."""
+    policy = get_policy()
+    for name, rules in (("per_op_order", policy.get_per_op_order), ("op_tuned", policy.get_tuned_rules)):
+        if len({str(rules(op_name, prefix)) for prefix in shared}) > 1:
+            raise ValueError(
+                f"{policy.origin(name)}: a rule for '{op_name}' names some of the layers that share one module here "
+                f"({', '.join(shared[:3])}, ...: {len(shared)} in all); name all of them, or none"
+            )
 
 
 def survey(model: nn.Module) -> Survey:

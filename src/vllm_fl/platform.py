@@ -24,8 +24,6 @@ logger = get_logger(__name__)
 
 DEVICE = detect_device()
 
-compat.silence_accelerator()
-
 
 class PlatformFL(Platform):
     """An out-of-tree platform for any device that has a spec."""
@@ -125,6 +123,7 @@ class PlatformFL(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
+        compat.silence_accelerator()
         startup.activate()
 
     @classmethod
@@ -137,6 +136,7 @@ class PlatformFL(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        compat.silence_accelerator()
         startup.activate()
         config.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE)

@@ -33,7 +33,6 @@ _stored: Exception | None = None
 
 def detect() -> str | None:
     """The platform's class path, or ``None`` where vLLM's own platform should run. Never raises."""
-    compat.declare_variables()
     return _decide()
 
 
@@ -41,10 +40,11 @@ def detect() -> str | None:
 def _decide() -> str | None:
     global _stored
     try:
+        compat.declare_variables()
         active, reason = _judge()
     except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
         _stored = error
-        active, reason = True, "its settings are wrong, so start-up will stop"
+        active, reason = True, f"start-up will stop, because of {type(error).__name__}: {error}"
     logger.info("vllm_fl is %s: %s", "active" if active else "not active", reason)
     return PLATFORM if active else None
 
@@ -75,28 +75,36 @@ def is_active() -> bool:
     """Whether vLLM runs on our platform in this process."""
     from vllm.platforms import current_platform
 
-    from .platform import PlatformFL
-
-    return isinstance(current_platform, PlatformFL)
+    return any(f"{base.__module__}.{base.__qualname__}" == PLATFORM for base in type(current_platform).__mro__)
 
 
 def register_ops() -> None:
-    """vLLM's general entry point: does nothing unless the platform is ours."""
+    """vLLM's general entry point: does nothing unless the platform is ours, and says so if it should be."""
+    wanted = _decide()
     raise_stored()
     if is_active():
         from . import layers
 
         layers.register(get_settings())
+    elif wanted is not None:
+        from vllm.platforms import current_platform
+
+        logger.warning(
+            "vllm_fl is installed, but vLLM runs %s and no operator is dispatched; VLLM_TARGET_DEVICE=cpu and a "
+            "VLLM_PLUGINS without 'fl' have that effect",
+            type(current_platform).__name__,
+        )
 
 
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     raise_stored()
-    manager = get_default_manager()
-    manager.ensure_initialized()
+    compat.warn_of_untested_host()
     from .attention import register_backend
 
+    manager = get_default_manager()
     register_backend(manager.registry)
+    manager.ensure_initialized()
 
 
 def pack() -> dict[str, str]:

@@ -13,12 +13,12 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from fl_dispatch import get_default_manager, oplist
+from fl_dispatch import RankDivergenceError, get_default_manager, oplist
 from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import attention, layers, startup
+from . import attention, compat, config, layers, startup
 
 logger = get_logger(__name__)
 
@@ -31,6 +31,7 @@ class WorkerFL(Worker):
     """vLLM's worker without its CUDA parts, on the V1 model runner for the CPU."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        compat.silence_accelerator()
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         layers.register(get_settings())
@@ -76,12 +77,14 @@ class WorkerFL(Worker):
         """
         available = detect_device().memory(0)[0]
         explicit = self.cache_config.kv_cache_memory_bytes
-        if explicit is None and (space := os.environ.get("VLLM_CPU_KVCACHE_SPACE")):
-            explicit = int(space) * GIB
+        if explicit is None:
+            explicit = config.cache_space()
         if explicit is not None:
-            if explicit > available:
-                asked, have = explicit / GIB, available / GIB
-                raise ValueError(f"{asked:.1f} GiB are asked for as KV cache, but only {have:.1f} GiB are available")
+            if explicit > available // self.parallel_config.world_size:
+                asked, have = explicit / GIB, available / GIB / self.parallel_config.world_size
+                raise ValueError(
+                    f"{asked:.1f} GiB are asked for as KV cache, but only {have:.1f} GiB are available to each worker"
+                )
             return explicit
         longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
         share = int(available * self.cache_config.gpu_memory_utilization) // self.parallel_config.world_size
@@ -97,12 +100,33 @@ class WorkerFL(Worker):
         return size
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run one small batch, so that every implementation has proven itself before the first request."""
+        """Run one small batch, so that implementations have proven themselves before the first request.
+
+        vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing.
+        """
         tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens)
         self.model_runner._dummy_run(tokens, force_attention=True)
-        get_default_manager().lockstep = self.parallel_config.world_size > 1  # from here on all ranks choose alike
+        self._compare_ranks()
+        get_default_manager().lockstep = self.parallel_config.world_size > 1
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)
+
+    def _compare_ranks(self) -> None:
+        """Refuse to serve if a rank of the tensor-parallel group chose otherwise: each would compute another half."""
+        if self.parallel_config.tensor_parallel_size == 1:
+            return
+        from vllm.distributed.parallel_state import get_tp_group
+
+        manager, group = get_default_manager(), get_tp_group()
+        chosen = {op: manager.explain(op).chosen for op in manager.registry.list_operators()}
+        mine = {op: impl.impl_id if impl else None for op, impl in chosen.items()}
+        mine |= {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
+        ranks: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(ranks, mine, group=group.cpu_group)
+        keys = [key for key in sorted({*mine}.union(*ranks)) if len({str(other.get(key)) for other in ranks}) > 1]
+        if keys:
+            lines = "; ".join(f"{key}: {[other.get(key) for other in ranks]}" for key in keys)
+            raise RankDivergenceError(f"the ranks chose different implementations (rank 0 first): {lines}")
 
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fl_dispatch import ConfigError, SelectionPolicy, policy_context
 from fl_dispatch.device import CPU
 from vllm_fl import config, startup
 
@@ -32,6 +33,7 @@ def vllm_config() -> Any:
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
         additional_config={"mine": 1},
+        compilation_config=SimpleNamespace(custom_ops=["all"]),
     )
 
 
@@ -91,7 +93,49 @@ def test_the_users_additional_config_stays_as_it_is(vllm_config: Any) -> None:
     assert set(vllm_config.additional_config["fl_dispatch"]) == {"settings", "policy"}
 
 
-def test_what_the_user_packed_stays(vllm_config: Any) -> None:
-    vllm_config.additional_config = {"fl_dispatch": {"policy": "theirs"}}
+def test_what_a_parent_packed_stays(vllm_config: Any) -> None:
+    theirs = SelectionPolicy(prefer="vendor").to_json()
+    vllm_config.additional_config = {"fl_dispatch": {"policy": theirs}}
     config.pack_settings(vllm_config)
-    assert vllm_config.additional_config["fl_dispatch"]["policy"] == "theirs"
+    assert vllm_config.additional_config["fl_dispatch"]["policy"] == theirs
+
+
+@pytest.mark.parametrize("given", ["x", {"prefer": "vendor"}, {"policy": "junk"}, {"settings": "{}"}, {"policy": 3}])
+def test_anything_else_under_our_key_is_refused(vllm_config: Any, given: Any) -> None:
+    vllm_config.additional_config = {"fl_dispatch": given}
+    with pytest.raises(ConfigError, match="additional_config.fl_dispatch"):
+        config.pack_settings(vllm_config)
+
+
+def test_an_attention_class_that_does_not_exist_is_named_with_its_implementation() -> None:
+    startup.activate()
+    with pytest.raises(ValueError, match=r"'default\.fl' of 'attention_backend' names 'no\.such\.Class'"):
+        config._check_attention_class("no.such.Class")
+    with pytest.raises(ValueError, match="no AttentionBackend"):
+        config._check_attention_class("builtins.int")
+
+
+def test_a_cache_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
+    assert config.cache_space() == 1 << 29
+    for text in ("much", "-1", "inf"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", text)
+        with pytest.raises(ConfigError, match="number of GiB"):
+            config.cache_space()
+
+
+def test_switching_every_layer_off_is_refused_before_the_model_loads(vllm_config: Any) -> None:
+    startup.activate()
+    vllm_config.compilation_config.custom_ops = ["none"]
+    with pytest.raises(ValueError, match="VLLM_FL_OOT_ENABLED=0"):
+        config.refuse_unsupported(vllm_config, CPU)
+
+
+def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused() -> None:
+    from vllm_fl import layers
+
+    policy = SelectionPolicy.from_dict(per_op_order={"rotary_embedding@layers.0.*": ["reference"]})
+    with policy_context(policy):
+        layers._refuse_partial_rules("rotary_embedding", ["layers.0.attn.rope"])
+        with pytest.raises(ValueError, match="share one module"):
+            layers._refuse_partial_rules("rotary_embedding", ["layers.0.attn.rope", "layers.1.attn.rope"])
