@@ -37,8 +37,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             }
         )
     metrics = {metric.name: metric.value for metric in llm.get_metrics() if "prefix_cache" in metric.name}
-    (report,) = llm.collective_rpc("fl_report")
-    return {"pid": os.getpid(), "steps": steps, "metrics": metrics, "report": report}
+    reports = llm.collective_rpc("fl_report")
+    return {"pid": os.getpid(), "steps": steps, "metrics": metrics, "report": reports[0], "reports": reports}
 
 
 if __name__ == "__main__":
