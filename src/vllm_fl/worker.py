@@ -118,8 +118,10 @@ class WorkerFL(Worker):
         from vllm.distributed.parallel_state import get_tp_group
 
         manager, group = get_default_manager(), get_tp_group()
-        chosen = {op: manager.explain(op).chosen for op in manager.registry.list_operators()}
-        mine = {op: impl.impl_id if impl else None for op, impl in chosen.items()}
+        mine: dict[str, Any] = {  # of every operator and bound layer: the candidates of each branch, best first
+            key: [[impl.impl_id for impl in branch.candidates] for branch in decision.branches]
+            for key, decision in manager.tables.root.decisions.items()
+        }
         mine |= {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
         ranks: list[Any] = [None] * group.world_size
         torch.distributed.all_gather_object(ranks, mine, group=group.cpu_group)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from builders import impl
+from builders import impl, manager_of
 from fl_dispatch import (
     BackendImplKind,
     OpImpl,
@@ -117,7 +117,13 @@ def extra_with_default(
 
 @pytest.mark.parametrize("fn", [right, no_defaults, left_out, layer_first, extra_with_default])
 def test_a_signature_that_fits_the_declaration_is_accepted(fn: Any) -> None:
-    OpRegistry().register_impl(impl("default.a", fn, op="rms_norm"))
+    registry = OpRegistry()
+    registry.register_impl(impl("default.a", fn, op="rms_norm"))
+    convention = registry.convention(registry.get_implementations("rms_norm")[0])
+    assert convention is not None
+    assert convention.layer_first is (fn is layer_first)
+    assert convention.left_out == (("residual",) if fn is left_out else ())
+    assert convention.defaults is (fn not in (no_defaults, extra_with_default))
 
 
 def wrong_name(y: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> Tensor:
@@ -171,7 +177,10 @@ def test_a_signature_that_says_nothing_is_a_warning(caplog: pytest.LogCaptureFix
 
 
 def test_a_signature_that_cannot_be_read_may_be_declared_unchecked() -> None:
-    OpRegistry().register_impl(impl("default.a", says_nothing, op="rms_norm", signature="unchecked"))
+    manager = manager_of(impl("default.a", lambda *args: args, op="rms_norm", signature="unchecked"))
+    x = torch.ones(1)
+    for _ in range(2):
+        assert manager.call("rms_norm", x, epsilon=2.0) == (x, None, None, 2.0)
 
 
 def test_a_torch_operator_is_checked_by_its_schema() -> None:
@@ -182,7 +191,9 @@ def test_a_torch_operator_is_checked_by_its_schema() -> None:
 
 
 def test_an_operator_that_nobody_declared_is_not_checked() -> None:
-    OpRegistry().register_impl(OpImpl("vendors_own", "default.a", BackendImplKind.DEFAULT, says_nothing))
+    registry = OpRegistry()
+    registry.register_impl(OpImpl("vendors_own", "default.a", BackendImplKind.DEFAULT, says_nothing))
+    assert registry.convention(registry.get_implementations("vendors_own")[0]) is None
 
 
 def test_a_late_registration_is_seen_by_the_next_call() -> None:
