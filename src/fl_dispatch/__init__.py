@@ -16,21 +16,25 @@ from .discovery import (
 from .errors import (
     ConfigError,
     DispatchError,
+    DispatchFrozenError,
     NoImplementationError,
     NotSupported,
     PluginLoadError,
     RankDivergenceError,
     RegistrationError,
 )
+from .freezing import Manifest
 from .logger_manager import get_logger, set_log_level
 from .manager import (
     OpManager,
     bind_op,
     call_op,
     explain,
+    freeze_dispatch,
     get_default_manager,
     reset_default_manager,
     resolve_op,
+    thaw_dispatch,
 )
 from .policy import (
     PREFER_DEFAULT,
@@ -68,6 +72,8 @@ __all__ = [
     "ConfigError",
     "Decision",
     "DispatchError",
+    "DispatchFrozenError",
+    "Manifest",
     "NoImplementationError",
     "NotSupported",
     "OpImpl",
@@ -84,6 +90,7 @@ __all__ = [
     "clear_discovered_plugins",
     "discover_plugins",
     "explain",
+    "freeze_dispatch",
     "get_default_manager",
     "get_discovered_plugins",
     "get_logger",
@@ -97,6 +104,7 @@ __all__ = [
     "resolve_op",
     "set_global_policy",
     "set_log_level",
+    "thaw_dispatch",
     "with_allowed_vendors",
     "with_denied_vendors",
     "with_preference",

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import entries, recovery
+from . import entries, opaque, recovery
 from .errors import NoImplementationError, NotSupported
 from .failures import ArgumentKind
-from .ops import OPERATORS, Access, Operator
+from .ops import OPERATORS, Access, Mode, Operator
 from .recovery import Call, Settled
 from .selection import Branch, Decision, admits
+from .signatures import Convention
+from .table import ROOT
 from .types import OpImpl
 
 if TYPE_CHECKING:
@@ -72,49 +74,78 @@ def direct_function(manager: OpManager, impl: OpImpl) -> Function:
     return entries.direct(operator, impl, convention, entries.CALL, impl.fn, otherwise, ask=False)
 
 
+def frozen_function(manager: OpManager, policy: SelectionPolicy, decision: Decision) -> Function:
+    """The implementation of an unconditional choice, as a function for a bound operator's callers."""
+    operator, first = OPERATORS[decision.op_name], decision.candidates[0]
+    view = _view(manager, policy, decision, operator)
+    convention = manager.registry.convention(first)
+    return entries.direct(operator, first, convention, entries.CALL, first.fn, first.fn, view=view)
+
+
 def _entry(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
     operator = OPERATORS.get(decision.op_name)
-    careful = _careful(manager, policy, decision, form)
+    view = _view(manager, policy, decision, operator)
+    traced = _traced(manager, decision, operator, form, view)
+    careful = _careful(manager, policy, decision, form, traced)
     if not decision.conditional:
-        return _first_candidate(manager, decision, decision.branches[-1], form, careful)
+        return _first_candidate(manager, decision, decision.branches[-1], form, careful, traced, view)
     if operator is None or form == entries.LAYER:
         return careful
-    return _conditional(manager, decision, operator, careful)
+    return _conditional(manager, decision, operator, careful, traced, view)
 
 
-def _first_candidate(manager: OpManager, decision: Decision, branch: Branch, form: str, careful: Function) -> Function:
-    """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path."""
+def _first_candidate(
+    manager: OpManager,
+    decision: Decision,
+    branch: Branch,
+    form: str,
+    careful: Function,
+    traced: Function,
+    view: Function | None,
+) -> Function:
+    """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
+
+    While dispatch is frozen it need not be proven: its failure is raised, so nothing has to be restored.
+    """
     if not branch.candidates:
         return careful
     first, operator = branch.candidates[0], OPERATORS.get(decision.op_name)
-    proofs = manager.proofs
-    if proofs.watches(first):
-        return careful
     unproven: list[str] = []
-    if not proofs.holds(first, wrote=True):
-        if not proofs.holds(first, wrote=False) or operator is None:
+    if not manager.frozen:
+        proofs = manager.proofs
+        if proofs.watches(first):
             return careful
-        updates = [write for write in operator.writes.values() if write.access is Access.UPDATE]
-        if any(write.given is None for write in updates):
-            return careful
-        unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
+        if not proofs.holds(first, wrote=True):
+            if not proofs.holds(first, wrote=False) or operator is None:
+                return careful
+            updates = [write for write in operator.writes.values() if write.access is Access.UPDATE]
+            if any(write.given is None for write in updates):
+                return careful
+            unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
     convention = manager.registry.convention(first)
     fn = manager.counter.function(first)
-    entry = entries.direct(operator, first, convention, form, fn, careful, unproven)
+    entry = entries.direct(operator, first, convention, form, fn, careful, unproven, view=view)
     banned = manager.failures.kinds(first, decision.scope)
     if not banned:
         return entry
     if operator is None or form == entries.LAYER:
         return careful
-    return _kind_checked(operator, decision.scope, banned, entry, careful)
+    return _kind_checked(operator, decision.scope, banned, entry, careful, traced)
 
 
 def _kind_checked(
-    operator: Operator, scope: str | None, banned: frozenset[ArgumentKind], entry: Function, careful: Function
+    operator: Operator,
+    scope: str | None,
+    banned: frozenset[ArgumentKind],
+    entry: Function,
+    careful: Function,
+    traced: Function,
 ) -> Function:
     """An entry whose implementation is banned for some kinds of arguments."""
 
     def kind_checked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return traced(*args, **kwargs)
         full = operator.bind(args, kwargs) if kwargs else args
         chosen = careful if ArgumentKind.of(full, scope) in banned else entry
         return chosen(*args, **kwargs)
@@ -123,14 +154,24 @@ def _kind_checked(
     return kind_checked
 
 
-def _conditional(manager: OpManager, decision: Decision, operator: Operator, careful: Function) -> Function:
+def _conditional(
+    manager: OpManager,
+    decision: Decision,
+    operator: Operator,
+    careful: Function,
+    traced: Function,
+    view: Function | None,
+) -> Function:
     branches = [
-        (branch.rule, _first_candidate(manager, decision, branch, entries.BOUND, careful))
+        (branch.rule, _first_candidate(manager, decision, branch, entries.BOUND, careful, traced, None))
         for branch in decision.branches
     ]
     count = len(operator.parameters)
+    traceable = view is None
 
     def conditional(*args: Any, **kwargs: Any) -> Any:
+        if not traceable and torch.compiler.is_dynamo_compiling():
+            return traced(*args, **kwargs)
         full = operator.bind(args, kwargs) if kwargs or len(args) < count else args
         workload = operator.workload(*full)
         for rule, entry in branches:
@@ -142,11 +183,10 @@ def _conditional(manager: OpManager, decision: Decision, operator: Operator, car
     return conditional
 
 
-def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
+def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str, traced: Function) -> Function:
     """The path of a first call, of watched and banned implementations, and of calls that the first one refuses."""
     op_name, scope = decision.op_name, decision.scope
     operator = OPERATORS.get(op_name)
-    traced = _traced(manager, decision, operator, form)
 
     def careful(*args: Any, **kwargs: Any) -> Any:
         layer = None
@@ -168,7 +208,37 @@ def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, fo
     return careful
 
 
-def _traced(manager: OpManager, decision: Decision, operator: Operator | None, form: str) -> Function:
+def _view(
+    manager: OpManager, policy: SelectionPolicy, decision: Decision, operator: Operator | None
+) -> Function | None:
+    """The opaque view that compiled code calls instead of tracing into the choice; ``None`` where it may look inside.
+
+    A view is needed where a trace cannot hold the choice: Dynamo cannot trace what may run, the operator may not be
+    traced, the choice depends on the call, or dispatch is frozen, so that the guards of a predicate may be dropped.
+    """
+    if operator is None or Mode.OPAQUE not in operator.modes or manager.tables.root is not ROOT:
+        return None
+    runs: list[OpImpl] = []
+    for impl in decision.candidates:
+        runs.append(impl)
+        if impl.supports is None and not manager.failures.kinds(impl, decision.scope):
+            break
+    needed = (
+        decision.conditional
+        or Mode.INLINE not in operator.modes
+        or any(impl.opaque for impl in runs)
+        or (manager.frozen and len(runs) > 1)
+    )
+    if not needed:
+        return None
+    # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
+    singled_out = policy.singles_out(operator.name, decision.scope)
+    return opaque.view(operator, (decision.scope or "") if singled_out else "")
+
+
+def _traced(
+    manager: OpManager, decision: Decision, operator: Operator | None, form: str, view: Function | None
+) -> Function:
     """What Dynamo traces in place of the careful path: the choice among the candidates, made of guards alone.
 
     An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
@@ -177,6 +247,9 @@ def _traced(manager: OpManager, decision: Decision, operator: Operator | None, f
     def nobody(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported(f"no implementation of '{decision.op_name}' fits these arguments")
 
+    if view is not None and operator is not None and decision.candidates:
+        whole = Convention(takes=tuple(operator.parameters), defaults=False)
+        return entries.direct(operator, decision.candidates[0], whole, form, view, nobody, ask=False)
     function: Function = nobody
     for impl in reversed(decision.candidates):
         if not manager.failures.kinds(impl, decision.scope):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .selection import Decision
 
 _Tensor = torch.Tensor
+_LAYER_KEYS = {operator.name: f"{operator.name}:layer" for operator in OPERATORS.values() if operator.layer is not None}
+_no_tensors: set[type] = set()  # classes that were seen as first arguments; asking each time costs more than the call
 
 
 def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -44,13 +46,12 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         if not table.settled:
             table.start()
         table = table.current
-    key = op_name
-    if args and type(args[0]) is not _Tensor:
-        key = key_of(op_name, args)
     try:
-        fn = table.entries[key]
-    except KeyError:
-        raise unknown(op_name) from None
+        fn = table.entries[op_name] if args[0].__class__ is _Tensor else _entry_for(table, op_name, args[0])
+    except (KeyError, IndexError):
+        if args or op_name not in table.entries:
+            raise unknown(op_name) from None
+        fn = table.entries[op_name]
     try:
         if kwargs:
             return fn(*args, **kwargs)
@@ -58,9 +59,20 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     except Exception as error:
         failure = error
     try:
-        return recover(key, table, fn, failure, args, kwargs)
+        return recover(key_of(op_name, args), table, fn, failure, args, kwargs)
     finally:
         del failure  # its traceback holds this frame, and with it the arguments
+
+
+def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., Any]:
+    """The entry of a call whose first argument is no plain tensor: a layer, or a tensor of another class."""
+    kind = first.__class__
+    if kind not in _no_tensors:
+        if isinstance(first, _Tensor) or first is None:
+            return table.entries[op_name]
+        if not torch.compiler.is_dynamo_compiling():
+            _no_tensors.add(kind)
+    return table.entries[_LAYER_KEYS.get(op_name, op_name)]
 
 
 def call_through(
@@ -109,7 +121,7 @@ def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
 def key_of(op_name: str, args: tuple[Any, ...]) -> str:
     """The table key of a call by name."""
     operator = OPERATORS.get(op_name)
-    return f"{op_name}:layer" if operator is not None and is_layer_first(operator, args) else op_name
+    return _LAYER_KEYS[op_name] if operator is not None and is_layer_first(operator, args) else op_name
 
 
 def parse_key(key: str) -> tuple[str, str | None, bool]:

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from .errors import PluginLoadError, RegistrationError
+from .errors import PluginLoadError, RegistrationError, text_of
 from .logger_manager import get_logger
 from .registry import OpRegistry, Transaction, known_source
 from .settings import get_settings
@@ -93,8 +93,10 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
             return False
         function(transaction)
         count = transaction.commit(*(() if "<" in origin else (origin,)))
-    except (Exception, SystemExit) as error:  # a plugin may raise anything, and some exit
-        detail = f"{type(error).__name__}: {error}"
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
+        detail = text_of(error)
         _discovered[key] = DiscoveredPlugin(name, source, False, detail)
         if isinstance(error, RegistrationError) and named:
             raise

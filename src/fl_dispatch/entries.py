@@ -41,6 +41,7 @@ def direct(
     otherwise: Callable[..., Any],
     unproven: Sequence[str] = (),
     ask: bool = True,
+    view: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """The function for a table entry whose first candidate usually runs at once.
 
@@ -54,18 +55,17 @@ def direct(
         otherwise: called with the same arguments when the candidate must not run.
         unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.
         ask: ask the implementation's ``supports``.
+        view: what runs instead inside compiled code, with all of the operator's parameters.
     """
     supports = impl.supports if ask else None
     if operator is None or convention is None:
         return fn if supports is None else _predicated(fn, supports, otherwise)
     guards = [_at_default(operator, name) for name in convention.left_out]
     guards += [f"({name} is None or {name} is False)" for name in unproven]
-    if supports is not None:
-        guards.append(f"_supports({', '.join(operator.parameters)}) is True")
     bare = convention.layer_first if form == LAYER else convention.positional
-    if bare and not guards and (form == BOUND or convention.defaults):
+    if bare and not guards and view is None and supports is None and (form == BOUND or convention.defaults):
         return fn
-    function = _generate(operator, convention, form, fn, otherwise, supports, guards)
+    function = _generate(operator, convention, form, fn, otherwise, supports, guards, view)
     function.__dict__["fl_impl"] = impl  # so that recovery knows who raised
     return function
 
@@ -146,14 +146,13 @@ def _generate(
     otherwise: Callable[..., Any],
     supports: Callable[..., bool | str] | None,
     guards: list[str],
+    view: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     attributes = dict(operator.layer.attributes) if operator.layer else {}
     own = layer_parameters(operator)
     if form == LAYER:
         head = ", ".join(["_obj", _signature(operator, own)]) if own else "_obj"
-        prepare = [
-            f"    {name} = getattr(_obj, {attribute!r}, _default_{name})" for name, attribute in attributes.items()
-        ]
+        prepare = _read_attributes(attributes)
         passed = ", ".join(["_obj", *own])
     else:
         head, prepare, passed = _signature(operator, operator.parameters), [], ", ".join(operator.parameters)
@@ -164,21 +163,41 @@ def _generate(
     else:
         call = f"_fn({', '.join(convention.takes)})"
     lines = [f"def {operator.name}({head}):", *prepare]
+    if view is not None:
+        lines += ["    if _is_compiling():", f"        return _view({', '.join(operator.parameters)})"]
+    if supports is not None:  # one that raises is asked again, and its error told, on the other path
+        lines += ["    try:", f"        _fits = _supports({', '.join(operator.parameters)}) is True"]
+        lines += ["    except Exception:", "        _fits = False"]
+        guards = ["_fits", *guards]
     if guards:
         lines += [f"    if {' and '.join(guards)}:", f"        return {call}", f"    return _otherwise({passed})"]
     else:
         lines.append(f"    return {call}")
     namespace = {"_fn": fn, "_otherwise": otherwise, "_supports": supports, "_LayerStandIn": LayerStandIn}
+    namespace |= {"_view": view, "_is_compiling": torch.compiler.is_dynamo_compiling}
     return _compile(operator, "\n".join(lines), namespace)
+
+
+def _read_attributes(attributes: Mapping[str, str]) -> list[str]:
+    """Lines that read a layer's attributes; plain reads first, because ``getattr`` with a default is slower."""
+    if not attributes:
+        return []
+    plain = [f"        {name} = _obj.{attribute}" for name, attribute in attributes.items()]
+    absent = [
+        f"        {name} = getattr(_obj, {attribute!r}, _default_{name})" for name, attribute in attributes.items()
+    ]
+    return ["    try:", *plain, "    except AttributeError:", *absent]
 
 
 def _predicated(
     fn: Callable[..., Any], supports: Callable[..., bool | str], otherwise: Callable[..., Any]
 ) -> Callable[..., Any]:
     def predicated(*args: Any, **kwargs: Any) -> Any:
-        if supports(*args, **kwargs) is True:
-            return fn(*args, **kwargs)
-        return otherwise(*args, **kwargs)
+        try:
+            fits = supports(*args, **kwargs) is True
+        except Exception:  # it is asked again, and its error told, on the other path
+            fits = False
+        return fn(*args, **kwargs) if fits else otherwise(*args, **kwargs)
 
     return predicated
 

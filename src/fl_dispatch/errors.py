@@ -64,3 +64,31 @@ class NotSupported(DispatchError, NotImplementedError):  # noqa: N818  (it is an
 
 class RankDivergenceError(DispatchError, RuntimeError):
     """One rank of a group that runs in lockstep would have fallen back while the others did not."""
+
+
+class DispatchFrozenError(DispatchError, RuntimeError):
+    """Dispatch is frozen, and a change would make something else run.
+
+    Args:
+        change: what was to change, such as ``the global policy``.
+        differences: one line for each operator that would run something else.
+    """
+
+    def __init__(self, change: str, differences: Sequence[str]) -> None:
+        self.change, self.differences = change, tuple(differences)
+        lines = "".join(f"\n  {difference}" for difference in self.differences)
+        super().__init__(
+            f"dispatch is frozen, and {change} would change what runs; make the change before freeze_dispatch(), or "
+            f"call thaw_dispatch() where nothing compiled depends on it:{lines}"
+        )
+
+    def __reduce__(self) -> tuple[type[DispatchFrozenError], tuple[str, tuple[str, ...]]]:
+        return type(self), (self.change, self.differences)
+
+
+def text_of(error: BaseException) -> str:
+    """An exception in words, whatever its class does."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as broken:
+        return f"{type(error).__name__} (whose text raises {type(broken).__name__})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .errors import NotSupported
+from .errors import NotSupported, text_of
 from .locking import writers
 from .logger_manager import get_logger
 from .ops.declaration import leading_tensor
@@ -144,14 +144,6 @@ class Proofs:
     def watches(self, impl: OpImpl) -> bool:
         """Whether copies are kept although it is proven."""
         return (impl.op_name, impl.impl_id) in self._watched
-
-
-def text_of(error: BaseException) -> str:
-    """An exception in words, whatever its class does."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as broken:
-        return f"{type(error).__name__} (whose text raises {type(broken).__name__})"
 
 
 def add_note(error: BaseException, note: str) -> None:

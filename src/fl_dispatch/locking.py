@@ -22,7 +22,7 @@ class WriterLock:
         self._lock = threading.RLock()
         self._owner = 0
         self._depth = 0
-        self._held_at_fork = False
+        self._at_fork = threading.local()  # two threads may fork at once
         os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 
     def __enter__(self) -> None:
@@ -38,16 +38,21 @@ class WriterLock:
             self._owner = 0
         self._lock.release()
 
+    @property
+    def mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
     def _before(self) -> None:
-        self._held_at_fork = self._lock.acquire(timeout=FORK_WAIT_SECONDS)
+        self._at_fork.held = self._lock.acquire(timeout=FORK_WAIT_SECONDS)
 
     def _in_parent(self) -> None:
-        if self._held_at_fork:
+        if self._at_fork.held:
             self._lock.release()
 
     def _in_child(self) -> None:
         self._lock = threading.RLock()
-        if self._owner != threading.get_ident():  # another thread of the parent was writing: it does not exist here
+        if not self.mine:  # another thread of the parent was writing: it does not exist here
             self._owner = self._depth = 0
         for _ in range(self._depth):
             self._lock.acquire()

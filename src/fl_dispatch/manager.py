@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from . import entries, recovery
-from .builder import direct_function
+from .builder import direct_function, frozen_function
 from .calls import bind_op, call_op, call_through, explain, is_layer_first, parse_key, resolve_op, unknown
 from .calls import recover as recover_call
 from .counting import CallCounter
-from .errors import ConfigError, NoImplementationError
+from .errors import ConfigError, DispatchFrozenError, NoImplementationError
 from .failures import FailureLog, Proofs
+from .freezing import Freezer, Manifest
 from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
@@ -49,6 +50,7 @@ class OpManager:
         failures: the bans.
         proofs: which implementations have succeeded.
         counter: calls by implementation, while counting is on.
+        freezer: what is fixed while dispatch is frozen.
         tables: what calls read, kept up to date.
         lockstep: set by a host whose ranks run in step; a fallback then aborts the step instead of diverging.
     """
@@ -69,10 +71,13 @@ class OpManager:
         self._started = False
         self._starting = False
         self._available: dict[OpImpl, tuple[bool, str]] = {}
+        self._asking: set[OpImpl] = set()
+        self._resolved: dict[OpImpl, Callable[..., Any]] = {}
         self._facts: Mapping[str, Any] = {}
         self._epoch = 0
         self.tables = TableKeeper(self, root)
-        self._registry.subscribe(self._on_registration)
+        self.freezer = Freezer(self)
+        self._registry.subscribe(self._on_registration, self._admit_registration)
         with writers:
             _managers.add(self)
 
@@ -90,6 +95,9 @@ class OpManager:
         root = self.tables.root
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
+        fixed = self.freezer.choices(op_name, scope or None)
+        if fixed is not None and len(fixed) == 1 and len(fixed[0].runs) == 1 and not self.counter.on:
+            return frozen_function(self, root.policy, root.decisions[key])
         return entries.bound(operator, key, root, recover_call, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -102,7 +110,11 @@ class OpManager:
         Raises:
             NoImplementationError: there is none.
         """
-        return direct_function(self, self._selected(op_name, args, kwargs))
+        impl = self._selected(op_name, args, kwargs)
+        function = self._resolved.get(impl)
+        if function is None:
+            function = self._resolved[impl] = direct_function(self, impl)
+        return function
 
     def get_selected_impl_id(self, op_name: str, *args: Any, **kwargs: Any) -> str:
         """The id of the implementation that :meth:`resolve` returns.
@@ -152,6 +164,11 @@ class OpManager:
         return self._registry
 
     @property
+    def frozen(self) -> bool:
+        """Whether dispatch is frozen."""
+        return self.freezer.manifest is not None
+
+    @property
     def policy_epoch(self) -> int:
         """How often everything was asked again."""
         return self._epoch
@@ -168,22 +185,46 @@ class OpManager:
             self._bring_up()
 
     def bump_policy_epoch(self) -> None:
-        """Ask everything again: availability, bans, tables."""
+        """Ask everything again: availability, bans, tables.
+
+        Raises:
+            DispatchFrozenError: the answers would change what is frozen.
+        """
         with writers:
+            before, self._available = self._available, {}
+            try:
+                self.freezer.check("asking everything again", bans=False)
+            except DispatchFrozenError:
+                self._available = before
+                raise
             self._epoch += 1
-            self._available = {}
             self.failures.clear()
             self._republish_if_settled(None)
 
     def clear_failed_impls(self, op_name: str | None = None) -> None:
-        """Lift the bans of one operator, or all."""
-        self.failures.clear(op_name)
-        self._republish_if_settled(None if op_name is None else {op_name})
+        """Lift the bans of one operator, or all.
+
+        Raises:
+            DispatchFrozenError: a banned implementation would run again where another one is frozen.
+        """
+        with writers:
+            self.freezer.check("lifting bans", bans=False, only=op_name)
+            self.failures.clear(op_name)
+            self._republish_if_settled(None if op_name is None else {op_name})
 
     def set_facts(self, **facts: Any) -> None:
-        """State facts about the process that implementations may require, such as ``kv_layout="NHD"``."""
+        """State facts about the process that implementations may require, such as ``kv_layout="NHD"``.
+
+        Raises:
+            DispatchFrozenError: the facts would change what is frozen.
+        """
         with writers:
-            self._facts = {**self._facts, **facts}
+            before, self._facts = self._facts, {**self._facts, **facts}
+            try:
+                self.freezer.check("stating facts")
+            except DispatchFrozenError:
+                self._facts = before
+                raise
             self._republish_if_settled(None)
 
     def warn_of_unmatched_scopes(self) -> None:
@@ -280,8 +321,8 @@ class OpManager:
 
     # ---- decisions
 
-    def decide(self, op_name: str, scope: str | None, policy: SelectionPolicy) -> Decision:
-        """Rank an operator's implementations under a policy.
+    def decide(self, op_name: str, scope: str | None, policy: SelectionPolicy, *, bans: bool = True) -> Decision:
+        """Rank an operator's implementations under a policy, with or without the bans.
 
         Raises:
             NoImplementationError: nobody registered the operator.
@@ -295,16 +336,24 @@ class OpManager:
             policy,
             scope=scope,
             available=self._availability,
-            banned=self.failures.as_a_whole,
+            banned=self.failures.as_a_whole if bans else lambda impl: "",
             facts=self._facts,
         )
 
     def _availability(self, impl: OpImpl) -> tuple[bool, str]:
         answer = self._available.get(impl)
-        if answer is None:
-            self._available[impl] = (False, "its availability is being asked")  # the check itself may dispatch
-            answer = self._available[impl] = impl.availability()
-        return answer
+        if answer is not None:
+            return answer
+        with writers:
+            if impl in self._asking:  # the check itself dispatches
+                return False, "its availability is being asked"
+            if impl not in self._available:
+                self._asking.add(impl)
+                try:
+                    self._available[impl] = impl.availability()
+                finally:
+                    self._asking.discard(impl)
+            return self._available[impl]
 
     def _selected(self, op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpImpl:
         self.ensure_initialized()
@@ -381,6 +430,9 @@ class OpManager:
 
     # ---- changes from elsewhere
 
+    def _admit_registration(self) -> None:
+        self.freezer.check("a registration")
+
     def _on_registration(self, op_names: frozenset[str]) -> None:
         self._republish_if_settled(op_names)
 
@@ -389,6 +441,13 @@ class OpManager:
         with writers:
             self.failures.clear()
             self._republish_if_settled(None)
+
+    def after_fork_in_child(self) -> None:
+        """Start anew what another thread of the parent was doing: it does not exist here."""
+        if not writers.mine:
+            self._starting = False
+            self._asking.clear()
+        self.tables.unsettle()
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:
         if self.tables.root.settled:
@@ -418,16 +477,46 @@ def get_default_manager() -> OpManager:
 
 
 def reset_default_manager() -> None:
-    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow."""
+    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow.
+
+    Raises:
+        DispatchFrozenError: dispatch is frozen.
+    """
     global _default
     with writers:
-        old, _default = _default, None
+        old = _default
+        if old is not None and old.frozen:
+            raise DispatchFrozenError("a new manager", ["everything is asked anew"])
+        _default = None
         PolicyManager.get_instance().reread_settings()
         new = get_default_manager()
         if old is not None:
             old.tables.retire(new.tables)
         new.tables.unsettle()
         _policy_changed()
+
+
+def freeze_dispatch() -> Manifest:
+    """Fix what every operator and bound layer runs from here on; for hosts that compile or capture.
+
+    From then on an operator that is bound anew is the implementation itself; a failure of an implementation is raised,
+    because nothing may take over; and a change of the policy (also a context), of registrations, bans or facts that
+    would make something else run raises :class:`DispatchFrozenError` and changes nothing. Idempotent.
+
+    Returns:
+        The manifest: what runs, why, and a hash that is equal in processes that run the same.
+
+    >>> manifest = freeze_dispatch()
+    >>> sorted(manifest.choices)[0], len(manifest.hash)
+    ('attention_backend', 16)
+    >>> thaw_dispatch()
+    """
+    return get_default_manager().freezer.freeze()
+
+
+def thaw_dispatch() -> None:
+    """Allow changes again. Operators that were bound while dispatch was frozen stay what they are."""
+    get_default_manager().freezer.thaw()
 
 
 def _start_root() -> None:
@@ -440,14 +529,21 @@ def _policy_changed() -> None:
             manager.on_policy_change()
 
 
+def _admit_policy(change: str, policy: Callable[[], SelectionPolicy], bans: bool) -> None:
+    for manager in list(_managers):
+        if manager.frozen:
+            manager.freezer.admit(change, policy(), bans=bans)
+
+
 def _after_fork_in_child() -> None:
     for manager in list(_managers):
-        manager.tables.unsettle()
+        manager.after_fork_in_child()
 
 
 _start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
 ROOT.start = _start_root
 PolicyManager.get_instance().on_change = _policy_changed
+PolicyManager.get_instance().admit = _admit_policy
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 __all__ = [
@@ -455,7 +551,9 @@ __all__ = [
     "bind_op",
     "call_op",
     "explain",
+    "freeze_dispatch",
     "get_default_manager",
     "reset_default_manager",
     "resolve_op",
+    "thaw_dispatch",
 ]

@@ -25,7 +25,7 @@ from .selection_policy import (
     VALID_PREFER_VALUES,
     SelectionPolicy,
 )
-from .settings import Settings, get_settings, load_config_file, reset_settings
+from .settings import Settings, get_settings, load_config_file, peek_settings, reset_settings
 from .table import ROOT, DispatchTable, scope_variable
 
 
@@ -67,6 +67,7 @@ class PolicyManager:
         self._live: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
         self.on_change: Callable[[], None] = lambda: None
         self.on_table: Callable[[DispatchTable], None] = lambda table: None
+        self.admit: Callable[[str, Callable[[], SelectionPolicy], bool], None] = lambda change, policy, bans: None
 
     @classmethod
     def get_instance(cls) -> PolicyManager:
@@ -94,11 +95,16 @@ class PolicyManager:
         return policy
 
     def set_global_policy(self, policy: SelectionPolicy) -> SelectionPolicy:
-        """Replace the global policy; returns the one before."""
+        """Replace the global policy; returns the one before.
+
+        Raises:
+            DispatchFrozenError: it would change what is frozen.
+        """
         if not isinstance(policy, SelectionPolicy):
             raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
         with writers:
             before = self.get_global_policy()
+            self.admit("the global policy", lambda: policy, False)
             self._global, self._from_settings = policy, False
             self._epoch += 1
             self.on_change()
@@ -113,8 +119,13 @@ class PolicyManager:
                 self._epoch += 1
 
     def reset_global_policy(self) -> None:
-        """Read the settings again and let them decide."""
+        """Read the settings again and let them decide.
+
+        Raises:
+            DispatchFrozenError: they would change what is frozen.
+        """
         with writers:
+            self.admit("the settings", lambda: policy_from_settings(peek_settings()), False)
             reset_settings()
             self._global, self._from_settings = None, True
             self._epoch += 1
@@ -151,7 +162,11 @@ def get_policy() -> SelectionPolicy:
 
 
 def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
-    """Replace the global policy; returns the one before. Lifts bans of failed implementations."""
+    """Replace the global policy; returns the one before. Lifts bans of failed implementations.
+
+    Raises:
+        DispatchFrozenError: it would change what is frozen.
+    """
     return PolicyManager.get_instance().set_global_policy(policy)
 
 
@@ -179,9 +194,14 @@ _innermost: ContextVar[_Entered | None] = ContextVar("fl_dispatch_innermost_cont
 
 @contextmanager
 def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
-    """Use a policy inside the ``with`` block, in this thread or task only."""
+    """Use a policy inside the ``with`` block, in this thread or task only.
+
+    Raises:
+        DispatchFrozenError: dispatch is frozen, and the policy would make something else run.
+    """
     if not isinstance(policy, SelectionPolicy):
         raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
+    PolicyManager.get_instance().admit("a policy context", lambda: policy, True)
     ROOT.scope()
     entered = _Entered(PolicyManager.get_instance().table_for(policy), _innermost.get())
     _innermost.set(entered)

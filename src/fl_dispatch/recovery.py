@@ -8,13 +8,13 @@ after an error that kills the device context, nor inside a graph capture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import NoImplementationError, NotSupported, RankDivergenceError
-from .failures import ArgumentKind, add_note, declines, is_capturing, is_dead_device, is_out_of_memory, text_of
+from .errors import NoImplementationError, NotSupported, RankDivergenceError, text_of
+from .failures import ArgumentKind, add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from .logger_manager import get_logger
 from .ops import Access, Operator
 from .selection import Branch, Decision
@@ -53,7 +53,7 @@ class Call:
         if operator is not None:
             args, kwargs = operator.bind(args, kwargs), {}
         self.args, self.kwargs = args, kwargs
-        self.kind = ArgumentKind.of(args, scope)
+        self.kind = ArgumentKind.of((*args, *kwargs.values()), scope)
 
     def branch(self, decision: Decision) -> Branch:
         """The branch of a decision that this call takes."""
@@ -93,7 +93,7 @@ class Call:
         return any(access is Access.STATE for access, _ in self.operator.written(self.args).values())
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+        return list(_tensors_in((*self.args, *self.kwargs.values())))
 
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type == "meta":
@@ -107,9 +107,20 @@ class Call:
         return tensors[:place] + tensors[place + 1 :]
 
 
-def must_raise(error: BaseException, policy: SelectionPolicy) -> bool:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, those inside lists, tuples and dictionaries included."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)
+
+
+def must_raise(manager: OpManager, error: BaseException, policy: SelectionPolicy) -> bool:
     """Whether an implementation's error goes to the caller unchanged."""
-    return policy.strict or is_out_of_memory(error) or is_dead_device(error) or is_capturing()
+    if policy.strict or (manager.frozen and not declines(error)):
+        return True
+    return is_out_of_memory(error) or is_dead_device(error) or is_capturing()
 
 
 def run(manager: OpManager, policy: SelectionPolicy, decision: Decision, call: Call) -> Any:
@@ -127,9 +138,7 @@ def recover(
     """Go on after an implementation raised on the fast path, where no copy of its arguments was kept."""
     candidates = call.branch(decision).candidates
     try:
-        if isinstance(_supports(failed, call), Exception):  # the predicate raised, the implementation never ran
-            return _attempt(manager, policy, decision, candidates, call, [])
-        if must_raise(error, policy):
+        if must_raise(manager, error, policy):
             raise error
         if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
             manager.watch(failed)
@@ -165,14 +174,15 @@ def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
         return reason
     if isinstance(answer, str):
         return answer or "it does not support these arguments"
-    return "" if bool(answer) else "it does not support these arguments"
+    return "" if answer else "it does not support these arguments"
 
 
 def _supports(impl: OpImpl, call: Call) -> bool | str | Exception:
     if impl.supports is None:
         return True
     try:
-        return impl.supports(*call.args, **call.kwargs)
+        answer = impl.supports(*call.args, **call.kwargs)
+        return answer if isinstance(answer, str) else bool(answer)
     except Exception as error:
         return error
 
@@ -204,7 +214,7 @@ def _attempt(
             else:
                 _succeeded(manager, impl, call, failures, wrote=bool(updated) or call.operator is None)
                 return result
-            _go_on_or_raise(policy, call, failures[-1], updated, copies, last)
+            _go_on_or_raise(manager, policy, call, failures[-1], updated, copies, last)
         if not failures:
             raise NoImplementationError(call.op_name, [*reasons, *decision.skipped_reasons()])
         _raise_first(call, failures, reasons)
@@ -213,6 +223,7 @@ def _attempt(
 
 
 def _go_on_or_raise(
+    manager: OpManager,
     policy: SelectionPolicy,
     call: Call,
     failure: tuple[OpImpl, Exception],
@@ -224,7 +235,7 @@ def _go_on_or_raise(
     impl, error = failure
     try:
         wrote_nothing = isinstance(error, NotSupported)
-        if must_raise(error, policy) or (not wrote_nothing and call.holds_state()):
+        if must_raise(manager, error, policy) or (not wrote_nothing and call.holds_state()):
             raise error
         if not (wrote_nothing or last) and not _restore(updated, copies):
             raise error

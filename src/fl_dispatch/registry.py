@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from .errors import RegistrationError
 from .locking import writers
@@ -38,6 +39,7 @@ class OpRegistry:
         self._sources: frozenset[str] = frozenset()
         self._conventions: dict[OpImpl, Convention] = {}
         self._listeners: list[weakref.WeakMethod[Callable[[frozenset[str]], None]]] = []
+        self._admitting: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def register_impl(self, impl: OpImpl) -> None:
         """Add one implementation.
@@ -70,10 +72,8 @@ class OpRegistry:
                     )
                 merged[impl.op_name] = (*present, impl)
             self._conventions.update(conventions)
-            self._impls = MappingProxyType(merged)
-            if source is not None:
-                self._sources |= {source}
-            self._notify(frozenset(impl.op_name for impl in new))
+            sources = self._sources if source is None else self._sources | {source}
+            self._replace(MappingProxyType(merged), sources, frozenset(impl.op_name for impl in new))
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, or ``None``."""
@@ -94,9 +94,8 @@ class OpRegistry:
     def clear(self) -> None:
         """Forget everything."""
         with writers:
-            names = frozenset(self._impls)
-            self._impls, self._sources, self._conventions = _EMPTY, frozenset(), {}
-            self._notify(names)
+            self._replace(_EMPTY, frozenset(), frozenset(self._impls))
+            self._conventions = {}
 
     def convention(self, impl: OpImpl) -> Convention | None:
         """How to call a registered implementation; ``None`` for an operator that nobody declared."""
@@ -105,18 +104,37 @@ class OpRegistry:
             known = self._conventions[impl] = convention_of(impl, OPERATORS[impl.op_name])
         return known
 
-    def subscribe(self, listener: Callable[[frozenset[str]], None]) -> None:
-        """Call a bound method with the changed operators' names after every change, as long as its object lives."""
+    def subscribe(self, listener: Callable[[frozenset[str]], None], admit: Callable[[], None] | None = None) -> None:
+        """Call a bound method with the changed operators' names after every change, as long as its object lives.
+
+        ``admit`` is called before that, with the change in place; if it raises, the change is taken back.
+        """
         with writers:
             self._listeners.append(weakref.WeakMethod(listener))
+            if admit is not None:
+                self._admitting.append(weakref.WeakMethod(admit))
 
-    def _notify(self, op_names: frozenset[str]) -> None:
-        for reference in tuple(self._listeners):
-            listener = reference()
-            if listener is None:
-                self._listeners.remove(reference)
-            else:
+    def _replace(self, impls: Impls, sources: frozenset[str], op_names: frozenset[str]) -> None:
+        """Make a change known to everybody, or take it back if somebody refuses it or is interrupted."""
+        before = self._impls, self._sources
+        self._impls, self._sources = impls, sources
+        try:
+            for admit in _alive(self._admitting):
+                admit()
+            for listener in _alive(self._listeners):
                 listener(op_names)
+        except BaseException:
+            self._impls, self._sources = before
+            for listener in _alive(self._listeners):
+                listener(op_names)
+            raise
+
+
+def _alive(references: list[weakref.WeakMethod[Any]]) -> list[Callable[..., None]]:
+    """The methods whose objects live; the others are dropped from the list."""
+    methods = [reference() for reference in references]
+    references[:] = [reference for reference, method in zip(references, methods, strict=True) if method is not None]
+    return [method for method in methods if method is not None]
 
 
 class Transaction:
@@ -128,14 +146,18 @@ class Transaction:
     def __init__(self, registry: OpRegistry, source: str) -> None:
         self._registry, self._source = registry, source
         self._collected: list[OpImpl] = []
+        self._committed = False
 
     def register_impl(self, impl: OpImpl) -> None:
-        """See :meth:`OpRegistry.register_impl`; takes effect at :meth:`commit`."""
-        self._collected.append(impl)
+        """See :meth:`OpRegistry.register_impl`; takes effect at :meth:`commit`, after that at once."""
+        self.register_many((impl,))
 
     def register_many(self, impls: Iterable[OpImpl], source: str | None = None) -> None:
-        """See :meth:`OpRegistry.register_many`; takes effect at :meth:`commit`."""
-        self._collected.extend(impls)
+        """See :meth:`OpRegistry.register_many`; takes effect at :meth:`commit`, after that at once."""
+        if self._committed:
+            self._registry.register_many(impls, source)
+        else:
+            self._collected.extend(impls)
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, those collected here included."""
@@ -162,6 +184,7 @@ class Transaction:
             aliases: further names under which the source is known from then on.
         """
         self._registry.register_many(self._collected, source=self._source)
+        self._committed = True
         for alias in aliases:
             self._registry.register_many((), source=alias)
         return len(self._collected)

@@ -178,7 +178,7 @@ class Decision:
             "origin": str(self.origin),
             "considered": [entry.as_data() for entry in self.considered],
             "conditional": [
-                {"when": _condition(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]}
+                {"when": condition_of(branch.rule), "candidates": [impl.impl_id for impl in branch.candidates]}
                 for branch in self.branches
                 if branch.rule is not None
             ],
@@ -243,12 +243,13 @@ def admits(rule: TunedRule, workload: Workload) -> bool:
     return True
 
 
-def _condition(rule: TunedRule) -> dict[str, Any]:
+def condition_of(rule: TunedRule) -> dict[str, Any]:
+    """A rule's condition as plain data."""
     return {"dtype": rule.dtype, "tokens": rule.tokens, "phase": rule.phase}
 
 
 def _is_unconditional(rule: TunedRule) -> bool:
-    return not any(value is not None for value in _condition(rule).values())
+    return not any(value is not None for value in condition_of(rule).values())
 
 
 def _refusal(

@@ -126,6 +126,13 @@ class SelectionPolicy:
         key = _most_specific((key for key, _ in self.op_tuned), op_name, scope)
         return () if key is None else dict(self.op_tuned)[key]
 
+    def singles_out(self, op_name: str, scope: str | None) -> bool:
+        """Whether a rule for some layers of an operator holds in this one."""
+        keys = [
+            _most_specific((key for key, _ in pairs), op_name, scope) for pairs in (self.per_op_order, self.op_tuned)
+        ]
+        return any(key is not None and "@" in key for key in keys)
+
     def is_vendor_allowed(self, vendor: str) -> bool:
         """Whether a vendor's implementations may run. Vendor names are compared without regard to case."""
         return not self.denies_vendor(vendor) and (self.allow_vendors is None or _names(vendor, self.allow_vendors))

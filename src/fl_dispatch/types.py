@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from .errors import text_of
+
 
 class BackendImplKind(enum.Enum):
     """Where an implementation comes from. The value is the token that selects the kind."""
@@ -56,6 +58,7 @@ class OpImpl:
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.
         signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
+        opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator.
 
     Raises:
         ValueError: a vendor is missing, or given for another kind.
@@ -72,22 +75,42 @@ class OpImpl:
     properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     signature: str = "checked"
+    opaque: bool = False
 
     def __post_init__(self) -> None:
         for name in ("op_name", "impl_id"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value or value != value.strip():
                 raise ValueError(f"OpImpl {name} must be a non-empty string, not {value!r}")
-        if not callable(self.fn):
-            raise ValueError(f"OpImpl {self.impl_id} of '{self.op_name}': fn is not callable: {self.fn!r}")
+        self._check_types()
         if self.kind is BackendImplKind.VENDOR and not self.vendor:
             raise ValueError(f"VENDOR implementation {self.impl_id} of '{self.op_name}' must specify vendor name")
         if self.kind is not BackendImplKind.VENDOR and self.vendor:
             raise ValueError(f"{self.impl_id} of '{self.op_name}': only VENDOR implementations have a vendor")
         if self.signature not in ("checked", "unchecked"):
             raise ValueError(f"{self.impl_id}: signature must be 'checked' or 'unchecked', not {self.signature!r}")
+        if self.opaque not in (True, False):
+            raise ValueError(f"{self.impl_id}: opaque must be True or False, not {self.opaque!r}")
         if self.priority is None:
             object.__setattr__(self, "priority", int(_DEFAULT_PRIORITY[self.kind]))
+
+    def _check_types(self) -> None:
+        """A field of another type would only show when policies are compared, far from who registered it."""
+        optional = "callable, or None"
+        rules: tuple[tuple[str, bool, str], ...] = (
+            ("fn", callable(self.fn), "callable"),
+            ("kind", isinstance(self.kind, BackendImplKind), "a BackendImplKind"),
+            ("vendor", self.vendor is None or isinstance(self.vendor, str), "a string, or None"),
+            ("priority", self.priority is None or type(self.priority) in (int, BackendPriority), "an integer, or None"),
+            ("supports", self.supports is None or callable(self.supports), optional),
+            ("available", self.available is None or callable(self.available), optional),
+            ("properties", isinstance(self.properties, Mapping), "a mapping"),
+            ("requires", isinstance(self.requires, Mapping), "a mapping"),
+        )
+        for name, fits, needed in rules:
+            if not fits:
+                value = getattr(self, name)
+                raise ValueError(f"OpImpl {self.impl_id} of '{self.op_name}': {name} must be {needed}, not {value!r}")
 
     @property
     def rank(self) -> int:
@@ -104,13 +127,14 @@ class OpImpl:
         if check is None:
             return True, ""
         try:
-            available = bool(check())
-        except (Exception, SystemExit) as error:
-            return False, f"its availability check raised {type(error).__name__}: {error}"
-        if available:
-            return True, ""
-        why = getattr(getattr(check, "__self__", None), "why_unavailable", None)
-        return False, (str(why()) if why is not None else "") or "not available on this machine"
+            if check():
+                return True, ""
+            why = getattr(getattr(check, "__self__", None), "why_unavailable", None)
+            return False, (str(why()) if why is not None else "") or "not available on this machine"
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # a check may exit, and a panic in a Rust extension is no Exception
+            return False, f"its availability check raised {text_of(error)}"
 
     def is_available(self) -> bool:
         """Whether it can run here; never raises."""

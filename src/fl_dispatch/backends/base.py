@@ -59,6 +59,7 @@ class Backend(abc.ABC):
         supports: Mapping[str, Callable[..., bool | str]] | None = None,
         properties: Mapping[str, Any] | None = None,
         requires: Mapping[str, Any] | None = None,
+        opaque: bool = False,
     ) -> list[OpImpl]:
         """One :class:`OpImpl` for each declared operator that this backend has a method for, in the catalogue's order.
 
@@ -67,7 +68,7 @@ class Backend(abc.ABC):
             impl_id: the id of all of them.
             priority: see :class:`OpImpl`.
             supports: operator → predicate over its arguments, see :class:`OpImpl`.
-            properties, requires: of all of them, see :class:`OpImpl`.
+            properties, requires, opaque: of all of them, see :class:`OpImpl`.
 
         Raises:
             ValueError: ``supports`` names an operator that this backend does not implement.
@@ -95,6 +96,7 @@ class Backend(abc.ABC):
                 available=self.is_available,
                 properties=properties or {},
                 requires=requires or {},
+                opaque=opaque,
             )
             for name in names
         ]

@@ -24,7 +24,16 @@ def get_settings() -> Settings:
     Raises:
         ConfigError: a setting is wrong. The next call reads again.
     """
-    return _settings if _settings is not None else install_settings(load_settings(prefixes=_prefixes))
+    return _settings if _settings is not None else install_settings(peek_settings())
+
+
+def peek_settings() -> Settings:
+    """The settings as they would be read now; nothing is installed.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    return load_settings(prefixes=_prefixes)
 
 
 def install_settings(settings: Settings) -> Settings:
@@ -57,6 +66,7 @@ __all__ = [
     "install_settings",
     "load_config_file",
     "load_settings",
+    "peek_settings",
     "reset_settings",
     "variable_names",
 ]

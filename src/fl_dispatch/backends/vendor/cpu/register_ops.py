@@ -22,5 +22,6 @@ def register_builtins(registry: Registry) -> None:
                 "rms_norm": normalization.supports_rms_norm,
                 "rotary_embedding": rotary.supports_rotary_embedding,
             },
+            opaque=True,  # the compiled operators have no fake functions
         )
     )

@@ -1,0 +1,242 @@
+"""Freezing: from here on nothing changes what runs, and the manifest says what that is.
+
+Hosts that drop the guards of compiled code, or replay captured graphs, would go on with an old choice after a change.
+So they freeze dispatch before they compile; a change that would alter a choice is an error from then on, and so is a
+failure, because nothing may take over. A change that alters no choice passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import DispatchFrozenError
+from .failures import ArgumentKind
+from .locking import writers
+from .logger_manager import get_logger
+from .selection import Decision, condition_of
+from .types import OpImpl
+
+if TYPE_CHECKING:
+    from .manager import OpManager
+    from .selection_policy import SelectionPolicy
+    from .settings import TunedRule
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs for the calls that a rule admits.
+
+    Args:
+        rule: the condition; ``None`` for all other calls.
+        runs: the implementation that runs, after those that may decline some of these calls.
+        banned: kinds of arguments for which an implementation of ``runs`` is left out, by its id.
+    """
+
+    rule: TunedRule | None
+    runs: tuple[OpImpl, ...]
+    banned: frozenset[tuple[str, ArgumentKind]] = frozenset()
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        data: dict[str, Any] = {"runs": [impl.impl_id for impl in self.runs]}
+        if self.rule is not None:
+            data["when"] = condition_of(self.rule)
+        if self.banned:
+            data["not for"] = sorted(f"{impl_id}: {kind}" for impl_id, kind in self.banned)
+        return data
+
+
+Choices = tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What runs in a process whose dispatch is frozen.
+
+    Args:
+        choices: operator → its choices as plain data, conditional ones first; and ``operator@scope`` for each layer
+            that runs something else than the operator elsewhere.
+        reasons: the same keys → why.
+        versions: package → version: torch, this one, and those that the implementations come from.
+        hash: of choices and versions; equal in processes that run the same.
+    """
+
+    choices: Mapping[str, list[dict[str, Any]]]
+    reasons: Mapping[str, str]
+    versions: Mapping[str, str]
+    hash: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        text = json.dumps({"choices": dict(self.choices), "versions": dict(self.versions)}, sort_keys=True)
+        object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
+        object.__setattr__(self, "hash", hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def as_data(self) -> dict[str, Any]:
+        """The manifest as plain data, for other processes and files."""
+        return {
+            "hash": self.hash,
+            "choices": dict(self.choices),
+            "reasons": dict(self.reasons),
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Manifest:
+        """The manifest that :meth:`as_data` described."""
+        return cls(data["choices"], data["reasons"], data["versions"])
+
+    def differences(self, other: Manifest) -> list[str]:
+        """One line for each operator, layer and package that is not the same in both; empty if the hashes agree."""
+        lines = []
+        for mine, theirs in ((self.choices, other.choices), (self.versions, other.versions)):
+            for key in sorted({*mine, *theirs}):
+                one, two = mine.get(key), theirs.get(key)
+                if one != two:
+                    lines.append(f"{key}: {_short(one)} here, {_short(two)} there")
+        return lines
+
+
+class Freezer:
+    """Freezes the choices of one manager and keeps them."""
+
+    def __init__(self, manager: OpManager) -> None:
+        self._manager = manager
+        self._choices: Mapping[tuple[str, str | None], Choices] = {}
+        self._admitted: set[SelectionPolicy] = set()
+        self.manifest: Manifest | None = None
+
+    def freeze(self) -> Manifest:
+        """Fix what runs now, for the global policy, every operator and every bound layer. Idempotent."""
+        manager = self._manager
+        manager.ensure_initialized()
+        with writers:
+            if self.manifest is not None:
+                return self.manifest
+            decided = {(d.op_name, d.scope): d for d in manager.tables.root.decisions.values()}
+            self._choices = {key: self._choices_of(decision) for key, decision in decided.items()}
+            self._admitted = {manager.tables.root.policy}
+            self.manifest = _manifest(decided, self._choices)
+            manager.republish(None)
+        logger.info("Dispatch is frozen: manifest %s, %d operators", self.manifest.hash, len(self.manifest.choices))
+        return self.manifest
+
+    def thaw(self) -> None:
+        """Allow changes again."""
+        with writers:
+            if self.manifest is None:
+                return
+            self.manifest, self._choices = None, {}
+            self._manager.republish(None)
+        logger.info("Dispatch is thawed")
+
+    def choices(self, op_name: str, scope: str | None) -> Choices | None:
+        """What was fixed for an operator or layer; ``None`` if nothing was."""
+        found = self._choices.get((op_name, scope))
+        return self._choices.get((op_name, None)) if found is None else found
+
+    def check(
+        self, change: str, policy: SelectionPolicy | None = None, *, bans: bool = True, only: str | None = None
+    ) -> None:
+        """Whether everything frozen would be decided the same now.
+
+        Args:
+            change: what changes, for the message.
+            policy: the policy to decide with; the one in force when frozen by default.
+            bans: whether bans count.
+            only: the one operator that it may concern; all by default.
+
+        Raises:
+            DispatchFrozenError: it would not.
+        """
+        if self.manifest is None:
+            return
+        manager = self._manager
+        policy = manager.tables.root.policy if policy is None else policy
+        different = []
+        for (op_name, scope), before in self._choices.items():
+            if only not in (None, op_name):
+                continue
+            impls = manager.registry.get_implementations(op_name)
+            now = self._choices_of(manager.decide(op_name, scope, policy, bans=bans), bans) if impls else ()
+            if now != before:
+                where = f"{op_name}@{scope}" if scope else op_name
+                different.append(f"{where}: {_short(_data(before))} would become {_short(_data(now))}")
+        if different:
+            raise DispatchFrozenError(change, different)
+
+    def admit(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
+        """The same for a policy, which is checked once."""
+        if self.manifest is None or policy in self._admitted:
+            return
+        self.check(change, policy, bans=bans)
+        self._admitted.add(policy)
+
+    def _choices_of(self, decision: Decision, bans: bool = True) -> Choices:
+        manager, found = self._manager, []
+        for branch in decision.branches:
+            runs: list[OpImpl] = []
+            banned: set[tuple[str, ArgumentKind]] = set()
+            for impl in branch.candidates:
+                runs.append(impl)
+                kinds = manager.failures.kinds(impl, decision.scope) if bans else frozenset()
+                banned |= {(impl.impl_id, kind) for kind in kinds}
+                convention = manager.registry.convention(impl)
+                if impl.supports is None and not kinds and not (convention and convention.left_out):
+                    break
+            found.append(Choice(branch.rule, tuple(runs), frozenset(banned)))
+        return tuple(found)
+
+
+def _manifest(
+    decided: Mapping[tuple[str, str | None], Decision], choices: Mapping[tuple[str, str | None], Choices]
+) -> Manifest:
+    named: dict[str, list[dict[str, Any]]] = {}
+    reasons: dict[str, str] = {}
+    for (op_name, scope), made in sorted(choices.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+        if scope and _data(made) == _data(choices.get((op_name, None), ())):
+            continue
+        key = f"{op_name}@{scope}" if scope else op_name
+        decision = decided[op_name, scope]
+        named[key] = _data(made)
+        reasons[key] = decision.considered[0].reason if decision.chosen else "no implementation can run"
+    impls = {impl for made in choices.values() for choice in made for impl in choice.runs}
+    return Manifest(MappingProxyType(named), MappingProxyType(reasons), MappingProxyType(_versions(impls)))
+
+
+def _versions(impls: set[OpImpl]) -> dict[str, str]:
+    from . import __version__
+
+    versions = {"fl_dispatch": __version__, "torch": str(torch.__version__)}
+    for impl in impls:
+        root = str(getattr(impl.fn, "__module__", None) or type(impl.fn).__module__).partition(".")[0]
+        if root not in versions:
+            try:
+                versions[root] = metadata.version(root)
+            except metadata.PackageNotFoundError:
+                versions[root] = "unknown"
+    return dict(sorted(versions.items()))
+
+
+def _data(choices: Choices) -> list[dict[str, Any]]:
+    return [choice.as_data() for choice in choices]
+
+
+def _short(value: Any) -> str:
+    """A manifest's entry in one line."""
+    if not value:
+        return "nothing"
+    if isinstance(value, str):
+        return value
+    if len(value) == 1 and set(value[0]) == {"runs"}:
+        return ", else ".join(value[0]["runs"]) or "nothing"
+    return json.dumps(value, sort_keys=True)

@@ -1,0 +1,270 @@
+"""Opaque views: declared operators as ``torch.library`` operators, for compiled code that must not look inside.
+
+A view dispatches anew whenever it runs, so it serves what a trace cannot hold: an implementation that Dynamo cannot
+trace, a choice that depends on the arguments. Everything about it is derived from the declaration. An operator that
+may write arguments has two views, because a schema says once and for all what is written:
+
+- ``fl_dispatch::rms_norm(Tensor x, Tensor? weight, float epsilon, str scope) -> Tensor`` writes nothing;
+- ``fl_dispatch::rms_norm_(Tensor(a!) x, Tensor(b!) residual, ...) -> ()`` writes its results into the arguments, in the
+  order in which the declaration lists them.
+
+The parameter that decides between them (``residual``; ``inplace``; ``out``) is a constant in a trace. Neither view
+returns a tensor that shares memory with an argument. ``scope`` is the layer for which the operator was bound.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .locking import writers
+from .ops import Operator
+from .table import ROOT
+
+NAMESPACE = "fl_dispatch"
+_SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
+_library: torch.library.Library | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of an operator's views.
+
+    Args:
+        name: of the torch operator, without the namespace.
+        parameters: the declared parameters that it takes, in order.
+        fixed: the parameter that it does not take, and the value that this stands for.
+        writes: the parameters into which it writes the first results, in their order.
+        returns: the schema types of the other results.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    fixed: dict[str, Any]
+    writes: tuple[str, ...]
+    returns: tuple[str, ...]
+
+
+@functools.cache
+def view(operator: Operator, scope: str = "") -> Callable[..., Any]:
+    """A function with the operator's parameters, in the declaration's order, that calls its opaque views.
+
+    Args:
+        operator: the declaration; it must allow :attr:`~fl_dispatch.ops.Mode.OPAQUE`.
+        scope: the layer for which it dispatches.
+
+    Returns:
+        The function. What it writes it also returns, as the operator does.
+    """
+    decider, _ = _decider(operator)
+    names = list(operator.parameters)
+    lines = [f"def {operator.name}({', '.join(names)}):"]
+    namespace: dict[str, Any] = {}
+    for variant in variants(operator):
+        namespace[f"_{variant.name}"] = getattr(getattr(torch.ops, NAMESPACE), _define(operator, variant)).default
+        call = f"_{variant.name}({', '.join([*variant.parameters, repr(scope)])})"
+        indent = "    "
+        if decider and not variant.writes:
+            lines.append(f"    if {decider} is None or {decider} is False:")
+            indent = "        "
+        if not variant.writes:
+            lines.append(f"{indent}return {call}")
+            continue
+        others = [f"_other{index}" for index in range(len(variant.returns))]
+        lines.append(f"    {', '.join(others)}{' = ' if others else ''}{call}")
+        results = [*variant.writes, *others] if _returns_tensors(operator) else []
+        lines.append(f"    return {', '.join(results) or 'None'}")
+    exec("\n".join(lines), namespace)
+    function: Callable[..., Any] = namespace[operator.name]
+    return function
+
+
+def variants(operator: Operator) -> tuple[Variant, ...]:
+    """The views of an operator: one that writes nothing, one that writes, or both.
+
+    Raises:
+        ValueError: what it writes cannot be told from one parameter.
+    """
+    results = _results(operator)
+    if not operator.writes:
+        return (Variant(operator.name, tuple(operator.parameters), {}, (), tuple(results)),)
+    decider, absent = _decider(operator)
+    writes = tuple(operator.writes)
+    if not decider:
+        rest = results[len(writes) :] if results else []
+        return (Variant(operator.name, tuple(operator.parameters), {}, writes, tuple(rest)),)
+    without = tuple(name for name in operator.parameters if name != decider)
+    with_it = without if absent is False else tuple(operator.parameters)
+    fixed = {decider: True} if absent is False else {}
+    return (
+        Variant(operator.name, without, {decider: absent}, (), tuple(results)),
+        Variant(f"{operator.name}_", with_it, fixed, writes, tuple(_results(operator, given=True)[len(writes) :])),
+    )
+
+
+def schema(operator: Operator, variant: Variant) -> str:
+    """The torch schema of a view, without its name."""
+    hints = _hints(operator)
+    parts = []
+    for name in variant.parameters:
+        kind, optional = _schema_type(operator, name, hints[name])
+        if name in variant.writes:
+            kind = f"Tensor({chr(ord('a') + variant.writes.index(name))}!)"
+            optional = optional and name != _decider(operator)[0]
+        parts.append(f"{kind}{'?' if optional else ''} {name}")
+    returns = ", ".join(variant.returns)
+    return f"({', '.join([*parts, 'str scope'])}) -> {returns if len(variant.returns) == 1 else f'({returns})'}"
+
+
+def _decider(operator: Operator) -> tuple[str, bool | None]:
+    """The parameter that decides whether arguments are written, and its value when none is; empty if all calls write."""
+    deciders = {
+        write.given or (name if operator.parameters[name].default is None else "")
+        for name, write in operator.writes.items()
+    }
+    if len(deciders) > 1:
+        raise ValueError(f"operator {operator.name}: several parameters decide what is written: {sorted(deciders)}")
+    decider = next(iter(deciders), "")
+    return decider, False if decider and _hints(operator)[decider] is bool else None
+
+
+@functools.cache
+def _hints(operator: Operator) -> dict[str, Any]:
+    return typing.get_type_hints(operator.prototype)
+
+
+def _schema_type(operator: Operator, name: str, hint: Any) -> tuple[str, bool]:
+    """The schema type of a hint, and whether it is optional."""
+    members = [member for member in _members(hint) if member is not types.NoneType]
+    if len(members) != 1 or members[0] not in _SCHEMA_TYPES:
+        raise ValueError(f"operator {operator.name}: '{name}' has no type that a torch operator can take: {hint}")
+    return _SCHEMA_TYPES[members[0]], len(_members(hint)) > 1
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _results(operator: Operator, given: bool = False) -> list[str]:
+    """The schema types of the results.
+
+    Where the return type is a union, the tuple is returned when the deciding parameter is given, else the tensor.
+    """
+    hint = _hints(operator)["return"]
+    members = _members(hint)
+    tuples = [member for member in members if typing.get_origin(member) is tuple]
+    if len(members) > 1:
+        hint = tuples[0] if given and tuples else next(member for member in members if member not in tuples)
+    if hint is types.NoneType:
+        return []
+    parts = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
+    typed = (_schema_type(operator, "return", part) for part in parts)
+    return [f"{kind}{'?' if optional else ''}" for kind, optional in typed]
+
+
+def _returns_tensors(operator: Operator) -> bool:
+    return bool(_results(operator, given=True))
+
+
+def _define(operator: Operator, variant: Variant) -> str:
+    """Define a view unless it exists; returns its name."""
+    global _library
+    with writers:
+        if _library is None:
+            _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+        if not hasattr(getattr(torch.ops, NAMESPACE), variant.name):
+            _library.define(f"{variant.name}{schema(operator, variant)}")  # type: ignore[no-untyped-call]
+            kernel = _kernel(operator, variant)
+            _library.impl(variant.name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+            fake = _fake(operator, variant)
+            torch.library.register_fake(f"{NAMESPACE}::{variant.name}", fake, lib=_library)
+    return variant.name
+
+
+def _full(operator: Operator, variant: Variant, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    values = {**dict(zip(variant.parameters, args, strict=True)), **variant.fixed}
+    return tuple(values[name] for name in operator.parameters)
+
+
+def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
+    op_name = operator.name
+
+    def kernel(*args: Any) -> Any:
+        full = _full(operator, variant, args[:-1])
+        results = _dispatch(op_name, args[-1], full)
+        results = results if isinstance(results, tuple) else () if results is None else (results,)
+        if variant.writes:
+            targets = [full[list(operator.parameters).index(name)] for name in variant.writes]
+            results = _store(targets, results)
+        return _fresh(full, results)
+
+    return kernel
+
+
+def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
+    if operator.fake is None:
+        raise ValueError(f"operator {operator.name} has no fake function, so it has no opaque view")
+    compute = operator.fake
+
+    def fake(*args: Any) -> Any:
+        if not variant.returns:
+            return None
+        results = compute(*_full(operator, variant, args[:-1]))
+        results = results if isinstance(results, tuple) else (results,)
+        results = results[len(variant.writes) :]
+        return results[0] if len(results) == 1 else results
+
+    return fake
+
+
+def _dispatch(op_name: str, scope: str, args: tuple[Any, ...]) -> Any:
+    from .calls import call_through
+
+    key = f"{op_name}@{scope}"
+    if not ROOT.settled:
+        ROOT.start()
+    table = ROOT if ROOT.plain else ROOT.current
+    if key not in table.entries:  # a graph from a cache may be older than this process's layers
+        key = op_name
+    return call_through(ROOT, op_name, args, {}, key)
+
+
+def _store(targets: list[Tensor | None], results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the first results into the arguments that they belong in; returns the rest."""
+    pending = list(results)
+    for index, target in enumerate(targets[: len(results)]):
+        value = pending[index]
+        if target is None or value is target:
+            continue
+        for later in range(index + 1, len(pending)):  # a later result may live in this argument
+            if isinstance(pending[later], Tensor) and _storage(pending[later]) == _storage(target):
+                pending[later] = pending[later].clone()
+        target.copy_(value)
+    return tuple(pending[len(targets) :])
+
+
+def _fresh(inputs: tuple[Any, ...], results: tuple[Any, ...]) -> Any:
+    """The results, none of which shares memory with an input or with another result."""
+    if not results:
+        return None
+    taken = {_storage(value) for value in inputs if isinstance(value, Tensor)}
+    fresh = []
+    for result in results:
+        own = result
+        if isinstance(result, Tensor) and result.numel():
+            if _storage(result) in taken:
+                own = result.clone()
+            taken.add(_storage(own))
+        fresh.append(own)
+    return fresh[0] if len(fresh) == 1 else tuple(fresh)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

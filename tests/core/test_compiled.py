@@ -1,0 +1,298 @@
+"""Compiled code runs what the policy says: traced into, or behind a ``torch.library`` operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from builders import impl
+from fl_dispatch import (
+    DispatchFrozenError,
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    freeze_dispatch,
+    get_default_manager,
+    opaque,
+    policy_context,
+    resolve_op,
+    set_global_policy,
+    thaw_dispatch,
+    with_preference,
+)
+from fl_dispatch.ops import OPERATORS, Mode, Sample
+from fl_dispatch.settings import TunedRule
+
+INLINE = [op.name for op in OPERATORS.values() if Mode.INLINE in op.modes]
+OPAQUE = [op.name for op in OPERATORS.values() if Mode.OPAQUE in op.modes]
+OP = "silu_and_mul"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    thaw_dispatch()
+
+
+def samples(op: str, seed: int = 0) -> list[Sample]:
+    made = OPERATORS[op].samples
+    assert made is not None
+    return list(made(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(seed)))
+
+
+def serving(op: str) -> list[tuple[Sample, Sample]]:
+    """Two equal copies of the serving samples, because a call may overwrite its arguments."""
+    return [pair for pair in zip(samples(op), samples(op), strict=True) if pair[0].serving]
+
+
+def args_of(op: str, *, writing: bool) -> tuple[Any, ...]:
+    """Arguments of the smallest sample for the view that writes, or for the one that does not."""
+    operator = OPERATORS[op]
+    bound = [operator.bind(sample.args, {}) for sample in samples(op)]
+    full = [args for args in bound if all(tensor.numel() for tensor in flat(args))]
+    fitting = [args for args in full if bool(operator.written(args)) is writing]
+    return min(fitting, key=lambda args: sum(tensor.numel() for tensor in flat(args)))
+
+
+def same(got: Any, expected: Any, got_args: Any = (), expected_args: Any = ()) -> None:
+    """Results, and tensors among arguments, are equal bit for bit."""
+    for one, two in zip(flat((got, *got_args)), flat((expected, *expected_args)), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+
+
+def flat(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+VIEWS = [(op, variant) for op in OPAQUE for variant in opaque.variants(OPERATORS[op])]
+
+
+# ---- inline ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", INLINE)
+def test_an_inline_operator_is_traced_whole_by_name_and_bound_and_for_any_number_of_tokens(op: str) -> None:
+    by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend="eager", dynamic=True)
+    bound = torch.compile(bind_op(op), fullgraph=True, backend="eager", dynamic=True)
+    reference = resolve_op(op)
+    for sample, again in serving(op)[:3]:
+        twin = samples(op)[[s.label for s in samples(op)].index(sample.label)]
+        expected = reference(*twin.args)
+        same(by_name(*sample.args), expected, sample.args, twin.args)
+        same(bound(*again.args), expected, again.args, twin.args)
+
+
+def test_a_policy_change_reaches_compiled_code_and_a_known_policy_is_not_compiled_again() -> None:
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda x: call_op(OP, x), fullgraph=True, backend=counter)
+    for _ in range(3):
+        assert compiled(torch.zeros(1)).item() == 1
+        with with_preference("vendor"):
+            assert compiled(torch.zeros(1)).item() == 2
+        set_global_policy(SelectionPolicy(prefer="vendor"))
+        assert compiled(torch.zeros(1)).item() == 2
+        set_global_policy(SelectionPolicy())
+    assert counter.frame_count <= 4  # one for each way to reach a table: by the root, and by a context
+
+
+def test_under_frozen_dispatch_a_change_between_two_calls_of_compiled_code_is_refused() -> None:
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+    freeze_dispatch()
+    compiled = torch.compile(lambda x: call_op(OP, x), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 1
+    with pytest.raises(DispatchFrozenError, match=OP):
+        set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert compiled(torch.zeros(1)).item() == 1
+
+
+# ---- opaque views ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "variant"), VIEWS, ids=[variant.name for _, variant in VIEWS])
+def test_a_view_passes_the_checks_of_torch(op: str, variant: opaque.Variant) -> None:
+    opaque.view(OPERATORS[op])
+    values = dict(zip(OPERATORS[op].parameters, args_of(op, writing=bool(variant.writes)), strict=True))
+    torch_op = getattr(torch.ops.fl_dispatch, variant.name).default
+    torch.library.opcheck(
+        torch_op,
+        (*(values[name] for name in variant.parameters), ""),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@pytest.mark.parametrize("op", OPAQUE)
+def test_a_view_computes_and_writes_what_the_operator_does_on_every_sample(op: str) -> None:
+    call, reference = opaque.view(OPERATORS[op]), resolve_op(op)
+    for sample, again in zip(samples(op), samples(op), strict=True):
+        got, expected = call(*OPERATORS[op].bind(sample.args, {})), reference(*again.args)
+        written = OPERATORS[op].written(OPERATORS[op].bind(again.args, {}))
+        if (
+            written and got is not None
+        ):  # the operator leaves open whether its inputs hold the results, the view does not
+            same(got, expected)
+        else:
+            same(got, expected, sample.args, again.args)
+
+
+@pytest.mark.parametrize("op", OPAQUE)
+def test_compiled_code_runs_an_implementation_that_cannot_be_traced_behind_the_view(op: str) -> None:
+    reference, calls = resolve_op(op), []
+
+    def untraceable(*args: Any) -> Any:
+        calls.append(torch.compiler.is_dynamo_compiling())
+        return reference(*args)
+
+    get_default_manager().registry.register_impl(
+        impl("vendor.closed", torch._dynamo.disable(untraceable), op=op, opaque=True, signature="unchecked")
+    )
+    set_global_policy(SelectionPolicy(per_op_order=((op, ("vendor:closed",)),)))
+    compiled = torch.compile(bind_op(op), fullgraph=True, backend="aot_eager", dynamic=True)
+    for sample, again in serving(op)[:2]:
+        same(compiled(*sample.args), reference(*again.args))
+    assert len(calls) == len(serving(op)[:2])
+    assert not any(calls)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "rotary_embedding", "silu_and_mul"])
+def test_inductor_runs_the_views(op: str) -> None:
+    reference = resolve_op(op)
+    get_default_manager().registry.register_impl(
+        impl("vendor.closed", reference, op=op, opaque=True, signature="unchecked")
+    )
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    compiled = torch.compile(lambda *args: call_op(op, *args), fullgraph=True)
+    for writing in (False, True) if OPERATORS[op].writes else (False,):
+        expected = reference(*args_of(op, writing=writing))
+        same(compiled(*args_of(op, writing=writing)), expected)
+
+
+def test_behind_a_view_a_policy_change_needs_no_new_graph() -> None:
+    for impl_id, value in (("default.a", 1), ("vendor.b", 2)):
+        get_default_manager().registry.register_impl(
+            impl(
+                impl_id,
+                torch._dynamo.disable(lambda x, value=value: x[..., ::2] + value),
+                op=OP,
+                opaque=True,
+                signature="unchecked",
+            )
+        )
+    counter = torch._dynamo.testing.CompileCounter()
+    view = opaque.view(OPERATORS[OP])
+    compiled = torch.compile(lambda x: view(x), fullgraph=True, backend=counter)
+    assert compiled(torch.zeros(1, 2)).item() == 1
+    with with_preference("vendor"):
+        assert compiled(torch.zeros(1, 2)).item() == 2
+    assert counter.frame_count == 1
+
+
+def test_a_conditional_choice_is_made_anew_in_every_call_of_compiled_code() -> None:
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x[..., ::2] + 1, op=OP), impl("vendor.b", lambda x: x[..., ::2] + 2, op=OP)]
+    )
+    rule = TunedRule(order=("vendor:b",), dtype=None, tokens=(1, 4), phase=None)
+    set_global_policy(SelectionPolicy(op_tuned=((OP, (rule,)),)))
+    freeze_dispatch()
+    compiled = torch.compile(bind_op(OP), fullgraph=True, backend="aot_eager", dynamic=True)
+    assert [compiled(torch.zeros(tokens, 2))[0, 0].item() for tokens in (3, 5, 4, 9)] == [2, 1, 2, 1]
+
+
+def test_a_predicate_is_asked_in_every_call_once_guards_may_be_dropped() -> None:
+    get_default_manager().registry.register_many(
+        [
+            impl("default.a", lambda x: x[..., ::2] + 1, op=OP, supports=lambda x: x.shape[0] > 4),
+            impl("vendor.b", lambda x: x[..., ::2] + 2, op=OP),
+        ]
+    )
+    freeze_dispatch()
+    dropped = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # as vLLM does
+    compiled = torch.compile(bind_op(OP), fullgraph=True, backend="inductor", dynamic=True, options=dropped)
+    assert [compiled(torch.zeros(tokens, 2))[0, 0].item() for tokens in (9, 3, 5)] == [1, 2, 1]
+
+
+def test_a_rule_for_one_layer_holds_behind_the_view() -> None:
+    for impl_id, value in (("default.a", 1), ("vendor.b", 2)):
+        get_default_manager().registry.register_impl(
+            impl(impl_id, lambda x, value=value: x[..., ::2] + value, op=OP, opaque=True, signature="unchecked")
+        )
+    set_global_policy(SelectionPolicy(per_op_order=((f"{OP}@model.layers.1.*", ("vendor",)),)))
+    layers = [bind_op(OP, f"model.layers.{layer}.act") for layer in range(2)]
+    compiled = torch.compile(lambda x: tuple(layer(x) for layer in layers), fullgraph=True, backend="aot_eager")
+    assert [value.item() for value in compiled(torch.zeros(1, 2))] == [1, 2]
+
+
+def test_a_view_falls_back_and_restores_like_any_call() -> None:
+    def overwrites(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Any:
+        x.fill_(7)
+        raise RuntimeError("broken")
+
+    get_default_manager().registry.register_impl(
+        impl("vendor.bad", overwrites, op="rms_norm", opaque=True, signature="unchecked")
+    )
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.ones(8)
+    with policy_context(SelectionPolicy(prefer="reference")):
+        expected = call_op("rms_norm", x.clone(), residual.clone(), weight, 1e-6)
+    compiled = torch.compile(bind_op("rms_norm"), fullgraph=True, backend="aot_eager")
+    same(compiled(x, residual, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("result", ["itself", "a view"])
+def test_a_result_that_shares_memory_with_an_argument_is_copied(result: str) -> None:
+    def sharing(x: Tensor) -> Tensor:
+        return x if result == "itself" else x[..., : x.shape[-1] // 2]
+
+    get_default_manager().registry.register_impl(impl("vendor.sharing", sharing, op=OP))
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    x = torch.randn(2, 4)
+    got = opaque.view(OPERATORS[OP])(x)
+    same(got, sharing(x))
+    assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def test_results_that_come_back_in_each_others_arguments_are_put_right() -> None:
+    def swapping(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Any:
+        y, s = (x + residual) * 10, x + residual
+        residual.copy_(y)
+        x.copy_(s)
+        return residual, x
+
+    get_default_manager().registry.register_impl(
+        impl("vendor.swapping", swapping, op="rms_norm", signature="unchecked")
+    )
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    x, residual = torch.full((1, 2), 1.0), torch.full((1, 2), 2.0)
+    y, s = opaque.view(OPERATORS["rms_norm"])(x, residual, torch.ones(2), 1e-6)
+    assert (y is x, s is residual) == (True, True)
+    assert (x.tolist(), residual.tolist()) == ([[30.0, 30.0]], [[3.0, 3.0]])
+
+
+@pytest.mark.parametrize("op", OPAQUE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fake_function_tells_shape_dtype_and_strides_of_every_view(op: str, dtype: torch.dtype) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    operator = OPERATORS[op]
+    assert operator.samples is not None
+    call = opaque.view(operator)
+    for sample in operator.samples(dtype, torch.device("cpu"), torch.Generator().manual_seed(1)):
+        args = operator.bind(sample.args, {})
+        with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+            fake = call(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+        real = call(*args)
+        for one, two in zip(*((r if isinstance(r, tuple) else (r,)) for r in (fake, real)), strict=True):
+            if two is None:
+                assert one is None
+            else:
+                assert (one.shape, one.dtype, one.stride()) == (two.shape, two.dtype, two.stride()), sample.label

@@ -1,0 +1,294 @@
+"""While dispatch is frozen nothing changes what runs, nothing takes over, and the manifest says what that is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from builders import failing, impl
+from fl_dispatch import (
+    DispatchFrozenError,
+    Manifest,
+    NotSupported,
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    explain,
+    freeze_dispatch,
+    get_default_manager,
+    policy_context,
+    reset_default_manager,
+    reset_global_policy,
+    set_global_policy,
+    thaw_dispatch,
+    with_allowed_vendors,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+
+OP = "silu_and_mul"
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    thaw_dispatch()
+
+
+@pytest.fixture
+def registered() -> None:
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+
+
+def run() -> float:
+    return float(call_op(OP, torch.zeros(2)).flatten()[0])
+
+
+def changes() -> dict[str, Callable[[], Any]]:
+    """Every way to ask for another implementation of ``silu_and_mul`` than the registered ``default.a``."""
+
+    def enter(context: Any) -> Callable[[], None]:
+        def entered() -> None:
+            with context():
+                raise AssertionError("the context was entered")
+
+        return entered
+
+    def register() -> None:
+        get_default_manager().registry.register_impl(impl("default.z", lambda x: x + 3, op=OP, priority=999))
+
+    return {
+        "set_global_policy": lambda: set_global_policy(SelectionPolicy(prefer="vendor")),
+        "policy_context": enter(lambda: policy_context(SelectionPolicy(per_op_order=((OP, ("reference",)),)))),
+        "with_preference": enter(lambda: with_preference("reference")),
+        "with_denied_vendors": enter(lambda: policy_context(SelectionPolicy(per_op_order=((OP, ("vendor",)),)))),
+        "register_impl": register,
+        "clear": lambda: get_default_manager().registry.clear(),
+    }
+
+
+@pytest.mark.parametrize("name", changes())
+@pytest.mark.usefixtures("registered")
+def test_a_change_that_would_make_something_else_run_is_refused_and_changes_nothing(name: str) -> None:
+    freeze_dispatch()
+    before = [entry.as_data() for entry in explain(OP).considered]
+    with pytest.raises(DispatchFrozenError, match=f"{OP}: default.a would become"):
+        changes()[name]()
+    assert run() == 1
+    assert [entry.as_data() for entry in explain(OP).considered] == before
+
+
+@pytest.mark.parametrize("name", changes())
+@pytest.mark.usefixtures("registered")
+def test_the_same_change_passes_before_and_after(name: str) -> None:
+    freeze_dispatch()
+    thaw_dispatch()
+    with (
+        pytest.raises(AssertionError, match="entered") if name.endswith(("context", "preference", "vendors")) else ok()
+    ):
+        changes()[name]()
+
+
+def ok() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_change_that_alters_no_choice_passes() -> None:
+    frozen = freeze_dispatch()
+    set_global_policy(SelectionPolicy(strict=True))
+    with with_denied_vendors("b"), with_strict_mode(), with_allowed_vendors("a"):
+        assert run() == 1
+    registry = get_default_manager().registry
+    registry.register_impl(impl("default.low", lambda x: x, op=OP, priority=1))
+    registry.register_impl(impl("default.new", op="an_operator_of_its_own"))
+    assert call_op("an_operator_of_its_own") == "default.new"
+    get_default_manager().clear_failed_impls()
+    get_default_manager().set_facts(unrelated=1)
+    get_default_manager().bump_policy_epoch()
+    reset_global_policy()
+    assert run() == 1
+    assert freeze_dispatch() is frozen
+
+
+@pytest.mark.usefixtures("registered")
+def test_settings_that_would_change_a_choice_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze_dispatch()
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    with pytest.raises(DispatchFrozenError, match="the settings would change"):
+        reset_global_policy()
+    assert run() == 1
+    with pytest.raises(DispatchFrozenError, match="new manager"):
+        reset_default_manager()
+    thaw_dispatch()
+    reset_global_policy()
+    assert run() == 2
+
+
+def test_facts_and_availability_that_would_change_a_choice_are_refused() -> None:
+    here = {"available": True}
+    manager = get_default_manager()
+    manager.registry.register_many(
+        [
+            impl("default.a", lambda x: x + 1, op=OP, requires={"kv_layout": "A"}, available=lambda: here["available"]),
+            impl("vendor.b", lambda x: x + 2, op=OP),
+        ]
+    )
+    freeze_dispatch()
+    with pytest.raises(DispatchFrozenError, match="facts"):
+        manager.set_facts(kv_layout="B")
+    here["available"] = False
+    with pytest.raises(DispatchFrozenError, match="anew|again"):
+        manager.bump_policy_epoch()
+    assert run() == 1
+
+
+def test_a_frozen_failure_is_raised_and_bans_nobody() -> None:
+    error = RuntimeError("broken")
+    get_default_manager().registry.register_many(
+        [impl("default.a", failing(error), op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+    bound_before = bind_op(OP)
+    freeze_dispatch()
+    for call in (run, lambda: bound_before(torch.zeros(2)), lambda: bind_op(OP)(torch.zeros(2))):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert caught.value is error
+    assert get_default_manager().get_failed_impls() == {}
+
+
+def test_declining_arguments_is_no_failure_while_frozen() -> None:
+    def declines(x: torch.Tensor) -> torch.Tensor:
+        raise NotSupported("not these")
+
+    get_default_manager().registry.register_many(
+        [
+            impl("default.a", declines, op=OP, supports=lambda x: True),
+            impl("vendor.b", lambda x: x + 2, op=OP, supports=lambda x: "too small" if x.numel() < 2 else True),
+        ]
+    )
+    freeze_dispatch()
+    assert run() == 2
+
+
+def test_a_ban_is_part_of_what_is_frozen() -> None:
+    broken = {"now": True}
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        if broken["now"]:
+            raise RuntimeError("broken")
+        return x + 1
+
+    manager = get_default_manager()
+    manager.registry.register_many([impl("default.a", first, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)])
+    assert run() == 2
+    broken["now"] = False
+    manifest = freeze_dispatch()
+    assert manifest.choices[OP] == [
+        {"runs": ["default.a", "vendor.b"], "not for": ["default.a: float32, rank 1, contiguous, cpu"]}
+    ]
+    with pytest.raises(DispatchFrozenError, match="lifting bans"):
+        manager.clear_failed_impls()
+    manager.clear_failed_impls("gelu_and_mul")
+    assert run() == 2
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_operator_bound_while_frozen_is_the_implementation_itself() -> None:
+    chosen = explain(OP).chosen
+    assert chosen is not None
+    dynamic = bind_op(OP, "model.layers.0")
+    freeze_dispatch()
+    assert bind_op(OP) is bind_op(OP, "model.layers.0") is chosen.fn
+    assert dynamic is not chosen.fn
+    thaw_dispatch()
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert dynamic(torch.zeros(1)).item() == 2
+    assert bind_op(OP)(torch.zeros(1)).item() == 2
+
+
+def test_a_frozen_conditional_choice_stays_conditional() -> None:
+    from fl_dispatch.settings import TunedRule
+
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+    rule = TunedRule(order=("vendor:b",), dtype=None, tokens=(1, 4), phase=None)
+    set_global_policy(SelectionPolicy(op_tuned=((OP, (rule,)),)))
+    bound = bind_op(OP)
+    manifest = freeze_dispatch()
+    for call in (bound, bind_op(OP)):
+        assert call(torch.zeros(3, 2))[0, 0] == 2
+        assert call(torch.zeros(5, 2))[0, 0] == 1
+    assert [choice["runs"] for choice in manifest.choices[OP]] == [["vendor.b"], ["default.a"]]
+    assert manifest.choices[OP][0]["when"] == {"dtype": None, "tokens": [1, 4], "phase": None}
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_manifest_names_what_runs_why_and_layers_that_differ() -> None:
+    set_global_policy(SelectionPolicy(per_op_order=((f"{OP}@model.layers.1.*", ("vendor",)),)))
+    for layer in range(3):
+        bind_op(OP, f"model.layers.{layer}.act")
+    manifest = freeze_dispatch()
+    mine = {key: choice[0]["runs"] for key, choice in manifest.choices.items() if key.split("@")[0] == OP}
+    assert mine == {OP: ["default.a"], f"{OP}@model.layers.1.act": ["vendor.b"]}
+    assert "order" in manifest.reasons[OP]
+    assert {"fl_dispatch", "torch"} <= set(manifest.versions)
+    assert Manifest.from_data(manifest.as_data()) == manifest
+    assert Manifest.from_data(pickle.loads(pickle.dumps(manifest.as_data()))).hash == manifest.hash
+    assert manifest.differences(manifest) == []
+
+
+def _hash(prefer: str, answer: Any) -> None:
+    set_global_policy(SelectionPolicy(prefer=prefer))
+    get_default_manager().registry.register_many([impl("vendor.b", _two, op=OP)])
+    bind_op("rms_norm", "model.norm")
+    answer.put(freeze_dispatch().as_data())
+
+
+def _two(x: Any) -> Any:
+    return x + 2
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_with_the_same_choices_have_the_same_hash(method: str) -> None:
+    context = multiprocessing.get_context(method)
+    answers = []
+    for prefer in ("reference", "reference", "vendor"):
+        queue = context.Queue()
+        process = context.Process(target=_hash, args=(prefer, queue))
+        process.start()
+        answers.append(Manifest.from_data(queue.get(timeout=120)))
+        process.join(60)
+    assert answers[0].hash == answers[1].hash != answers[2].hash
+    assert answers[0].differences(answers[2]) == [
+        f"{OP}: reference.torch here, vendor.b there",
+        "test_freezing: nothing here, unknown there",
+    ]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_forked_child_of_a_frozen_process_is_frozen_alike() -> None:
+    import os
+
+    frozen = freeze_dispatch()
+    pid = os.fork()
+    if pid == 0:
+        same = freeze_dispatch() == frozen and run() == 1
+        refused = False
+        try:
+            set_global_policy(SelectionPolicy(prefer="vendor"))
+        except DispatchFrozenError:
+            refused = True
+        os._exit(0 if same and refused else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
