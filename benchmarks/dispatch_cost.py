@@ -1,8 +1,8 @@
 """What a dispatched call costs over the direct call of the same function.
 
 One process, one core, interleaved rounds: every round times the direct call and each way of dispatching, so that a
-change of the machine's speed hits all alike. Printed is the minimum and the median of the differences, in microseconds
-a call.
+change of the machine's speed hits all alike. The clock is the processor time of the thread, so that work beside it
+does not count. Printed is the minimum and the median of the differences, in microseconds a call, and the goal.
 
     python benchmarks/dispatch_cost.py [--json FILE]
 """
@@ -16,7 +16,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,30 @@ from fl_dispatch import (
     SelectionPolicy,
     bind_op,
     call_op,
+    freeze_dispatch,
     get_default_manager,
+    opaque,
     policy_context,
     resolve_op,
     set_global_policy,
+    thaw_dispatch,
 )
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.ops import OPERATORS
 
 ROUNDS, CALLS = 41, 20_000
+VIEW_CALLS = 20  # times fewer: a view costs tens of calls
+GOALS = {  # DESIGN 3.10, microseconds
+    "call_op, 4 positional": 0.20,
+    "call_op, 1 positional": 0.20,
+    "call_op, 2 keywords": 0.40,
+    "call_op, layer first": 0.30,
+    "bound, 4 positional": 0.10,
+    "call_op, 4 positional, after a context": 0.20,
+    "bound, 4 positional, after a context": 0.12,
+    "frozen, 4 positional": 0.0,
+    "torch.library view, no grad": 2.7,
+}
 
 
 def rms_norm(x: Any, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> Any:
@@ -46,18 +63,23 @@ def supported(x: Any, residual: Any = None, weight: Any = None, epsilon: float =
     return x
 
 
+def gelu_and_mul(x: Any, approximate: str = "none") -> Any:
+    return torch.empty_like(x)
+
+
 class Layer:
     weight = None
     variance_epsilon = 1e-6
 
 
-def measure(
-    ways: dict[str, tuple[Callable[[], Any], Callable[[], Any]]], rounds: int, calls: int
-) -> dict[str, dict[str, float]]:
+Way = tuple[Callable[[], Any], Callable[[], Any], int]
+
+
+def measure(ways: dict[str, Way], rounds: int) -> dict[str, dict[str, float]]:
     """Times each way against its direct call; both run in loops made by the same template."""
     differences: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        for name, (way, direct) in ways.items():
+        for name, (way, direct, calls) in ways.items():
             started = time.thread_time()
             way()
             middle = time.thread_time()
@@ -69,13 +91,70 @@ def measure(
     }
 
 
-def loop(expression: str, calls: int, **names: Any) -> Callable[[], None]:
-    """A function that evaluates one expression ``calls`` times."""
-    source = f"def run():\n    for _ in range({calls}):\n        {expression}\n"
-    namespace: dict[str, Any] = dict(names)
+def loop(expressions: tuple[str, ...], calls: int, names: dict[str, Any]) -> Callable[[], None]:
+    """A function that evaluates expressions in turn, ``calls`` in all."""
+    lines = "".join(f"        {expression}\n" for expression in expressions)
+    source = f"def run():\n    for _ in range({max(1, calls // len(expressions))}):\n{lines}"
+    namespace = dict(names)
     exec(source, namespace)
     run: Callable[[], None] = namespace["run"]
     return run
+
+
+def way(way: str | tuple[str, ...], direct: str | tuple[str, ...], calls: int, names: dict[str, Any]) -> Way:
+    """A way of calling and the direct call, both warmed up."""
+    ways, directs = (part if isinstance(part, tuple) else (part,) for part in (way, direct))
+    for expression in ways:
+        for _ in range(3):
+            loop((expression,), 1, names)()
+    calls = max(1, calls // len(ways)) * len(ways)
+    return loop(ways, calls, names), loop(directs, calls, names), calls
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    freeze_dispatch()
+    try:
+        yield
+    finally:
+        thaw_dispatch()
+
+
+def prepare() -> dict[str, Any]:
+    """Registers what is measured; returns the names that the expressions use."""
+    set_global_policy(SelectionPolicy())
+    registry = get_default_manager().registry
+    many = [OpImpl(f"op{index}", "default.bench", BackendImplKind.DEFAULT, lambda x: x) for index in range(40)]
+    registry.register_many(
+        [
+            OpImpl("rms_norm", "default.bench", BackendImplKind.DEFAULT, rms_norm, priority=999),
+            OpImpl("gelu_and_mul", "default.bench", BackendImplKind.DEFAULT, gelu_and_mul, priority=999),
+            OpImpl(
+                "gemma_rms_norm",
+                "default.bench",
+                BackendImplKind.DEFAULT,
+                supported,
+                priority=999,
+                supports=lambda x, r, w, e: True,
+            ),
+            *many,
+        ]
+    )
+    x = torch.ones(4)
+    call_op("rms_norm", x, x)  # proven with arguments that it may overwrite, too
+    call_op("gemma_rms_norm", x, x)
+    return {
+        "x": x,
+        "call_op": call_op,
+        "resolve_op": resolve_op,
+        "bound": bind_op("rms_norm"),
+        "bound_supports": bind_op("gemma_rms_norm"),
+        "view": opaque.view(OPERATORS["gelu_and_mul"]),
+        "fn": rms_norm,
+        "gelu": gelu_and_mul,
+        "layer": Layer(),
+        **{f"op{index}": impl.fn for index, impl in enumerate(many)},
+    }
 
 
 def main() -> None:
@@ -84,80 +163,69 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--calls", type=int, default=CALLS)
     arguments = parser.parse_args()
+    rounds, calls = arguments.rounds, arguments.calls
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    set_global_policy(SelectionPolicy())
-    registry = get_default_manager().registry
-    registry.register_impl(OpImpl("rms_norm", "default.bench", BackendImplKind.DEFAULT, rms_norm, priority=999))
-    registry.register_impl(
-        OpImpl(
-            "gemma_rms_norm",
-            "default.bench",
-            BackendImplKind.DEFAULT,
-            supported,
-            priority=999,
-            supports=lambda x, r, w, e: True,
-        )
-    )
-    x = torch.ones(4)
-    names = {
-        "x": x,
-        "call_op": call_op,
-        "resolve_op": resolve_op,
-        "bound": bind_op("rms_norm"),
-        "bound_supports": bind_op("gemma_rms_norm"),
-        "fn": rms_norm,
-        "layer": Layer(),
-    }
-    expressions = {
-        "call_op, 4 positional": ("call_op('rms_norm', x, None, None, 1e-6)", "fn(x, None, None, 1e-6)"),
-        "call_op, 1 positional": ("call_op('rms_norm', x)", "fn(x)"),
-        "call_op, 2 keywords": (
+    names = prepare()
+    four, none = "x, None, None, 1e-6", "fn(x, None, None, 1e-6)"
+
+    def turns(count: int) -> Way:
+        indices = range(count)
+        return way(tuple(f"call_op('op{i}', x)" for i in indices), tuple(f"op{i}(x)" for i in indices), calls, names)
+
+    named, bound = way(f"call_op('rms_norm', {four})", none, calls, names), way(f"bound({four})", none, calls, names)
+    ways = {
+        "call_op, 4 positional": named,
+        "call_op, 1 positional": way("call_op('rms_norm', x)", "fn(x)", calls, names),
+        "call_op, 2 keywords": way(
             "call_op('rms_norm', x, None, weight=None, epsilon=1e-6)",
             "fn(x, None, weight=None, epsilon=1e-6)",
+            calls,
+            names,
         ),
-        "call_op, layer first": (
+        "call_op, layer first": way(
             "call_op('rms_norm', layer, x, None)",
             "fn(x, None, layer.weight, layer.variance_epsilon)",
+            calls,
+            names,
         ),
-        "call_op, with supports": ("call_op('gemma_rms_norm', x, None, None, 1e-6)", "fn(x, None, None, 1e-6)"),
-        "bound, 4 positional": ("bound(x, None, None, 1e-6)", "fn(x, None, None, 1e-6)"),
-        "bound, 2 keywords": ("bound(x, None, weight=None, epsilon=1e-6)", "fn(x, None, weight=None, epsilon=1e-6)"),
-        "bound, with supports": ("bound_supports(x, None, None, 1e-6)", "fn(x, None, None, 1e-6)"),
-        "resolve_op": ("resolve_op('rms_norm')", "fn"),
+        "call_op, with supports": way(f"call_op('gemma_rms_norm', {four})", none, calls, names),
+        **{f"call_op, {count} operators in turn": turns(count) for count in (1, 4, 40)},
+        "bound, 4 positional": bound,
+        "bound, 2 keywords": way(
+            "bound(x, None, weight=None, epsilon=1e-6)", "fn(x, None, weight=None, epsilon=1e-6)", calls, names
+        ),
+        "bound, with supports": way(f"bound_supports({four})", none, calls, names),
+        "resolve_op": way("resolve_op('rms_norm')", "fn", calls // VIEW_CALLS, names),
     }
-    for way, _ in expressions.values():
-        for _ in range(3):
-            loop(way, 1, **names)()
-    ways = {
-        name: (loop(way, arguments.calls, **names), loop(direct, arguments.calls, **names))
-        for name, (way, direct) in expressions.items()
-    }
-    slow = ways.pop("resolve_op")
-    results = measure(ways, arguments.rounds, arguments.calls)
-    with policy_context(SelectionPolicy(deny_vendors=frozenset({"nobody"}))):
-        call_op("rms_norm", x)
-        names["bound"](x)
-        call_op("rms_norm", x, x)
-        names["bound"](x, x)
-        inside = measure(
-            {name: ways[name] for name in ("call_op, 4 positional", "bound, 4 positional")},
-            arguments.rounds,
-            arguments.calls,
+    results = measure(ways, rounds)
+    with torch.no_grad():
+        view = way("view(x, 'none')", "gelu(x, 'none')", calls // VIEW_CALLS, names)
+        results |= measure({"torch.library view, no grad": view}, rounds)
+    with frozen():
+        names["frozen"] = bind_op("rms_norm")
+        results |= measure(
+            {
+                "frozen, 4 positional": way(f"frozen({four})", none, calls, names),
+                "frozen, call_op, 4 positional": named,
+            },
+            rounds,
         )
-    after = measure(
-        {name: ways[name] for name in ("call_op, 4 positional", "bound, 4 positional")},
-        arguments.rounds,
-        arguments.calls,
-    )
-    results |= {f"{name}, inside a context": value for name, value in inside.items()}
-    results |= {f"{name}, after a context": value for name, value in after.items()}
-    results |= measure({"resolve_op": slow}, 3, arguments.calls)
+    again = {"call_op, 4 positional": named, "bound, 4 positional": bound}
+    with policy_context(SelectionPolicy(deny_vendors=frozenset({"nobody"}))):
+        for _ in range(3):
+            call_op("rms_norm", names["x"], names["x"])
+            names["bound"](names["x"], names["x"])
+        results |= {f"{name}, inside a context": value for name, value in measure(again, rounds).items()}
+    results |= {f"{name}, after a context": value for name, value in measure(again, rounds).items()}
     print_table(
         "Cost over the direct call, microseconds",
-        ("way", "minimum", "median", "90th percentile"),
-        ((name, *(f"{value:.3f}" for value in row.values())) for name, row in results.items()),
+        ("way", "minimum", "median", "90th percentile", "goal"),
+        (
+            (name, *(f"{value:.3f}" for value in row.values()), f"{GOALS[name]:.2f}" if name in GOALS else "")
+            for name, row in results.items()
+        ),
     )
     if arguments.json:
         machine = {
@@ -165,8 +233,10 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.processor() or platform.machine(),
         }
-        machine |= {"rounds": arguments.rounds, "calls": arguments.calls, "date": time.strftime("%Y-%m-%d")}
-        arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        machine |= {"rounds": rounds, "calls": calls, "date": time.strftime("%Y-%m-%d")}
+        arguments.json.write_text(
+            json.dumps({"machine": machine, "goals_us": GOALS, "results": results}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _Tensor = torch.Tensor
 _LAYER_KEYS = {operator.name: f"{operator.name}:layer" for operator in OPERATORS.values() if operator.layer is not None}
-_no_tensors: set[type] = set()  # classes that were seen as first arguments; asking each time costs more than the call
+_layers: set[type] = set()  # classes of first arguments that are no tensors: asking each time would double the cost
 
 
 def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,13 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
             table.start()
         table = table.current
     try:
-        fn = table.entries[op_name] if args[0].__class__ is _Tensor else _entry_for(table, op_name, args[0])
+        kind = args[0].__class__
+        if kind is _Tensor:
+            fn = table.entries[op_name]
+        elif kind in _layers:
+            fn = table.entries[_LAYER_KEYS.get(op_name, op_name)]
+        else:
+            fn = _entry_for(table, op_name, args[0])
     except (KeyError, IndexError):
         if args or op_name not in table.entries:
             raise unknown(op_name) from None
@@ -66,12 +72,10 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., Any]:
     """The entry of a call whose first argument is no plain tensor: a layer, or a tensor of another class."""
-    kind = first.__class__
-    if kind not in _no_tensors:
-        if isinstance(first, _Tensor) or first is None:
-            return table.entries[op_name]
-        if not torch.compiler.is_dynamo_compiling():
-            _no_tensors.add(kind)
+    if isinstance(first, _Tensor) or first is None:
+        return table.entries[op_name]
+    if not torch.compiler.is_dynamo_compiling():
+        _layers.add(first.__class__)
     return table.entries[_LAYER_KEYS.get(op_name, op_name)]
 
 

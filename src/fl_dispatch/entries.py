@@ -81,23 +81,23 @@ def bound(
     names = ", ".join(operator.parameters)
     source = f"""
 def {operator.name}({_signature(operator, operator.parameters)}):
-    table = _root
-    if not table.plain:
-        if not table.settled:
-            table.start()
-        table = table.current
+    _table = _root
+    if not _table.plain:
+        if not _table.settled:
+            _table.start()
+        _table = _table.current
     try:
-        fn = table.entries[{key!r}]
+        _fn = _table.entries[{key!r}]
     except KeyError:
         raise _unknown({operator.name!r}) from None
     try:
-        return fn({names})
-    except Exception as error:
-        failure = error
+        return _fn({names})
+    except Exception as _error:
+        _failure = _error
     try:
-        return _recover({key!r}, table, fn, failure, ({names},), {{}})
+        return _recover({key!r}, _table, _fn, _failure, ({names},), {{}})
     finally:
-        del failure
+        del _failure
 """
     function = _compile(operator, source, {"_root": root, "_recover": recover, "_unknown": unknown})
     function.__doc__ = operator.doc

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import MappingProxyType
@@ -106,6 +107,17 @@ class Manifest:
         return lines
 
 
+_frozen: tuple[weakref.ref[Freezer], ...] = ()  # replaced as a whole
+
+
+def frozen_ones() -> Iterator[Freezer]:
+    """The freezers of the managers that are frozen."""
+    for reference in _frozen:
+        freezer = reference()
+        if freezer is not None:
+            yield freezer
+
+
 class Freezer:
     """Freezes the choices of one manager and keeps them."""
 
@@ -117,6 +129,7 @@ class Freezer:
 
     def freeze(self) -> Manifest:
         """Fix what runs now, for the global policy, every operator and every bound layer. Idempotent."""
+        global _frozen
         manager = self._manager
         manager.ensure_initialized()
         with writers:
@@ -126,15 +139,18 @@ class Freezer:
             self._choices = {key: self._choices_of(decision) for key, decision in decided.items()}
             self._admitted = {manager.tables.root.policy}
             self.manifest = _manifest(decided, self._choices)
+            _frozen = (*(weakref.ref(other) for other in frozen_ones()), weakref.ref(self))
             manager.republish(None)
         logger.info("Dispatch is frozen: manifest %s, %d operators", self.manifest.hash, len(self.manifest.choices))
         return self.manifest
 
     def thaw(self) -> None:
         """Allow changes again."""
+        global _frozen
         with writers:
             if self.manifest is None:
                 return
+            _frozen = tuple(weakref.ref(other) for other in frozen_ones() if other is not self)
             self.manifest, self._choices = None, {}
             self._manager.republish(None)
         logger.info("Dispatch is thawed")

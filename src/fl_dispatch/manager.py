@@ -21,7 +21,7 @@ from .calls import recover as recover_call
 from .counting import CallCounter
 from .errors import ConfigError, DispatchFrozenError, NoImplementationError
 from .failures import FailureLog, Proofs
-from .freezing import Freezer, Manifest
+from .freezing import Freezer, Manifest, frozen_ones
 from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
@@ -530,9 +530,8 @@ def _policy_changed() -> None:
 
 
 def _admit_policy(change: str, policy: Callable[[], SelectionPolicy], bans: bool) -> None:
-    for manager in list(_managers):
-        if manager.frozen:
-            manager.freezer.admit(change, policy(), bans=bans)
+    for freezer in frozen_ones():
+        freezer.admit(change, policy(), bans=bans)
 
 
 def _after_fork_in_child() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import recover, unknown
 from .locking import writers
 from .ops import Operator
 from .table import ROOT
@@ -124,7 +125,7 @@ def schema(operator: Operator, variant: Variant) -> str:
 
 
 def _decider(operator: Operator) -> tuple[str, bool | None]:
-    """The parameter that decides whether arguments are written, and its value when none is; empty if all calls write."""
+    """The parameter that decides whether arguments are written, and its value then; empty if all calls write."""
     deciders = {
         write.given or (name if operator.parameters[name].default is None else "")
         for name, write in operator.writes.items()
@@ -188,24 +189,60 @@ def _define(operator: Operator, variant: Variant) -> str:
     return variant.name
 
 
-def _full(operator: Operator, variant: Variant, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    values = {**dict(zip(variant.parameters, args, strict=True)), **variant.fixed}
-    return tuple(values[name] for name in operator.parameters)
+def _full(operator: Operator, variant: Variant) -> str:
+    """The operator's arguments in the declaration's order, as source: what the view does not take is a constant."""
+    return ", ".join(repr(variant.fixed[name]) if name in variant.fixed else name for name in operator.parameters)
 
 
 def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
-    op_name = operator.name
-
-    def kernel(*args: Any) -> Any:
-        full = _full(operator, variant, args[:-1])
-        results = _dispatch(op_name, args[-1], full)
-        results = results if isinstance(results, tuple) else () if results is None else (results,)
-        if variant.writes:
-            targets = [full[list(operator.parameters).index(name)] for name in variant.writes]
-            results = _store(targets, results)
-        return _fresh(full, results)
-
-    return kernel
+    """What the view runs: a dispatched call, and then care for the memory of its results."""
+    own = [name for name in operator.parameters if name in variant.parameters]
+    tensors = [name for name in own if Tensor in _members(_hints(operator)[name])]
+    targets = variant.writes
+    call = f"({_full(operator, variant)}{',' if operator.parameters else ''})"
+    lines = [
+        f"def {variant.name}({', '.join([*variant.parameters, 'scope'])}):",
+        "    _table = _root",
+        "    if not _table.plain:",
+        "        if not _table.settled:",
+        "            _table.start()",
+        "        _table = _table.current",
+        f"    _key = {operator.name!r} if not scope else {operator.name + '@'!r} + scope",
+        "    if _key not in _table.entries:",  # a graph from a cache may be older than this process's layers
+        f"        _key = {operator.name!r}",
+        "    try:",
+        "        _fn = _table.entries[_key]",
+        "    except KeyError:",
+        f"        raise _unknown({operator.name!r}) from None",
+        "    try:",
+        f"        _result = _fn{call}",
+        "    except Exception as error:",
+        f"        _result = _recover(_key, _table, _fn, error, {call}, {{}})",
+    ]
+    if targets:
+        done = " and ".join(f"_result[{i}] is {name}" for i, name in enumerate(targets))
+        if len(_results(operator, given=True)) == 1:
+            done = f"_result is {targets[0]}"
+        if not variant.returns:
+            lines += [f"    if _result is None or ({done}):", "        return None"]
+        lines.append(f"    return _fresh(({', '.join(tensors)},), _store(({', '.join(targets)},), _result))")
+    elif variant.returns == ("Tensor",):
+        shared = " or ".join(
+            f"({name} is not None and _place == {name}.untyped_storage().data_ptr())"
+            if type(None) in _members(_hints(operator)[name])
+            else f"_place == {name}.untyped_storage().data_ptr()"
+            for name in tensors
+        )
+        lines += [
+            "    _place = _result.untyped_storage().data_ptr()",
+            f"    return _result.clone() if {shared} else _result",
+        ]
+    else:
+        lines.append(f"    return _fresh(({', '.join(tensors)},), _result)")
+    namespace = {"_root": ROOT, "_recover": recover, "_unknown": unknown, "_store": _store, "_fresh": _fresh}
+    exec("\n".join(lines), namespace)
+    function: Callable[..., Any] = namespace[variant.name]  # type: ignore[assignment]
+    return function
 
 
 def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
@@ -216,7 +253,8 @@ def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
         if not variant.returns:
             return None
-        results = compute(*_full(operator, variant, args[:-1]))
+        values = {**dict(zip(variant.parameters, args, strict=False)), **variant.fixed}
+        results = compute(*(values[name] for name in operator.parameters))
         results = results if isinstance(results, tuple) else (results,)
         results = results[len(variant.writes) :]
         return results[0] if len(results) == 1 else results
@@ -224,22 +262,10 @@ def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
     return fake
 
 
-def _dispatch(op_name: str, scope: str, args: tuple[Any, ...]) -> Any:
-    from .calls import call_through
-
-    key = f"{op_name}@{scope}"
-    if not ROOT.settled:
-        ROOT.start()
-    table = ROOT if ROOT.plain else ROOT.current
-    if key not in table.entries:  # a graph from a cache may be older than this process's layers
-        key = op_name
-    return call_through(ROOT, op_name, args, {}, key)
-
-
-def _store(targets: list[Tensor | None], results: tuple[Any, ...]) -> tuple[Any, ...]:
+def _store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
     """Put the first results into the arguments that they belong in; returns the rest."""
-    pending = list(results)
-    for index, target in enumerate(targets[: len(results)]):
+    pending = list(result) if isinstance(result, tuple) else [result]
+    for index, target in enumerate(targets):
         value = pending[index]
         if target is None or value is target:
             continue
@@ -250,17 +276,18 @@ def _store(targets: list[Tensor | None], results: tuple[Any, ...]) -> tuple[Any,
     return tuple(pending[len(targets) :])
 
 
-def _fresh(inputs: tuple[Any, ...], results: tuple[Any, ...]) -> Any:
+def _fresh(inputs: tuple[Tensor | None, ...], result: Any) -> Any:
     """The results, none of which shares memory with an input or with another result."""
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
     if not results:
         return None
-    taken = {_storage(value) for value in inputs if isinstance(value, Tensor)}
+    taken = {_storage(value) for value in inputs if value is not None}
     fresh = []
-    for result in results:
-        own = result
-        if isinstance(result, Tensor) and result.numel():
-            if _storage(result) in taken:
-                own = result.clone()
+    for value in results:
+        own = value
+        if isinstance(value, Tensor) and value.numel():
+            if _storage(value) in taken:
+                own = value.clone()
             taken.add(_storage(own))
         fresh.append(own)
     return fresh[0] if len(fresh) == 1 else tuple(fresh)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -190,7 +191,7 @@ def test_behind_a_view_a_policy_change_needs_no_new_graph() -> None:
         )
     counter = torch._dynamo.testing.CompileCounter()
     view = opaque.view(OPERATORS[OP])
-    compiled = torch.compile(lambda x: view(x), fullgraph=True, backend=counter)
+    compiled = torch.compile(view, fullgraph=True, backend=counter)
     assert compiled(torch.zeros(1, 2)).item() == 1
     with with_preference("vendor"):
         assert compiled(torch.zeros(1, 2)).item() == 2
@@ -296,3 +297,21 @@ def test_a_fake_function_tells_shape_dtype_and_strides_of_every_view(op: str, dt
                 assert one is None
             else:
                 assert (one.shape, one.dtype, one.stride()) == (two.shape, two.dtype, two.stride()), sample.label
+
+
+def test_a_layer_first_call_is_traced_whole_before_and_after_its_class_is_known() -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
+            self.variance_epsilon = 1e-5
+
+        def forward(self, x: Tensor) -> Any:
+            return call_op("rms_norm", self, x)
+
+    layer, x = Norm(), torch.randn(3, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    first = compiled(x)
+    same(first, layer(x))
+    torch._dynamo.reset()
+    same(torch.compile(layer, fullgraph=True, backend="eager")(x), first)
