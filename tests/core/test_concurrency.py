@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import random
 import sys
 import threading
 import time
+import types
 import weakref
 from typing import Any
 
 import pytest
 import torch
 
+import storm as storms
 from builders import impl, manager_of
 from fl_dispatch import (
     OpManager,
@@ -22,60 +23,43 @@ from fl_dispatch import (
     bind_op,
     call_op,
     get_default_manager,
+    locking,
+    reset_default_manager,
     set_global_policy,
     with_preference,
 )
+from storm import fork_and_wait, quick_switches, storm, three
 
 SECONDS = float(os.environ.get("FL_STRESS_SECONDS", "3"))
-EXPECTED = {"flagos": "default.a", "vendor": "vendor.b", "reference": "reference.c"}
+FORKS = int(os.environ.get("FL_STRESS_FORKS", "20"))
 
 
 @pytest.fixture(autouse=True)
-def quick_switches() -> Any:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def three() -> list[Any]:
-    return [impl(name) for name in EXPECTED.values()]
+def switch_often() -> Any:
+    with quick_switches():
+        yield
 
 
 def test_calls_see_their_own_policy_while_others_register_and_change_the_global_one() -> None:
-    manager = get_default_manager()
-    manager.registry.register_many(three())
-    stop = threading.Event()
-    wrong: list[Any] = []
-    calls = [0] * 4
+    figures = storm(seconds=SECONDS)
+    assert figures.failures == []
+    kinds = {"calls", "contexts", "managers", "policy changes", "registrations", "tasks"}
+    assert {kind for kind in kinds if figures.counts[kind] > 0} == kinds
 
-    def caller(number: int) -> None:
-        choose = random.Random(number)
-        while not stop.is_set():
-            prefer = choose.choice(list(EXPECTED))
-            with with_preference(prefer):
-                for _ in range(20):
-                    calls[number] += 1
-                    if (got := call_op("demo", 1)) != EXPECTED[prefer]:
-                        wrong.append((prefer, got))
 
-    def writer() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            set_global_policy(SelectionPolicy(prefer=random.choice(list(EXPECTED))))
-            manager.registry.register_impl(impl(f"default.{number}", op=f"other{number % 5}"))
-            manager.clear_failed_impls()
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_at_any_moment_calls() -> None:
+    figures = storm(forks=FORKS)
+    assert figures.failures == []
+    assert figures.counts["forks"] == FORKS
 
-    threads = [threading.Thread(target=caller, args=(n,)) for n in range(4)] + [threading.Thread(target=writer)]
-    for thread in threads:
-        thread.start()
-    time.sleep(SECONDS)
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-    assert wrong == []
-    assert min(calls) > 0
+
+def test_a_storm_notices_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of the two tests above can fail."""
+    monkeypatch.setattr(storms, "ACTIVATED", storms.ACTIVATED + 1)
+    figures = storm(seconds=0.1, forks=2)
+    assert any("a bound operator's numbers" in failure for failure in figures.failures)
+    assert sum("a forked child's exit code" in failure for failure in figures.failures) == 2
 
 
 def test_a_first_success_in_many_threads_at_once_is_right_in_all() -> None:
@@ -93,58 +77,6 @@ def test_a_first_success_in_many_threads_at_once_is_right_in_all() -> None:
     for thread in threads:
         thread.join(10)
     assert results == ["default.a"] * 8
-
-
-def fork_and_wait(child: Any, timeout: float = 20) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os._exit(0 if child() else 1)
-        except BaseException:
-            os._exit(2)
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return -1
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_child_forked_at_any_moment_calls() -> None:
-    manager = get_default_manager()
-    manager.registry.register_many(three())
-    call_op("demo", 1)
-    stop = threading.Event()
-
-    def storm(name: str) -> None:
-        number = 0
-        while not stop.is_set() and number < 5000:
-            number += 1
-            manager.registry.register_impl(impl(f"reference.{name}{number}", op=f"other{number % 9}"))
-            set_global_policy(SelectionPolicy(prefer="vendor" if number % 2 else "flagos"))
-            with with_preference("reference"):
-                call_op("demo", 1)
-
-    threads = [threading.Thread(target=storm, args=(name,), daemon=True) for name in "xy"]
-    for thread in threads:
-        thread.start()
-
-    def child() -> bool:
-        with with_preference("vendor"):
-            right = call_op("demo", 1) == "vendor.b"
-        manager.registry.register_impl(impl("vendor.child", priority=500))
-        set_global_policy(SelectionPolicy(prefer="vendor"))
-        return right and call_op("demo", 1) == "vendor.child"
-
-    codes = [fork_and_wait(child) for _ in range(int(os.environ.get("FL_STRESS_FORKS", "60")))]
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-    assert set(codes) == {0}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -268,9 +200,6 @@ def test_an_availability_check_may_register_and_dispatch() -> None:
 
 
 def test_a_plugin_may_dispatch_while_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
-
     calls: list[int] = []
 
     def register(registry: Any) -> None:
@@ -281,16 +210,12 @@ def test_a_plugin_may_dispatch_while_it_registers(monkeypatch: pytest.MonkeyPatc
     module.register = register  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dispatching_plugin", module)
     monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "dispatching_plugin")
-    from fl_dispatch import reset_default_manager
-
     reset_default_manager()
     assert call_op("demo", 1) == "default.plugin"
     assert calls == [1]
 
 
 def test_a_retired_manager_leaves_the_new_one_alone() -> None:
-    from fl_dispatch import reset_default_manager
-
     old = get_default_manager()
     old.ensure_initialized()
     reset_default_manager()
@@ -330,3 +255,138 @@ def test_declining_a_thousand_times_rebuilds_nothing() -> None:
     for _ in range(1000):
         manager.call("silu_and_mul", x)
     assert manager.tables.root.entries is entries
+
+
+# ---- what goes on while an availability check or a plugin takes its time
+
+
+def test_an_explanation_meanwhile_does_not_hide_an_implementation() -> None:
+    asked, times = threading.Event(), []
+
+    def slow() -> bool:
+        asked.set()
+        time.sleep(0.3)
+        return True
+
+    def slower_the_second_time() -> bool:
+        times.append(1)
+        time.sleep(0.6 if len(times) > 1 else 0)
+        return True
+
+    manager = manager_of(
+        impl("default.slow", op="other", available=slow),
+        impl("default.a", available=slower_the_second_time),
+        impl("reference.b"),
+    )
+    assert manager.call("demo", 1) == "default.a"
+    asked.clear()
+    thread = threading.Thread(target=manager.bump_policy_epoch)
+    thread.start()
+    asked.wait(10)
+    assert manager.explain("demo").chosen.impl_id == "default.a"
+    thread.join(10)
+    assert manager.call("demo", 1) == "default.a"
+
+
+def test_a_fork_while_an_availability_check_hangs_asks_again_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "FORK_WAIT_SECONDS", 0.2)
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    inside, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def check() -> bool:
+        inside.set()
+        return os.getpid() != parent or go_on.wait(30)
+
+    thread = threading.Thread(target=lambda: manager.registry.register_impl(impl("default.a", available=check)))
+    thread.start()
+    inside.wait(10)
+    code = fork_and_wait(lambda: call_op("demo", 1) == "default.a")
+    go_on.set()
+    thread.join(10)
+    assert code == 0
+    assert call_op("demo", 1) == "default.a"
+
+
+def test_a_fork_while_a_plugin_loads_starts_the_child_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "FORK_WAIT_SECONDS", 0.2)
+    inside, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def register(registry: Any) -> None:
+        inside.set()
+        if os.getpid() == parent:
+            go_on.wait(30)
+        registry.register_impl(impl("default.plugin"))
+
+    module = types.ModuleType("slow_plugin")
+    module.register = register  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "slow_plugin", module)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "slow_plugin")
+    reset_default_manager()
+    thread = threading.Thread(target=get_default_manager().ensure_initialized)
+    thread.start()
+    inside.wait(10)
+    code = fork_and_wait(lambda: call_op("demo", 1) == "default.plugin")
+    go_on.set()
+    thread.join(10)
+    assert code == 0
+    assert call_op("demo", 1) == "default.plugin"
+
+
+def test_two_threads_that_fork_at_once_leave_the_lock_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One waits for the lock and gives up while the other one forks."""
+    monkeypatch.setattr(locking, "FORK_WAIT_SECONDS", 0.1)
+    lock = locking.WriterLock()
+    forking, other = threading.Event(), threading.Event()
+
+    def fork() -> None:
+        lock._before()
+        forking.set()
+        other.wait(10)
+        lock._in_parent()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    forking.wait(10)
+    lock._before()
+    lock._in_parent()
+    other.set()
+    thread.join(10)
+    entered = threading.Event()
+
+    def enter() -> None:
+        with lock:
+            entered.set()
+
+    threading.Thread(target=enter, daemon=True).start()
+    assert entered.wait(5)
+
+
+def test_calls_go_on_while_the_default_manager_is_reset_again_and_again() -> None:
+    bound, x = bind_op("silu_and_mul", "layers.0"), torch.ones(1, 2)
+    expected = bound(x)
+    stop, errors = threading.Event(), []
+
+    def caller() -> None:
+        try:
+            while not stop.is_set():
+                with with_preference("reference"):
+                    assert torch.equal(call_op("silu_and_mul", x), expected)
+                assert torch.equal(bound(x), expected)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=caller) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + min(SECONDS, 2)
+    while time.monotonic() < deadline and not errors:
+        reset_default_manager()
+        time.sleep(0.001)
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert errors == []

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from fl_dispatch import (
     set_global_policy,
     with_strict_mode,
 )
+from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.failures import is_dead_device, is_out_of_memory
+from fl_dispatch.ops import OPERATORS, Access, Sample
 
 Tensor = torch.Tensor
 
@@ -517,3 +520,182 @@ def test_a_strict_context_skips_a_predicate_that_raises_before_and_after_proof()
         assert manager.call("silu_and_mul", x()) == "first"
         broken = True
         assert manager.call("silu_and_mul", x()) == "ok"
+
+
+@pytest.mark.parametrize("wrap", [lambda t: [t], lambda t: (t, 1), lambda t: {"x": t}], ids=["list", "tuple", "dict"])
+def test_tensors_inside_a_list_are_restored_too(wrap: Any) -> None:
+    def inside(value: Any) -> Tensor:
+        return value["x"] if isinstance(value, dict) else value[0]
+
+    def breaks(value: Any) -> Any:
+        inside(value).fill_(-1)
+        raise RuntimeError("half-way")
+
+    manager = manager_of(impl("default.a", breaks), impl("reference.b", lambda value: inside(value) * 2))
+    assert manager.call("demo", wrap(torch.ones(2))).eq(2).all()
+
+
+def test_a_ban_of_an_undeclared_operator_called_by_keyword_is_for_that_dtype() -> None:
+    def half_only(*, x: Tensor) -> str:
+        if x.dtype == torch.float32:
+            raise RuntimeError("no float32")
+        return "first"
+
+    manager = manager_of(impl("default.a", half_only), impl("reference.b", lambda *, x: "ok"))
+    assert manager.call("demo", x=x()) == "ok"
+    assert manager.call("demo", x=x(dtype=torch.float16)) == "first"
+
+
+def drawn(name: str) -> Iterator[Sample]:
+    """An operator's samples, the same each time."""
+    samples = OPERATORS[name].samples
+    return samples(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(1)) if samples else iter(())
+
+
+def flat(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [tensor for tensor in result if tensor is not None]
+
+
+WRITING = [name for name, operator in OPERATORS.items() if operator.writes and not operator.selection]
+STATEFUL = [name for name in WRITING if Access.STATE in {write.access for write in OPERATORS[name].writes.values()}]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITING if name not in STATEFUL])
+def test_whatever_may_be_overwritten_is_right_after_a_fallback(name: str) -> None:
+    """The numbers equal those of the reference alone, for every operator and every sample that writes."""
+    operator, reference = OPERATORS[name], getattr(ReferenceBackend(), name)
+
+    def spoils(*args: Any) -> Any:
+        for _, tensor in operator.written(args).values():
+            tensor.fill_(77)
+        raise RuntimeError("half-way")
+
+    writing = 0
+    for sample, again in zip(drawn(name), drawn(name), strict=True):
+        args = operator.bind(again.args, {})
+        for access, tensor in operator.written(args).values():
+            writing += 1
+            if access is Access.OUTPUT:  # rows of padding are nobody's: they may hold what the failed one left
+                tensor.fill_(77)
+        manager = manager_of(
+            impl("default.a", spoils, op=name, signature="unchecked"), impl("reference.b", reference, op=name)
+        )
+        for got, wanted in zip(flat(manager.call(name, *sample.args)), flat(reference(*args)), strict=True):
+            assert torch.equal(got, wanted), sample.label
+    assert writing > 0
+
+
+@pytest.mark.parametrize("proven", [False, True])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_written_state_is_never_retried_for_any_operator(name: str, proven: bool) -> None:
+    sample = next(drawn(name))
+    broken = not proven
+
+    def breaks(*args: Any) -> Any:
+        if broken:
+            raise RuntimeError("half-way")
+
+    def retried(*args: Any) -> Any:
+        raise AssertionError("retried")
+
+    manager = manager_of(
+        impl("default.a", breaks, op=name, signature="unchecked"),
+        impl("reference.b", retried, op=name, signature="unchecked"),
+    )
+    if proven:
+        manager.call(name, *sample.args)
+        broken = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="half-way"):
+            manager.call(name, *sample.args)
+    assert manager.get_failed_impls() == {}
+
+
+def test_inside_a_graph_capture_nothing_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = False
+
+    def first(x: Tensor) -> str:
+        if broken:
+            raise RuntimeError("boom")
+        return "first"
+
+    unproven, proven = two(failing(RuntimeError("boom"))), two(first)
+    proven.call("silu_and_mul", x())
+    broken = True
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for manager in (unproven, proven):
+        with pytest.raises(RuntimeError, match="boom"):
+            manager.call("silu_and_mul", x())
+        assert manager.get_failed_impls() == {}
+
+
+def test_a_failure_after_start_is_told_once_with_its_cause_and_counted() -> None:
+    manager = two(failing(RuntimeError("boom")))
+    manager.call("silu_and_mul", x())
+    assert "default.first: skipped, banned for float32, rank 2, contiguous, cpu: RuntimeError: boom (1 times)" in str(
+        manager.explain("silu_and_mul", x())
+    )
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize("proven", [False, True])
+def test_one_transient_out_of_memory_changes_nothing(proven: bool, error: Exception) -> None:
+    broken = False
+
+    def first(x: Tensor) -> str:
+        if broken:
+            raise error
+        return "first"
+
+    manager = two(first)
+    if proven:
+        manager.call("silu_and_mul", x())
+    broken = True
+    with pytest.raises(type(error)) as caught:
+        manager.call("silu_and_mul", x())
+    assert caught.value is error
+    broken = False
+    assert manager.call("silu_and_mul", x()) == "first"
+    assert manager.get_failed_impls() == {}
+
+
+def test_a_dead_device_is_not_retried_by_a_proven_implementation_either() -> None:
+    broken = False
+
+    def first(x: Tensor) -> str:
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return "first"
+
+    manager = two(first, failing(AssertionError("retried")))
+    manager.call("silu_and_mul", x())
+    broken = True
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        manager.call("silu_and_mul", x())
+    assert manager.get_failed_impls() == {}
+
+
+def test_there_is_no_silent_expiry_of_a_ban() -> None:
+    calls: list[int] = []
+
+    def first(x: Tensor) -> str:
+        calls.append(1)
+        raise RuntimeError("boom")
+
+    manager = two(first)
+    for _ in range(500):
+        assert manager.call("silu_and_mul", x()) == "ok"
+    assert len(calls) == 1
+
+
+def test_a_callers_type_error_is_no_failure_of_a_bound_operator() -> None:
+    manager = two(ok)
+    bound = manager.bind("silu_and_mul")
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            bound()
+        with pytest.raises(TypeError):
+            bound(x(), nothing_of_this_name=1)
+        assert bound(x()) == "ok"
+    assert manager.get_failed_impls() == {}

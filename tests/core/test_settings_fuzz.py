@@ -1,6 +1,6 @@
 """Whatever a file or the environment holds, the answer is ``Settings`` or ``ConfigError``.
 
-``FL_FUZZ_EXAMPLES`` sets the number of examples.
+``FL_FUZZ_EXAMPLES`` sets the number of examples of each test; ``make test`` runs 1,200, more than 10,000 in all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from fl_dispatch import config
 from fl_dispatch.errors import ConfigError
-from fl_dispatch.settings import ITEMS, Settings, load_settings
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.settings import ITEMS, Settings, TunedRule, load_settings
+from fl_dispatch.settings.place import printable
 
 fuzz = settings(
-    max_examples=int(os.environ.get("FL_FUZZ_EXAMPLES", "300")),
+    max_examples=int(os.environ.get("FL_FUZZ_EXAMPLES", "100")),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -112,14 +114,174 @@ def check(environ: dict[str, str]) -> None:
         assert isinstance(found, Settings)
         assert Settings.from_json(found.to_json()) == found
         assert hash(found) is not None
+        check_that_nothing_was_dropped(environ, found)
         problem = " ".join(str(found.origin(item.field)) for item in ITEMS)
     assert 0 < len(problem) < 2000
+    assert problem.isprintable()
+
+
+def check_that_nothing_was_dropped(environ: dict[str, str], found: Settings) -> None:
+    """Every variable that is set, and every key of the file, is the origin of its item: no silent default."""
+    path = environ.get("VLLM_FL_CONFIG", "").strip()
+    keys = set(yaml.safe_load(Path(path).read_bytes().decode("utf-8-sig")) or {}) if path else set()
+    assert keys <= {item.yaml_key for item in ITEMS}
+    for item in ITEMS:
+        source = found.origin(item.field).source
+        given = next((variable.name for variable in item.variables if environ.get(variable.name, "").strip()), None)
+        if path and item.yaml_key is not None:
+            wanted = f"{printable(path)}, line " if item.yaml_key in keys else "default"
+        else:
+            wanted = "default" if given is None else f"environment variable {given}"
+        assert source.startswith(wanted) or (wanted == "default" and "(platform)" in source), item.field
 
 
 def check_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     check({"VLLM_FL_CONFIG": str(path)})
     check({"VLLM_FL_OP_CONFIG": str(path)})
+
+
+# ---- settings that are right, as text in the environment and in a file, and what they must become
+
+operators = st.sampled_from([*OPERATORS, "zq_custom"])
+layers = st.sampled_from(["model.layers.3.*", "model.layers.30.input_layernorm", "*"])
+vendors = st.sampled_from(["cuda", "cpu", "ascend", "vendor_zq", "Zq-2"])
+tokens = st.sampled_from(["flagos", "vendor", "reference", "impl:default.triton", "vendor:cuda", "vendor:zq"])
+right_orders = st.lists(tokens, min_size=1, max_size=4).map(tuple)
+op_keys = operators | st.tuples(operators, layers).map("@".join)
+aten = st.sampled_from(["mm", "to_copy", "zeros", "mm.out", "rms_norm", "silu_and_mul"])
+bounds = st.tuples(st.integers(0, 9), st.none() | st.integers(9, 9999))
+conditions = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["bfloat16", "float16", "float32"]),
+        "tokens": bounds,
+        "phase": st.sampled_from(["prefill", "decode"]),
+    },
+).filter(bool)
+rules = st.builds(
+    lambda whens, orders, last: (
+        *(TunedRule(order=order, **when) for when, order in zip(whens, orders, strict=False)),
+        TunedRule(order=last),
+    ),
+    st.lists(conditions, max_size=2),
+    st.lists(right_orders, min_size=2, max_size=2),
+    right_orders,
+)
+names = st.frozensets
+values: dict[str, Any] = {
+    "prefer": st.sampled_from(["flagos", "vendor", "reference"]),
+    "strict": st.booleans(),
+    "per_op_order": st.dictionaries(op_keys, right_orders, min_size=1, max_size=3).map(lambda d: tuple(d.items())),
+    "op_tuned": st.dictionaries(op_keys, rules, min_size=1, max_size=2).map(lambda d: tuple(d.items())),
+    "allow_vendors": names(vendors, max_size=3),
+    "deny_vendors": names(vendors, max_size=3),
+    "flagos_blacklist": names(aten, max_size=4),
+    "oot_blacklist": names(st.sampled_from(["RMSNorm", "rms_norm", "SiluAndMul", "fused_moe"]), max_size=3),
+}
+others: dict[str, Any] = {
+    "enabled": st.booleans(),
+    "use_flaggems": st.booleans(),
+    "oot_enabled": st.booleans(),
+    "dispatch_debug": st.booleans(),
+    "batch_invariant": st.booleans(),
+    "log_level": st.sampled_from(["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]),
+    "plugin_modules": st.lists(st.sampled_from(["a", "a.b", "a.b:c"]), min_size=1, max_size=3).map(tuple),
+    "flagcx_path": st.sampled_from(["/opt/x", "relative", "/o p t/ü"]).map(Path),
+    "oplist_path": st.sampled_from(["/tmp/list.txt", "list"]).map(Path),
+    "platform": st.sampled_from(["cpu", "cuda", "ascend"]),
+}
+BY_FIELD = {item.field: item for item in ITEMS}
+
+
+def as_text(value: Any) -> str:
+    """A value as somebody writes it in a variable."""
+    if isinstance(value, bool):
+        return "yes" if value else "off"
+    if isinstance(value, frozenset) or (isinstance(value, tuple) and isinstance(value[0], str)):
+        return " , ".join(value)
+    if isinstance(value, tuple):
+        return " ; ".join(f"{key} = {'|'.join(order)}" for key, order in value)
+    return f" {value} "
+
+
+def as_yaml(value: Any) -> Any:
+    """A value as plain data for a YAML file."""
+    if isinstance(value, TunedRule):
+        when = {name: getattr(value, name) for name in ("dtype", "tokens", "phase")}
+        when = {name: as_yaml(part) for name, part in when.items() if part is not None}
+        return {"order": list(value.order), **({"when": when} if when else {})}
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return {key: as_yaml(part) for key, part in value}
+    return [as_yaml(part) for part in value] if isinstance(value, tuple | frozenset) else value
+
+
+@fuzz
+@given(wanted=st.fixed_dictionaries({}, optional={k: v for k, v in (values | others).items() if k != "op_tuned"}))
+def test_right_variables_become_exactly_what_they_say(wanted: dict[str, Any]) -> None:
+    wanted = {field: value for field, value in wanted.items() if value != frozenset()}
+    environ = {BY_FIELD[field].variables[0].name: as_text(value) for field, value in wanted.items()}
+    found = load_settings(environ)
+    assert found == Settings(**wanted)
+    for field in wanted:
+        assert str(found.origin(field)) == f"environment variable {BY_FIELD[field].variables[0].name}"
+
+
+@fuzz
+@given(
+    wanted=st.fixed_dictionaries({}, optional=values),
+    flow=st.booleans(),
+    gaps=st.lists(st.sampled_from(["", "\n", "# a comment\n", "\r\n", "   \n"]), min_size=8, max_size=8),
+    data=st.data(),
+)
+def test_a_right_file_becomes_exactly_what_it_says_with_its_lines(
+    wanted: dict[str, Any], flow: bool, gaps: list[str], data: Any, tmp_path: Path
+) -> None:
+    text, lines = "", {}
+    for field, gap in zip(data.draw(st.permutations(list(wanted))), gaps, strict=False):
+        text += gap
+        lines[field] = text.count("\n") + 1
+        part = yaml.safe_dump({BY_FIELD[field].yaml_key: as_yaml(wanted[field])}, default_flow_style=flow, width=999)
+        text += part[1:-2] + "\n" if flow else part
+    path = tmp_path / "x.yaml"
+    path.write_bytes(text.encode())
+    found = load_settings({"VLLM_FL_CONFIG": str(path)})
+    assert dict(found.per_op_order) == dict(wanted.get("per_op_order", ()))
+    assert dict(found.op_tuned) == dict(wanted.get("op_tuned", ()))
+    for field in values:
+        if field not in ("per_op_order", "op_tuned"):
+            assert getattr(found, field) == wanted.get(field, getattr(Settings(), field))
+        if field in wanted:
+            assert str(found.origin(field)) == f"{path}, line {lines[field]}"
+
+
+mutations = st.tuples(st.integers(0, 40), st.integers(0, 2), st.text(max_size=2))
+
+
+def mutated(text: str, changes: list[tuple[int, int, str]]) -> str:
+    """The text with some characters replaced."""
+    for at, length, new in changes:
+        text = text[:at] + new + text[at + length :]
+    return text
+
+
+@fuzz
+@given(data=st.data(), changes=st.lists(mutations, min_size=1, max_size=3))
+def test_a_nearly_right_variable(data: Any, changes: list[tuple[int, int, str]]) -> None:
+    field = data.draw(st.sampled_from([field for field in values | others if field != "op_tuned"]))
+    text = mutated(as_text(data.draw((values | others)[field])), changes)
+    check({BY_FIELD[field].variables[0].name: text})
+
+
+@fuzz
+@given(wanted=st.fixed_dictionaries({}, optional=values), changes=st.lists(mutations, min_size=1, max_size=3))
+def test_a_nearly_right_file(wanted: dict[str, Any], changes: list[tuple[int, int, str]], tmp_path: Path) -> None:
+    document = {BY_FIELD[field].yaml_key: as_yaml(value) for field, value in wanted.items()}
+    text = mutated(yaml.safe_dump(document, width=999), changes)
+    check_file(tmp_path / "x.yaml", text.encode(errors="surrogatepass"))
+
+
+# ---- anything
 
 
 @fuzz

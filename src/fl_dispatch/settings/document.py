@@ -17,7 +17,9 @@ from fl_dispatch.errors import ConfigError, ConfigFileNotFoundError
 
 from .place import Path, Place, show
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
+MAX_NODES = 20_000  # mappings, lists, keys and values: about a second of parsing
+MAX_NUMBER = 100  # characters; converting a number takes time that grows with the square of its length
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
 
 
@@ -42,6 +44,8 @@ def read_text(path: str | os.PathLike[str], place: Place) -> str:
         raise
     except (OSError, ValueError) as error:
         raise place.error(f"cannot be read: {error}") from error
+    if content is None:  # a regular file of the kernel's that has nothing to read yet
+        raise place.error("cannot be read: it holds no data")
     if len(content) > MAX_BYTES:
         raise place.error(f"is larger than {MAX_BYTES} bytes")
     try:
@@ -101,9 +105,15 @@ def read_json(path: str, place: Place) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases, which can stand for any amount of data."""
+    """PyYAML's safe loader with bounded data: without aliases, which can stand for any amount of it."""
+
+    _nodes_left = MAX_NODES
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._nodes_left -= 1
+        if self._nodes_left < 0:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=f"more than {MAX_NODES} keys and values", problem_mark=mark)
         if self.check_event(yaml.AliasEvent):
             event = self.get_event()  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases are not allowed", problem_mark=event.start_mark)
@@ -117,9 +127,9 @@ def _plain(node: yaml.Node, place: Place, lines: dict[Path, int]) -> Any:
     if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
         plain: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = _scalar(key_node, place) if isinstance(key_node, yaml.ScalarNode) else None
-            lines[place.at(str(key)).path] = key_node.start_mark.line + 1
-            inside = place.at(str(key))
+            inside = place.at(str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "?")
+            lines[inside.path] = key_node.start_mark.line + 1
+            key = _scalar(key_node, inside) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 raise inside.error(f"a key must be a string, not {show(key_node.value)}; quote it")
             if key in plain:
@@ -135,6 +145,9 @@ def _scalar(node: yaml.ScalarNode, place: Place) -> Any:
     if node.tag not in _SCALARS:
         allowed = "only strings, numbers and booleans are allowed"
         raise place.error(f"{show(node.value)}: {allowed}, not {show(node.tag)}; quote it")
+    number = node.tag.endswith((":int", ":float"))
+    if number and len(node.value) > MAX_NUMBER:
+        raise place.error(f"{show(node.value)}: the number is too long")
     try:
         value = yaml.SafeLoader("").construct_object(node)
     except (ValueError, KeyError, OverflowError, IndexError):

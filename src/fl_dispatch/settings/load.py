@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fl_dispatch.logger_manager import get_logger
 
 from .document import read_yaml
-from .items import ITEMS, Item, Variable
+from .items import ITEMS, Item, Variable, variable_names
 from .model import Origin, Settings
 from .names import near_miss, nearest
 from .place import Place
@@ -67,7 +67,12 @@ class _Environment:
         return next((hit[0] for hit in hits if hit), None)
 
     def check_names(self) -> None:
-        """Refuse variables with a prefix that are near misses of ours; warn about other unknown ones."""
+        """Refuse variables that are near misses of ours; warn about other unknown ones with a prefix."""
+        bare = [name for name in variable_names() if not name.startswith(PREFIX)]
+        for name in sorted(self._environ):
+            meant = near_miss(name, bare, cutoff=0.89)  # closer than elsewhere: any program may have named it
+            if meant is not None:
+                raise Place(f"environment variable {name}").error(f"has no effect; did you mean {meant}?")
         known = {v.name.removeprefix(PREFIX) for item in ITEMS for v in item.variables if v.name.startswith(PREFIX)}
         for name in sorted(self._environ):
             prefix = next((p for p in self._prefixes if name.upper().startswith(p)), None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
+import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
@@ -23,7 +25,7 @@ LAYERS = (
     "RotaryEmbeddingBase", "SiluAndMul", "SiluAndMulWithClamp", "SituAndMul", "SwigluOAIAndMul", "SwigluStepAndMul",
     "TopK", "UnquantizedFusedMoEMethod", "XIELU", "fused_moe", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding",
     "NTKScalingRotaryEmbedding", "DynamicNTKScalingRotaryEmbedding", "DynamicNTKAlphaRotaryEmbedding",
-    "YaRNScalingRotaryEmbedding", "Gemma4RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding", "Gemma4RotaryEmbedding", "relu",
 )  # fmt: skip
 """Layers of the hosts. The list only says which names are not typing errors."""
 
@@ -49,7 +51,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"valid: {', '.join(valid)}"
 
 
-def near_miss(name: str, known: Iterable[str]) -> str | None:
+def near_miss(name: str, known: Iterable[str], cutoff: float = 0.8) -> str | None:
     """The known name that somebody who wrote this one probably meant.
 
     A known name with further words (``paged_attention_v2``, ``RMSNormGated``) is another name on purpose.
@@ -60,7 +62,7 @@ def near_miss(name: str, known: Iterable[str]) -> str | None:
         return None
     if folded in spelled:
         return spelled[folded]
-    close = difflib.get_close_matches(folded, spelled, n=3, cutoff=0.8) or _swapped(folded, spelled)
+    close = difflib.get_close_matches(folded, spelled, n=3, cutoff=cutoff) or _swapped(folded, spelled)
     if not close or any(_words(spelled[other]) < _words(name) for other in close):
         return None
     return spelled[close[0]]
@@ -81,9 +83,11 @@ def check_vendor(name: str, place: Place) -> None:
     Raises:
         ConfigError: it is a near miss of a vendor of this package, or of an installed plugin.
     """
-    known = (*VENDORS, *(point.name for point in entry_points(group="vllm_fl.plugin")))
-    if name.casefold() not in known:
-        _check("vendor", name, known, (), place)
+    if name.casefold() in VENDORS:
+        return
+    plugins = _plugins(tuple(sys.path))
+    if name.casefold() not in map(str.casefold, plugins):
+        _check("vendor", name, (*VENDORS, *plugins), (), place)
 
 
 def check_layer(name: str, place: Place) -> None:
@@ -117,6 +121,12 @@ def _refuse_near_miss(kind: str, name: str, known: tuple[str, ...], others: tupl
     meant = None if name in others else near_miss(name, known)
     if meant is not None:
         raise place.error(f"unknown {kind} {show(name)}; did you mean {meant}?")
+
+
+@functools.lru_cache(maxsize=1)
+def _plugins(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The plugins installed along the import path; looking them up reads a file of every installed package."""
+    return tuple(point.name for point in entry_points(group="vllm_fl.plugin"))
 
 
 def _is_aten(name: str) -> bool:

@@ -36,14 +36,14 @@ class Place:
         """The file or variable, with the line of the innermost part that has one."""
         for length in range(len(self.path), 0, -1):
             if self.path[:length] in self.lines:
-                return f"{self.name}, line {self.lines[self.path[:length]]}"
-        return self.name
+                return f"{printable(self.name)}, line {self.lines[self.path[:length]]}"
+        return printable(self.name)
 
     @property
     def key(self) -> str | None:
         """The path in one word, such as ``op_backends.rms_norm[0]``."""
         text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path)
-        return shorten(text.removeprefix(".")) or None
+        return shorten(printable(text.removeprefix("."))) or None
 
     @property
     def origin(self) -> Origin:
@@ -53,6 +53,11 @@ class Place:
     def error(self, problem: str) -> ConfigError:
         """The error that something here is wrong."""
         return ConfigError(self.source, self.key, problem)
+
+
+def printable(text: str) -> str:
+    """A text on one line, with nothing in it that a terminal would obey."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def shorten(text: str, limit: int = 100) -> str:

@@ -113,6 +113,8 @@ def per_op(text: str, place: Place) -> dict[str, list[str]]:
         if key in orders:
             raise place.at(key).error("is there twice")
         orders[key] = [token.strip() for token in order.split("|")] if order.strip() else []
+    if not orders:
+        raise place.error(f"{show(text)} names nothing; unset the variable instead")
     return orders
 
 
@@ -143,7 +145,10 @@ def platform(value: str, place: Place) -> str:
 
 def path(value: str, place: Place) -> Path:
     """A path; ``~/`` is the home directory."""
-    return Path(value).expanduser() if value.startswith("~/") else Path(value)
+    try:
+        return Path(value).expanduser() if value.startswith("~/") else Path(value)
+    except RuntimeError:  # no HOME, and a user id without an account, as in some containers
+        raise place.error(f"{show(value)}: there is no home directory; write the whole path") from None
 
 
 def name_set(check: Callable[[str, Place], None], values: list[str], place: Place) -> frozenset[str]:
