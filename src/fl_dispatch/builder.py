@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from . import entries, opaque, recovery
+from .call import Call
 from .errors import NoImplementationError, NotSupported
 from .failures import ArgumentKind
 from .ops import OPERATORS, Access, Mode, Operator
-from .recovery import Call, Settled
+from .recovery import Settled
 from .selection import Branch, Decision, admits
 from .signatures import Convention
 from .table import ROOT
 from .types import OpImpl
 
 if TYPE_CHECKING:
-    from .manager import OpManager
+    from .op_manager import OpManager
     from .selection_policy import SelectionPolicy
 
 Function = Callable[..., Any]
@@ -38,7 +39,7 @@ def keys_of(op_name: str, scopes: Iterable[str]) -> list[Key]:
     keys = [Key(op_name, op_name, None, entries.CALL)]
     operator = OPERATORS.get(op_name)
     if operator is not None and operator.layer is not None:
-        keys.append(Key(f"{op_name}:layer", op_name, None, entries.LAYER))
+        keys.append(Key(f"{op_name}{entries.LAYER_SUFFIX}", op_name, None, entries.LAYER))
     return keys + [bound_key(op_name, scope) for scope in sorted(scopes)]
 
 
@@ -186,16 +187,11 @@ def _conditional(
 def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str, traced: Function) -> Function:
     """The path of a first call, of watched and banned implementations, and of calls that the first one refuses."""
     op_name, scope = decision.op_name, decision.scope
-    operator = OPERATORS.get(op_name)
 
     def careful(*args: Any, **kwargs: Any) -> Any:
-        layer = None
         if torch.compiler.is_dynamo_compiling():
             return traced(*args, **kwargs)
-        if form == entries.LAYER and operator is not None:
-            layer, kwargs = args[0], entries.from_layer(operator, args[0], args[1:], kwargs)
-            args = ()
-        call = Call(op_name, operator, scope, args, kwargs, layer)
+        call = Call.of(op_name, scope, args, kwargs)
         try:
             return recovery.run(manager, policy, decision, call)
         except Exception as error:

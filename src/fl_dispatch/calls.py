@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import recovery
+from .entries import LAYER_SUFFIX, is_layer_first
 from .errors import NoImplementationError
-from .ops import OPERATORS, Operator
-from .recovery import Settled
+from .ops import OPERATORS
 from .table import ROOT, DispatchTable
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from .selection import Decision
 
 _Tensor = torch.Tensor
-_LAYER_KEYS = {operator.name: f"{operator.name}:layer" for operator in OPERATORS.values() if operator.layer is not None}
+_LAYER_KEYS = {
+    operator.name: f"{operator.name}{LAYER_SUFFIX}" for operator in OPERATORS.values() if operator.layer is not None
+}
 _layers: set[type] = set()  # classes of first arguments that are no tensors: asking each time would double the cost
 
 
@@ -110,30 +113,17 @@ def recover(
 ) -> Any:
     """Go on after an entry raised; an error that is settled already goes to the caller unchanged."""
     try:
-        if type(error) is Settled:
+        if type(error) is recovery.Settled:
             raise error.error
-        return table.owner.recover(key, table, fn, error, args, kwargs)
+        return recovery.recover(table.owner, key, table, fn, error, args, kwargs)
     finally:
         del error
-
-
-def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
-    """Whether a call's first argument is a layer."""
-    return operator.layer is not None and bool(args) and args[0] is not None and not isinstance(args[0], _Tensor)
 
 
 def key_of(op_name: str, args: tuple[Any, ...]) -> str:
     """The table key of a call by name."""
     operator = OPERATORS.get(op_name)
     return _LAYER_KEYS[op_name] if operator is not None and is_layer_first(operator, args) else op_name
-
-
-def parse_key(key: str) -> tuple[str, str | None, bool]:
-    """A table key's operator, its scope, and whether it is for calls with a layer first."""
-    op_name, at, scope = key.partition("@")
-    if at:
-        return op_name, scope or None, False
-    return op_name.removesuffix(":layer"), None, op_name.endswith(":layer")
 
 
 def resolve_op(op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from .table import DispatchTable
 from .types import OpImpl
 
 CALL, BOUND, LAYER = "call", "bound", "layer"
+LAYER_SUFFIX = ":layer"  # of the table key for calls with a layer first
 _FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key; anything else it tries to read
 
 
@@ -102,6 +103,11 @@ def {operator.name}({_signature(operator, operator.parameters)}):
     function = _compile(operator, source, {"_root": root, "_recover": recover, "_unknown": unknown})
     function.__doc__ = operator.doc
     return function
+
+
+def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
+    """Whether a call's first argument is a layer."""
+    return operator.layer is not None and bool(args) and args[0] is not None and not isinstance(args[0], torch.Tensor)
 
 
 def stand_in(operator: Operator, values: Mapping[str, Any]) -> LayerStandIn:

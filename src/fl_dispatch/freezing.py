@@ -26,7 +26,7 @@ from .selection import Decision, condition_of
 from .types import OpImpl
 
 if TYPE_CHECKING:
-    from .manager import OpManager
+    from .op_manager import OpManager
     from .selection_policy import SelectionPolicy
     from .settings import TunedRule
 

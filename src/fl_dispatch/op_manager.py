@@ -7,35 +7,33 @@ change their own state and then rebuild the entries concerned.
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from . import entries, recovery
+from . import entries, recovery, rules
+from .availability import Availability
 from .builder import direct_function, frozen_function
-from .calls import bind_op, call_op, call_through, explain, is_layer_first, parse_key, resolve_op, unknown
-from .calls import recover as recover_call
+from .call import Call
+from .calls import call_through, recover, unknown
 from .counting import CallCounter
-from .errors import ConfigError, DispatchFrozenError, NoImplementationError
+from .errors import DispatchFrozenError, NoImplementationError
 from .failures import FailureLog, Proofs
-from .freezing import Freezer, Manifest, frozen_ones
+from .freezing import Freezer
 from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
 from .policy import PolicyManager, SelectionPolicy
-from .recovery import Call
 from .registry import OpRegistry
 from .selection import Decision, select
 from .settings import get_settings
-from .table import ROOT, DispatchTable
+from .table import DispatchTable
 from .tables import TableKeeper
 from .types import OpImpl
 
 logger = get_logger(__name__)
-_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
+managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
+"""All managers that live."""
 
 
 class OpManager:
@@ -49,6 +47,7 @@ class OpManager:
     Attributes:
         failures: the bans.
         proofs: which implementations have succeeded.
+        availability: which implementations can run here, each asked once.
         counter: calls by implementation, while counting is on.
         freezer: what is fixed while dispatch is frozen.
         tables: what calls read, kept up to date.
@@ -70,8 +69,7 @@ class OpManager:
         self._register_builtins = register_builtins
         self._started = False
         self._starting = False
-        self._available: dict[OpImpl, tuple[bool, str]] = {}
-        self._asking: set[OpImpl] = set()
+        self.availability = Availability()
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
         self._facts: Mapping[str, Any] = {}
         self._epoch = 0
@@ -79,7 +77,7 @@ class OpManager:
         self.freezer = Freezer(self)
         self._registry.subscribe(self._on_registration, self._admit_registration)
         with writers:
-            _managers.add(self)
+            managers.add(self)
 
     # ---- calling
 
@@ -98,7 +96,7 @@ class OpManager:
         fixed = self.freezer.choices(op_name, scope or None)
         if fixed is not None and len(fixed) == 1 and len(fixed[0].runs) == 1 and not self.counter.on:
             return frozen_function(self, root.policy, root.decisions[key])
-        return entries.bound(operator, key, root, recover_call, unknown)
+        return entries.bound(operator, key, root, recover, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The implementation that a call would run, without fallback.
@@ -141,7 +139,7 @@ class OpManager:
         decision = self.decide(op_name, scope, self.tables.current().policy)
         if not args and not kwargs:
             return decision
-        call = self._call_of(op_name, scope, args, kwargs)
+        call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self, impl, call))
 
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
@@ -191,12 +189,8 @@ class OpManager:
             DispatchFrozenError: the answers would change what is frozen.
         """
         with writers:
-            before, self._available = self._available, {}
-            try:
+            with self.availability.asked_again():
                 self.freezer.check("asking everything again", bans=False)
-            except DispatchFrozenError:
-                self._available = before
-                raise
             self._epoch += 1
             self.failures.clear()
             self._republish_if_settled(None)
@@ -229,13 +223,7 @@ class OpManager:
 
     def warn_of_unmatched_scopes(self) -> None:
         """Log each layer pattern of the policy that fits no layer that was bound; a host calls it once all are."""
-        policy = PolicyManager.get_instance().get_global_policy()
-        for key, _ in (*policy.per_op_order, *policy.op_tuned):
-            op_name, at, pattern = key.partition("@")
-            scopes = self.tables.scopes(op_name)
-            if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
-                examples = ", ".join(sorted(filter(None, scopes))[:2]) or "none"
-                logger.warning("'%s' fits no layer; layers of '%s' are, for example: %s", key, op_name, examples)
+        rules.warn_of_unmatched_scopes(self, PolicyManager.get_instance().get_global_policy())
 
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.
@@ -268,57 +256,6 @@ class OpManager:
             self.proofs.watch(impl)
         self.republish({impl.op_name})
 
-    def invoke(self, impl: OpImpl, call: Call) -> Any:
-        """Run one implementation with a call's arguments in the form that it takes."""
-        fn = self.counter.function(impl)
-        convention = self._registry.convention(impl)
-        if call.operator is None or convention is None:
-            return fn(*call.args, **call.kwargs)
-        values = dict(zip(call.operator.parameters, call.args, strict=True))
-        taken = [values[name] for name in convention.takes]
-        if not convention.layer_first:
-            return fn(*taken)
-        layer = call.layer
-        if layer is None:
-            layer = entries.stand_in(call.operator, values)
-        return fn(layer, *taken)
-
-    def recover(
-        self,
-        key: str,
-        table: DispatchTable,
-        fn: Callable[..., Any],
-        error: Exception,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Go on after a table entry raised; see :func:`fl_dispatch.recovery.recover`."""
-        op_name, scope, layer_first = parse_key(key)
-        operator = OPERATORS.get(op_name)
-        layer = None
-        try:
-            if layer_first and operator is not None:
-                layer, kwargs = args[0], entries.from_layer(operator, args[0], args[1:], kwargs)
-                args = ()
-            call = Call(op_name, operator, scope, args, kwargs, layer)
-        except TypeError:
-            raise error from None  # the call does not fit the operator: the caller's mistake
-        decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
-        decision = decision or self.decide(op_name, scope, table.policy)
-        failed = self._who(fn, op_name) or call.branch(decision).candidates[0]
-        try:
-            return recovery.recover(self, table.policy, decision, call, failed, error)
-        finally:
-            del error, call, args, kwargs
-
-    def _who(self, fn: Callable[..., Any], op_name: str) -> OpImpl | None:
-        """The implementation that a table's function runs: a generated one says so, a bare one is its own."""
-        named: OpImpl | None = getattr(fn, "fl_impl", None)
-        if named is not None:
-            return named
-        impls = self._registry.get_implementations(op_name)
-        return next((impl for impl in impls if self.counter.is_function_of(fn, impl)), None)
-
     # ---- decisions
 
     def decide(self, op_name: str, scope: str | None, policy: SelectionPolicy, *, bans: bool = True) -> Decision:
@@ -335,25 +272,10 @@ class OpManager:
             impls,
             policy,
             scope=scope,
-            available=self._availability,
+            available=self.availability.of,
             banned=self.failures.as_a_whole if bans else lambda impl: "",
             facts=self._facts,
         )
-
-    def _availability(self, impl: OpImpl) -> tuple[bool, str]:
-        answer = self._available.get(impl)
-        if answer is not None:
-            return answer
-        with writers:
-            if impl in self._asking:  # the check itself dispatches
-                return False, "its availability is being asked"
-            if impl not in self._available:
-                self._asking.add(impl)
-                try:
-                    self._available[impl] = impl.availability()
-                finally:
-                    self._asking.discard(impl)
-            return self._available[impl]
 
     def _selected(self, op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpImpl:
         self.ensure_initialized()
@@ -363,7 +285,7 @@ class OpManager:
             if decision.chosen is None:
                 raise NoImplementationError(op_name, decision.reasons())
             return decision.chosen
-        call = self._call_of(op_name, None, args, kwargs)
+        call = Call.of(op_name, None, args, kwargs)
         reasons = []
         for impl in call.branch(decision).candidates:
             reason = recovery.refusal(self, impl, call)
@@ -371,12 +293,6 @@ class OpManager:
                 return impl
             reasons.append(f"{impl.impl_id}: {reason}")
         raise NoImplementationError(op_name, [*reasons, *decision.skipped_reasons()])
-
-    def _call_of(self, op_name: str, scope: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        operator = OPERATORS.get(op_name)
-        if operator is not None and is_layer_first(operator, args):
-            return Call(op_name, operator, scope, (), entries.from_layer(operator, args[0], args[1:], kwargs), args[0])
-        return Call(op_name, operator, scope, args, kwargs)
 
     # ---- start
 
@@ -401,28 +317,11 @@ class OpManager:
         register_builtins(self._registry)
         discover_plugins(self._registry)
         policy = PolicyManager.get_instance().get_global_policy()
-        self._check_orders(policy)
+        rules.check(self, policy)
         if settings.dispatch_debug:
             self.counter.on = True
             for op_name in self._registry.list_operators():
                 logger.info("%s", self.decide(op_name, None, policy))
-
-    def _check_orders(self, policy: SelectionPolicy) -> None:
-        for key, order in policy.per_op_order:
-            op_name = key.partition("@")[0]
-            origin = policy.origin(f"per_op_order.{key}")
-            if not self._registry.get_implementations(op_name):
-                logger.warning("The order of '%s' (%s) has no effect: nobody registered it", op_name, origin)
-                continue
-            decision = self.decide(op_name, None, replace(policy, per_op_order=((op_name, order),)))
-            if not decision.candidates:
-                why = "; ".join(decision.reasons())
-                raise ConfigError(str(origin), key, f"the order {', '.join(order)} leaves nothing to run: {why}")
-        for key, rules in policy.op_tuned:
-            operator = OPERATORS.get(key.partition("@")[0])
-            if operator is not None and not operator.phases and any(rule.phase for rule in rules):
-                problem = f"'{operator.name}' cannot tell prefill from decode, so a rule with 'phase' never holds"
-                raise ConfigError(str(policy.origin("op_tuned")), key, problem)
 
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
@@ -446,113 +345,9 @@ class OpManager:
         """Start anew what another thread of the parent was doing: it does not exist here."""
         if not writers.mine:
             self._starting = False
-            self._asking.clear()
+            self.availability.forget_who_asks()
         self.tables.unsettle()
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:
         if self.tables.root.settled:
             self.republish(op_names)
-
-
-# ---- the default manager
-
-_default: OpManager | None = None
-
-
-def get_default_manager() -> OpManager:
-    """The process's manager, which :func:`fl_dispatch.call_op` uses."""
-    global _default
-    manager = _default
-    if manager is None:
-        with writers:
-            manager = _default
-            if manager is None:
-                manager = OpManager(root=ROOT)
-                policies = PolicyManager.get_instance()
-                policies.on_table = manager.tables.adopt
-                for table in policies.tables():
-                    manager.tables.adopt(table)
-                _default = manager
-    return manager
-
-
-def reset_default_manager() -> None:
-    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow.
-
-    Raises:
-        DispatchFrozenError: dispatch is frozen.
-    """
-    global _default
-    with writers:
-        old = _default
-        if old is not None and old.frozen:
-            raise DispatchFrozenError("a new manager", ["everything is asked anew"])
-        _default = None
-        PolicyManager.get_instance().reread_settings()
-        new = get_default_manager()
-        if old is not None:
-            old.tables.retire(new.tables)
-        new.tables.unsettle()
-        _policy_changed()
-
-
-def freeze_dispatch() -> Manifest:
-    """Fix what every operator and bound layer runs from here on; for hosts that compile or capture.
-
-    From then on an operator that is bound anew is the implementation itself; a failure of an implementation is raised,
-    because nothing may take over; and a change of the policy (also a context), of registrations, bans or facts that
-    would make something else run raises :class:`DispatchFrozenError` and changes nothing. Idempotent.
-
-    Returns:
-        The manifest: what runs, why, and a hash that is equal in processes that run the same.
-
-    >>> manifest = freeze_dispatch()
-    >>> sorted(manifest.choices)[0], len(manifest.hash)
-    ('attention_backend', 16)
-    >>> thaw_dispatch()
-    """
-    return get_default_manager().freezer.freeze()
-
-
-def thaw_dispatch() -> None:
-    """Allow changes again. Operators that were bound while dispatch was frozen stay what they are."""
-    get_default_manager().freezer.thaw()
-
-
-def _start_root() -> None:
-    get_default_manager().ensure_initialized()
-
-
-def _policy_changed() -> None:
-    with writers:
-        for manager in list(_managers):
-            manager.on_policy_change()
-
-
-def _admit_policy(change: str, policy: Callable[[], SelectionPolicy], bans: bool) -> None:
-    for freezer in frozen_ones():
-        freezer.admit(change, policy(), bans=bans)
-
-
-def _after_fork_in_child() -> None:
-    for manager in list(_managers):
-        manager.after_fork_in_child()
-
-
-_start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
-ROOT.start = _start_root
-PolicyManager.get_instance().on_change = _policy_changed
-PolicyManager.get_instance().admit = _admit_policy
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-__all__ = [
-    "OpManager",
-    "bind_op",
-    "call_op",
-    "explain",
-    "freeze_dispatch",
-    "get_default_manager",
-    "reset_default_manager",
-    "resolve_op",
-    "thaw_dispatch",
-]

@@ -8,21 +8,23 @@ after an error that kills the device context, nor inside a graph capture.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import entries
+from .call import Call
 from .errors import NoImplementationError, NotSupported, RankDivergenceError, text_of
-from .failures import ArgumentKind, add_note, declines, is_capturing, is_dead_device, is_out_of_memory
+from .failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from .logger_manager import get_logger
-from .ops import Access, Operator
-from .selection import Branch, Decision
+from .selection import Decision
 from .types import OpImpl
 
 if TYPE_CHECKING:
-    from .manager import OpManager
+    from .op_manager import OpManager
     from .selection_policy import SelectionPolicy
+    from .table import DispatchTable
 
 logger = get_logger(__name__)
 _Failures = list[tuple[OpImpl, Exception]]
@@ -33,87 +35,6 @@ class Settled(Exception):  # noqa: N818
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-
-
-class Call:
-    """One call that needs care: its arguments in every form that an implementation may want."""
-
-    __slots__ = ("args", "kind", "kwargs", "layer", "op_name", "operator", "scope")
-
-    def __init__(
-        self,
-        op_name: str,
-        operator: Operator | None,
-        scope: str | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        layer: Any = None,
-    ) -> None:
-        self.op_name, self.operator, self.scope, self.layer = op_name, operator, scope, layer
-        if operator is not None:
-            args, kwargs = operator.bind(args, kwargs), {}
-        self.args, self.kwargs = args, kwargs
-        self.kind = ArgumentKind.of((*args, *kwargs.values()), scope)
-
-    def branch(self, decision: Decision) -> Branch:
-        """The branch of a decision that this call takes."""
-        if not decision.conditional or self.operator is None:
-            return decision.branches[-1]
-        return decision.branch_for(self.operator.workload(*self.args))
-
-    def given(self, names: Sequence[str]) -> str | None:
-        """The first of these parameters that the call gives a value other than its default."""
-        if self.operator is None or not names:
-            return None
-        values = dict(zip(self.operator.parameters, self.args, strict=True))
-        for name in names:
-            value, default = values[name], self.operator.parameters[name].default
-            if value is not default and (isinstance(value, torch.Tensor) or value != default):
-                return name
-        return None
-
-    def updated(self) -> list[torch.Tensor]:
-        """The tensors whose old values a retry needs.
-
-        Of an operator that nobody declared, these are all. An output that shares memory with an input is one, too.
-        """
-        if self.operator is None:
-            return self._tensors()
-        written = self.operator.written(self.args).values()
-        return [
-            tensor
-            for access, tensor in written
-            if access is Access.UPDATE or (access is Access.OUTPUT and self._is_shared(tensor))
-        ]
-
-    def holds_state(self) -> bool:
-        """Whether it writes a state that cannot be copied."""
-        if self.operator is None:
-            return False
-        return any(access is Access.STATE for access, _ in self.operator.written(self.args).values())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return list(_tensors_in((*self.args, *self.kwargs.values())))
-
-    def _is_shared(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type == "meta":
-            return False
-        place = tensor.untyped_storage().data_ptr()
-        return any(other is tensor or other.untyped_storage().data_ptr() == place for other in self._others(tensor))
-
-    def _others(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        tensors = self._tensors()
-        place = next(index for index, other in enumerate(tensors) if other is tensor)
-        return tensors[:place] + tensors[place + 1 :]
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, those inside lists, tuples and dictionaries included."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)
 
 
 def must_raise(manager: OpManager, error: BaseException, policy: SelectionPolicy) -> bool:
@@ -133,9 +54,47 @@ def run(manager: OpManager, policy: SelectionPolicy, decision: Decision, call: C
 
 
 def recover(
+    manager: OpManager,
+    key: str,
+    table: DispatchTable,
+    fn: Callable[..., Any],
+    error: Exception,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Go on after a table's function raised on the fast path, where no copy of its arguments was kept."""
+    op_name, scope = parse_key(key)
+    try:
+        call = Call.of(op_name, scope, args, kwargs)
+    except TypeError:
+        raise error from None  # the call does not fit the operator: the caller's mistake
+    decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
+    decision = decision or manager.decide(op_name, scope, table.policy)
+    failed = _who(manager, fn, op_name) or call.branch(decision).candidates[0]
+    try:
+        return _after_fast_path(manager, table.policy, decision, call, failed, error)
+    finally:
+        del error, call, args, kwargs
+
+
+def parse_key(key: str) -> tuple[str, str | None]:
+    """A table key's operator and scope."""
+    op_name, _, scope = key.partition("@")
+    return op_name.removesuffix(entries.LAYER_SUFFIX), scope or None
+
+
+def _who(manager: OpManager, fn: Callable[..., Any], op_name: str) -> OpImpl | None:
+    """The implementation that a table's function runs: a generated one says so, a bare one is its own."""
+    named: OpImpl | None = getattr(fn, "fl_impl", None)
+    if named is not None:
+        return named
+    impls = manager.registry.get_implementations(op_name)
+    return next((impl for impl in impls if manager.counter.is_function_of(fn, impl)), None)
+
+
+def _after_fast_path(
     manager: OpManager, policy: SelectionPolicy, decision: Decision, call: Call, failed: OpImpl, error: Exception
 ) -> Any:
-    """Go on after an implementation raised on the fast path, where no copy of its arguments was kept."""
     candidates = call.branch(decision).candidates
     try:
         if must_raise(manager, error, policy):
@@ -208,7 +167,7 @@ def _attempt(
             last = index + 1 == len(impls) or policy.strict
             copies = None if last or not _needs_copies(manager, impl) else _copy(updated)
             try:
-                result = manager.invoke(impl, call)
+                result = call.run(manager.counter.function(impl), manager.registry.convention(impl))
             except Exception as error:
                 failures.append((impl, error))
             else:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .manager import OpManager
+    from .op_manager import OpManager
     from .selection import Decision
     from .selection_policy import SelectionPolicy
 

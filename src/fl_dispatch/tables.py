@@ -13,7 +13,7 @@ from .selection_policy import SelectionPolicy
 from .table import DispatchTable, PrivateTable
 
 if TYPE_CHECKING:
-    from .manager import OpManager
+    from .op_manager import OpManager
 
 
 class TableKeeper:

@@ -1,0 +1,119 @@
+"""One call that needs care: its arguments in every form that an implementation may want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import entries
+from .failures import ArgumentKind
+from .ops import OPERATORS, Access, Operator
+from .selection import Branch, Decision
+from .signatures import Convention
+
+
+class Call:
+    """One call that needs care: its arguments in every form that an implementation may want."""
+
+    __slots__ = ("args", "kind", "kwargs", "layer", "op_name", "operator", "scope")
+
+    def __init__(
+        self,
+        op_name: str,
+        operator: Operator | None,
+        scope: str | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        layer: Any = None,
+    ) -> None:
+        self.op_name, self.operator, self.scope, self.layer = op_name, operator, scope, layer
+        if operator is not None:
+            args, kwargs = operator.bind(args, kwargs), {}
+        self.args, self.kwargs = args, kwargs
+        self.kind = ArgumentKind.of((*args, *kwargs.values()), scope)
+
+    @classmethod
+    def of(cls, op_name: str, scope: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A call as its caller wrote it, with a layer first or not.
+
+        Raises:
+            TypeError: it does not fit the operator.
+        """
+        operator = OPERATORS.get(op_name)
+        if operator is not None and entries.is_layer_first(operator, args):
+            layer = args[0]
+            return cls(op_name, operator, scope, (), entries.from_layer(operator, layer, args[1:], kwargs), layer)
+        return cls(op_name, operator, scope, args, kwargs)
+
+    def run(self, fn: Any, convention: Convention | None) -> Any:
+        """Call a function with the arguments in the form that it takes."""
+        if self.operator is None or convention is None:
+            return fn(*self.args, **self.kwargs)
+        values = dict(zip(self.operator.parameters, self.args, strict=True))
+        taken = [values[name] for name in convention.takes]
+        if not convention.layer_first:
+            return fn(*taken)
+        layer = entries.stand_in(self.operator, values) if self.layer is None else self.layer
+        return fn(layer, *taken)
+
+    def branch(self, decision: Decision) -> Branch:
+        """The branch of a decision that this call takes."""
+        if not decision.conditional or self.operator is None:
+            return decision.branches[-1]
+        return decision.branch_for(self.operator.workload(*self.args))
+
+    def given(self, names: Sequence[str]) -> str | None:
+        """The first of these parameters that the call gives a value other than its default."""
+        if self.operator is None or not names:
+            return None
+        values = dict(zip(self.operator.parameters, self.args, strict=True))
+        for name in names:
+            value, default = values[name], self.operator.parameters[name].default
+            if value is not default and (isinstance(value, torch.Tensor) or value != default):
+                return name
+        return None
+
+    def updated(self) -> list[torch.Tensor]:
+        """The tensors whose old values a retry needs.
+
+        Of an operator that nobody declared, these are all. An output that shares memory with an input is one, too.
+        """
+        if self.operator is None:
+            return self._tensors()
+        written = self.operator.written(self.args).values()
+        return [
+            tensor
+            for access, tensor in written
+            if access is Access.UPDATE or (access is Access.OUTPUT and self._is_shared(tensor))
+        ]
+
+    def holds_state(self) -> bool:
+        """Whether it writes a state that cannot be copied."""
+        if self.operator is None:
+            return False
+        return any(access is Access.STATE for access, _ in self.operator.written(self.args).values())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return list(_tensors_in((*self.args, *self.kwargs.values())))
+
+    def _is_shared(self, tensor: torch.Tensor) -> bool:
+        if tensor.device.type == "meta":
+            return False
+        place = tensor.untyped_storage().data_ptr()
+        return any(other is tensor or other.untyped_storage().data_ptr() == place for other in self._others(tensor))
+
+    def _others(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        tensors = self._tensors()
+        place = next(index for index, other in enumerate(tensors) if other is tensor)
+        return tensors[:place] + tensors[place + 1 :]
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments, those inside lists, tuples and dictionaries included."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)
