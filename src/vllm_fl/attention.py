@@ -1,8 +1,9 @@
 """Attention for vLLM over the operators ``kv_cache_write`` and ``paged_attention``.
 
 vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
-strided views of it. The class answers both of vLLM's KV-cache interfaces: 0.26 asks for
-shapes (not run by us yet), 0.32 for layouts.
+strided views of it. Encoder-only layers have no cache: there each new token is a block of its own, in place, so the
+same operator attends over the batch's own keys and values. The class answers both of vLLM's KV-cache interfaces: 0.26
+asks for shapes (not run by us yet), 0.32 for layouts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 
@@ -30,15 +32,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
 BACKEND = "vllm_fl.attention.AttentionFLBackend"
+MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
+ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 KV_LAYOUT = "NHD"
 """Order of a block's axes in memory, which implementations may require: slots, heads, dimensions."""
 
 
 def attention_backend(use_mla: bool = False) -> str:
-    """Implementation ``default.fl`` of the operator ``attention_backend``: the class in this module."""
-    if use_mla:
-        raise NotImplementedError("multi-head latent attention (MLA) is not supported yet")
-    return BACKEND
+    """Implementation ``default.fl`` of the operator ``attention_backend``: the class here, or that for MLA."""
+    return MLA_BACKEND if use_mla else BACKEND
 
 
 def register_backend(registry: OpRegistry) -> None:
@@ -74,6 +76,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -87,9 +90,16 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
             max_seq_len=common.max_seq_len,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
+            block_table=_token_blocks(common) if self.encoder_only else common.block_table_tensor,
             causal=common.causal,
         )
+
+
+def _token_blocks(common: CommonAttentionMetadata) -> Tensor:
+    """A block table ``[requests, max_query_len]`` int32 for blocks of one token: the batch's tokens in their order."""
+    starts = common.query_start_loc[:-1, None]
+    inside = torch.arange(common.max_query_len, dtype=torch.int32, device=starts.device)
+    return (starts + inside).clamp_(max=max(common.num_actual_tokens - 1, 0))
 
 
 class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
@@ -111,8 +121,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        if attn_type != AttentionType.DECODER:
+        if attn_type not in ATTENTION_TYPES:
             raise NotImplementedError(f"attention type '{attn_type}' is not supported by AttentionFLBackend")
+        self.encoder_only = attn_type == AttentionType.ENCODER_ONLY
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.scale = float(scale)
@@ -140,8 +151,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write this step's keys and values; a layer that shares another layer's cache writes nothing."""
-        if self.kv_sharing_target_layer_name is None:
+        """Write this step's keys and values; a layer that shares another layer's cache, or has none, writes nothing."""
+        if self.kv_sharing_target_layer_name is None and not self.encoder_only:
             tokens = slot_mapping.shape[0]
             key_cache, value_cache = self._caches(kv_cache)
             self.fl_write(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping)
@@ -163,7 +174,10 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens]
-        key_cache, value_cache = self._caches(kv_cache)
+        if self.encoder_only:
+            key_cache, value_cache = key[:tokens].unsqueeze(1), value[:tokens].unsqueeze(1)
+        else:
+            key_cache, value_cache = self._caches(kv_cache)
         result = self.fl_attend(
             query[:tokens],
             key_cache,
@@ -214,6 +228,10 @@ class AttentionFLBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in ATTENTION_TYPES
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -18,6 +18,8 @@ import torch
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
+from . import rejection
+
 logger = get_logger(__name__)
 
 
@@ -37,6 +39,14 @@ class Replacement:
 
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+ROTARY_PACKAGE = "vllm.model_executor.layers.rotary_embedding"
+REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
+REJECTION_KERNELS = (
+    "rejection_greedy_sample_kernel",
+    "rejection_random_sample_kernel",
+    "expand_kernel",
+    "sample_recovered_tokens_kernel",
+)
 
 REPLACEMENTS = (
     Replacement(
@@ -52,7 +62,23 @@ REPLACEMENTS = (
     Replacement(
         "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel",
         "A Triton kernel; there is no Triton driver on a CPU. Replaced through vLLM's own register_kernels.",
+        ("0.32", "0.33"),
     ),
+    Replacement(
+        "vllm.v1.worker.block_table:_compute_slot_mapping_kernel",
+        "The same; this version has no register_kernels.",
+        ("0.26",),
+    ),
+    Replacement(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._postprocess_triton",
+        "It would put kernels of vLLM's compiled library in the places of the Triton kernels.",
+        ("0.26",),
+    ),
+    Replacement(
+        f"{ROTARY_PACKAGE}:Phi3LongRoPEScaledRotaryEmbedding",
+        "A plain module, which vLLM's CustomOp.register_oot does not replace; get_rope looks it up under this name.",
+    ),
+    *(Replacement(f"{REJECTION_SAMPLER}:{name}", "The same, for speculative decoding.") for name in REJECTION_KERNELS),
 )
 
 
@@ -64,15 +90,20 @@ def host_version() -> str:
 
 
 TESTED_HOSTS = ("0.32",)
+"""All engine tests run on these."""
+
+SMOKE_TESTED_HOSTS = ("0.26", "0.33")
+"""On these one small model ran on a CPU, eagerly and in one process, with right tokens; nothing else."""
 
 
 @cache
 def warn_of_untested_host() -> None:
-    """One WARNING on a vLLM that the tests did not run on, with what is known to be missing there."""
-    if host_version() not in TESTED_HOSTS:
+    """One WARNING on a vLLM that not all tests ran on, with what is known to be missing there."""
+    version, tested = host_version(), ", ".join(TESTED_HOSTS)
+    if version not in TESTED_HOSTS:
         missing = "; ".join(check_targets()) or "every attribute that is replaced is there"
-        tested = ", ".join(TESTED_HOSTS)
-        logger.warning("vLLM %s is not a tested version (%s): %s", host_version(), tested, missing)
+        how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
+        logger.warning("vLLM %s is %s (tested: %s): %s", version, how, tested, missing)
 
 
 def check_targets() -> list[str]:
@@ -164,9 +195,65 @@ def slot_mapping(
 
 
 def replace_kernels() -> None:
-    """Replace the Triton kernels that the V1 model runner launches in every step. Idempotent."""
+    """Replace the Triton kernels that the V1 model runner launches. Idempotent."""
+    if host_version() == "0.26":
+        return _replace_kernels_by_name()
     from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
     from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
     if not isinstance(ComputeSlotMappingKernel.kernel, KernelOverride):
-        register_kernels({SLOT_MAPPING_KERNEL: slot_mapping})
+        rejections = {f"{REJECTION_SAMPLER}.{name}": getattr(rejection, name) for name in REJECTION_KERNELS}
+        register_kernels({SLOT_MAPPING_KERNEL: slot_mapping, **rejections})
+    return None
+
+
+class _Launched:
+    """A function in the place of a Triton kernel, which is called as ``kernel[grid](...)``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *arguments, **constants: self._function(*arguments, *constants.values())
+
+
+def _slot_mapping_of_0_26(*arguments: Any) -> None:
+    """:func:`slot_mapping` with the parameters of vLLM 0.26: another order, and two sizes of blocks more."""
+    *before, block_size, slots, _kv_cache_block_size, _blocks_per_kv_block = arguments[:10]
+    slot_mapping(*before, slots, block_size, *arguments[10:])
+
+
+def _replace_kernels_by_name() -> None:
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.worker import block_table
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    CPUModelRunner._postprocess_triton = lambda runner: None
+    block_table._compute_slot_mapping_kernel = _Launched(_slot_mapping_of_0_26)
+    for name in REJECTION_KERNELS:
+        setattr(rejection_sampler, name, _Launched(getattr(rejection, name)))
+
+
+# -- the worker -------------------------------------------------------------------------------------------------------
+
+
+def make_workspace_and_runner(worker: Any) -> None:
+    """Give a worker its workspace and its model runner; in vLLM 0.26 no method of its own does only that."""
+    if hasattr(worker, "_init_workspace_and_model_runner"):
+        worker._init_workspace_and_model_runner()
+        return
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    if worker.device.type == "cpu":
+        replace_kernels()  # 0.26 has no hook of the platform for it
+    init_workspace_manager(worker.device, 1)
+    worker.model_runner = worker._make_model_runner()
+
+
+# -- layer classes that are no CustomOp -------------------------------------------------------------------------------
+
+
+def replace_class(base: type, replacement: type) -> None:
+    """Put a class in the place of ``base`` in the package that holds its module; ``base`` itself undoes it."""
+    package = importlib.import_module(base.__module__.rpartition(".")[0])
+    setattr(package, base.__name__, replacement)

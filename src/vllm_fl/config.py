@@ -16,7 +16,7 @@ from fl_dispatch.device import DeviceSpec
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
-from . import startup
+from . import compile, flagcx, startup
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 WORKER = "vllm_fl.worker.WorkerFL"
+EXPERT_LAYERS = {
+    "UnquantizedFusedMoEMethod": ("fused_moe",),
+    "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
+}
+"""The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -44,37 +49,48 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         raise ValueError("vllm_fl runs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(attention_backend_path(model.use_mla))
+        _refuse_native_experts(model)
     cache_space()
+    if (library := get_settings().flagcx_path) is not None:
+        flagcx.load(library, device.torch_type)
     _refuse_layers_switched_off(vllm_config)
+    compile.refuse_missing_compiler(vllm_config, device)
 
 
 def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     parallel = vllm_config.parallel_config
     cache_dtype = vllm_config.cache_config.cache_dtype
+    speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
-        (vllm_config.speculative_config is not None, "speculative decoding"),
+        (speculation not in (None, "ngram"), f"speculative decoding with '{speculation}' (only with 'ngram')"),
         (cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {cache_dtype}"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.enable_dbo, "dual-batch overlap"),
-        (_flagcx() and parallel.world_size > 1, "communication through FlagCX (FLAGCX_PATH)"),
+        (vllm_config.lora_config is not None and _has_experts(vllm_config), "LoRA on mixture-of-experts models"),
     ]
 
 
-def _flagcx() -> bool:
-    path = get_settings().flagcx_path
-    if path is not None:
-        logger.warning("FLAGCX_PATH=%s: there is no FlagCX communicator yet, so several processes are refused", path)
-    return path is not None
+def _has_experts(vllm_config: VllmConfig) -> bool:
+    return vllm_config.model_config is not None and vllm_config.model_config.is_moe
 
 
 def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
     return [
         (model.is_encoder_decoder, "encoder-decoder models"),
-        (model.attn_type == "encoder_only", "encoder-only models"),
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
-        (model.is_moe, "mixture-of-experts layers"),
+        (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
     ]
+
+
+def _refuse_native_experts(model: ModelConfig) -> None:
+    settings = get_settings()
+    for name, operators in EXPERT_LAYERS.items():
+        if model.is_moe and not any(settings.registers(name, operator) for operator in operators):
+            raise ValueError(
+                f"model {model.model} has experts, and vLLM has no code for them on an out-of-tree platform, "
+                f"but a list or a switch leaves out {name} ({', '.join(operators)})"
+            )
 
 
 def cache_space() -> int | None:
@@ -146,26 +162,27 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 # -- changes ----------------------------------------------------------------------------------------------------------
 
 
-def apply_defaults(vllm_config: VllmConfig) -> None:
+def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly."""
-    from vllm.config import CompilationMode
+    from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     if compilation.mode is None:
         compilation.mode = CompilationMode.NONE
+    if compilation.cudagraph_mode is not None and not device.graphs:
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, f"{device.name} has no graphs to capture")
 
 
 def adapt(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Set what the worker needs."""
-    from vllm.config import CompilationMode
-
     parallel = vllm_config.parallel_config
     if parallel.worker_cls == "auto":
         parallel.worker_cls = WORKER
     _set(parallel, "disable_custom_all_reduce", True, "it is a CUDA kernel")
-    _set(vllm_config.compilation_config, "mode", CompilationMode.NONE, "compiled models are not supported yet")
+    if compile.is_compiled(vllm_config):
+        compile.adapt(vllm_config.compilation_config, device)
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # every process must agree on it
     if vllm_config.use_v2_model_runner:

@@ -1,4 +1,4 @@
-"""vLLM's layers over our operators: one mixin a family, one row a class.
+"""vLLM's layers over our operators: one row a class; the forwards are in :mod:`vllm_fl.forwards`.
 
 vLLM replaces a layer class by its exact name (``CustomOp.register_oot``), so subclasses that inherit the same forward
 have rows of their own. Each layer binds its operator once; after loading the worker binds it again, with the layer's
@@ -8,120 +8,43 @@ prefix as scope.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.model_executor import custom_op
 
-from fl_dispatch import bind_op
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import get_policy
 from fl_dispatch.settings import Settings
 
+from . import compat, forwards, moe
+from .forwards import DispatchedLayer
+
 logger = get_logger(__name__)
-
-
-class DispatchedLayer:
-    """A layer of vLLM whose forward is one of our operators. First base of every replacement class."""
-
-    fl_operator: ClassVar[str]
-    fl_call: Callable[..., Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fl_bind(None)
-
-    def fl_bind(self, scope: str | None) -> None:
-        """Bind the operator for the layer with this prefix."""
-        self.fl_call = bind_op(self.fl_operator, scope)
-
-    def fl_runs(self) -> bool:
-        """Whether vLLM really calls our forward: a user can switch single layers off with ``custom_ops``."""
-        method = getattr(self, "_forward_method", None)
-        return getattr(method, "__func__", None) is type(self).forward_oot  # type: ignore[attr-defined]
-
-
-class NormLayer(DispatchedLayer):
-    """``RMSNorm`` and ``GemmaRMSNorm``: ``forward(x, residual=None)``."""
-
-    has_weight = True
-    variance_size_override: int | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.variance_size_override is not None:  # the mean over a part of the row is not our operator
-            self._forward_method = self.forward_native  # type: ignore[attr-defined]
-
-    def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        weight = self.weight if self.has_weight else None  # type: ignore[attr-defined]
-        return self.fl_call(x, residual, weight, self.variance_epsilon)  # type: ignore[attr-defined]
-
-
-class RMSNormLayer(NormLayer):
-    fl_operator = "rms_norm"
-
-
-class GemmaRMSNormLayer(NormLayer):
-    fl_operator = "gemma_rms_norm"
-
-
-class SiluAndMulLayer(DispatchedLayer):
-    """``SiluAndMul``: ``forward(x)``."""
-
-    fl_operator = "silu_and_mul"
-
-    def forward_oot(self, x: Tensor) -> Tensor:
-        return self.fl_call(x)
-
-
-class GeluAndMulLayer(DispatchedLayer):
-    """``GeluAndMul``: ``forward(x)``."""
-
-    fl_operator = "gelu_and_mul"
-
-    def forward_oot(self, x: Tensor) -> Tensor:
-        return self.fl_call(x, self.approximate)  # type: ignore[attr-defined]
-
-
-class RotaryLayer(DispatchedLayer):
-    """``RotaryEmbedding`` and its subclasses: ``forward(positions, query, key=None)`` on flattened heads."""
-
-    fl_operator = "rotary_embedding"
-    fl_table: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
-
-    def forward_oot(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        cache = self._match_cos_sin_cache_dtype(query)  # type: ignore[attr-defined]
-        if cache is not self.fl_table[0]:  # the table is one tensor [positions, cos | sin]; split it once
-            self.fl_table = (cache, *cache.chunk(2, dim=-1))
-        _, cos, sin = self.fl_table
-        positions = positions.flatten()
-        heads = (positions.shape[0], -1, self.head_size)  # type: ignore[attr-defined]
-        rotated, rotated_key = self.fl_call(
-            query.view(heads),
-            None if key is None else key.view(heads),
-            cos,
-            sin,
-            positions,
-            not self.is_neox_style,  # type: ignore[attr-defined]
-        )
-        return rotated.reshape(query.shape), None if key is None else rotated_key.reshape(key.shape)
 
 
 @dataclass(frozen=True)
 class LayerClass:
-    """One class of vLLM that is replaced: its module, its name, and the mixin with our forward."""
+    """One class of vLLM that is replaced.
+
+    Args:
+        module, name: where it is.
+        mixin: our forward.
+        custom_op: it is a ``CustomOp``, which vLLM replaces itself. Else its name is replaced in the package above
+            ``module``, where vLLM looks it up (see ``compat``).
+    """
 
     module: str
     name: str
     mixin: type[DispatchedLayer]
+    custom_op: bool = True
 
     @property
-    def operator(self) -> str:
-        """The operator that it runs."""
-        return self.mixin.fl_operator
+    def operators(self) -> tuple[str, ...]:
+        """The operator that it runs; several where each instance runs one of them."""
+        return getattr(self.mixin, "fl_operators", (self.mixin.fl_operator,))
 
     def in_tree(self) -> type | None:
         """vLLM's class, or ``None`` in a version that does not have it."""
@@ -132,38 +55,74 @@ class LayerClass:
 
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
-        return settings.registers(self.name, self.operator)
+        return any(settings.registers(self.name, operator) for operator in self.operators)
 
 
 _LAYERS = "vllm.model_executor.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
+_MOE = f"{_LAYERS}.fused_moe"
 
 LAYER_CLASSES = (
-    LayerClass(f"{_LAYERS}.layernorm", "RMSNorm", RMSNormLayer),
-    LayerClass(f"{_LAYERS}.layernorm", "GemmaRMSNorm", GemmaRMSNormLayer),
-    LayerClass(f"{_LAYERS}.activation", "SiluAndMul", SiluAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "GeluAndMul", GeluAndMulLayer),
-    LayerClass(f"{_ROPE}.base", "RotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.llama3_rope", "Llama3RotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.linear_scaling_rope", "LinearScalingRotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.ntk_scaling_rope", "NTKScalingRotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.dynamic_ntk_scaling_rope", "DynamicNTKScalingRotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.dynamic_ntk_alpha_rope", "DynamicNTKAlphaRotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.yarn_scaling_rope", "YaRNScalingRotaryEmbedding", RotaryLayer),
-    LayerClass(f"{_ROPE}.gemma4_rope", "Gemma4RotaryEmbedding", RotaryLayer),
+    LayerClass(f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", moe.ExpertsLayer),
+    LayerClass(f"{_MOE}.runner.moe_runner", "MoERunner", moe.RunnerLayer),
+    LayerClass(f"{_LAYERS}.layernorm", "RMSNorm", forwards.RMSNormLayer),
+    LayerClass(f"{_LAYERS}.layernorm", "GemmaRMSNorm", forwards.GemmaRMSNormLayer),
+    LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer),
+    LayerClass(f"{_LAYERS}.activation", "SiluAndMul", forwards.SiluAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "GeluAndMul", forwards.GeluAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "MulAndSilu", forwards.MulAndSiluLayer),
+    LayerClass(f"{_LAYERS}.activation", "FatreluAndMul", forwards.FatreluAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "SwigluOAIAndMul", forwards.SwigluOAIAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "SiluAndMulWithClamp", forwards.SiluAndMulWithClampLayer),
+    LayerClass(f"{_LAYERS}.activation", "SwigluStepAndMul", forwards.SwigluStepAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.SituAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "GeluAndMulSparse", forwards.GeluAndMulSparseLayer),
+    LayerClass(f"{_LAYERS}.activation", "GELU", forwards.GeluLayer),
+    LayerClass(f"{_LAYERS}.activation", "GELUTanh", forwards.GeluTanhLayer),
+    LayerClass(f"{_LAYERS}.activation", "NewGELU", forwards.GeluTanhLayer),
+    LayerClass(f"{_LAYERS}.activation", "FastGELU", forwards.GeluTanhLayer),
+    LayerClass(f"{_LAYERS}.activation", "QuickGELU", forwards.QuickGeluLayer),
+    LayerClass(f"{_LAYERS}.activation", "ReLUSquaredActivation", forwards.Relu2Layer),
+    LayerClass(f"{_LAYERS}.activation", "XIELU", forwards.XieluLayer),
+    LayerClass(f"{_ROPE}.base", "RotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.llama3_rope", "Llama3RotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.linear_scaling_rope", "LinearScalingRotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.ntk_scaling_rope", "NTKScalingRotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.dynamic_ntk_scaling_rope", "DynamicNTKScalingRotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.dynamic_ntk_alpha_rope", "DynamicNTKAlphaRotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.yarn_scaling_rope", "YaRNScalingRotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.gemma4_rope", "Gemma4RotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(f"{_ROPE}.deepseek_scaling_rope", "DeepseekScalingRotaryEmbedding", forwards.RotaryLayer),
+    LayerClass(
+        f"{_ROPE}.phi3_long_rope_scaled_rope",
+        "Phi3LongRoPEScaledRotaryEmbedding",
+        forwards.LongRopeLayer,
+        custom_op=False,
+    ),
+    LayerClass(f"{_ROPE}.mrope", "MRotaryEmbedding", forwards.MRotaryLayer),
+    LayerClass(f"{_ROPE}.mrope_interleaved", "MRotaryEmbeddingInterleaved", forwards.ListedMRotaryLayer),
+    LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
+    LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer),
 )
-"""FourierRotaryEmbedding and the multimodal ones have a forward of their own and stay vLLM's."""
+"""Four rotary classes compute something else and stay vLLM's: FourierRotaryEmbedding (a table for each head),
+DualChunkRotaryEmbedding (five queries), Llama4VisionRotaryEmbedding (no positions) and DeepseekV4ScalingRotaryEmbedding
+(the last elements of a head, and the inverse).
+"""
 
 
 def register(settings: Settings) -> None:
     """Register the wanted classes with vLLM and take back the unwanted ones. Idempotent."""
     registered = custom_op.op_registry_oot
-    known = {name for row in LAYER_CLASSES for name in (row.name, row.operator)}
+    known = {name for row in LAYER_CLASSES for name in (row.name, *row.operators)}
     for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
         logger.warning(
             "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
         )
     for row in LAYER_CLASSES:
+        if not row.custom_op:
+            if (base := row.in_tree()) is not None:
+                compat.replace_class(base, _replacement(row, base) if row.wanted(settings) else base)
+            continue
         present = registered.get(row.name)
         ours = present is not None and issubclass(present, DispatchedLayer)
         if present is not None and not ours:
@@ -172,8 +131,12 @@ def register(settings: Settings) -> None:
         elif ours and not row.wanted(settings):
             del registered[row.name]
         elif not ours and row.wanted(settings) and (base := row.in_tree()) is not None:
-            replacement = type(f"{row.name}FL", (row.mixin, base), {"__module__": __name__})
-            custom_op.CustomOp.register_oot(name=row.name)(replacement)
+            custom_op.CustomOp.register_oot(name=row.name)(_replacement(row, base))
+
+
+@cache
+def _replacement(row: LayerClass, base: type) -> type:
+    return type(f"{row.name}FL", (row.mixin, base), {"__module__": __name__})
 
 
 @dataclass(frozen=True)
@@ -208,8 +171,8 @@ class Survey:
 
 def _covered_name(module: nn.Module) -> str | None:
     """The name of the replaced class that a layer is, or inherits from."""
-    names = {row.name for row in LAYER_CLASSES}
-    return next((base.__name__ for base in type(module).__mro__ if base.__name__ in names), None)
+    covered = {(row.module, row.name) for row in LAYER_CLASSES}
+    return next((base.__name__ for base in type(module).__mro__ if (base.__module__, base.__name__) in covered), None)
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -218,8 +181,8 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield prefix, module
 
 
-def bind_scopes(model: nn.Module) -> None:
-    """Bind every layer's operators again, now for the layer's prefix.
+def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
+    """Bind every layer's operators again, now for the layer's prefix; or those that no compiled graph contains.
 
     Raises:
         ValueError: a rule names one of several layers that share a module, so it cannot be obeyed.
@@ -227,10 +190,11 @@ def bind_scopes(model: nn.Module) -> None:
     prefixes: dict[DispatchedLayer, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DispatchedLayer):
-            prefixes.setdefault(module, []).append(prefix)
+            prefixes.setdefault(module, []).append(module.fl_scope(prefix))
     for module, shared in prefixes.items():
-        _refuse_partial_rules(module.fl_operator, shared)
-        module.fl_bind(shared[0])
+        if not (untraced_only and module.fl_traced):
+            _refuse_partial_rules(module.fl_operator, shared)
+            module.fl_bind(shared[0])
     for prefix, module in _attention_layers(model):
         if hasattr(module.impl, "fl_bind"):
             module.impl.fl_bind(getattr(module, "layer_name", prefix))

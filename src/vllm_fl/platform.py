@@ -14,15 +14,20 @@ from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
-from . import compat, config, startup
+from . import compat, compile, config, startup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = get_logger(__name__)
 
 DEVICE = detect_device()
+
+RAY_RESOURCES = {"npu": "NPU"}
+"""PyTorch device type → what Ray calls it. Ray places workers by accelerators, so a machine without any needs to be
+started with as many as it shall have workers (``ray start --num-gpus``)."""
 
 
 class PlatformFL(Platform):
@@ -33,6 +38,7 @@ class PlatformFL(Platform):
     device_type = DEVICE.torch_type
     dispatch_key = DEVICE.dispatch_key
     dist_backend = DEVICE.dist_backend
+    ray_device_key = RAY_RESOURCES.get(DEVICE.torch_type, "GPU")
     device_control_env_var = DEVICE.visible_devices or Platform.device_control_env_var
     simple_compile_backend = "eager"  # vLLM's small helper functions then need no C++ compiler at run time
     additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is told
@@ -99,8 +105,20 @@ class PlatformFL(Platform):
         return True
 
     @classmethod
+    def get_compile_backend(cls) -> str:
+        return compile.DEFAULT_BACKEND  # for models; simple_compile_backend is for vLLM's helper functions
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return compile.PASS_MANAGER
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_fl.distributed.CommunicatorFL"
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU"  # plain PyTorch
+        return "vllm_fl.lora.PunicaWrapperFL"
 
     @classmethod
     def get_attn_backend_cls(
@@ -119,6 +137,12 @@ class PlatformFL(Platform):
             raise ValueError(f"attention backend {path} cannot serve this model: {', '.join(reasons)}")
         return path
 
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> type[MLAPrefillBackend]:
+        from .mla_prefill import MLAFLPrefillBackend
+
+        return MLAFLPrefillBackend
+
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     @classmethod
@@ -132,7 +156,7 @@ class PlatformFL(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        config.apply_defaults(vllm_config)
+        config.apply_defaults(vllm_config, DEVICE)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from fl_dispatch import RankDivergenceError, get_default_manager, oplist
+from fl_dispatch import freeze_dispatch, get_default_manager, oplist
 from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import attention, compat, config, layers, startup
+from . import attention, compat, compile, config, distributed, layers, ranks, startup
 
 logger = get_logger(__name__)
 
@@ -29,6 +31,8 @@ WARM_UP_TOKENS = 8
 
 class WorkerFL(Worker):
     """vLLM's worker without its CUDA parts, on the V1 model runner for the CPU."""
+
+    fl_counts_before: Mapping[str, int]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         compat.silence_accelerator()
@@ -47,7 +51,7 @@ class WorkerFL(Worker):
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
         set_random_seed(self.model_config.seed)
-        self._init_workspace_and_model_runner()
+        compat.make_workspace_and_runner(self)
 
     def _make_model_runner(self) -> Any:
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
@@ -102,50 +106,58 @@ class WorkerFL(Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one small batch, so that implementations have proven themselves before the first request.
 
-        vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing.
+        vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. Where the model is
+        compiled, the batch runs eagerly first: what fails there is out before the choices are fixed.
         """
-        tokens = min(WARM_UP_TOKENS, self.scheduler_config.max_num_batched_tokens)
-        self.model_runner._dummy_run(tokens, force_attention=True)
-        self._compare_ranks()
-        get_default_manager().lockstep = self.parallel_config.world_size > 1
+        with compile.uncompiled(self.get_model()):
+            self._run_dummy_batch(WARM_UP_TOKENS)
+        several = get_world_group().world_size > 1
+        if several:
+            ranks.refuse_divergence()
+        if compile.is_compiled(self.vllm_config):
+            self._freeze_and_compile()
+        get_default_manager().lockstep = several
         set_random_seed(self.model_config.seed)
-        return CompilationTimes(language_model=0.0, encoder=0.0)
+        return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)
 
-    def _compare_ranks(self) -> None:
-        """Refuse to serve if a rank of the tensor-parallel group chose otherwise: each would compute another half."""
-        if self.parallel_config.tensor_parallel_size == 1:
-            return
-        from vllm.distributed.parallel_state import get_tp_group
+    def _run_dummy_batch(self, tokens: int) -> None:
+        limit = self.scheduler_config.max_num_batched_tokens
+        self.model_runner._dummy_run(min(tokens, limit), force_attention=True)
 
-        manager, group = get_default_manager(), get_tp_group()
-        mine: dict[str, Any] = {  # of every operator and bound layer: the candidates of each branch, best first
-            key: [[impl.impl_id for impl in branch.candidates] for branch in decision.branches]
-            for key, decision in manager.tables.root.decisions.items()
-        }
-        mine |= {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
-        ranks: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(ranks, mine, group=group.cpu_group)
-        keys = [key for key in sorted({*mine}.union(*ranks)) if len({str(other.get(key)) for other in ranks}) > 1]
-        if keys:
-            lines = "; ".join(f"{key}: {[other.get(key) for other in ranks]}" for key in keys)
-            raise RankDivergenceError(f"the ranks chose different implementations (rank 0 first): {lines}")
+    def _freeze_and_compile(self) -> None:
+        model, manifest = self.get_model(), freeze_dispatch()
+        ranks.refuse_other_manifest(manifest, get_tp_group())
+        compile.enter_cache_key(self.vllm_config, manifest.hash)
+        layers.bind_scopes(model)  # now to the implementations themselves
+        self.fl_counts_before = compile.counts()
+        compile.start(model, self.vllm_config)
+        for tokens in compile.warm_up_sizes(self.vllm_config, WARM_UP_TOKENS):
+            self._run_dummy_batch(tokens)
+        logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
+
+    def _compiled(self) -> dict[str, Any]:
+        return compile.report(self.vllm_config, self.fl_counts_before)
 
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 
     def fl_set_counting(self, on: bool = True) -> None:
-        """Count calls from now on, starting at zero, or stop."""
+        """Count calls from now on, starting at zero, or stop. Of a compiled graph only opaque calls are seen."""
         manager = get_default_manager()
         manager.set_counting(on)
         manager.reset_counts()
+        if manager.frozen:
+            layers.bind_scopes(self.get_model(), untraced_only=True)
 
     def fl_report(self) -> dict[str, Any]:
         """What runs in this process, as plain data that vLLM can send between processes.
 
         ``settings`` and ``policy`` are their JSON, with the origin of each value; ``counts`` is ``"operator
         implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``layers`` and
-        ``native_layers`` are class name → how many run our forward, and vLLM's own.
+        ``native_layers`` are class name → how many run our forward, and vLLM's own; ``communication`` is group →
+        collective → calls. For a compiled model ``compiled`` says what was done, and ``manifest`` what was fixed.
         """
         manager = get_default_manager()
+        manifest = manager.freezer.manifest
         return {
             "pid": os.getpid(),
             "rank": self.rank,
@@ -156,4 +168,7 @@ class WorkerFL(Worker):
             "layers": {name: count for name, (_, count) in self.fl_survey.ours.items()},
             "native_layers": self.fl_survey.native,
             "attention": self.fl_survey.attention,
+            "communication": distributed.report(),
+            "compiled": self._compiled() if compile.is_compiled(self.vllm_config) else None,
+            "manifest": None if manifest is None else manifest.as_data(),
         }

@@ -77,6 +77,60 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
     return _pool.submit(_run, model, steps or (STEP,), **options)
 
 
+def start_features(
+    *runs: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], **variables: str
+) -> Future[dict[str, Any]]:
+    """Start engines one after the other in one process; ``runs`` of the result has what each one's steps returned.
+
+    Args:
+        runs: checkpoint, steps of ``run_features``, and further arguments of ``LLM``.
+        variables: of the environment.
+    """
+    job = {"runs": [{"engine": engine_arguments(model, engine), "steps": steps} for model, steps, engine in runs]}
+    return _pool.submit(_finish, "run_features.py", job, variables)
+
+
+def start_compiled(engines: Mapping[str, Mapping[str, Any]], **variables: str) -> Future[dict[str, Any]]:
+    """Start compiled engines one after the other in one process; the result has what each one answered, by name.
+
+    Args:
+        engines: name → ``model``, ``engine`` (further arguments of ``LLM``), ``policy``, ``afterwards``; see
+            ``run_compiled``.
+        variables: of the environment.
+    """
+    job = {}
+    for name, given in engines.items():
+        rest = {key: value for key, value in given.items() if key not in ("model", "engine")}
+        job[name] = {"arguments": engine_arguments(given["model"], given["engine"]), **rest}
+    return _pool.submit(_finish, "run_compiled.py", {"engines": job}, variables)
+
+
+def start_data_parallel(model: Path, ranks: int = 2, **engine: Any) -> Future[dict[str, Any]]:
+    """Start an engine with data-parallel ranks; the result has each rank's tokens and report (``run_data_parallel``).
+
+    Args:
+        model: the checkpoint.
+        ranks: each of them gets the standard prompts.
+        engine: further arguments of ``AsyncLLM``.
+    """
+    job = {"engine": {**engine_arguments(model, engine), "data_parallel_size": ranks}, **STEP}
+    return _pool.submit(_finish, "run_data_parallel.py", job, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+
+
+def start_on_ray(model: Path, library: Path, **variables: str) -> Future[dict[str, Any]]:
+    """Start an engine whose two tensor-parallel workers are Ray's; the result is that of ``run_engine``.
+
+    Args:
+        model: the checkpoint.
+        library: the folder that Ray is installed in.
+        variables: of the environment.
+    """
+    engine = engine_arguments(model, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"})
+    path = os.pathsep.join((str(library), environment()["PYTHONPATH"]))
+    fixed = {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    return _pool.submit(_finish, "run_ray.py", {"engine": engine, "steps": [STEP]}, {**fixed, **variables})
+
+
 def background(*arguments: str, **variables: str) -> Future[Finished]:
     """Run Python beside other engines."""
     return _pool.submit(lambda: python(*arguments, **variables))
@@ -89,7 +143,13 @@ def _run(
     policy_before: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    arguments = {
+    job = {"engine": engine_arguments(model, engine), "policy_before": policy_before, "steps": steps}
+    return _finish("run_engine.py", job, variables)
+
+
+def engine_arguments(model: Path, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of ``LLM`` for a small checkpoint, with those in ``engine`` instead or in addition."""
+    return {
         "model": str(model),
         "dtype": "float32",
         "enforce_eager": True,
@@ -100,11 +160,14 @@ def _run(
         "disable_log_stats": False,
         **(engine or {}),
     }
-    job = {"engine": arguments, "policy_before": policy_before, "steps": steps}
+
+
+def _finish(script: str, job: Mapping[str, Any], variables: Mapping[str, str] | None) -> dict[str, Any]:
+    """Run a script on a job; its result, with the log."""
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder, "job.json"), Path(folder, "result.json")
         request.write_text(json.dumps(job))
-        ended = python(str(HERE / "run_engine.py"), str(request), str(answer), **(variables or {}))
+        ended = python(str(HERE / script), str(request), str(answer), timeout=600, **(variables or {}))
         if ended.returncode != 0 or not answer.exists():
             raise AssertionError(f"the engine ended with {ended.returncode}:\n{ended.log[-8000:]}")
         return {**json.loads(answer.read_text()), "log": ended.log}
@@ -115,7 +178,11 @@ def expected_tokens(model: Path) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    # "eager" is the arithmetic as the model defines it; PyTorch's attention would leave a soft cap out.
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    for module in network.modules():
+        if type(module).__name__ == "BloomMLP":  # vLLM's Bloom has GELU itself, Hugging Face's its tanh form
+            module.gelu_impl = torch.nn.GELU()
     tokens = []
     for prompt in PROMPTS:
         output = network.generate(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl, AttentionFLMetadata, attention_backend
+from vllm_fl.attention import (
+    AttentionFLBackend,
+    AttentionFLImpl,
+    AttentionFLMetadata,
+    _token_blocks,
+    attention_backend,
+)
 
 BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8
 
@@ -54,6 +61,25 @@ def test_the_output_is_filled_and_padding_is_left_alone() -> None:
     assert torch.equal(output[0, 0], kv_cache[3, 0, 0, DIMS:])  # the first token sees itself only
 
 
+def test_an_encoder_layer_attends_over_the_batchs_own_tokens_and_writes_no_cache() -> None:
+    lengths = [3, 1, 4]
+    starts = torch.tensor([0, 3, 4, 8], dtype=torch.int32)
+    common = SimpleNamespace(query_start_loc=starts, max_query_len=4, num_actual_tokens=8)
+    table = _token_blocks(common)
+    assert [row[:length].tolist() for row, length in zip(table, lengths, strict=True)] == [[0, 1, 2], [3], [4, 5, 6, 7]]
+    metadata = AttentionFLMetadata(8, 4, 4, starts, torch.tensor(lengths, dtype=torch.int32), table, False)
+    layer, nothing = implementation(attn_type="encoder_only"), torch.empty(0)
+    query, key, value = torch.randn(9, 4, DIMS), torch.randn(9, HEADS, DIMS), torch.randn(9, HEADS, DIMS)
+    layer.do_kv_cache_update(None, key, value, nothing, torch.zeros(9, dtype=torch.int64))
+    output = layer.forward(None, query, key, value, nothing, metadata, torch.full((9, 4, DIMS), 9.0))
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        part = slice(start, start + length)
+        each = (tensor[part].transpose(0, 1) for tensor in (query, key, value))
+        expected = torch.nn.functional.scaled_dot_product_attention(*each, scale=0.5, enable_gqa=True)
+        torch.testing.assert_close(output[part], expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+    assert (output[8:] == 9.0).all()
+
+
 def test_without_a_cache_the_output_is_zero() -> None:
     output = torch.ones(2, 4, DIMS)
     implementation().forward(None, torch.ones(2, 4, DIMS), None, None, torch.empty(0), None, output)
@@ -77,10 +103,12 @@ def test_everything_the_model_asks_for_reaches_the_operator() -> None:
     assert given is sinks
 
 
-def test_the_default_class_is_ours_and_has_no_mla() -> None:
-    assert attention_backend().endswith(AttentionFLBackend.__name__)
-    with pytest.raises(NotImplementedError, match="MLA"):
-        attention_backend(use_mla=True)
+def test_the_default_classes_are_ours() -> None:
+    from vllm_fl.mla import MLAFLBackend
+
+    for use_mla, expected in ((False, AttentionFLBackend), (True, MLAFLBackend)):
+        module, _, name = attention_backend(use_mla).rpartition(".")
+        assert getattr(importlib.import_module(module), name) is expected
 
 
 def test_both_interfaces_describe_one_layout() -> None:

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks over gloo: they run the same implementations, or they refuse to serve."""
+"""Ranks that chose different implementations refuse to serve; ``test_processes`` has those that chose alike."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 from engines import start
 
-TWO = {"tensor_parallel_size": 2}
+REFUSAL = "the ranks chose different implementations"
 
 
-def test_two_ranks_give_the_same_tokens_through_the_same_implementations(
-    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+def test_tensor_parallel_ranks_of_which_one_failed_refuse_to_serve(checkpoint: Callable[[str], Path]) -> None:
+    engine, variables = {"tensor_parallel_size": 2}, {"VLLM_FL_PLUGIN_MODULES": "divergent_plugin"}
+    with pytest.raises(AssertionError, match=REFUSAL) as caught:
+        start(checkpoint("llama"), engine=engine, variables=variables).result()
+    assert "silu_and_mul failed: [None, ['vendor.divergent']] on ranks [0, 1]" in str(caught.value)
+
+
+def test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve(
+    checkpoint: Callable[[str], Path],
 ) -> None:
-    result = start(checkpoint("llama"), engine=TWO).result()
-    assert result["steps"][0]["tokens"] == expected("llama")
-    first, second = result["reports"]
-    assert first["pid"] != second["pid"]
-    assert first["counts"] == second["counts"]
-    assert {key.split(" ")[1] for key in first["counts"]} == {"reference.torch"}
-
-
-def test_ranks_that_chose_differently_refuse_to_serve(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(AssertionError, match="the ranks chose different implementations") as caught:
-        start(checkpoint("llama"), engine=TWO, variables={"VLLM_FL_PLUGIN_MODULES": "divergent_plugin"}).result()
-    assert "silu_and_mul failed: [None, ['vendor.divergent']]" in str(caught.value)
+    engine = {"pipeline_parallel_size": 2}
+    variables = {"VLLM_FL_PLUGIN_MODULES": "uneven_plugin", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    with pytest.raises(AssertionError, match=REFUSAL) as caught:
+        start(checkpoint("llama"), engine=engine, variables=variables).result()
+    chosen = "silu_and_mul: [[['reference.torch']], [['vendor.uneven', 'reference.torch']]] on ranks [0, 1]"
+    assert chosen in str(caught.value)

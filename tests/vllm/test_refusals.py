@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ def vllm_config() -> Any:
         is_attention_free=False,
         is_moe=False,
         use_mla=False,
+        hf_text_config=SimpleNamespace(),
     )
     parallel = SimpleNamespace(
         decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, world_size=1
@@ -32,8 +35,9 @@ def vllm_config() -> Any:
         parallel_config=parallel,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=None,
+        lora_config=None,
         additional_config={"mine": 1},
-        compilation_config=SimpleNamespace(custom_ops=["all"]),
+        compilation_config=SimpleNamespace(custom_ops=["all"], mode=None),
     )
 
 
@@ -41,10 +45,8 @@ def vllm_config() -> Any:
     ("part", "field", "value", "named"),
     [
         ("model_config", "is_encoder_decoder", True, "encoder-decoder"),
-        ("model_config", "attn_type", "encoder_only", "encoder-only"),
         ("model_config", "is_hybrid", True, "state-space"),
-        ("model_config", "is_moe", True, "mixture-of-experts"),
-        ("model_config", "use_mla", True, "MLA"),
+        ("model_config", "hf_text_config", SimpleNamespace(index_topk=2048), "sparse latent attention"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "enable_dbo", True, "dual-batch overlap"),
         ("cache_config", "cache_dtype", "fp8", "fp8"),
@@ -58,16 +60,45 @@ def test_an_unsupported_feature_is_named(vllm_config: Any, part: str, field: str
         config.refuse_unsupported(vllm_config, CPU)
 
 
-def test_flagcx_is_refused_for_several_processes(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_flagcx_library_that_does_not_load_is_refused_before_the_model_loads(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     startup.activate()
-    monkeypatch.setattr(config, "get_settings", lambda: SimpleNamespace(flagcx_path="/opt/flagcx"))
-    with caplog.at_level("WARNING", logger="vllm_fl"):
+    monkeypatch.setattr(config, "get_settings", lambda: SimpleNamespace(flagcx_path=tmp_path))
+    with pytest.raises(
+        ConfigError, match=f"FLAGCX_PATH: {tmp_path}: no libflagcx.so is there; .* or unset FLAGCX_PATH"
+    ):
         config.refuse_unsupported(vllm_config, CPU)
-    assert "no FlagCX communicator" in caplog.text
-    vllm_config.parallel_config.world_size = 2
-    with pytest.raises(ValueError, match="FLAGCX_PATH"):
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "ngram_gpu"])
+def test_speculation_other_than_ngram_is_named(method: str, vllm_config: Any) -> None:
+    startup.activate()
+    vllm_config.speculative_config = SimpleNamespace(method="ngram")
+    config.refuse_unsupported(vllm_config, CPU)
+    vllm_config.speculative_config = SimpleNamespace(method=method)
+    with pytest.raises(ValueError, match=f"speculative decoding with '{method}'"):
+        config.refuse_unsupported(vllm_config, CPU)
+
+
+@pytest.mark.parametrize("names", [{"rms_norm"}, {"fused_moe"}, {"MoERunner", "silu_and_mul"}])
+def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some(
+    names: set[str], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    startup.activate()
+    vllm_config.model_config.is_moe = True
+    config.refuse_unsupported(vllm_config, CPU)
+    listed = replace(config.get_settings(), oot_whitelist=frozenset(names))
+    monkeypatch.setattr(config, "get_settings", lambda: listed)
+    with pytest.raises(ValueError, match="model tiny has experts, .* leaves out"):
+        config.refuse_unsupported(vllm_config, CPU)
+
+
+def test_lora_is_refused_for_a_model_with_experts(vllm_config: Any) -> None:
+    startup.activate()
+    vllm_config.lora_config = object()
+    vllm_config.model_config.is_moe = True
+    with pytest.raises(ValueError, match="LoRA on mixture-of-experts models"):
         config.refuse_unsupported(vllm_config, CPU)
 
 
@@ -81,8 +112,8 @@ def test_a_quantization_is_named() -> None:
 def test_an_attention_type_is_named() -> None:
     from vllm_fl.attention import AttentionFLImpl
 
-    with pytest.raises(NotImplementedError, match="encoder_only"):
-        AttentionFLImpl(4, 16, 0.25, attn_type="encoder_only")
+    with pytest.raises(NotImplementedError, match="encoder_decoder"):
+        AttentionFLImpl(4, 16, 0.25, attn_type="encoder_decoder")
 
 
 def test_the_users_additional_config_stays_as_it_is(vllm_config: Any) -> None:

@@ -1,7 +1,8 @@
-"""``vllm serve`` answers the OpenAI client with Hugging Face's tokens, streaming too."""
+"""``vllm serve`` answers the OpenAI client with Hugging Face's tokens, streaming too, to whoever has the key."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -14,14 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, environment
+from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment
 
 openai = pytest.importorskip("openai")
 READY_WITHIN = 240.0
+KEY = "open-sesame"
 
 
 @pytest.fixture(scope="module")
-def client(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def stat_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the stat logger of another distribution, beside it, writes."""
+    folder = tmp_path_factory.mktemp("stat_logger")
+    info = folder / "fl_stat-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-stat\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.stat_logger_plugins]\nfile = stat_logger:FileStatLogger\n")
+    return folder / "tokens.txt"
+
+
+@pytest.fixture(scope="module")
+def client(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, stat_log: Path
+) -> Iterator[Any]:
     """An OpenAI client of a running server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -32,14 +47,20 @@ def client(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     log = tmp_path_factory.mktemp("serve") / "log.txt"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port), *options],
-            env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+            [*command, "--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, *options],
+            env=environment(
+                VLLM_ENABLE_V1_MULTIPROCESSING="1",
+                STAT_LOGGER_FILE=str(stat_log),
+                PYTHONPATH=os.pathsep.join(
+                    filter(None, (str(stat_log.parent), str(PLUGINS), os.environ.get("PYTHONPATH")))
+                ),
+            ),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
         try:
             _wait(f"http://127.0.0.1:{port}/health", server, log)
-            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY)
         finally:
             server.send_signal(signal.SIGINT)
             try:
@@ -93,3 +114,19 @@ def test_chat_answers_and_streams_the_same_text(client: Any) -> None:
     parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(stream=True, **ask)]
     assert whole
     assert "".join(parts) == whole
+
+
+def test_without_the_key_a_request_is_refused(client: Any) -> None:
+    stranger = openai.OpenAI(base_url=client.base_url, api_key="another", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.completions.create(prompt=PROMPTS[0], **ASK)
+    assert client.models.list().data[0].id == "tiny"
+
+
+def test_a_stat_logger_of_another_plugin_counts_the_tokens(client: Any, stat_log: Path) -> None:
+    def counted() -> int:
+        return sum(map(int, stat_log.read_text().split()))
+
+    before = counted()
+    client.completions.create(prompt=PROMPTS[0], **ASK)
+    assert counted() == before + MAX_TOKENS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,138 @@ def _llama() -> PretrainedConfig:
     return LlamaConfig(**_SHAPE, tie_word_embeddings=False, rope_parameters=rope)
 
 
+def _llama_yarn() -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    return LlamaConfig(**_SHAPE, tie_word_embeddings=False, rope_parameters=rope)
+
+
+def _phi3() -> PretrainedConfig:
+    from transformers import Phi3Config
+
+    # half of each head is rotated; up to 512 tokens by the short factors
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.25, 1.5, 2.0],
+        "long_factor": [2.0, 3.0, 4.0, 8.0],
+    }
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    return Phi3Config(**shape, tie_word_embeddings=False, original_max_position_embeddings=512, rope_parameters=rope)
+
+
+def _gemma2() -> PretrainedConfig:
+    from transformers import Gemma2Config
+
+    return Gemma2Config(
+        **_SHAPE,
+        tie_word_embeddings=True,  # vLLM knows it no other way
+        sliding_window=32,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=200.0,
+    )
+
+
+def _bloom() -> PretrainedConfig:
+    from transformers import BloomConfig
+
+    # ALiBi instead of rotary positions; the embeddings are tied, which vLLM takes for granted
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 3, "n_head": 4}
+    return BloomConfig(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
+_LATENT: Mapping[str, Any] = {
+    **{name: value for name, value in _SHAPE.items() if name not in ("head_dim", "num_key_value_heads")},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "tie_word_embeddings": False,
+    # one dense layer, then experts in groups
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def _deepseek_v2() -> PretrainedConfig:
+    from transformers import DeepseekV2Config
+
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.5,
+    }
+    return DeepseekV2Config(
+        **_LATENT, q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=2.0, rope_parameters=rope
+    )
+
+
+def _deepseek_v3() -> PretrainedConfig:
+    from transformers import DeepseekV3Config
+
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # vLLM reads them, as in the published checkpoints
+    return DeepseekV3Config(**_LATENT, **routing, q_lora_rank=24, num_mtp_layers=0)
+
+
+_EXPERTS: Mapping[str, Any] = {
+    **_SHAPE,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+def _qwen3_moe() -> PretrainedConfig:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**_EXPERTS, num_experts=8, mlp_only_layers=[1])  # the layer in the middle is dense
+
+
+def _mixtral() -> PretrainedConfig:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**_SHAPE, tie_word_embeddings=False, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _minimax_m2() -> PretrainedConfig:
+    from transformers import MiniMaxM2Config
+
+    # sigmoid scores with a bias for the choice; half of each head is rotated
+    routing = {"scoring_func": "sigmoid", "use_routing_bias": True}
+    return MiniMaxM2Config(
+        **_SHAPE, **routing, rotary_dim=8, tie_word_embeddings=False, num_local_experts=8, num_experts_per_tok=3
+    )
+
+
+def _glm4_moe() -> PretrainedConfig:
+    from transformers import Glm4MoeConfig
+
+    # a dense layer, then experts in four groups, chosen with a bias, beside a shared one
+    return Glm4MoeConfig(
+        **_EXPERTS,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+    )
+
+
 def _gemma3() -> PretrainedConfig:
     from transformers import Gemma3TextConfig
 
@@ -65,7 +198,21 @@ def _gemma3() -> PretrainedConfig:
     return Gemma3TextConfig(**shape, sliding_window=32, query_pre_attn_scalar=16, tie_word_embeddings=False)
 
 
-FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {"qwen3": _qwen3, "llama": _llama, "gemma3": _gemma3}
+FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "llama_yarn": _llama_yarn,
+    "phi3": _phi3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "bloom": _bloom,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "minimax_m2": _minimax_m2,
+    "glm4_moe": _glm4_moe,
+}
 """Model family → its configuration."""
 
 
@@ -118,24 +265,30 @@ def build_checkpoint(family: str, path: str | Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in sorted(model.named_parameters()):
-            _fill(name, parameter)
+        routing = (found for found in model.named_buffers() if found[0].endswith("e_score_correction_bias"))
+        for name, weight in sorted((*model.named_parameters(), *routing), key=itemgetter(0)):
+            _fill(name, weight, config.tie_word_embeddings)
     model.generation_config.do_sample = False
     model.save_pretrained(target)
     build_tokenizer(target)
     return target
 
 
-def _fill(name: str, parameter: Any) -> None:
-    """Random weights that keep activations near one, and a wide end, so that logits lie far apart."""
+def _fill(name: str, parameter: Any, tied: bool) -> None:
+    """Random weights that keep activations near one, and a wide end, so that logits lie far apart.
+
+    Tied embeddings are small, so that the layers decide on the next token, and not the last one by itself.
+    """
     import torch
 
     with torch.no_grad():
-        if name == "model.norm.weight":
+        if name in ("model.norm.weight", "transformer.ln_f.weight"):
             parameter.fill_(10.0)  # spreads the logits
         elif "norm" in name:
             parameter.add_(0.2 * torch.randn_like(parameter))
+            if "embed" in name:
+                parameter.mul_(0.1)
         elif "embed" in name or "lm_head" in name:
-            parameter.normal_(0.0, 1.0)
+            parameter.normal_(0.0, 0.01 if tied else 1.0)
         else:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5)

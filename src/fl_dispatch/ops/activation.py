@@ -1,4 +1,8 @@
-"""Gated activation operators."""
+"""Activation operators: of every element, and gated ones that halve the last dimension.
+
+Hosts and checkpoints know the tanh form of GELU by several names (``gelu_new``, ``gelu_fast``, ``gelu_pytorch_tanh``,
+NewGELU): they differ in rounding only and are one operator here, ``gelu(x, "tanh")``.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .declaration import LayerForm, Mode, Sample, Work, operator
+from .declaration import LayerForm, Mode, Sample, Samples, Work, operator
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 
 
-def _fake(x: Tensor) -> Tensor:
+def _gated_fake(x: Tensor, *parameters: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _gelu_fake(x: Tensor, approximate: str = "none") -> Tensor:
-    return _fake(x)
+def _elementwise_fake(x: Tensor, *parameters: object) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-def _work(x: Tensor, approximate: str = "none") -> Work:
+def _gated_work(x: Tensor, *parameters: object) -> Work:
     outputs = x.numel() // 2
     return Work(3 * outputs * x.element_size(), 4 * outputs)
+
+
+def _elementwise_work(x: Tensor, *parameters: object) -> Work:
+    return Work(2 * x.numel() * x.element_size(), 3 * x.numel())
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -41,13 +49,122 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield Sample("gate scale 300", (torch.cat((normal(4, 128, scale=300.0), normal(4, 128)), -1),), serving=False)
 
 
-def _gelu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    for approximate in ("none", "tanh"):
-        for sample in _samples(dtype, device, generator):
-            yield Sample(f"{sample.label}, {approximate}", (*sample.args, approximate), sample.serving)
+def _gated(*settings: tuple[object, ...]) -> Samples:
+    """Samples of a gated activation, for each setting of its other parameters."""
+
+    def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+        for setting in settings:
+            for sample in _samples(dtype, device, generator):
+                label = ", ".join((sample.label, *map(str, setting)))
+                yield Sample(label, (*sample.args, *setting), sample.serving)
+
+    return samples
 
 
-@operator(layer=LayerForm(), modes=MODES, fake=_fake, samples=_samples, work=_work)
+def _elementwise(*settings: tuple[object, ...]) -> Samples:
+    """Samples of an activation of every element, for each setting of its other parameters."""
+
+    def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+        for setting in settings:
+            inputs = {
+                "1x4096": normal(1, 4096),
+                "32x2048": normal(32, 2048),
+                "3-d 2x5x64": normal(2, 5, 64),
+                "empty batch": normal(0, 64),
+                "odd width 67": normal(3, 67),
+                "row stride larger than the row": normal(4, 320)[:, :256],
+                "scale 0.0001": normal(4, 256, scale=1e-4),
+                "scale 30": normal(4, 256, scale=30.0),
+            }
+            for index, (label, x) in enumerate(inputs.items()):
+                yield Sample(", ".join((label, *map(str, setting))), (x, *setting), index < 3)
+
+    return samples
+
+
+def _xielu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    for sample in _elementwise(())(dtype, device, generator):
+        positive, negative = (torch.rand(1, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
+        yield Sample(sample.label, (*sample.args, positive, negative, 0.5, -1e-6), sample.serving)
+
+
+# -- of every element -------------------------------------------------------------------------------------------------
+
+
+@operator(
+    layer=LayerForm({"approximate": "approximate"}),
+    modes=MODES,
+    fake=_elementwise_fake,
+    samples=_elementwise(("none",), ("tanh",)),
+    work=_elementwise_work,
+)
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit (Hendrycks and Gimpel, arXiv 1606.08415).
+
+    Args:
+        x: ``[..., width]``, floating point.
+        approximate: ``"none"`` for ``x * Phi(x)`` with the normal distribution function, ``"tanh"`` for
+            ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(layer=LayerForm(), modes=MODES, fake=_elementwise_fake, samples=_elementwise(()), work=_elementwise_work)
+def quick_gelu(x: Tensor) -> Tensor:
+    """GELU's sigmoid approximation, ``x * sigmoid(1.702 * x)`` (arXiv 1606.08415, section 2).
+
+    Args:
+        x: ``[..., width]``, floating point.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(layer=LayerForm(), modes=MODES, fake=_elementwise_fake, samples=_elementwise(()), work=_elementwise_work)
+def relu2(x: Tensor) -> Tensor:
+    """Squared rectifier, ``max(x, 0) ** 2`` (So et al., arXiv 2109.08668).
+
+    Args:
+        x: ``[..., width]``, floating point.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(layer=LayerForm(), modes=MODES, fake=_elementwise_fake, samples=_xielu_samples, work=_elementwise_work)
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilon: float = -1e-6) -> Tensor:
+    """Expanded integral of the ELU (Huang and Schlag, arXiv 2411.13010).
+
+    With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p * x * x + beta * x`` where ``x > 0``, else
+    ``(expm1(min(x, epsilon)) - x) * n + beta * x``.
+
+    Args:
+        x: ``[..., width]``, floating point.
+        alpha_p: ``[1]``, floating point; before the softplus.
+        alpha_n: ``[1]``, likewise.
+        beta: slope at zero.
+        epsilon: largest argument of the exponential.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+# -- gated ------------------------------------------------------------------------------------------------------------
+
+
+@operator(layer=LayerForm(), modes=MODES, fake=_gated_fake, samples=_gated(()), work=_gated_work)
 def silu_and_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension times the second half (SwiGLU, Shazeer, arXiv 2002.05202).
 
@@ -63,9 +180,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
 @operator(
     layer=LayerForm({"approximate": "approximate"}),
     modes=MODES,
-    fake=_gelu_fake,
-    samples=_gelu_samples,
-    work=_work,
+    fake=_gated_fake,
+    samples=_gated(("none",), ("tanh",)),
+    work=_gated_work,
 )
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU of the first half of the last dimension times the second half (GEGLU, Shazeer, arXiv 2002.05202).
@@ -77,5 +194,155 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
     Returns:
         ``gelu(x[..., :width]) * x[..., width:]``, ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(layer=LayerForm(), modes=MODES, fake=_gated_fake, samples=_gated(()), work=_gated_work)
+def mul_and_silu(x: Tensor) -> Tensor:
+    """The first half of the last dimension times SiLU of the second half: ``silu_and_mul`` with the halves swapped.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"threshold": "threshold"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated((0.0,), (0.25,)),
+    work=_gated_work,
+)
+def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
+    """Thresholded rectifier of the first half of the last dimension times the second half (arXiv 2402.13516).
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        threshold: gates at or below it are zero.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"alpha": "alpha", "limit": "limit"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated((1.702, 7.0), (1.0, 1.5)),
+    work=_gated_work,
+)
+def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """SwiGLU as gpt-oss has it: gate and up alternate, both are clamped, and one is added to up.
+
+    With ``g = min(x[..., 0::2], limit)`` and ``u = clamp(x[..., 1::2], -limit, limit)``:
+    ``g * sigmoid(alpha * g) * (u + 1)``.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        alpha: factor inside the sigmoid.
+        limit: bound of gate and up.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"limit": "swiglu_limit", "alpha": "alpha", "beta": "beta"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated((7.0, 1.0, 0.0), (1.5, 1.702, 1.0)),
+    work=_gated_work,
+)
+def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+    """SwiGLU whose input is clamped.
+
+    With ``g = min(x[..., :width], limit)`` and ``u = clamp(x[..., width:], -limit, limit)``:
+    ``g * sigmoid(alpha * g) * (u + beta)``.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        limit: bound of gate and up.
+        alpha: factor inside the sigmoid.
+        beta: added to up.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"limit": "limit"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated((7.0,), (0.5,)),
+    work=_gated_work,
+)
+def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
+    """SwiGLU whose factors are clamped: ``min(silu(x[..., :width]), limit) * clamp(x[..., width:], -limit, limit)``.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        limit: bound of the two factors.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"beta": "beta", "linear_beta": "linear_beta"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated((1.0, None), (2.0, 1.5)),
+    work=_gated_work,
+)
+def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None) -> Tensor:
+    """Sigmoid and tanh of the first half of the last dimension times the second half.
+
+    ``beta * tanh(g / beta) * sigmoid(g) * u`` with ``g = x[..., :width]`` and ``u = x[..., width:]``, or
+    ``u = linear_beta * tanh(x[..., width:] / linear_beta)``.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        beta: bound of the gate.
+        linear_beta: bound of up, or ``None`` for none.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"std_multiplier": "std_multiplier", "approximate": "approximate"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated((1.6448536, "tanh"), (0.0, "none")),
+    work=_gated_work,
+)
+def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
+    """``gelu_and_mul`` of a sparse gate: only what lies far above the mean of its row passes.
+
+    The gate is ``max(g - (mean + std_multiplier * std), 0)`` with mean and (biased) standard deviation of
+    ``g = x[..., :width]`` over the last dimension.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        std_multiplier: the cut-off, in standard deviations above the mean.
+        approximate: as in ``gelu_and_mul``.
+
+    Returns:
+        ``[..., width]``, dtype of ``x``, contiguous.
     """
     raise NotImplementedError

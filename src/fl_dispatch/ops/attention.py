@@ -88,6 +88,7 @@ def _write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("prefill, 200 tokens", 200, 4, 64, consecutive=True)
     yield sample("token-major cache", 33, 2, 80, layout="token-major")
     yield sample("padded and skipped tokens", 12, 4, 64, skip=(0, 7, 11), padding=4)
+    yield sample("latent cache, 512 and 64 elements", 33, 1, 512, 64)
     yield sample("value narrower than key", 9, 2, 96, 64, serving=False)
     yield sample("block size 1", 9, 2, 64, blocks=32, block_size=1, layout="token-major", serving=False)
     yield sample("one token", 1, 1, 64, serving=False)

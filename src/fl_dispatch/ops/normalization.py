@@ -29,6 +29,19 @@ def _work(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = Non
     return Work(tensors * x.numel() * x.element_size() + weight_bytes, (4 if residual is None else 5) * x.numel())
 
 
+def _layer_norm_fake(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _layer_norm_work(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5
+) -> Work:
+    parameters = sum(tensor.numel() * tensor.element_size() for tensor in (weight, bias) if tensor is not None)
+    return Work(2 * x.numel() * x.element_size() + parameters, 7 * x.numel())
+
+
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
@@ -44,6 +57,25 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield Sample("row stride larger than the row", (normal(4, 160)[:, :96], None, normal(96), 1e-6), serving=False)
     for scale in (1e-4, 300.0):
         yield Sample(f"scale {scale:g}", (normal(4, 128, scale=scale), None, normal(128), 1e-6), serving=False)
+
+
+def _layer_norm_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale + mean).to(device=device, dtype=dtype)
+
+    for tokens, hidden in ((1, 4096), (32, 4096), (7, 5120)):
+        yield Sample(f"{tokens}x{hidden}", (normal(tokens, hidden), normal(hidden), normal(hidden), 1e-5))
+    yield Sample("3-d heads 5x8x128", (normal(5, 8, 128), normal(128), normal(128), 1e-6))
+    yield Sample("no bias", (normal(3, 64), normal(64), None, 1e-5))
+    yield Sample("neither weight nor bias", (normal(3, 64), None, None, 1e-5), serving=False)
+    yield Sample("empty batch", (normal(0, 64), normal(64), normal(64), 1e-5), serving=False)
+    yield Sample("odd hidden size 67", (normal(3, 67), normal(67), normal(67), 1e-5), serving=False)
+    strided = normal(4, 160)[:, :96]
+    yield Sample("row stride larger than the row", (strided, normal(96), normal(96), 1e-5), serving=False)
+    yield Sample("mean 20", (normal(4, 128, mean=20.0), normal(128), normal(128), 1e-5), serving=False)
+    for scale in (1e-4, 300.0):
+        x = normal(4, 128, scale=scale)
+        yield Sample(f"scale {scale:g}", (x, normal(128), normal(128), 1e-5), serving=False)
 
 
 @operator(writes=FUSED_WRITES, layer=NORM_LAYER, modes=MODES, fake=_fake, samples=_samples, work=_work)
@@ -81,5 +113,29 @@ def gemma_rms_norm(
 
     Returns:
         ``y``, shape and dtype of ``x``; with a residual the pair ``(y, x + residual)``.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"weight": "weight", "bias": "bias", "epsilon": "eps"}),
+    modes=MODES,
+    fake=_layer_norm_fake,
+    samples=_layer_norm_samples,
+    work=_layer_norm_work,
+)
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5) -> Tensor:
+    """Layer normalization over the last dimension (Ba et al., arXiv 1607.06450).
+
+    ``(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias`` with the biased variance.
+
+    Args:
+        x: ``[..., hidden]``, floating point.
+        weight: ``[hidden]``, or ``None`` for one. May be wider than ``x``.
+        bias: ``[hidden]``, or ``None`` for zero.
+        epsilon: added to the variance.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
     """
     raise NotImplementedError

@@ -66,13 +66,14 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
         inplace: bool = True,
         index: torch.dtype = torch.int64,
         table: torch.dtype = dtype,
+        before: int = 0,
         serving: bool = True,
     ) -> Sample:
         rotary_dim = rotary_dim or head_dim
         # As hosts have it: one projection holds query, key and value, one table holds cosines and sines.
         total = heads[0] + 2 * heads[1]
-        projection = torch.randn(tokens, total, head_dim, generator=generator).to(device=device, dtype=dtype)
-        query, key, _ = torch.tensor_split(projection, (heads[0], sum(heads)), dim=1)
+        projection = torch.randn(tokens, total, before + head_dim, generator=generator).to(device=device, dtype=dtype)
+        query, key, _ = torch.tensor_split(projection[..., before:], (heads[0], sum(heads)), dim=1)
         if not fused:
             query, key = query.contiguous(), key.contiguous()
         frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
@@ -86,6 +87,8 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("half of the head, 16 tokens", 16, (32, 2), 80, 32)
     yield sample("interleaved, 16 tokens", 16, (16, 16), 128, 64, interleaved=True)
     yield sample("interleaved whole head, one token", 1, (8, 1), 64, interleaved=True)
+    # as latent attention has it: the last part of each query head, and one key for all
+    yield sample("last 64 of 192 elements, one key, interleaved", 9, (16, 1), 64, interleaved=True, before=128)
     yield sample("no key", 5, (16, 0), 64)
     yield sample("not in place", 9, (8, 2), 128, inplace=False)
     yield sample("not in place, half of the head, interleaved", 9, (8, 2), 96, 64, interleaved=True, inplace=False)

@@ -49,6 +49,68 @@ def paged_attention(
     return (torch.empty_like(query) if out is None else out).copy_(query)
 
 
+def mla_decode(
+    query,
+    kv_cache,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    max_query_len,
+    max_seq_len,
+    scale,
+    kv_lora_rank,
+    out=None,
+    causal=True,
+):
+    return query[..., :kv_lora_rank].contiguous()
+
+
+def mla_prefill(
+    query, key, value, query_start_loc, key_start_loc, max_query_len, max_key_len, scale, out=None, causal=True
+):
+    result = query[..., : value.shape[-1]].contiguous()
+    return (result if out is None else out.copy_(result)), query.new_zeros(query.shape[1], query.shape[0])
+
+
+def first_experts(router_logits, topk):
+    shape = (router_logits.shape[0], topk)
+    weights = torch.full(shape, 1 / topk, device=router_logits.device)
+    return weights, torch.arange(topk, dtype=torch.int32, device=router_logits.device).expand(shape).contiguous()
+
+
+def topk(router_logits, topk, renormalize=False, bias=None):
+    return first_experts(router_logits, topk)
+
+
+def grouped_topk(
+    router_logits,
+    topk,
+    num_expert_group,
+    topk_group,
+    renormalize=False,
+    scoring_func="softmax",
+    routed_scaling_factor=1.0,
+    bias=None,
+):
+    return first_experts(router_logits, topk)
+
+
+def fused_moe(
+    hidden_states,
+    w13,
+    w2,
+    topk_weights,
+    topk_ids,
+    activation="silu",
+    apply_router_weight_on_input=False,
+    expert_map=None,
+    w13_bias=None,
+    w2_bias=None,
+    out=None,
+):
+    return (torch.empty_like(hidden_states) if out is None else out).copy_(hidden_states)
+
+
 def attention_backend(use_mla=False):
     return "wrong_attention.ForgetfulBackend"
 
@@ -61,7 +123,13 @@ WRONG = {
     "rotary_embedding": rotary_embedding,
     "kv_cache_write": kv_cache_write,
     "paged_attention": paged_attention,
+    "mla_decode": mla_decode,
+    "mla_prefill": mla_prefill,
     "attention_backend": attention_backend,
+    "topk_softmax": topk,
+    "topk_sigmoid": topk,
+    "grouped_topk": grouped_topk,
+    "fused_moe": fused_moe,
 }
 
 

@@ -42,3 +42,10 @@ def gemma_rms_norm(
     if weight is not None:
         y = y * (1.0 + weight.to(y.dtype))  # one rounding only, after the product
     return _result(y, total, x, residual)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5) -> Tensor:
+    """See :data:`fl_dispatch.ops.normalization.layer_norm`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    return torch.nn.functional.layer_norm(x.to(wide), x.shape[-1:], weight, bias, epsilon).to(x.dtype).contiguous()

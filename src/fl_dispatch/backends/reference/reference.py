@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from . import activation, attention, normalization, rotary
+from . import activation, attention, mla, moe, normalization, rotary, routing
 
 
 class ReferenceBackend(Backend):
@@ -12,11 +12,31 @@ class ReferenceBackend(Backend):
 
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
+    mul_and_silu = staticmethod(activation.mul_and_silu)
+    fatrelu_and_mul = staticmethod(activation.fatrelu_and_mul)
+    swigluoai_and_mul = staticmethod(activation.swigluoai_and_mul)
+    silu_and_mul_with_clamp = staticmethod(activation.silu_and_mul_with_clamp)
+    swiglustep_and_mul = staticmethod(activation.swiglustep_and_mul)
+    situ_and_mul = staticmethod(activation.situ_and_mul)
+    gelu_and_mul_sparse = staticmethod(activation.gelu_and_mul_sparse)
+    gelu = staticmethod(activation.gelu)
+    quick_gelu = staticmethod(activation.quick_gelu)
+    relu2 = staticmethod(activation.relu2)
+    xielu = staticmethod(activation.xielu)
     rms_norm = staticmethod(normalization.rms_norm)
     gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
+    layer_norm = staticmethod(normalization.layer_norm)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
     kv_cache_write = staticmethod(attention.kv_cache_write)
     paged_attention = staticmethod(attention.paged_attention)
+    mla_decode = staticmethod(mla.mla_decode)
+    mla_prefill = staticmethod(mla.mla_prefill)
+    topk_softmax = staticmethod(routing.topk_softmax)
+    topk_sigmoid = staticmethod(routing.topk_sigmoid)
+    grouped_topk = staticmethod(routing.grouped_topk)
+    moe_align_block_size = staticmethod(moe.moe_align_block_size)
+    moe_sum = staticmethod(moe.moe_sum)
+    fused_moe = staticmethod(moe.fused_moe)
 
     @property
     def name(self) -> str:

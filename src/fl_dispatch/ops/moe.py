@@ -1,0 +1,325 @@
+"""Mixture of experts: the experts themselves, and the steps around a grouped matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .declaration import STANDARD_TOLERANCE, Access, Mode, Sample, Tolerance, Work, Workload, Write, operator
+
+OUTPUT = MappingProxyType({"out": Write(Access.OUTPUT)})
+OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
+# A result is a weighted mean of experts, well below one, so the standard absolute error of the half types would accept
+# too much; an implementation may round between its two products. In float32 the products sum thousands of terms.
+TOLERANCES = MappingProxyType(
+    {
+        **STANDARD_TOLERANCE,
+        torch.float32: Tolerance(2e-5, 1e-5),
+        torch.float16: Tolerance(2e-3, 5e-4),
+        torch.bfloat16: Tolerance(1.6e-2, 4e-3),
+    }
+)
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+PLAIN_ACTIVATIONS = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
+
+
+def _choose(tokens: int, experts: int, topk: int, generator: torch.Generator) -> Tensor:
+    """Distinct experts for each token, ``[tokens, topk]``, int32."""
+    return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :topk].int()
+
+
+# -- alignment for grouped matrix products ----------------------------------------------------------------------------
+
+
+def aligned_blocks(pairs: int, block_size: int, num_experts: int) -> int:
+    """How many blocks :data:`moe_align_block_size` may need: every expert that is chosen fills up its last block."""
+    return (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size
+
+
+def _align_fake(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = aligned_blocks(topk_ids.numel(), block_size, num_experts)
+    sizes = (blocks * block_size, blocks, 1)
+    sorted_token_ids, expert_ids, padded = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
+    return sorted_token_ids, expert_ids, padded
+
+
+def _align_workload(topk_ids: Tensor, *args: object) -> Workload:
+    return Workload(topk_ids.dtype, topk_ids.shape[0])
+
+
+def _align_work(topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None) -> Work:
+    blocks = aligned_blocks(topk_ids.numel(), block_size, num_experts)
+    return Work(topk_ids.numel() * topk_ids.element_size() + 4 * (blocks * (block_size + 1) + 1), 0)
+
+
+def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def sample(
+        label: str,
+        tokens: int,
+        topk: int,
+        experts: int,
+        block_size: int,
+        *,
+        local: int | None = None,
+        padding: int = 0,
+        serving: bool = True,
+    ) -> Sample:
+        ids = _choose(tokens, experts, topk, generator)
+        ids[tokens - padding :] = -1
+        expert_map = None
+        if local is not None:
+            expert_map = torch.full((experts,), -1, dtype=torch.int32)
+            expert_map[torch.randperm(experts, generator=generator)[:local]] = torch.arange(local, dtype=torch.int32)
+        args = (ids.to(device), block_size, experts, None if expert_map is None else expert_map.to(device))
+        return Sample(label, args, serving)
+
+    yield sample("decode, 32 tokens", 32, 8, 128, 16)
+    yield sample("prefill, 300 tokens, 8 experts", 300, 2, 8, 64)
+    yield sample("prefill, 130 tokens, 64 experts", 130, 6, 64, 32)
+    yield sample("one token", 1, 8, 128, 16)
+    yield sample("a quarter of the experts is here", 40, 8, 64, 16, local=16)
+    yield sample("padding tokens", 12, 4, 32, 8, padding=5, serving=False)
+    yield sample("no expert is here", 5, 2, 8, 16, local=0, serving=False)
+    yield sample("only padding tokens", 3, 2, 8, 16, padding=3, serving=False)
+    yield sample("blocks of one", 9, 3, 7, 1, serving=False)
+    yield sample("empty batch", 0, 4, 16, 16, serving=False)
+
+
+@operator(modes=OPAQUE, fake=_align_fake, samples=_align_samples, workload=_align_workload, work=_align_work)
+def moe_align_block_size(
+    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort (token, choice) pairs by expert and fill each expert up to whole blocks, for a grouped matrix product.
+
+    Pair ``token * topk + choice`` goes to expert ``topk_ids[token, choice]``. Pairs of a negative expert, or of one
+    that ``expert_map`` sends to -1, get no place. The result's sizes depend on shapes alone:
+    ``blocks = (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size``, which is always enough.
+
+    Args:
+        topk_ids: ``[tokens, topk]``, int32 or int64.
+        block_size: pairs in a block.
+        num_experts: how many experts ``topk_ids`` may name.
+        expert_map: ``[num_experts]``, int32: the number that an expert has on this rank, -1 for one of another rank; or
+            ``None`` for the same numbers.
+
+    Returns:
+        ``sorted_token_ids``, ``[blocks * block_size]``, int32: pairs, in ascending order of their expert's number on
+        this rank and then of their own; free places hold the number of pairs. ``expert_ids``, ``[blocks]``, int32: the
+        expert of each block as numbered on this rank; -1 for blocks behind the last one in use.
+        ``num_tokens_post_padded``, ``[1]``, int32: places up to there.
+    """
+    raise NotImplementedError
+
+
+# -- sum over a token's experts ---------------------------------------------------------------------------------------
+
+
+def _sum_fake(x: Tensor, out: Tensor | None = None) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[2])) if out is None else out
+
+
+def _sum_workload(x: Tensor, *args: object) -> Workload:
+    return Workload(x.dtype, x.shape[0])
+
+
+def _sum_work(x: Tensor, out: Tensor | None = None) -> Work:
+    tokens, topk, hidden = x.shape
+    return Work(x.element_size() * tokens * (topk + 1) * hidden, tokens * topk * hidden)
+
+
+def _sum_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+
+    yield Sample("decode, 32 tokens", (normal(32, 8, 2048), None))
+    yield Sample("prefill, 200 tokens, with out", (normal(200, 2, 1024), normal(200, 1024)))
+    yield Sample("one token", (normal(1, 6, 4096), None))
+    yield Sample("one expert, odd hidden size", (normal(5, 1, 67), None), serving=False)
+    yield Sample("row stride larger than the row", (normal(3, 4, 96)[..., :64], None), serving=False)
+    yield Sample("empty batch", (normal(0, 4, 64), None), serving=False)
+
+
+@operator(
+    writes=OUTPUT,
+    modes=frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER}),
+    fake=_sum_fake,
+    samples=_sum_samples,
+    workload=_sum_workload,
+    work=_sum_work,
+)
+def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum over the experts of each token.
+
+    Args:
+        x: ``[tokens, topk, hidden]``, floating point: outputs of a token's experts, already weighted.
+        out: ``[tokens, hidden]``, dtype of ``x``, or ``None`` for a new tensor. Overwritten.
+
+    Returns:
+        ``[tokens, hidden]``, dtype of ``x``: ``out`` where given.
+    """
+    raise NotImplementedError
+
+
+# -- the experts ------------------------------------------------------------------------------------------------------
+
+
+def _fake(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape) if out is None else out
+
+
+def _workload(hidden_states: Tensor, *args: object) -> Workload:
+    return Workload(hidden_states.dtype, hidden_states.shape[0])
+
+
+def _work(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    *args: object,
+) -> Work:
+    local = topk_ids[topk_ids >= 0].long()
+    if expert_map is not None:
+        local = expert_map[local]
+        local = local[local >= 0]
+    expert = (
+        w13.shape[1] * w13.shape[2] + w2.shape[1] * w2.shape[2]
+    )  # weights of one expert: a multiplication and an addition each
+    read = 2 * hidden_states.numel() + expert * len(torch.unique(local))
+    choices = topk_ids.numel() * (topk_weights.element_size() + topk_ids.element_size())
+    return Work(read * hidden_states.element_size() + choices, 2 * expert * len(local))
+
+
+def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+    def sample(
+        label: str,
+        tokens: int,
+        experts: int,
+        topk: int,
+        hidden: int,
+        inner: int,
+        activation: str = "silu",
+        *,
+        on_input: bool = False,
+        local: Sequence[int] | None = None,
+        padding: int = 0,
+        biases: bool = False,
+        out: bool = False,
+        serving: bool = True,
+    ) -> Sample:
+        """``local`` names the experts that are here; the last ``padding`` tokens have expert -1."""
+        here = experts if local is None else len(local)
+        rows = inner if activation in PLAIN_ACTIVATIONS else 2 * inner
+        expert_map = None
+        if local is not None:
+            expert_map = torch.full((experts,), -1, dtype=torch.int32)
+            expert_map[list(local)] = torch.arange(here, dtype=torch.int32)
+        ids = _choose(tokens, experts, topk, generator)
+        ids[tokens - padding :] = -1
+        args = (
+            normal(tokens, hidden),
+            normal(here, rows, hidden, scale=hidden**-0.5),
+            normal(here, hidden, inner, scale=inner**-0.5),
+            torch.randn(tokens, topk, generator=generator).softmax(-1).to(device),
+            ids.to(device),
+            activation,
+            on_input,
+            None if expert_map is None else expert_map.to(device),
+            normal(here, rows) if biases else None,
+            normal(here, hidden) if biases else None,
+            normal(tokens, hidden) if out else None,
+        )
+        return Sample(label, args, serving)
+
+    yield sample("decode, 32 tokens, 128 experts", 32, 128, 8, 128, 24)
+    yield sample("prefill, 100 tokens, 8 experts", 100, 8, 2, 128, 112, out=True)
+    yield sample("64 experts", 17, 64, 6, 96, 22)
+    yield sample("one token", 1, 8, 2, 256, 64, out=True)
+    yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
+    yield sample("swigluoai, biases", 9, 32, 4, 90, 64, "swigluoai", biases=True)
+    yield sample("weight on the input", 6, 16, 1, 96, 64, on_input=True)
+    yield sample("weights on the input, biases", 5, 8, 2, 64, 32, on_input=True, biases=True, serving=False)
+    yield sample("gelu, odd sizes", 7, 5, 3, 67, 33, "gelu", serving=False)
+    yield sample("gelu_tanh", 7, 5, 3, 64, 32, "gelu_tanh", serving=False)
+    for activation in PLAIN_ACTIVATIONS:
+        yield sample(activation, 5, 6, 2, 64, 32, activation, biases=True, serving=False)
+    yield sample("padding tokens with out", 8, 6, 2, 64, 32, padding=3, out=True, serving=False)
+    yield sample("empty rank: no expert is here", 1, 8, 1, 64, 32, local=[], serving=False)
+    yield sample("empty batch", 0, 8, 2, 64, 32, serving=False)
+
+
+@operator(
+    writes=OUTPUT,
+    modes=OPAQUE,
+    fake=_fake,
+    samples=_samples,
+    tolerances=TOLERANCES,
+    workload=_workload,
+    work=_work,
+)
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The experts of each token and the weighted sum of their outputs (Shazeer et al., arXiv 1701.06538).
+
+    Expert ``e`` computes ``w2[e] @ act(w13[e] @ x + w13_bias[e]) + w2_bias[e]``. A choice with a negative number, or
+    whose expert ``expert_map`` sends to -1, adds nothing.
+
+    Activations of a gated expert, whose ``w13`` has the rows of the gate and then those of ``up``: ``"silu"``,
+    ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, whose rows alternate, gate first:
+    ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. Of an expert without a
+    gate: ``"silu_no_mul"``, ``"gelu_no_mul"``, ``"gelu_tanh_no_mul"``, ``"relu2_no_mul"`` (the square of ``relu``).
+
+    Args:
+        hidden_states: ``[tokens, hidden]``, floating point.
+        w13: ``[local experts, 2 * inner, hidden]``, dtype of ``hidden_states``; ``[.., inner, ..]`` without a gate.
+        w2: ``[local experts, hidden, inner]``, likewise.
+        topk_weights: ``[tokens, topk]``, floating point, usually float32.
+        topk_ids: ``[tokens, topk]``, int32 or int64: the experts of a token, no one twice.
+        activation: see above; ``NotImplementedError`` for another one.
+        apply_router_weight_on_input: the weight is a factor of the expert's input, not of its output.
+        expert_map: ``[experts]``, int32: the number that an expert has on this rank, -1 for one of another rank; or
+            ``None`` for the same numbers.
+        w13_bias: ``[local experts, rows of w13]``, or ``None``.
+        w2_bias: ``[local experts, hidden]``, or ``None``.
+        out: shape and dtype of ``hidden_states``, or ``None`` for a new tensor. Overwritten; shares no memory with an
+            input.
+
+    Returns:
+        Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+    """
+    raise NotImplementedError

@@ -1,0 +1,224 @@
+"""Routing: which experts of a mixture each token goes to, and with what weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .declaration import STANDARD_TOLERANCE, Mode, Sample, Samples, Work, operator
+
+MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
+# Scores are computed and returned in float32, whatever the dtype of the logits.
+TOLERANCES = MappingProxyType(dict.fromkeys(STANDARD_TOLERANCE, STANDARD_TOLERANCE[torch.float32]))
+
+# Two scores that are nearer than this could change places by rounding, so samples keep them apart.
+GAP = 2e-6
+
+
+def _fake(
+    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    shape = (router_logits.shape[0], topk)
+    return router_logits.new_empty(shape, dtype=torch.float32), router_logits.new_empty(shape, dtype=torch.int32)
+
+
+def _work(router_logits: Tensor, topk: int, *args: object) -> Work:
+    read = router_logits.numel() * router_logits.element_size()
+    return Work(read + 8 * router_logits.shape[0] * topk, 4 * router_logits.numel())
+
+
+def _draw(
+    tokens: int, experts: int, dtype: torch.dtype, generator: torch.Generator, clear: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Logits between -8 and 8 in random order, distinct in each row in every dtype; rows that are not clear are drawn
+    again.
+    """
+    logits = torch.empty(tokens, experts, dtype=dtype)
+    wanted = torch.arange(tokens)
+    while len(wanted):
+        order = torch.rand(len(wanted), experts, generator=generator).argsort(-1)
+        scale = 2.0 ** torch.randint(-1, 2, (len(wanted), 1), generator=generator)
+        logits[wanted] = ((order - experts // 2) * scale * (8 / experts)).to(dtype)
+        wanted = wanted[~clear(logits[wanted].double())]
+    return logits
+
+
+def _apart(scores: Tensor, count: int) -> Tensor:
+    """For each row whether its ``count`` best and the next one lie apart."""
+    best = scores.topk(min(count + 1, scores.shape[-1])).values
+    return (best[:, :-1] - best[:, 1:] > GAP).all(-1)
+
+
+def _samples(score: Callable[[Tensor], Tensor], spread: float) -> Samples:
+    """Samples of a top-k with these scores; a bias of ``spread`` changes some choices."""
+
+    def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+        def sample(
+            label: str,
+            tokens: int,
+            experts: int,
+            topk: int,
+            renormalize: bool = True,
+            *,
+            biased: bool = False,
+            padding: int = 0,
+            serving: bool = True,
+        ) -> Sample:
+            bias = spread * torch.randn(experts, generator=generator) if biased else None
+
+            def clear(logits: Tensor) -> Tensor:
+                return _apart(score(logits) + (0.0 if bias is None else bias), topk)
+
+            logits = torch.nn.functional.pad(_draw(tokens, experts, dtype, generator, clear), (0, padding))
+            logits = logits.to(device)[:, :experts]
+            return Sample(label, (logits, topk, renormalize, None if bias is None else bias.to(device)), serving)
+
+        yield sample("decode, 32 tokens", 32, 128, 8)
+        yield sample("prefill, 300 tokens, 8 experts", 300, 8, 2)
+        yield sample("64 experts, not renormalized", 17, 64, 6, False)
+        yield sample("60 experts", 5, 60, 4, False)
+        yield sample("256 experts, bias", 9, 256, 8, biased=True)
+        yield sample("one token, 256 experts", 1, 256, 10)
+        yield sample("bias, not renormalized", 33, 32, 4, False, biased=True, serving=False)
+        yield sample("row stride larger than the row", 6, 24, 3, padding=8, serving=False)
+        yield sample("best of two", 4, 2, 1, False, serving=False)
+        yield sample("every expert", 3, 4, 4, serving=False)
+        yield sample("empty batch", 0, 16, 2, serving=False)
+
+    return samples
+
+
+@operator(
+    modes=MODES,
+    fake=_fake,
+    samples=_samples(lambda logits: logits.softmax(-1), 0.01),
+    tolerances=TOLERANCES,
+    work=_work,
+)
+def topk_softmax(
+    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ``topk`` experts of each token by softmax over all experts, and their probabilities.
+
+    Args:
+        router_logits: ``[tokens, experts]``, floating point.
+        topk: how many experts a token gets, at most ``experts``.
+        renormalize: divide a token's weights by their sum.
+        bias: ``[experts]``, floating point, or ``None``. Added to the probabilities to choose the experts, not to the
+            weights (Wang et al., arXiv 2408.15664).
+
+    Returns:
+        Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
+        what the choice was made by; the order of equal ones is unspecified.
+    """
+    raise NotImplementedError
+
+
+@operator(modes=MODES, fake=_fake, samples=_samples(torch.sigmoid, 0.1), tolerances=TOLERANCES, work=_work)
+def topk_sigmoid(
+    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The ``topk`` experts of each token by the sigmoid of each logit, and these scores.
+
+    Args:
+        router_logits: ``[tokens, experts]``, floating point.
+        topk: how many experts a token gets, at most ``experts``.
+        renormalize: divide a token's weights by their sum.
+        bias: ``[experts]``, floating point, or ``None``. Added to the scores to choose the experts, not to the weights.
+
+    Returns:
+        Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
+        what the choice was made by; the order of equal ones is unspecified.
+    """
+    raise NotImplementedError
+
+
+def _grouped_fake(
+    router_logits: Tensor,
+    topk: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool = False,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _fake(router_logits, topk)
+
+
+def _grouped_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def sample(
+        label: str,
+        tokens: int,
+        experts: int,
+        topk: int,
+        groups: int,
+        topk_group: int,
+        renormalize: bool = False,
+        scoring_func: str = "softmax",
+        factor: float = 1.0,
+        *,
+        biased: bool = False,
+        serving: bool = True,
+    ) -> Sample:
+        bias = 0.1 * torch.randn(experts, generator=generator) if biased else None
+
+        def clear(logits: Tensor) -> Tensor:
+            scores = logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
+            chosen = scores + (0.0 if bias is None else bias)
+            grouped = chosen.view(len(logits), groups, -1)
+            value = grouped.amax(-1) if bias is None else grouped.topk(2).values.sum(-1)
+            inside = torch.zeros_like(value).scatter(1, value.topk(topk_group).indices, 1.0).bool()
+            chosen = grouped.masked_fill(~inside[..., None], -1.0).flatten(1)
+            border = value.topk(min(topk_group + 1, groups)).values[:, -2:]
+            return _apart(chosen, topk) & ((border.amax(-1) - border.amin(-1) > GAP) | (topk_group == groups))
+
+        logits = _draw(tokens, experts, dtype, generator, clear).to(device)
+        choice = (topk, groups, topk_group, renormalize, scoring_func, factor)
+        return Sample(label, (logits, *choice, None if bias is None else bias.to(device)), serving)
+
+    yield sample("decode, 32 tokens", 32, 256, 8, 8, 4, True, "sigmoid", 2.5, biased=True)
+    yield sample("prefill, 130 tokens, softmax, 160 experts", 130, 160, 6, 8, 3, False, "softmax", 16.0)
+    yield sample("softmax, one group of 64", 19, 64, 6, 1, 1)
+    yield sample("one token, 128 experts, sigmoid", 1, 128, 8, 4, 2, True, "sigmoid", biased=True)
+    yield sample("sigmoid without a bias", 7, 32, 4, 4, 2, False, "sigmoid", serving=False)
+    yield sample("softmax with a bias, renormalized", 12, 32, 3, 8, 2, True, biased=True, serving=False)
+    yield sample("every group", 6, 24, 4, 3, 3, True, "softmax", 0.5, serving=False)
+    yield sample("every expert of one group", 5, 16, 4, 4, 1, True, "sigmoid", serving=False)
+    yield sample("empty batch", 0, 16, 2, 4, 2, serving=False)
+
+
+@operator(modes=MODES, fake=_grouped_fake, samples=_grouped_samples, tolerances=TOLERANCES, work=_work)
+def grouped_topk(
+    router_logits: Tensor,
+    topk: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool = False,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The ``topk`` experts of each token among those of its best groups (arXiv 2405.04434; with a bias 2412.19437).
+
+    Experts are grouped in order. A group counts as much as its best expert, with a bias as much as its two best.
+
+    Args:
+        router_logits: ``[tokens, experts]``, floating point.
+        topk: how many experts a token gets, at most those of ``topk_group`` groups.
+        num_expert_group: how many groups there are; it divides ``experts``.
+        topk_group: how many groups a token may use.
+        renormalize: divide a token's weights by their sum, before the factor.
+        scoring_func: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        routed_scaling_factor: factor of the weights.
+        bias: ``[experts]``, floating point, or ``None``. Added to the scores to choose groups and experts, not to the
+            weights.
+
+    Returns:
+        Weights, ``[tokens, topk]``, float32, and expert numbers, ``[tokens, topk]``, int32, both in descending order of
+        what the choice was made by; the order of equal ones is unspecified.
+    """
+    raise NotImplementedError

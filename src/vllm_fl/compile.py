@@ -1,0 +1,158 @@
+"""Compiled models: what changes in vLLM's configuration, and the order of events at the worker's start.
+
+Implementations prove themselves in an eager pass. Only then every choice is fixed and becomes part of vLLM's
+compile-cache key, and only then something is compiled: vLLM drops the guards of its graphs, so a later choice would
+never reach them.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fl_dispatch.device import DeviceSpec
+from fl_dispatch.logger_manager import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import CompilationConfig, VllmConfig
+
+logger = get_logger(__name__)
+
+PASS_MANAGER = "vllm_fl.passes.PassManagerFL"
+DEFAULT_BACKEND = "inductor"
+MANIFEST_KEY = "fl_dispatch_manifest"
+"""Where vLLM's ``additional_config``, a part of its compile-cache key, carries the hash of the frozen choices."""
+
+
+def is_compiled(vllm_config: VllmConfig) -> bool:
+    """Whether the model is compiled in any of vLLM's modes."""
+    from vllm.config import CompilationMode
+
+    return vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
+
+
+# -- configuration ----------------------------------------------------------------------------------------------------
+
+
+def refuse_missing_compiler(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """Raise ``ValueError`` if Inductor is asked for and cannot build code for this device."""
+    inductor = is_compiled(vllm_config) and vllm_config.compilation_config.backend == DEFAULT_BACKEND
+    if inductor and device.torch_type == "cpu" and (missing := _missing_for_inductor()):
+        raise ValueError(
+            f"compilation with Inductor needs {missing} on {device.name}; install it, or choose the compilation "
+            "backend 'eager', or leave compilation off (enforce_eager)"
+        )
+
+
+def _missing_for_inductor() -> str | None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++, or the one that the environment variable CXX names)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"Python's C headers ({header})"
+
+
+def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
+    """Change what a compiled model cannot run with on this platform; one INFO line a change."""
+    fusions = [
+        field.name
+        for field in fields(compilation.pass_config)
+        if field.name.startswith(("fuse_", "enable_")) and getattr(compilation.pass_config, field.name)
+    ]
+    for name in fusions:
+        setattr(compilation.pass_config, name, False)
+    if fusions:
+        logger.info(
+            "PassConfig.%s: off, because they join operators of vLLM's CUDA library", ", PassConfig.".join(fusions)
+        )
+    sizes = sorted({size for size in compilation.compile_sizes or () if isinstance(size, int)})
+    if compilation.compile_sizes and sizes != compilation.compile_sizes:
+        logger.info(
+            "CompilationConfig.compile_sizes: %s instead of %s, because no graph is captured whose size it could name",
+            sizes,
+            compilation.compile_sizes,
+        )
+    compilation.compile_sizes = sizes  # vLLM leaves None where graphs are not captured, and then finds no graph
+    if device.torch_type == "cpu" and compilation.inductor_compile_config.get("combo_kernels"):
+        logger.info("CompilationConfig.inductor_compile_config: combo_kernels is off, because they are for GPUs")
+        compilation.inductor_compile_config["combo_kernels"] = False
+
+
+# -- start ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Run a model's own forward inside, and compile nothing."""
+    wrappers: list[Any] = [part for part in model.modules() if not getattr(part, "do_not_compile", True)]
+    for wrapper in wrappers:
+        wrapper.do_not_compile = True
+    try:
+        yield
+    finally:
+        for wrapper in wrappers:
+            wrapper.do_not_compile = False
+
+
+def start(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Wrap the model in ``torch.compile`` where vLLM leaves that to the model runner; the next forward compiles."""
+    from vllm.config import CompilationMode
+
+    if vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        from vllm.compilation.wrapper import compile_model_with_stock_torch
+
+        compile_model_with_stock_torch(model, vllm_config)
+
+
+def enter_cache_key(vllm_config: VllmConfig, manifest_hash: str) -> None:
+    """Make the frozen choices a part of vLLM's compile-cache key, so that no graph of other choices is loaded."""
+    vllm_config.additional_config[MANIFEST_KEY] = manifest_hash  # in place: copies for a model's parts share it
+    compilation = vllm_config.compilation_config
+    if compilation.cache_dir:  # vLLM takes a user's directory as it is, without a key
+        compilation.cache_dir = os.path.join(compilation.cache_dir, manifest_hash)
+        logger.info("CompilationConfig.cache_dir: %s, because graphs belong to these choices", compilation.cache_dir)
+
+
+def warm_up_sizes(vllm_config: VllmConfig, default: int) -> list[int]:
+    """Batch sizes, in tokens, whose dummy runs compile everything: one compiles every range, and each single size."""
+    limit = vllm_config.scheduler_config.max_num_batched_tokens
+    sizes = [size for size in vllm_config.compilation_config.compile_sizes or () if size <= limit]
+    return [min(default, limit), *sizes]
+
+
+def counts() -> dict[str, int]:
+    """vLLM's counters of this process, and Dynamo's of graphs: what was compiled or loaded since the process began."""
+    from torch._dynamo.utils import counters
+    from vllm.compilation.counter import compilation_counter
+
+    return {**asdict(compilation_counter), "graphs": counters["stats"]["unique_graphs"]}
+
+
+def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]:
+    """What was compiled since the counters stood at ``before``, as plain data.
+
+    ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``; ``compilations`` is how often
+    a piece was compiled. ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut.
+    """
+    now, compilation = counts(), vllm_config.compilation_config
+    grown = {name: value - before[name] for name, value in now.items()}
+    return {
+        "mode": compilation.mode.name,
+        "backend": compilation.backend,
+        "graphs": grown["graphs"],
+        "pieces": grown["num_piecewise_capturable_graphs_seen"],
+        "compilations": grown["num_backend_compilations"],
+        "loaded": grown["num_aot_artifacts_loaded"],
+        "saved": grown["num_aot_artifacts_saved"],
+    }

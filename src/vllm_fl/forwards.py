@@ -1,0 +1,281 @@
+"""The forwards of vLLM's layers, as calls of our operators: one mixin a family.
+
+Each translates what vLLM's layer is called with, and holds, into the operator's arguments. :mod:`vllm_fl.layers` says
+which class of vLLM gets which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import bind_op
+
+
+class DispatchedLayer:
+    """A layer of vLLM whose forward is one of our operators. First base of every replacement class."""
+
+    fl_operator: str
+    fl_traced: ClassVar[bool] = True  # compiled graphs contain its forward
+    fl_call: Callable[..., Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fl_bind(None)
+
+    def fl_bind(self, scope: str | None) -> None:
+        """Bind the operator for the layer with this prefix."""
+        self.fl_call = bind_op(self.fl_operator, scope)
+
+    def fl_scope(self, prefix: str) -> str:
+        """The prefix under which policies name this layer."""
+        return prefix
+
+    def fl_runs(self) -> bool:
+        """Whether vLLM really calls our forward: a user can switch single layers off with ``custom_ops``."""
+        method = getattr(self, "_forward_method", None)
+        return getattr(method, "__func__", None) is type(self).forward_oot  # type: ignore[attr-defined]
+
+
+class NormLayer(DispatchedLayer):
+    """``RMSNorm`` and ``GemmaRMSNorm``: ``forward(x, residual=None)``."""
+
+    has_weight = True
+    variance_size_override: int | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.variance_size_override is not None:  # the mean over a part of the row is not our operator
+            self._forward_method = self.forward_native  # type: ignore[attr-defined]
+
+    def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        weight = self.weight if self.has_weight else None  # type: ignore[attr-defined]
+        return self.fl_call(x, residual, weight, self.variance_epsilon)  # type: ignore[attr-defined]
+
+
+class RMSNormLayer(NormLayer):
+    fl_operator = "rms_norm"
+
+
+class GemmaRMSNormLayer(NormLayer):
+    fl_operator = "gemma_rms_norm"
+
+
+class LayerNormLayer(DispatchedLayer):
+    """``LayerNorm``: ``forward(x)``."""
+
+    fl_operator = "layer_norm"
+
+    def forward_oot(self, x: Tensor) -> Tensor:
+        return self.fl_call(x, self.weight, self.bias, self.eps)  # type: ignore[attr-defined]
+
+
+class SiluAndMulLayer(DispatchedLayer):
+    """``SiluAndMul``: ``forward(x)``."""
+
+    fl_operator = "silu_and_mul"
+
+    def forward_oot(self, x: Tensor) -> Tensor:
+        return self.fl_call(x)
+
+
+class GeluAndMulLayer(DispatchedLayer):
+    """``GeluAndMul``: ``forward(x)``."""
+
+    fl_operator = "gelu_and_mul"
+
+    def forward_oot(self, x: Tensor) -> Tensor:
+        return self.fl_call(x, self.approximate)  # type: ignore[attr-defined]
+
+
+class ActivationLayer(DispatchedLayer):
+    """``forward(x)``; the operator's other parameters are attributes of the layer."""
+
+    fl_parameters: ClassVar[tuple[str, ...]] = ()
+
+    def forward_oot(self, x: Tensor) -> Tensor:
+        return self.fl_call(x, *[getattr(self, name) for name in self.fl_parameters])
+
+
+class MulAndSiluLayer(ActivationLayer):
+    fl_operator = "mul_and_silu"
+
+
+class FatreluAndMulLayer(ActivationLayer):
+    fl_operator = "fatrelu_and_mul"
+    fl_parameters = ("threshold",)
+
+
+class SwigluOAIAndMulLayer(ActivationLayer):
+    fl_operator = "swigluoai_and_mul"
+    fl_parameters = ("alpha", "limit")
+
+
+class SiluAndMulWithClampLayer(ActivationLayer):
+    fl_operator = "silu_and_mul_with_clamp"
+    fl_parameters = ("swiglu_limit", "alpha", "beta")
+
+
+class SwigluStepAndMulLayer(ActivationLayer):
+    fl_operator = "swiglustep_and_mul"
+    fl_parameters = ("limit",)
+
+
+class SituAndMulLayer(ActivationLayer):
+    fl_operator = "situ_and_mul"
+    fl_parameters = ("beta", "linear_beta")
+
+
+class GeluAndMulSparseLayer(ActivationLayer):
+    fl_operator = "gelu_and_mul_sparse"
+    fl_parameters = ("std_multiplier", "approximate")
+
+
+class GeluLayer(ActivationLayer):
+    fl_operator = "gelu"
+    fl_parameters = ("fl_approximate",)
+    fl_approximate = "none"
+
+
+class GeluTanhLayer(GeluLayer):
+    """``GELUTanh``, ``NewGELU`` and ``FastGELU``: one function."""
+
+    fl_approximate = "tanh"
+
+
+class QuickGeluLayer(ActivationLayer):
+    fl_operator = "quick_gelu"
+
+
+class Relu2Layer(ActivationLayer):
+    fl_operator = "relu2"
+
+
+class XieluLayer(ActivationLayer):
+    fl_operator = "xielu"
+    fl_parameters = ("alpha_p", "alpha_n", "_beta_scalar", "_eps_scalar")
+
+
+class RotaryLayer(DispatchedLayer):
+    """``RotaryEmbedding`` and its subclasses: ``forward(positions, query, key=None)`` on flattened heads.
+
+    ``offsets``, which some subclasses have, are added to the positions.
+    """
+
+    fl_operator = "rotary_embedding"
+    fl_table: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
+
+    def _cos_sin(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Both halves of vLLM's table ``[positions, cos | sin]``."""
+        if torch.compiler.is_compiling():  # a graph splits for nothing, and must not keep views of its own
+            cos, sin = cache.chunk(2, dim=-1)
+            return cos, sin
+        if cache is not self.fl_table[0]:
+            self.fl_table = (cache, *cache.chunk(2, dim=-1))
+        return self.fl_table[1], self.fl_table[2]
+
+    def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cosines, sines, and the row of each token in these tables."""
+        return *self._cos_sin(self._match_cos_sin_cache_dtype(query)), positions.flatten()  # type: ignore[attr-defined]
+
+    def forward_oot(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin, rows = self._table(positions if offsets is None else positions + offsets, query)
+        heads = (rows.shape[0], -1, self.head_size)  # type: ignore[attr-defined]
+        rotated, rotated_key = self.fl_call(
+            query.view(heads),
+            None if key is None else key.view(heads),
+            cos,
+            sin,
+            rows,
+            not self.is_neox_style,  # type: ignore[attr-defined]
+        )
+        return rotated.reshape(query.shape), None if key is None else rotated_key.reshape(key.shape)
+
+
+class LongRopeLayer(RotaryLayer):
+    """``Phi3LongRoPEScaledRotaryEmbedding``: the table for short contexts lies before that for long ones.
+
+    It is a plain module, so its forward is replaced and vLLM offers no way to switch it off.
+    """
+
+    is_neox_style = True
+
+    def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = self.original_max_position_embeddings if self.use_long_rope else 0  # type: ignore[attr-defined]
+        cos, sin = self._cos_sin(self.long_short_cos_sin_cache)  # type: ignore[attr-defined]
+        return cos[first:], sin[first:], positions.flatten()
+
+    def fl_runs(self) -> bool:
+        return True
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.forward_oot(positions, query, key, offsets)
+
+
+class MRotaryLayer(RotaryLayer):
+    """``MRotaryEmbedding``: a token of an image has a position on several axes; each frequency turns by one of them.
+
+    The operator knows one row a token, so the rows of a step are put together first, and token ``t`` takes row ``t``.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        axes = self._axes() if self.mrope_section else []  # type: ignore[attr-defined]
+        indices = torch.tensor(axes, dtype=torch.int64)
+        self.register_buffer("fl_axes", indices, persistent=False)  # type: ignore[attr-defined]
+
+    def _axes(self) -> list[int]:
+        """For each frequency the axis by whose position it turns: 0 time, 1 height, 2 width."""
+        sections: list[int] = self.mrope_section  # type: ignore[attr-defined]
+        if not self.mrope_interleaved:  # type: ignore[attr-defined]
+            return [axis for axis, size in enumerate(sections) for _ in range(size)]
+        cycle = (index % 3 for index in range(sum(sections)))
+        return [axis if index < 3 * sections[axis] else 0 for index, axis in enumerate(cycle)]
+
+    def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if positions.ndim == 1:  # text
+            return super()._table(positions, query)
+        if not self.mrope_section:  # type: ignore[attr-defined]
+            raise ValueError("positions on several axes need the model's mrope_section")
+        rows = positions[self.fl_axes].t()  # type: ignore[attr-defined]
+        frequencies = torch.arange(rows.shape[1], device=rows.device)
+        cos, sin = self._cos_sin(self._match_cos_sin_cache_dtype(query))  # type: ignore[attr-defined]
+        return cos[rows, frequencies], sin[rows, frequencies], torch.arange(rows.shape[0], device=rows.device)
+
+
+def _alternating(spatial: int, frequencies: int) -> list[int]:
+    """Height and width in turn for the spatial frequencies, then time."""
+    return [1 + index % 2 if index < spatial else 0 for index in range(frequencies)]
+
+
+class ErnieRotaryLayer(MRotaryLayer):
+    """``Ernie4_5_VLRotaryEmbedding``; its sections are height, width, time."""
+
+    def _axes(self) -> list[int]:
+        return _alternating(sum(self.mrope_section[:2]), sum(self.mrope_section))  # type: ignore[attr-defined]
+
+
+class BailingRotaryLayer(MRotaryLayer):
+    """``BailingMRotaryEmbedding``; its sections are time, height, width."""
+
+    def _axes(self) -> list[int]:
+        return _alternating(sum(self.mrope_section[1:]), sum(self.mrope_section))  # type: ignore[attr-defined]
+
+
+class ListedMRotaryLayer(MRotaryLayer):
+    """``MRotaryEmbeddingInterleaved``: lists the axis of each frequency, and overrides ``forward`` itself."""
+
+    def _axes(self) -> list[int]:
+        listed: list[int] = self.mrope_dim  # type: ignore[attr-defined]
+        return listed[: len(listed) // 2]  # once for the cosines, once for the sines
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        run = self.forward_oot if self.fl_runs() else super().forward  # type: ignore[misc]
+        return run(positions, query, key)

@@ -1,0 +1,265 @@
+"""Multi-head latent attention for vLLM over ``kv_cache_write``, ``mla_decode`` and ``mla_prefill``.
+
+vLLM's ``MLAAttention`` layer splits a batch: requests with one new token take the absorbed form (``forward_mqa``),
+longer ones the multi-head form (``forward_mha``), which attends over the new tokens, then over the cached context in
+chunks of a bounded size, and merges the parts by their log-sum-exp. vLLM's own classes supply the layer, the split and
+the plan of the chunks; what they do with compiled or Triton kernels (reading the cache, merging) is plain PyTorch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionType, MultipleOf
+
+from fl_dispatch import bind_op
+
+from .mla_prefill import context_rows, merge
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionLayer
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+
+@dataclass
+class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
+    """The decode part of a batch, with what ``mla_decode`` needs besides.
+
+    Args:
+        query_start_loc: ``[requests + 1]`` int32; first token of each request.
+    """
+
+    query_start_loc: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
+    """What a step's batch looks like, for all layers of one KV-cache group."""
+
+    def __post_init__(self) -> None:
+        """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""
+
+
+class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
+    """vLLM's builder; the decode part also says where each request starts."""
+
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=MLAFLMetadata)
+
+    def _build_decode(
+        self,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+    ) -> MLAFLDecodeMetadata:
+        return MLAFLDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+
+
+class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
+    """One layer's latent attention."""
+
+    _split: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_arguments: Any,
+    ) -> None:
+        asked = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a soft cap": logits_soft_cap,
+            f"attention type '{attn_type}'": attn_type != AttentionType.DECODER,
+        }
+        if refused := [feature for feature, value in asked.items() if value]:
+            raise NotImplementedError(f"MLAFLBackend does not support {' and '.join(refused)}")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_arguments,
+        )
+        self.supports_quant_query_input = False  # of an 8-bit cache only, which is refused
+        self._use_flashinfer_concat_mla_k = False
+        self.fl_bind(None)
+
+    def fused_output_quant_supported(self, quant_key: object) -> bool:
+        """Never: vLLM's common code quantizes with compiled operators."""
+        return False
+
+    def fl_bind(self, scope: str | None) -> None:
+        """Bind the three operators for the layer with this prefix."""
+        self.fl_write = bind_op("kv_cache_write", scope)
+        self.fl_decode = bind_op("mla_decode", scope)
+        self.fl_prefill = bind_op("mla_prefill", scope)
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write this step's latents and rotary keys into ``kv_cache`` ``[blocks, block_size, rank + rope]``."""
+        if kv_cache.numel() == 0:  # vLLM measures memory before there is a cache
+            return
+        if kv_cache is not self._split[0]:
+            rows = kv_cache.unsqueeze(2)
+            self._split = (kv_cache, rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
+        slots = slot_mapping.flatten()
+        tokens = slots.shape[0]
+        self.fl_write(kv_c_normed[:tokens].unsqueeze(1), k_pe[:tokens], self._split[1], self._split[2], slots)
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLAFLMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
+        decode = attn_metadata.decode
+        assert decode is not None
+        out = self.fl_decode(
+            torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.query_start_loc,
+            decode.seq_lens,
+            decode.max_query_len,
+            decode.max_seq_len,
+            self.scale,
+            self.kv_lora_rank,
+            None,
+            attn_metadata.causal,
+        )
+        return out, None
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLAFLMetadata,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """The multi-head form; fills ``output`` ``[tokens, heads * v_head_dim]``."""
+        prefill = attn_metadata.prefill
+        assert prefill is not None
+        starts, longest = prefill.query_start_loc, prefill.max_query_len
+        key, value = self._project(kv_c_normed, k_pe)
+        filled = output.view(-1, self.num_heads, self.v_head_dim)
+        result, lse = self.fl_prefill(q, key, value, starts, starts, longest, longest, self.scale, filled, True)
+        if result is not filled:
+            if result.shape != filled.shape:
+                raise ValueError(f"'mla_prefill' returned {tuple(result.shape)} instead of {tuple(filled.shape)}")
+            filled.copy_(result)
+        chunks = [] if prefill.chunked_context is None else prefill.chunked_context.chunks
+        for chunk in chunks:
+            latents = context_rows(kv_c_and_k_pe_cache, prefill.block_table, chunk)
+            key, value = self._project(latents[:, : self.kv_lora_rank], latents[:, None, self.kv_lora_rank :])
+            part, part_lse = self.fl_prefill(
+                q[chunk.token_slice],
+                key,
+                value,
+                chunk.query_start_loc,
+                chunk.cu_seq_lens,
+                chunk.max_query_len,
+                chunk.max_seq_len,
+                self.scale,
+                None,
+                False,
+            )
+            merge(filled[chunk.token_slice], lse[:, chunk.token_slice], part, part_lse)
+
+    def _project(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys ``[tokens, heads, qk_head_dim]`` and values of latents ``[tokens, rank]`` and their rotary part."""
+        projected = self.kv_b_proj(latents)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        key, value = projected.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        return self._concat_k_nope_k_pe(key, rotary), value
+
+
+class MLAFLBackend(MLACommonBackend):
+    """The attention class that ``attention_backend(use_mla=True)`` selects unless a vendor's is preferred."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float32", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # vLLM looks the name up among its own; this is the free one
+
+    @staticmethod
+    def get_impl_cls() -> type[MLAFLImpl]:
+        return MLAFLImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MLAFLMetadataBuilder]:
+        return MLAFLMetadataBuilder
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # all
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBNHC,)

@@ -1,0 +1,20 @@
+"""What a trainer brings into the worker: methods that reach the model and the cache of a live engine."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+class TrainerExtension:
+    def trainer_load(self, folder: str) -> int:
+        """Load another checkpoint's weights into the running model; how many tensors the model took."""
+        return len(self.model_runner.model.load_weights(load_file(Path(folder, "model.safetensors")).items()))
+
+    def fill_cache_with_nan(self) -> int:
+        """Poison every block of the KV cache; how many layers have one."""
+        caches = self.model_runner.kv_caches
+        for cache in caches:
+            assert isinstance(cache, torch.Tensor)
+            cache.fill_(float("nan"))
+        return len(caches)

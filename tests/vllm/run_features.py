@@ -1,0 +1,186 @@
+"""Engines in one process, one after the other: ``python run_features.py job.json result.json``.
+
+A job is ``{"runs": [{"engine": arguments of LLM, "steps": [{"do": name, ...arguments}, ...]}, ...]}``; the names are
+the functions in :data:`STEPS`. The result's ``runs`` have what each step returned, and the report of the
+engine's process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _sampling(options: dict[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm import SamplingParams
+
+    options = {"temperature": 0.0, "ignore_eos": True, **options}
+    if "structured_outputs" in options:
+        options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+    return SamplingParams(**options)
+
+
+def _prompt(ids: list[int], salt: str | None = None) -> dict[str, Any]:
+    return {"prompt_token_ids": ids, **({} if salt is None else {"cache_salt": salt})}
+
+
+def _values(logprobs: dict[int, Any] | None) -> dict[int, float] | None:
+    return None if logprobs is None else {token: value.logprob for token, value in logprobs.items()}
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], sampling: Any, lora: list[str | None] | None = None, salt: str | None = None
+) -> list[dict[str, Any]]:
+    """``sampling`` is one set of options, or one for each prompt; ``lora`` the adapter's folder for each."""
+    from vllm.lora.request import LoRARequest
+
+    options = [_sampling(each) for each in sampling] if isinstance(sampling, list) else _sampling(sampling)
+    folders = sorted({path for path in lora or () if path})
+    requests = [LoRARequest(path, folders.index(path) + 1, path) if path else None for path in lora or ()]
+    outputs = llm.generate(
+        [_prompt(ids, salt) for ids in prompts], options, lora_request=requests or None, use_tqdm=False
+    )
+    return [
+        {
+            "tokens": [list(sample.token_ids) for sample in output.outputs],
+            "texts": [sample.text for sample in output.outputs],
+            "logprobs": [[_values(step) for step in sample.logprobs or ()] for sample in output.outputs],
+            "prompt_logprobs": [_values(step) for step in output.prompt_logprobs or ()],
+            "cached": output.num_cached_tokens,
+        }
+        for output in outputs
+    ]
+
+
+def beam_search(llm: Any, prompts: list[list[int]], width: int, max_tokens: int) -> list[list[dict[str, Any]]]:
+    from vllm.sampling_params import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=width, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.beam_search([_prompt(ids) for ids in prompts], params)
+    return [
+        [{"tokens": beam.tokens[len(ids) :], "logprob": beam.cum_logprob} for beam in output.sequences]
+        for ids, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def join_and_leave(
+    llm: Any, prompts: list[list[int]], arrive: list[int], leave: dict[str, int], max_tokens: int
+) -> dict[str, Any]:
+    """Request ``i`` arrives before step ``arrive[i]``; those in ``leave`` are aborted before that step."""
+    engine, params = llm.llm_engine, _sampling({"max_tokens": max_tokens})
+    tokens: dict[str, list[int]] = {}
+    together: list[list[int]] = []
+    step, waiting = 0, dict(enumerate(arrive))
+    internal: dict[int, str] = {}
+    while waiting or engine.has_unfinished_requests():
+        for index in [index for index, when in waiting.items() if when <= step]:
+            del waiting[index]
+            internal[index] = engine.add_request(f"request-{index}", _prompt(prompts[index]), params)
+        gone = [internal[int(index)] for index, when in leave.items() if when == step]
+        if gone:
+            engine.abort_request(gone, internal=True)
+        outputs = engine.step()
+        for output in outputs:
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        together.append(sorted(int(output.request_id.split("-")[1]) for output in outputs))
+        step += 1
+    return {"tokens": tokens, "together": together}
+
+
+def embed(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
+    outputs = llm.embed([_prompt(ids) for ids in prompts], use_tqdm=False)
+    return [output.outputs.embedding for output in outputs]
+
+
+def encode_plugin(llm: Any, data: Any) -> Any:
+    """What the IO processor makes of ``data``."""
+    (output,) = llm.encode({"data": data}, pooling_task="plugin", use_tqdm=False)
+    return output.outputs
+
+
+def rpc(llm: Any, method: str, args: list[Any]) -> list[Any]:
+    return llm.collective_rpc(method, args=tuple(args))
+
+
+def reset_prefix_cache(llm: Any) -> bool:
+    return llm.reset_prefix_cache()
+
+
+def metrics(llm: Any, contains: str) -> dict[str, float]:
+    return {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if contains in metric.name and hasattr(metric, "value")
+    }
+
+
+def default_sampling(llm: Any) -> dict[str, Any]:
+    params = llm.get_default_sampling_params()
+    return {"temperature": params.temperature, "top_k": params.top_k}
+
+
+def kv_groups(llm: Any) -> list[list[Any]]:
+    """``[kind, layers, block size]`` of each KV-cache group."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return [
+        [type(group.kv_cache_spec).__name__, len(group.layer_names), group.kv_cache_spec.block_size]
+        for group in config.kv_cache_groups
+    ]
+
+
+def policy(llm: Any, **arguments: Any) -> None:
+    """A new global policy, for this process; the next run starts without it."""
+    from fl_dispatch import SelectionPolicy, set_global_policy
+
+    set_global_policy(SelectionPolicy.from_dict(**arguments))
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    step.__name__: step
+    for step in (
+        generate,
+        beam_search,
+        join_and_leave,
+        embed,
+        encode_plugin,
+        rpc,
+        reset_prefix_cache,
+        metrics,
+        default_sampling,
+        kv_groups,
+        policy,
+    )
+}
+
+
+def run(engine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
+    from fl_dispatch import reset_global_policy
+    from vllm import LLM
+
+    reset_global_policy()
+    llm = LLM(**engine)
+    llm.collective_rpc("fl_set_counting", args=(True,))
+    results = [STEPS[do](llm, **arguments) for do, arguments in ((step.pop("do"), step) for step in steps)]
+    return {"steps": results, "report": llm.collective_rpc("fl_report")[0]}
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    results = []
+    for each in job["runs"]:
+        results.append(run(each["engine"], each["steps"]))
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    return {"runs": results}
+
+
+if __name__ == "__main__":
+    answer = main(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(answer))

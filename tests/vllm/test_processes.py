@@ -1,0 +1,112 @@
+"""An engine in several processes gives Hugging Face's tokens: tensor, pipeline, data, expert parallel, and on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import ran, start, start_data_parallel, start_on_ray
+
+RAY = Path(__file__).parents[2] / ".venv-hosts/ray"
+LAYERS = 3
+SHAPES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
+METHODS = ("spawn", "fork")
+CASES = [f"{shape}-{method}" for shape in SHAPES for method in METHODS]
+OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
+ON_RAY = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference", "VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
+
+Runs = dict[str, Future[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def runs(checkpoint: Callable[[str], Path]) -> Runs:
+    """An engine for each way to share the work; for tensors and stages, one for each way to start a process."""
+    model = checkpoint("qwen3")
+
+    def share(case: str) -> Future[dict[str, Any]]:
+        shape, _, method = case.partition("-")
+        variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "VLLM_FL_PREFER": "reference"}
+        return start(model, engine=SHAPES[shape], variables=variables)
+
+    return {
+        **{case: share(case) for case in CASES},
+        "data": start_data_parallel(model),
+        "experts": start_data_parallel(checkpoint("qwen3_moe"), enable_expert_parallel=True),
+        **({"ray": start_on_ray(model, RAY, **ON_RAY)} if RAY.exists() else {}),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tokens_are_those_of_hugging_face(
+    case: str, runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert runs[case].result()["steps"][0]["tokens"] == expected("qwen3")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_worker_is_a_process_and_runs_every_operator_of_ours(case: str, runs: Runs) -> None:
+    result = runs[case].result()
+    first, second = result["reports"]
+    assert len({first["pid"], second["pid"], result["pid"]}) == 3
+    for report in (first, second):
+        assert {key.split(" ")[0] for key in report["counts"]} == OPERATORS
+        assert report["native_layers"] == {}
+        assert report["failed"] == {}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tensor_parallel_ranks_run_alike_and_meet_in_our_communicator(method: str, runs: Runs) -> None:
+    first, second = runs[f"tensor-{method}"].result()["reports"]
+    assert first["counts"] == second["counts"]
+    calls = first["communication"]["tp:0"]
+    assert calls == second["communication"]["tp:0"]
+    passes, rest = divmod(calls["all_reduce"], 2 * LAYERS + 1)  # after attention, after the MLP, and the embedding
+    assert rest == 0
+    assert passes >= first["counts"]["silu_and_mul reference.torch"] // LAYERS > 0
+    assert calls["all_gather"] > 0  # the logits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pipeline_stages_share_the_layers(method: str, runs: Runs) -> None:
+    layers = [report["layers"]["SiluAndMul"] for report in runs[f"pipeline-{method}"].result()["reports"]]
+    assert sum(layers) == LAYERS
+    assert min(layers) > 0
+
+
+def test_data_parallel_ranks_each_give_the_tokens_of_hugging_face_with_our_operators(
+    runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = runs["data"].result()
+    assert result["tokens"] == [expected("qwen3")] * 2
+    first, second = result["reports"]
+    assert first["pid"] != second["pid"]
+    for report in (first, second):
+        assert {key.split(" ")[0] for key in report["counts"]} == OPERATORS
+        assert report["native_layers"] == {}
+
+
+def test_two_ranks_with_half_of_the_experts_each_exchange_tokens_through_our_communicator(
+    runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = runs["experts"].result()
+    assert result["tokens"] == [expected("qwen3_moe")] * 2
+    for report in result["reports"]:
+        calls = report["communication"]["ep:0"]
+        assert calls["dispatch"] == calls["combine"] >= report["counts"]["fused_moe reference.torch"] > 0
+        exchanged = {"all_gather": 3 * calls["dispatch"], "reduce_scatter": calls["combine"]}
+        assert report["communication"]["dp:0"] == exchanged
+
+
+@pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: make hosts")
+def test_workers_of_ray_have_our_settings_and_give_the_tokens_of_hugging_face(
+    runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = runs["ray"].result()
+    assert result["steps"][0]["tokens"] == expected("qwen3")
+    assert len({report["pid"] for report in result["reports"]} | {result["pid"]}) == 3
+    for report in result["reports"]:
+        assert ran({"report": report}, "silu_and_mul") == {"vendor.probe"}
+        assert report["native_layers"] == {}

@@ -1,0 +1,127 @@
+"""Variants of the small checkpoints: another tokenizer, other weights, adapters, an encoder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fl_dispatch.cli.checkpoints import VOCABULARY
+
+WEIGHTS = "model.safetensors"
+RANK, ALPHA = 4, 8
+ADAPTED = (
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
+
+
+def changed(model: Path, target: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+    """A copy of a checkpoint in which every tensor is what ``change(name, tensor)`` returns."""
+    shutil.copytree(model, target)
+    tensors = {name: change(name, tensor).contiguous() for name, tensor in load_file(model / WEIGHTS).items()}
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    return target
+
+
+def other_weights(model: Path, target: Path, seed: int = 11) -> Path:
+    """A checkpoint of the same shape and statistics with other matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    return changed(
+        model,
+        target,
+        lambda name, tensor: (
+            tensor if "norm" in name else torch.randn(tensor.shape, generator=generator) * tensor.std()
+        ),
+    )
+
+
+def with_characters(model: Path, target: Path) -> Path:
+    """A copy whose tokenizer knows every byte, as structured output needs it to spell."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(model, target)
+    specials = ["<pad>", "<s>", "</s>", "<unk>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*specials, *letters]
+    tokens += [f"never-{index}" for index in range(VOCABULARY - len(tokens))]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), specials, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(target)
+    return target
+
+
+def adapter(model: Path, target: Path, seed: int) -> Path:
+    """A LoRA adapter of all projections, in PEFT's format."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(model / WEIGHTS).items():
+        module = name.removesuffix(".weight")
+        if module.endswith(ADAPTED):
+            rows, columns = weight.shape
+            down = torch.randn(RANK, columns, generator=generator) * columns**-0.5
+            up = torch.randn(rows, RANK, generator=generator) * 0.5
+            tensors |= {
+                f"base_model.model.{module}.lora_A.weight": down,
+                f"base_model.model.{module}.lora_B.weight": up,
+            }
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [module.rpartition(".")[2] for module in ADAPTED],
+        "base_model_name_or_path": str(model),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+def merged(model: Path, adapter_folder: Path, target: Path) -> Path:
+    """The checkpoint with an adapter's products added to its weights: ``W + alpha / r * B A``."""
+    factors = load_file(adapter_folder / "adapter_model.safetensors")
+
+    def add(name: str, weight: Tensor) -> Tensor:
+        module = "base_model.model." + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" not in factors:
+            return weight
+        return weight + ALPHA / RANK * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+
+    return changed(model, target, add)
+
+
+def encoder(target: Path) -> Path:
+    """A small BERT with random weights, and the word-level tokenizer."""
+    from transformers import BertConfig, BertModel
+
+    from fl_dispatch.cli.checkpoints import build_tokenizer
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=160,
+        max_position_embeddings=512,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = BertModel(config, add_pooling_layer=False)
+        for name, parameter in model.named_parameters():
+            if "LayerNorm" not in name:
+                parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
+    model.save_pretrained(target)
+    build_tokenizer(target)
+    return target

@@ -1,0 +1,26 @@
+"""Unpack a wheel's Python files, data and metadata, without its libraries: ``python unpack_python.py WHEEL FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path, PurePosixPath
+
+SUFFIXES = {".py", ".json", ".jinja", ".txt", ""}
+
+
+def unpack(wheel: Path, folder: Path) -> int:
+    """The number of files written."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if _wanted(PurePosixPath(name))]
+        archive.extractall(folder, names)
+    return len(names)
+
+
+def _wanted(name: PurePosixPath) -> bool:
+    in_metadata = name.parts[0].endswith(".dist-info")
+    return in_metadata or (name.suffix in SUFFIXES - {""})
+
+
+if __name__ == "__main__":
+    print(unpack(Path(sys.argv[1]), Path(sys.argv[2])), "files")
