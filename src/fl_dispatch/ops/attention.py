@@ -31,6 +31,12 @@ def _caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layou
         shaped = values.view(-1, block_size, kv_heads, values.shape[-1])
         key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
         return key.contiguous(), value.contiguous()
+    if layout == "keys transposed":  # [blocks, kv_heads], then [head_dim, block_size] keys, [block_size, dim] values
+        key, value = torch.tensor_split(
+            values.view(-1, kv_heads, block_size * values.shape[-1]), (head_dim * block_size,), -1
+        )
+        key = key.unflatten(-1, (head_dim, block_size)).permute(0, 3, 1, 2)
+        return key, value.unflatten(-1, (block_size, -1)).transpose(1, 2)
     # [blocks, kv_heads, block_size, dim], key and value side by side in one tensor
     shaped = values.view(-1, kv_heads, block_size, values.shape[-1]).transpose(1, 2)
     key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
@@ -88,6 +94,8 @@ def _write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("prefill, 200 tokens", 200, 4, 64, consecutive=True)
     yield sample("token-major cache", 33, 2, 80, layout="token-major")
     yield sample("padded and skipped tokens", 12, 4, 64, skip=(0, 7, 11), padding=4)
+    yield sample("keys transposed, block size 32", 33, 2, 64, block_size=32, layout="keys transposed")
+    yield sample("keys transposed, head size 80", 21, 2, 80, layout="keys transposed", skip=(5,), padding=2)
     yield sample("latent cache, 512 and 64 elements", 33, 1, 512, 64)
     yield sample("value narrower than key", 9, 2, 96, 64, serving=False)
     yield sample("block size 1", 9, 2, 64, blocks=32, block_size=1, layout="token-major", serving=False)
@@ -256,6 +264,10 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("sliding window 24, softcap 30", mixed, (8, 4), 128, window=24, softcap=30.0)
     yield sample("sinks, sliding window 128", mixed[:3], (8, 1), 64, window=128, sinks=True)
     yield sample("alibi", mixed[1:], (8, 8), 64, alibi=True)
+    yield sample("keys transposed, decode", decode, (16, 4), 128, block_size=32, layout="keys transposed", padding=0)
+    yield sample(
+        "keys transposed, mixed, window 24", mixed, (8, 4), 80, layout="keys transposed", window=24, softcap=30.0
+    )
     yield sample("not causal", [(20, 20), (7, 7)], (4, 2), 64, causal=False, serving=False)
     yield sample("not causal, sliding window 5", [(20, 20)], (4, 2), 64, causal=False, window=5, serving=False)
     yield sample("value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
