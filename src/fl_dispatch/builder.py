@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from .ops import OPERATORS, Access, Mode, Operator
 from .recovery import Settled
 from .selection import Branch, Decision, admits
 from .signatures import Convention
-from .table import ROOT
+from .table import ROOT, Built
 from .types import OpImpl
 
 if TYPE_CHECKING:
@@ -48,20 +48,19 @@ def bound_key(op_name: str, scope: str) -> Key:
     return Key(f"{op_name}@{scope}", op_name, scope or None, entries.BOUND)
 
 
-def build_entries(
-    manager: OpManager, policy: SelectionPolicy, keys: Iterable[Key]
-) -> tuple[dict[str, Function], dict[str, Decision]]:
+def build_entries(manager: OpManager, policy: SelectionPolicy, keys: Iterable[Key]) -> Built:
     """The functions for some keys under one policy, and the decisions that they were made from."""
-    functions: dict[str, Function] = {}
-    decisions: dict[str, Decision] = {}
+    built = Built({}, {}, {})
     for key in keys:
         try:
             decision = manager.decide(key.op_name, key.scope, policy)
         except NoImplementationError:  # nobody registered it (any more)
             continue
-        decisions[key.text] = decision
-        functions[key.text] = _entry(manager, policy, decision, key.form)
-    return functions, decisions
+        built.decisions[key.text] = decision
+        built.entries[key.text] = _entry(manager, policy, decision, key.form)
+        operator = OPERATORS.get(key.op_name)
+        built.declined[key.text] = _traced(manager, decision, operator, key.form, None, decision.candidates[1:])
+    return built
 
 
 def direct_function(manager: OpManager, impl: OpImpl) -> Function:
@@ -86,7 +85,7 @@ def frozen_function(manager: OpManager, policy: SelectionPolicy, decision: Decis
 def _entry(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
     operator = OPERATORS.get(decision.op_name)
     view = _view(manager, policy, decision, operator)
-    traced = _traced(manager, decision, operator, form, view)
+    traced = _traced(manager, decision, operator, form, view, decision.candidates)
     careful = _careful(manager, policy, decision, form, traced)
     if not decision.conditional:
         return _first_candidate(manager, decision, decision.branches[-1], form, careful, traced, view)
@@ -228,14 +227,20 @@ def _view(
     if not needed:
         return None
     # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
-    singled_out = policy.singles_out(operator.name, decision.scope)
-    return opaque.view(operator, (decision.scope or "") if singled_out else "")
+    scope = decision.scope
+    banned_here = any(manager.failures.kinds(impl, scope) != manager.failures.kinds(impl, None) for impl in runs)
+    return opaque.view(operator, scope or "" if banned_here or policy.singles_out(operator.name, scope) else "")
 
 
 def _traced(
-    manager: OpManager, decision: Decision, operator: Operator | None, form: str, view: Function | None
+    manager: OpManager,
+    decision: Decision,
+    operator: Operator | None,
+    form: str,
+    view: Function | None,
+    candidates: Sequence[OpImpl],
 ) -> Function:
-    """What Dynamo traces in place of the careful path: the choice among the candidates, made of guards alone.
+    """What Dynamo traces in place of the careful path: the choice among candidates, made of guards alone.
 
     An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
     """
@@ -247,7 +252,7 @@ def _traced(
         whole = Convention(takes=tuple(operator.parameters), defaults=False)
         return entries.direct(operator, decision.candidates[0], whole, form, view, nobody, ask=False)
     function: Function = nobody
-    for impl in reversed(decision.candidates):
+    for impl in reversed(candidates):
         if not manager.failures.kinds(impl, decision.scope):
             convention = manager.registry.convention(impl)
             function = entries.direct(operator, impl, convention, form, impl.fn, function)

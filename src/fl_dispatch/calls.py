@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .selection import Decision
 
 _Tensor = torch.Tensor
+_is_compiling = torch.compiler.is_dynamo_compiling
 _LAYER_KEYS = {
     operator.name: f"{operator.name}{LAYER_SUFFIX}" for operator in OPERATORS.values() if operator.layer is not None
 }
@@ -53,7 +54,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         kind = args[0].__class__
         if kind is _Tensor:
             fn = table.entries[op_name]
-        elif kind in _layers:
+        elif not _is_compiling() and kind in _layers:  # a trace would be made anew for every class that is added
             fn = table.entries[_LAYER_KEYS.get(op_name, op_name)]
         else:
             fn = _entry_for(table, op_name, args[0])
@@ -77,7 +78,7 @@ def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., 
     """The entry of a call whose first argument is no plain tensor: a layer, or a tensor of another class."""
     if isinstance(first, _Tensor) or first is None:
         return table.entries[op_name]
-    if not torch.compiler.is_dynamo_compiling():
+    if not _is_compiling():
         _layers.add(first.__class__)
     return table.entries[_LAYER_KEYS.get(op_name, op_name)]
 
@@ -112,6 +113,8 @@ def recover(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Go on after an entry raised; an error that is settled already goes to the caller unchanged."""
+    if _is_compiling():  # declined while it was traced: the next one is
+        return table.declined[key](*args, **kwargs)
     try:
         if type(error) is recovery.Settled:
             raise error.error

@@ -172,8 +172,14 @@ def _generate(
     if view is not None:
         lines += ["    if _is_compiling():", f"        return _view({', '.join(operator.parameters)})"]
     if supports is not None:  # one that raises is asked again, and its error told, on the other path
-        lines += ["    try:", f"        _fits = _supports({', '.join(operator.parameters)}) is True"]
-        lines += ["    except Exception:", "        _fits = False"]
+        # In a trace the answer may be symbolic: neither True itself nor a string.
+        lines += [
+            "    try:",
+            f"        _fits = _supports({', '.join(operator.parameters)})",
+            "        _fits = _fits is True or (not isinstance(_fits, str) and bool(_fits))",
+            "    except Exception:",
+            "        _fits = False",
+        ]
         guards = ["_fits", *guards]
     if guards:
         lines += [f"    if {' and '.join(guards)}:", f"        return {call}", f"    return _otherwise({passed})"]
@@ -200,7 +206,8 @@ def _predicated(
 ) -> Callable[..., Any]:
     def predicated(*args: Any, **kwargs: Any) -> Any:
         try:
-            fits = supports(*args, **kwargs) is True
+            answer = supports(*args, **kwargs)
+            fits = not isinstance(answer, str) and bool(answer)
         except Exception:  # it is asked again, and its error told, on the other path
             fits = False
         return fn(*args, **kwargs) if fits else otherwise(*args, **kwargs)

@@ -123,12 +123,15 @@ class Freezer:
 
     def __init__(self, manager: OpManager) -> None:
         self._manager = manager
-        self._choices: Mapping[tuple[str, str | None], Choices] = {}
-        self._admitted: set[SelectionPolicy] = set()
+        self._choices: dict[tuple[str, str | None], Choices] = {}
+        self._admitted: dict[tuple[SelectionPolicy, bool], list[str]] = {}
         self.manifest: Manifest | None = None
 
     def freeze(self) -> Manifest:
-        """Fix what runs now, for the global policy, every operator and every bound layer. Idempotent."""
+        """Fix what runs now, for the global policy, every operator and every bound layer. Idempotent.
+
+        A policy context that is open, in any thread, and asks for something else runs what is fixed from now on.
+        """
         global _frozen
         manager = self._manager
         manager.ensure_initialized()
@@ -137,7 +140,7 @@ class Freezer:
                 return self.manifest
             decided = {(d.op_name, d.scope): d for d in manager.tables.root.decisions.values()}
             self._choices = {key: self._choices_of(decision) for key, decision in decided.items()}
-            self._admitted = {manager.tables.root.policy}
+            self._admitted = {}
             self.manifest = _manifest(decided, self._choices)
             _frozen = (*(weakref.ref(other) for other in frozen_ones()), weakref.ref(self))
             manager.republish(None)
@@ -151,7 +154,7 @@ class Freezer:
             if self.manifest is None:
                 return
             _frozen = tuple(weakref.ref(other) for other in frozen_ones() if other is not self)
-            self.manifest, self._choices = None, {}
+            self.manifest, self._choices, self._admitted = None, {}, {}
             self._manager.republish(None)
         logger.info("Dispatch is thawed")
 
@@ -160,25 +163,50 @@ class Freezer:
         found = self._choices.get((op_name, scope))
         return self._choices.get((op_name, None)) if found is None else found
 
-    def check(
-        self, change: str, policy: SelectionPolicy | None = None, *, bans: bool = True, only: str | None = None
-    ) -> None:
-        """Whether everything frozen would be decided the same now.
+    def fix(self, decision: Decision) -> None:
+        """Fix an operator or layer that came after the freeze; the manifest does not list it."""
+        if self.manifest is not None:
+            self._choices.setdefault((decision.op_name, decision.scope), self._choices_of(decision))
+
+    def check(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
+        """Whether everything frozen would be decided the same after a change that is in place already.
 
         Args:
-            change: what changes, for the message.
-            policy: the policy to decide with; the one in force when frozen by default.
+            change: what changed, for the message.
             bans: whether bans count.
             only: the one operator that it may concern; all by default.
 
         Raises:
-            DispatchFrozenError: it would not.
+            DispatchFrozenError: it would not, under the global policy or one that a context was admitted with.
         """
         if self.manifest is None:
             return
-        manager = self._manager
-        policy = manager.tables.root.policy if policy is None else policy
-        different = []
+        admitted = [policy for (policy, _), found in self._admitted.items() if not found]
+        in_use = [self._manager.tables.root.policy, *admitted]
+        for policy in dict.fromkeys(in_use):
+            different = self._differences(policy, bans, only)
+            if different:
+                raise DispatchFrozenError(change, different)
+        self._admitted = {key: found for key, found in self._admitted.items() if not found}
+
+    def admits(self, policy: SelectionPolicy, *, bans: bool = True) -> bool:
+        """Whether a policy makes the choices that are fixed."""
+        return self.manifest is None or not self._remembered(policy, bans)
+
+    def admit(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
+        """The same; raises :class:`DispatchFrozenError` if it does not."""
+        if not self.admits(policy, bans=bans):
+            raise DispatchFrozenError(change, self._remembered(policy, bans))
+
+    def _remembered(self, policy: SelectionPolicy, bans: bool) -> list[str]:
+        found = self._admitted.get((policy, bans))
+        if found is None:
+            with writers:
+                found = self._admitted[policy, bans] = self._differences(policy, bans)
+        return found
+
+    def _differences(self, policy: SelectionPolicy, bans: bool, only: str | None = None) -> list[str]:
+        manager, different = self._manager, []
         for (op_name, scope), before in self._choices.items():
             if only not in (None, op_name):
                 continue
@@ -187,15 +215,7 @@ class Freezer:
             if now != before:
                 where = f"{op_name}@{scope}" if scope else op_name
                 different.append(f"{where}: {_short(_data(before))} would become {_short(_data(now))}")
-        if different:
-            raise DispatchFrozenError(change, different)
-
-    def admit(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
-        """The same for a policy, which is checked once."""
-        if self.manifest is None or policy in self._admitted:
-            return
-        self.check(change, policy, bans=bans)
-        self._admitted.add(policy)
+        return different
 
     def _choices_of(self, decision: Decision, bans: bool = True) -> Choices:
         manager, found = self._manager, []

@@ -93,6 +93,8 @@ class OpManager:
         root = self.tables.root
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
+        if self.frozen and key in root.decisions:
+            self.freezer.fix(root.decisions[key])
         fixed = self.freezer.choices(op_name, scope or None)
         if fixed is not None and len(fixed) == 1 and len(fixed[0].runs) == 1 and not self.counter.on:
             return frozen_function(self, root.policy, root.decisions[key])
@@ -228,7 +230,8 @@ class OpManager:
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.
 
-        Counting puts a wrapper before each implementation; what a compiled or captured graph replays is not seen.
+        Counting puts a wrapper before each implementation. What a compiled or captured graph replays is not seen, nor
+        are calls of operators that were bound while dispatch was frozen: they are the implementation itself.
         """
         with writers:
             self.counter.on = on
@@ -334,6 +337,8 @@ class OpManager:
 
     def _on_registration(self, op_names: frozenset[str]) -> None:
         self._republish_if_settled(op_names)
+        for op_name in op_names if self.frozen else ():
+            self.freezer.fix(self.tables.root.decisions[op_name])
 
     def on_policy_change(self) -> None:
         """The global policy is another one: lift the bans and rebuild."""

@@ -9,7 +9,8 @@ may write arguments has two views, because a schema says once and for all what i
   order in which the declaration lists them.
 
 The parameter that decides between them (``residual``; ``inplace``; ``out``) is a constant in a trace. Neither view
-returns a tensor that shares memory with an argument. ``scope`` is the layer for which the operator was bound.
+returns a tensor that shares memory with an argument. ``scope`` is the layer for which the operator was bound. Views are
+for inference: they have no gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import torch
 from torch import Tensor
 
 from .calls import recover, unknown
+from .errors import DispatchError
 from .locking import writers
 from .ops import Operator
+from .selection import Decision
 from .table import ROOT
 
 NAMESPACE = "fl_dispatch"
@@ -234,12 +237,16 @@ def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
             for name in tensors
         )
         lines += [
+            "    if _fn is not _seen.get('fn'):",
+            f"        _check(_table.decisions[_key], {call}, (_result,))",
+            "        _seen['fn'] = _fn",
             "    _place = _result.untyped_storage().data_ptr()",
-            f"    return _result.clone() if {shared} else _result",
+            f"    return _result.clone() if {shared} else _result.contiguous()",
         ]
     else:
         lines.append(f"    return _fresh(({', '.join(tensors)},), _result)")
     namespace = {"_root": ROOT, "_recover": recover, "_unknown": unknown, "_store": _store, "_fresh": _fresh}
+    namespace |= {"_seen": {}, "_check": functools.partial(_check, operator)}
     exec("\n".join(lines), namespace)
     function: Callable[..., Any] = namespace[variant.name]  # type: ignore[assignment]
     return function
@@ -260,6 +267,23 @@ def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
         return results[0] if len(results) == 1 else results
 
     return fake
+
+
+def _check(operator: Operator, decision: Decision, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+    """Whether results are what compiled code was promised: it reads their memory by shape and dtype. Once an entry.
+
+    Raises:
+        DispatchError: they are not.
+    """
+    assert operator.fake is not None
+    promised = operator.fake(*args)
+    for one, two in zip(promised if isinstance(promised, tuple) else (promised,), results, strict=True):
+        found = (tuple(two.shape), two.dtype) if isinstance(two, Tensor) else two
+        if isinstance(one, Tensor) and found != (tuple(one.shape), one.dtype):
+            raise DispatchError(
+                f"'{operator.name}' returned {found}, but {(tuple(one.shape), one.dtype)} is declared; compiled code "
+                f"would read its memory wrongly. One of these ran: {', '.join(i.impl_id for i in decision.candidates)}"
+            )
 
 
 def _store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from .op_manager import OpManager
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 scope_variable: ContextVar[DispatchTable] = ContextVar("fl_dispatch_scope")
 
 
+class Built(NamedTuple):
+    """What a table holds, by key.
+
+    Args:
+        entries: the functions.
+        decisions: what they were made from.
+        declined: what a trace goes on with when the first candidate declines while it is traced.
+    """
+
+    entries: dict[str, Callable[..., Any]]
+    decisions: dict[str, Decision]
+    declined: dict[str, Callable[..., Any]]
+
+
 class DispatchTable:
     """The functions that calls run under one policy.
 
@@ -29,13 +43,25 @@ class DispatchTable:
         policy: the policy that they were chosen for (unset on a root table until its manager starts).
         entries: key → function.
         decisions: key → why; what ``entries`` was made from.
+        declined: see :class:`Built`.
         settled: the entries are complete and up to date.
         plain: settled, and no policy context was ever entered in this process, so that ``current`` need not be read.
         owner: the manager that fills it.
         start: on a root table, brings its manager up; called when the table is not settled.
     """
 
-    __slots__ = ("__weakref__", "decisions", "entries", "owner", "plain", "policy", "scoped", "settled", "start")
+    __slots__ = (
+        "__weakref__",
+        "decisions",
+        "declined",
+        "entries",
+        "owner",
+        "plain",
+        "policy",
+        "scoped",
+        "settled",
+        "start",
+    )
 
     policy: SelectionPolicy
     owner: OpManager
@@ -46,16 +72,17 @@ class DispatchTable:
             self.policy = policy
         self.entries: Mapping[str, Callable[..., Any]] = {}
         self.decisions: Mapping[str, Decision] = {}
+        self.declined: Mapping[str, Callable[..., Any]] = {}
         self.settled = False
         self.scoped = False
         self.plain = False
 
     current = property(scope_variable.get)
 
-    def publish(self, entries: Mapping[str, Callable[..., Any]], decisions: Mapping[str, Decision]) -> None:
+    def publish(self, built: Built) -> None:
         """Make a complete set of entries visible to callers."""
-        self.decisions = decisions
-        self.entries = entries
+        self.decisions, self.declined = built.decisions, built.declined
+        self.entries = built.entries
         self.settled = True
         self.plain = not self.scoped
 

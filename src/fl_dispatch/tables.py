@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 from .builder import Key, bound_key, build_entries, keys_of
 from .locking import writers
 from .policy import PolicyManager
 from .selection_policy import SelectionPolicy
-from .table import DispatchTable, PrivateTable
+from .table import Built, DispatchTable, PrivateTable
 
 if TYPE_CHECKING:
     from .op_manager import OpManager
+
+Value = TypeVar("Value")
 
 
 class TableKeeper:
@@ -99,6 +101,11 @@ class TableKeeper:
     def _all(self) -> list[DispatchTable]:
         return [*self._contexts, self.root]  # the root last: once it is settled, all are
 
+    def _policy_of(self, table: DispatchTable) -> SelectionPolicy:
+        """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
+        admitted = table is self.root or self._manager.freezer.admits(table.policy)
+        return table.policy if admitted else self.root.policy
+
     def _fill(self, table: DispatchTable) -> None:
         if table is self.root:
             table.policy = PolicyManager.get_instance().get_global_policy()
@@ -107,17 +114,22 @@ class TableKeeper:
         while impls is not registry.snapshot().impls_by_op:  # an availability check may register something
             impls = registry.snapshot().impls_by_op
             keys = [key for op in impls for key in keys_of(op, self.scopes(op))]
-            functions, decisions = build_entries(self._manager, table.policy, keys)
+            built = build_entries(self._manager, self._policy_of(table), keys)
         if table.owner is self._manager:
-            table.publish(functions, decisions)
+            table.publish(built)
 
     def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
         if not table.settled:
             return
-        functions, decisions = build_entries(self._manager, table.policy, keys)
-        gone = {key.text for key in keys} - functions.keys()
+        fresh = build_entries(self._manager, self._policy_of(table), keys)
+        asked = {key.text for key in keys}
         if table.owner is self._manager:
-            table.publish(
-                {**{key: value for key, value in table.entries.items() if key not in gone}, **functions},
-                {**{key: value for key, value in table.decisions.items() if key not in gone}, **decisions},
-            )
+            entries = _merged(table.entries, fresh.entries, asked)
+            decisions = _merged(table.decisions, fresh.decisions, asked)
+            table.publish(Built(entries, decisions, _merged(table.declined, fresh.declined, asked)))
+
+
+def _merged(old: Mapping[str, Value], new: Mapping[str, Value], asked: Iterable[str]) -> dict[str, Value]:
+    """The old values with those of some keys replaced; a key without a new value is gone."""
+    kept = {key: value for key, value in old.items() if key not in asked}
+    return {**kept, **new}

@@ -82,6 +82,8 @@ class OpImpl:
             value = getattr(self, name)
             if not isinstance(value, str) or not value or value != value.strip():
                 raise ValueError(f"OpImpl {name} must be a non-empty string, not {value!r}")
+        if {*self.op_name} & {*"@: \t\n"}:
+            raise ValueError(f"OpImpl op_name must hold no '@', ':' or blank: {self.op_name!r}")
         self._check_types()
         if self.kind is BackendImplKind.VENDOR and not self.vendor:
             raise ValueError(f"VENDOR implementation {self.impl_id} of '{self.op_name}' must specify vendor name")

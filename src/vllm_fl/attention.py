@@ -1,9 +1,9 @@
 """Attention for vLLM over the operators ``kv_cache_write`` and ``paged_attention``.
 
 vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
-strided views of it. Encoder-only layers have no cache: there each new token is a block of its own, in place, so the
-same operator attends over the batch's own keys and values. The class answers both of vLLM's KV-cache interfaces: 0.26
-asks for shapes (not run by us yet), 0.32 for layouts.
+strided views of it, by the layout that ``kv_layout`` decides. Encoder-only layers have no cache: there each new token
+is a block of its own, in place, so the same operator attends over the batch's own keys and values. The class answers
+both of vLLM's KV-cache interfaces: 0.26 asks for shapes (not run by us yet), 0.32 for layouts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 
+from . import kv_layout
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionLayer
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 BACKEND = "vllm_fl.attention.AttentionFLBackend"
 MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-KV_LAYOUT = "NHD"
-"""Order of a block's axes in memory, which implementations may require: slots, heads, dimensions."""
 
 
 def attention_backend(use_mla: bool = False) -> str:
@@ -132,6 +132,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
+        self.kv_layout = kv_layout.in_force()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.fl_bind(None)
 
@@ -143,9 +144,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor."""
         if kv_cache is not self._split[0]:
-            keys = kv_cache[..., : self.head_size].transpose(1, 2)
-            values = kv_cache[..., self.head_size :].transpose(1, 2)
-            self._split = (kv_cache, keys, values)
+            self._split = (kv_cache, *self.kv_layout.split(kv_cache, self.head_size))
         return self._split[1], self._split[2]
 
     def do_kv_cache_update(
@@ -242,7 +241,7 @@ class AttentionFLBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        return (KVCacheLayout.LBNHC,)
+        return (KVCacheLayout[kv_layout.in_force().host_name],)
 
     # vLLM 0.26: the backend gives the shape, and the order of its axes in memory.
     @staticmethod
@@ -253,4 +252,5 @@ class AttentionFLBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+        order = kv_layout.in_force().stride_order
+        return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order

@@ -20,7 +20,7 @@ from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import attention, compat, compile, config, distributed, layers, ranks, startup
+from . import compat, compile, config, distributed, kv_layout, layers, ranks, startup
 
 logger = get_logger(__name__)
 
@@ -39,8 +39,7 @@ class WorkerFL(Worker):
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         layers.register(get_settings())
-        manager = get_default_manager()
-        manager.set_facts(kv_layout=attention.KV_LAYOUT)
+        kv_layout.choose(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------

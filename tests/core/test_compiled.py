@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from builders import impl
 from fl_dispatch import (
+    DispatchError,
     DispatchFrozenError,
+    NotSupported,
     SelectionPolicy,
     bind_op,
     call_op,
@@ -31,7 +33,7 @@ from fl_dispatch.settings import TunedRule
 
 INLINE = [op.name for op in OPERATORS.values() if Mode.INLINE in op.modes]
 OPAQUE = [op.name for op in OPERATORS.values() if Mode.OPAQUE in op.modes]
-OP = "silu_and_mul"
+OP = "mul_and_silu"
 
 
 @pytest.fixture(autouse=True)
@@ -252,12 +254,12 @@ def test_a_view_falls_back_and_restores_like_any_call() -> None:
 @pytest.mark.parametrize("result", ["itself", "a view"])
 def test_a_result_that_shares_memory_with_an_argument_is_copied(result: str) -> None:
     def sharing(x: Tensor) -> Tensor:
-        return x if result == "itself" else x[..., : x.shape[-1] // 2]
+        return x if result == "itself" else x.view(x.shape)
 
-    get_default_manager().registry.register_impl(impl("vendor.sharing", sharing, op=OP))
+    get_default_manager().registry.register_impl(impl("vendor.sharing", sharing, op="relu2"))
     set_global_policy(SelectionPolicy(prefer="vendor"))
     x = torch.randn(2, 4)
-    got = opaque.view(OPERATORS[OP])(x)
+    got = opaque.view(OPERATORS["relu2"])(x)
     same(got, sharing(x))
     assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
@@ -315,3 +317,80 @@ def test_a_layer_first_call_is_traced_whole_before_and_after_its_class_is_known(
     same(first, layer(x))
     torch._dynamo.reset()
     same(torch.compile(layer, fullgraph=True, backend="eager")(x), first)
+
+
+def test_a_predicate_over_a_dynamic_size_holds_in_compiled_code_as_it_does_outside() -> None:
+    get_default_manager().registry.register_impl(
+        impl("default.a", lambda x: x[..., ::2] + 1, op=OP, supports=lambda x: x.shape[0] >= 2)
+    )
+    compiled = torch.compile(bind_op(OP), fullgraph=True, backend="eager", dynamic=True)
+    x = torch.full((4, 2), 2.0)
+    assert compiled(x)[0, 0].item() == bind_op(OP)(x)[0, 0].item() == 3
+
+
+def test_a_ban_in_one_layer_holds_behind_the_view() -> None:
+    broken = {"now": True}
+
+    def first(x: Tensor) -> Tensor:
+        if broken["now"]:
+            raise RuntimeError("broken")
+        return x[..., ::2] + 1
+
+    get_default_manager().registry.register_many(
+        [
+            impl("default.a", first, op=OP, opaque=True),
+            impl("vendor.b", lambda x: x[..., ::2] + 2, op=OP),
+        ]
+    )
+    layers = [bind_op(OP, f"model.layers.{layer}.act") for layer in range(2)]
+    assert layers[1](torch.zeros(1, 2)).item() == 2
+    broken["now"] = False
+    freeze_dispatch()
+    compiled = torch.compile(lambda x: tuple(layer(x) for layer in layers), fullgraph=True, backend="aot_eager")
+    assert [value.item() for value in compiled(torch.zeros(1, 2))] == [1, 2]
+
+
+def test_layers_of_other_classes_do_not_make_a_graph_anew() -> None:
+    def norm() -> Any:
+        layer = type("Norm", (torch.nn.Module,), {})()
+        layer.weight, layer.variance_epsilon = torch.ones(8), 1e-5
+        return layer
+
+    counter, layer, x = torch._dynamo.testing.CompileCounter(), norm(), torch.randn(2, 8)
+    compiled = torch.compile(lambda x: call_op("rms_norm", layer, x), fullgraph=True, backend=counter)
+    call_op("rms_norm", layer, x)
+    compiled(x)
+    for _ in range(4):
+        call_op("rms_norm", norm(), x)
+        compiled(x)
+    assert counter.frame_count == 1
+
+
+def test_an_implementation_that_declines_while_it_is_traced_leaves_the_call_to_the_next() -> None:
+    def declines(x: Tensor) -> Tensor:
+        raise NotSupported("not these")
+
+    get_default_manager().registry.register_many(
+        [impl("default.a", declines, op=OP), impl("vendor.b", lambda x: x[..., ::2] + 2, op=OP)]
+    )
+    for function in (bind_op(OP), lambda x: call_op(OP, x)):
+        torch._dynamo.reset()
+        assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1, 2)).item() == 2
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[..., ::2].double(), lambda x: x], ids=["dtype", "shape"])
+def test_a_result_that_is_not_as_declared_is_an_error_that_names_the_implementation(wrong: Any) -> None:
+    get_default_manager().registry.register_impl(impl("vendor.wrong", wrong, op=OP, opaque=True))
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    with pytest.raises(DispatchError, match=f"{OP}.* is declared.*vendor.wrong"):
+        opaque.view(OPERATORS[OP])(torch.zeros(2, 4))
+
+
+def test_a_result_in_other_strides_is_made_contiguous_for_compiled_code() -> None:
+    def transposed(x: Tensor) -> Tensor:
+        return (x[..., ::2] + 1).t().contiguous().t()
+
+    get_default_manager().registry.register_impl(impl("vendor.strided", transposed, op=OP, opaque=True))
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    compiled = torch.compile(lambda x: call_op(OP, x) * 2, fullgraph=True)
+    same(compiled(torch.zeros(4, 6)), torch.full((4, 3), 2.0))

@@ -24,6 +24,7 @@ from fl_dispatch import (
     explain,
     freeze_dispatch,
     get_default_manager,
+    get_policy,
     policy_context,
     reset_default_manager,
     reset_global_policy,
@@ -35,7 +36,7 @@ from fl_dispatch import (
     with_strict_mode,
 )
 
-OP = "silu_and_mul"
+OP = "mul_and_silu"
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def run() -> float:
 
 
 def changes() -> dict[str, Callable[[], Any]]:
-    """Every way to ask for another implementation of ``silu_and_mul`` than the registered ``default.a``."""
+    """Every way to ask for another implementation of ``mul_and_silu`` than the registered ``default.a``."""
 
     def enter(context: Any) -> Callable[[], None]:
         def entered() -> None:
@@ -153,6 +154,66 @@ def test_facts_and_availability_that_would_change_a_choice_are_refused() -> None
     with pytest.raises(DispatchFrozenError, match="anew|again"):
         manager.bump_policy_epoch()
     assert run() == 1
+
+
+def test_the_frozen_policy_set_again_does_not_lift_a_frozen_ban() -> None:
+    broken = {"now": True}
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        if broken["now"]:
+            raise RuntimeError("broken")
+        return x + 1
+
+    get_default_manager().registry.register_many(
+        [impl("default.a", first, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+    assert run() == 2
+    broken["now"] = False
+    freeze_dispatch()
+    with policy_context(get_policy()):
+        assert run() == 2
+    with pytest.raises(DispatchFrozenError, match="global policy"):
+        set_global_policy(get_policy())
+    assert run() == 2
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_a_context_was_admitted_with_is_checked_at_later_registrations_too() -> None:
+    set_global_policy(SelectionPolicy(per_op_order=((OP, ("impl:default.a",)),)))
+    freeze_dispatch()
+    with policy_context(SelectionPolicy()):
+        assert run() == 1
+        with pytest.raises(DispatchFrozenError, match="registration"):
+            get_default_manager().registry.register_impl(impl("default.z", lambda x: x + 9, op=OP, priority=999))
+        assert run() == 1
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_context_that_is_open_when_dispatch_freezes_runs_what_is_fixed() -> None:
+    with with_preference("vendor"):
+        assert run() == 2
+        freeze_dispatch()
+        assert run() == bind_op(OP)(torch.zeros(1)).item() == 1
+    assert run() == 1
+
+
+def test_an_operator_or_layer_that_comes_later_is_fixed_when_it_comes() -> None:
+    freeze_dispatch()
+    registry = get_default_manager().registry
+    registry.register_impl(impl("default.one", lambda: 1, op="late"))
+    with pytest.raises(DispatchFrozenError, match="late"):
+        registry.register_impl(impl("default.two", lambda: 2, op="late", priority=500))
+    assert call_op("late") == 1
+
+
+def test_a_layer_bound_while_frozen_follows_its_own_rule() -> None:
+    get_default_manager().registry.register_many(
+        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+    )
+    set_global_policy(SelectionPolicy(per_op_order=((f"{OP}@model.layers.1.*", ("vendor",)),)))
+    freeze_dispatch()
+    bound = [bind_op(OP, f"model.layers.{layer}.act") for layer in range(2)]
+    assert [layer(torch.zeros(1)).item() for layer in bound] == [1, 2]
 
 
 def test_a_frozen_failure_is_raised_and_bans_nobody() -> None:

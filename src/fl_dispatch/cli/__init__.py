@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import demo, doctor, explain, ops
+from . import bench, demo, doctor, explain, ops, verify
 from .output import fail
 
 app = typer.Typer(
@@ -21,6 +21,8 @@ app.command("demo")(demo.demo)
 app.command("ops")(ops.ops)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("verify")(verify.verify)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

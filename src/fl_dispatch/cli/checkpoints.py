@@ -249,8 +249,13 @@ def build_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-def build_checkpoint(family: str, path: str | Path) -> Path:
+def build_checkpoint(family: str, path: str | Path, **changes: Any) -> Path:
     """Write a checkpoint of one of :data:`FAMILIES` with its tokenizer, in float32, the same at every call.
+
+    Args:
+        family: a key of :data:`FAMILIES`.
+        path: the folder to write.
+        changes: attributes of the configuration that differ from the family's, such as ``head_dim=32``.
 
     Raises:
         ValueError: an unknown family.
@@ -261,6 +266,7 @@ def build_checkpoint(family: str, path: str | Path) -> Path:
     if family not in FAMILIES:
         raise ValueError(f"unknown model family '{family}'; known: {', '.join(FAMILIES)}")
     config = FAMILIES[family]()
+    config.update(changes)
     target = Path(path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)

@@ -36,6 +36,8 @@ class Family(enum.StrEnum):
     QWEN3 = "qwen3"
     LLAMA = "llama"
     GEMMA3 = "gemma3"
+    QWEN3_MOE = "qwen3_moe"
+    MIXTRAL = "mixtral"
 
 
 class Prefer(enum.StrEnum):

@@ -32,11 +32,10 @@ def _caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layou
         key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
         return key.contiguous(), value.contiguous()
     if layout == "keys transposed":  # [blocks, kv_heads], then [head_dim, block_size] keys, [block_size, dim] values
-        key, value = torch.tensor_split(
-            values.view(-1, kv_heads, block_size * values.shape[-1]), (head_dim * block_size,), -1
-        )
-        key = key.unflatten(-1, (head_dim, block_size)).permute(0, 3, 1, 2)
-        return key, value.unflatten(-1, (block_size, -1)).transpose(1, 2)
+        page = values.view(-1, kv_heads, block_size * values.shape[-1])
+        key, value = torch.tensor_split(page, (head_dim * block_size,), dim=-1)
+        key = key.view(len(page), kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
+        return key, value.view(len(page), kv_heads, block_size, -1).transpose(1, 2)
     # [blocks, kv_heads, block_size, dim], key and value side by side in one tensor
     shaped = values.view(-1, kv_heads, block_size, values.shape[-1]).transpose(1, 2)
     key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
@@ -265,9 +264,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("sinks, sliding window 128", mixed[:3], (8, 1), 64, window=128, sinks=True)
     yield sample("alibi", mixed[1:], (8, 8), 64, alibi=True)
     yield sample("keys transposed, decode", decode, (16, 4), 128, block_size=32, layout="keys transposed", padding=0)
-    yield sample(
-        "keys transposed, mixed, window 24", mixed, (8, 4), 80, layout="keys transposed", window=24, softcap=30.0
-    )
+    yield sample("keys transposed, sliding window 24", mixed, (8, 4), 80, layout="keys transposed", window=24)
     yield sample("not causal", [(20, 20), (7, 7)], (4, 2), 64, causal=False, serving=False)
     yield sample("not causal, sliding window 5", [(20, 20)], (4, 2), 64, causal=False, window=5, serving=False)
     yield sample("value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)

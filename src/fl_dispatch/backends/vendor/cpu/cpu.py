@@ -1,25 +1,20 @@
-"""The CPU backend.
+"""The CPU backend, in two parts: attention, which needs a KV cache in the layout of its kernels, and the rest.
 
-It has no ``gemma_rms_norm``, because the kernels round the scale to the input dtype, and no attention: the compiled
-kernels keep keys transposed inside a block and take a schedule that is computed for each batch, so they can share a
-cache with no other implementation of ``kv_cache_write`` and ``paged_attention``.
+It has no ``gemma_rms_norm``, because the kernels round the scale to the input dtype.
 """
 
 from __future__ import annotations
 
+import functools
+
 from fl_dispatch.backends.base import Backend
 
 from . import library
-from .impl import activation, normalization, rotary
+from .impl import activation, attention, normalization, rotary
 
 
-class CpuBackend(Backend):
-    """The compiled CPU kernels of vLLM's CPU build, wherever that build is installed."""
-
-    silu_and_mul = staticmethod(activation.silu_and_mul)
-    gelu_and_mul = staticmethod(activation.gelu_and_mul)
-    rms_norm = staticmethod(normalization.rms_norm)
-    rotary_embedding = staticmethod(rotary.rotary_embedding)
+class _Compiled(Backend):
+    """What both parts share."""
 
     @property
     def name(self) -> str:
@@ -33,8 +28,33 @@ class CpuBackend(Backend):
 
     def is_available(self) -> bool:
         """Whether the kernels are loaded; the first call in a process loads them."""
-        return not library.why_unavailable()
+        return not self.why_unavailable()
 
     def why_unavailable(self) -> str:
         """Why they are not."""
         return library.why_unavailable()
+
+
+class CpuBackend(_Compiled):
+    """The compiled CPU kernels of vLLM's CPU build, wherever that build is installed."""
+
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_and_mul = staticmethod(activation.gelu_and_mul)
+    rms_norm = staticmethod(normalization.rms_norm)
+    rotary_embedding = staticmethod(rotary.rotary_embedding)
+
+
+class CpuAttentionBackend(_Compiled):
+    """Its attention kernels, if they keep keys and values where we say they do."""
+
+    kv_cache_write = staticmethod(attention.kv_cache_write)
+    paged_attention = staticmethod(attention.paged_attention)
+
+    def why_unavailable(self) -> str:
+        """Why the kernels are not loaded, or not those that we know."""
+        return library.why_unavailable() or _layout_problem()
+
+
+@functools.cache
+def _layout_problem() -> str:
+    return attention.find_layout_problem()

@@ -5,23 +5,36 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
-from .cpu import CpuBackend
-from .impl import activation, normalization, rotary
+from .cpu import CpuAttentionBackend, CpuBackend
+from .impl import activation, attention, normalization, rotary
 
 
 def register_builtins(registry: Registry) -> None:
     """Register ``vendor.cpu`` for every operator that has a compiled kernel."""
     registry.register_many(
-        CpuBackend().implementations(
-            BackendImplKind.VENDOR,
-            "vendor.cpu",
-            BackendPriority.VENDOR,
-            supports={
-                "silu_and_mul": activation.supports_silu_and_mul,
-                "gelu_and_mul": activation.supports_gelu_and_mul,
-                "rms_norm": normalization.supports_rms_norm,
-                "rotary_embedding": rotary.supports_rotary_embedding,
-            },
-            opaque=True,  # the compiled operators have no fake functions
-        )
+        [
+            *CpuBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu",
+                BackendPriority.VENDOR,
+                supports={
+                    "silu_and_mul": activation.supports_silu_and_mul,
+                    "gelu_and_mul": activation.supports_gelu_and_mul,
+                    "rms_norm": normalization.supports_rms_norm,
+                    "rotary_embedding": rotary.supports_rotary_embedding,
+                },
+                opaque=True,  # the compiled operators have no fake functions
+            ),
+            *CpuAttentionBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu",
+                BackendPriority.VENDOR,
+                supports={
+                    "kv_cache_write": attention.supports_kv_cache_write,
+                    "paged_attention": attention.supports_paged_attention,
+                },
+                requires={"kv_layout": attention.KV_LAYOUT},
+                opaque=True,
+            ),
+        ]
     )

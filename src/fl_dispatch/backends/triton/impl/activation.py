@@ -1,0 +1,60 @@
+"""Gated activations: one program a row and a block of columns; a value is read once and written once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher, on_device
+
+BLOCK = 1024
+
+
+@triton.jit
+def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    start = x + row * ROW_STRIDE
+    gate = tl.load(start + columns, mask=inside, other=0.0)
+    up = tl.load(start + WIDTH + columns, mask=inside, other=0.0)
+    wide: tl.constexpr = tl.float64 if gate.dtype == tl.float64 else tl.float32
+    gate = gate.to(wide)
+    if ACTIVATION == "silu":
+        y = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "none":
+        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # 0.5 * (1 + tanh(u)) = sigmoid(2 * u)
+        y = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    tl.store(out + row * WIDTH + columns, (y * up.to(wide)).to(out.dtype.element_ty), mask=inside)
+
+
+_launch = Launcher(_gated)
+
+
+def _apply(x: Tensor, activation: str) -> Tensor:
+    on_device(x)
+    width = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], width))
+    if x.dim() != 2:
+        x = x.reshape(-1, x.shape[-1])
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    if rows and width:
+        grid = (rows, -(-width // BLOCK), 1)
+        _launch(grid, (x, out), (x.stride(0), width, activation, BLOCK))
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
+    return _apply(x, "silu")
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """See :data:`fl_dispatch.ops.activation.gelu_and_mul`."""
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate is {approximate!r}, not 'none' or 'tanh'")
+    return _apply(x, approximate)

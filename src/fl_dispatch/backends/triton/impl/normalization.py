@@ -1,0 +1,127 @@
+"""RMS normalizations: a program holds whole rows, so that each element is read once and written once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+
+from .launch import Launcher, on_device, power_of_two
+
+WIDEST = 65536
+"""Elements of a row that a program can hold."""
+TILE = 2048
+"""Elements that a program takes at least: several rows, where they are short."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm(
+    x,
+    residual,
+    weight,
+    out,
+    total_out,
+    rows,
+    OUTER_STRIDE,
+    INNER_STRIDE,
+    INNER: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    EPSILON: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    GEMMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (columns < HIDDEN)
+    source = (row // INNER) * OUTER_STRIDE + (row % INNER) * INNER_STRIDE + columns
+    target = row * HIDDEN + columns
+    wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    total = tl.load(x + source, mask=inside, other=0.0).to(wide)
+    if HAS_RESIDUAL:
+        total += tl.load(residual + target, mask=inside, other=0.0).to(wide)
+        tl.store(total_out + target, total.to(total_out.dtype.element_ty), mask=inside)
+    mean = tl.sum(total * total, axis=1)[:, None] / HIDDEN
+    y = total * tl.rsqrt(mean + EPSILON)
+    if HAS_WEIGHT:
+        scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
+        if GEMMA:
+            y = y * (1.0 + scale.to(wide))
+        else:
+            if scale.dtype == out.dtype.element_ty:  # rounded before the product, as the reference
+                y = y.to(scale.dtype).to(wide)
+            y = y * scale.to(wide)
+    tl.store(out + target, y.to(out.dtype.element_ty), mask=inside)
+
+
+_launch = Launcher(_norm)
+
+
+def _normalized(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float, gemma: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    on_device(x)
+    hidden = x.shape[-1]
+    if hidden > WIDEST:
+        raise NotSupported(f"rows of {hidden} elements; a program holds at most {WIDEST}")
+    outer, inner_stride, inner = hidden, 0, 1
+    contiguous = x.is_contiguous()
+    if not contiguous:
+        if x.stride(-1) == 1 and x.dim() == 2:
+            outer = x.stride(0)
+        elif x.stride(-1) == 1 and x.dim() == 3:
+            outer, inner_stride, inner = x.stride(0), x.stride(1), x.shape[1]
+        else:
+            x = x.contiguous()
+    out = x
+    total = x
+    if residual is None:
+        out = x.new_empty(x.shape)
+    elif contiguous and residual.is_contiguous():
+        total = residual  # both are the caller's to give: they are overwritten
+    else:
+        residual = residual.contiguous()
+        out, total = (x.new_empty(x.shape) for _ in range(2))
+    rows = x.numel() // hidden if hidden else 0
+    if rows:
+        block = power_of_two(hidden)
+        together = max(1, TILE // block)
+        if weight is not None and weight.stride(0) != 1:
+            weight = weight.contiguous()
+        _launch(
+            (-(-rows // together), 1, 1),
+            (x, x if residual is None else residual, x if weight is None else weight, out, total),
+            (
+                outer,
+                inner_stride,
+                inner,
+                hidden,
+                epsilon,
+                residual is not None,
+                weight is not None,
+                gemma,
+                together,
+                block,
+            ),
+            sizes=(rows,),
+            warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        )
+    return out if residual is None else (out, total)
+
+
+def rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual contiguous arguments are overwritten."""
+    return _normalized(x, residual, weight, epsilon, False)
+
+
+def gemma_rms_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.normalization.gemma_rms_norm`. Contiguous arguments are overwritten likewise."""
+    return _normalized(x, residual, weight, epsilon, True)

@@ -1,0 +1,171 @@
+"""Rotary position embedding: query and key in one launch, a program for some heads of a token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+
+from .launch import Launcher, on_device, power_of_two
+
+TILE = 1024
+"""Pairs that a program rotates."""
+
+
+@triton.jit
+def _rotate(
+    source,
+    target,
+    cos,
+    sin,
+    position,
+    first_head,
+    COS_ROW,
+    SIN_ROW,
+    SOURCE_STRIDE,
+    TARGET_STRIDE,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Rotate the heads of a token from ``first_head`` on. The position, which the table waits for, is loaded last."""
+    head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
+    read, write = source + head * SOURCE_STRIDE, target + head * TARGET_STRIDE
+    kind = target.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if source.dtype.element_ty == tl.float64 else tl.float32
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (head < HEADS) & (pair < HALF)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        inside_both = (head < HEADS) & (column < 2 * HALF)
+        both = tl.load(read + column, mask=inside_both, other=0.0).to(wide)
+        a, b = tl.split(tl.reshape(both, (BLOCK_HEADS, BLOCK_HALF, 2)))
+    else:
+        a = tl.load(read + pair, mask=inside, other=0.0).to(wide)
+        b = tl.load(read + HALF + pair, mask=inside, other=0.0).to(wide)
+    place = tl.load(position).to(tl.int64)
+    c = tl.load(cos + place * COS_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
+    s = tl.load(sin + place * SIN_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
+    if INTERLEAVED:
+        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BLOCK_HEADS, 2 * BLOCK_HALF))
+        tl.store(write + column, turned.to(kind), mask=inside_both)
+    else:
+        tl.store(write + pair, (a * c - b * s).to(kind), mask=inside)
+        tl.store(write + HALF + pair, (b * c + a * s).to(kind), mask=inside)
+    if COPY and DIM > 2 * HALF:
+        column = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        inside = (head < HEADS) & (column < DIM)
+        tl.store(write + column, tl.load(read + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def _rotary(
+    query,
+    key,
+    cos,
+    sin,
+    positions,
+    query_out,
+    key_out,
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    KEY_TOKEN,
+    KEY_HEAD,
+    QUERY_OUT_TOKEN,
+    QUERY_OUT_HEAD,
+    KEY_OUT_TOKEN,
+    KEY_OUT_HEAD,
+    COS_ROW,
+    SIN_ROW,
+    POSITION_STRIDE,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COPY: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS
+    query_heads: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS * BLOCK_HEADS
+    position = positions + token * POSITION_STRIDE
+    if head < query_heads:
+        _rotate(
+            query + token * QUERY_TOKEN, query_out + token * QUERY_OUT_TOKEN, cos, sin, position,
+            head, COS_ROW, SIN_ROW,
+            QUERY_HEAD, QUERY_OUT_HEAD, HEADS, DIM, HALF, INTERLEAVED, COPY, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        _rotate(
+            key + token * KEY_TOKEN, key_out + token * KEY_OUT_TOKEN, cos, sin, position,
+            head - query_heads, COS_ROW, SIN_ROW,
+            KEY_HEAD, KEY_OUT_HEAD, KV_HEADS, DIM, HALF, INTERLEAVED, COPY, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+
+
+_launch = Launcher(_rotary)
+
+
+def rotary_embedding(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+    inplace: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """See :data:`fl_dispatch.ops.rotary.rotary_embedding`."""
+    on_device(query)
+    tokens, heads, dim = query.shape
+    if query.stride(2) != 1 or cos.stride(1) != 1 or sin.stride(1) != 1 or (key is not None and key.stride(2) != 1):
+        raise NotSupported("the elements of a head or of a table row do not lie side by side")
+    query_out, key_out = query, key
+    if not inplace:
+        query_out = query.new_empty(query.shape)
+        key_out = None if key is None else key.new_empty(key.shape)
+    if tokens == 0:
+        return query_out, key_out
+    half = cos.shape[1]
+    block_half = power_of_two(half)
+    other, other_out = (query, query_out) if key is None or key_out is None else (key, key_out)
+    kv_heads = 0 if key is None else other.shape[1]
+    block_heads = min(power_of_two(heads), max(1, TILE // block_half))
+    blocks = -(-heads // block_heads) - (-kv_heads // block_heads)
+    _launch(
+        (tokens, blocks, 1),
+        (query, other, cos, sin, position_ids, query_out, other_out),
+        (
+            query.stride(0),
+            query.stride(1),
+            other.stride(0),
+            other.stride(1),
+            query_out.stride(0),
+            query_out.stride(1),
+            other_out.stride(0),
+            other_out.stride(1),
+            cos.stride(0),
+            sin.stride(0),
+            position_ids.stride(0),
+            heads,
+            kv_heads,
+            dim,
+            half,
+            rotary_interleaved,
+            not inplace,
+            block_heads,
+            block_half,
+            power_of_two(max(1, dim - 2 * half)),
+        ),
+    )
+    return query_out, key_out

@@ -1,0 +1,64 @@
+"""Registers the Triton kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fl_dispatch.backends.base import Backend, Registry
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.types import BackendImplKind, OpImpl
+
+from .availability import why_unavailable
+
+IMPL_ID = "default.triton"
+PRIORITY = 140
+"""Below FlagGems, which has its kind's priority."""
+IMPLEMENTED = (
+    "silu_and_mul",
+    "gelu_and_mul",
+    "rms_norm",
+    "gemma_rms_norm",
+    "rotary_embedding",
+    "kv_cache_write",
+    "paged_attention",
+)
+
+NOT_TRACED = ("kv_cache_write", "paged_attention")
+"""Dynamo traces the other kernels, and Inductor compiles around them."""
+
+
+class _Absent(Backend):
+    """Stands in where Triton cannot run, so that decisions can say why."""
+
+    name = "triton"
+
+    def is_available(self) -> bool:
+        return False
+
+    def why_unavailable(self) -> str:
+        return why_unavailable()
+
+
+def register_builtins(registry: Registry) -> None:
+    """Register ``default.triton`` for every operator that has a kernel. Triton is imported only where it can run."""
+    if why_unavailable():
+        absent = _Absent()
+        impls = [
+            OpImpl(
+                name,
+                IMPL_ID,
+                BackendImplKind.DEFAULT,
+                OPERATORS[name].prototype,
+                priority=PRIORITY,
+                available=absent.is_available,
+            )
+            for name in IMPLEMENTED
+        ]
+    else:
+        from .triton import TritonBackend
+
+        impls = [
+            replace(impl, opaque=impl.op_name in NOT_TRACED)
+            for impl in TritonBackend().implementations(BackendImplKind.DEFAULT, IMPL_ID, PRIORITY)
+        ]
+    registry.register_many(impls)

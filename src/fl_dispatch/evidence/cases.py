@@ -1,0 +1,145 @@
+"""What benchmarks run: for each operator the shapes that a served model gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import Operator
+
+TOKENS = (1, 16, 256, 1024, 4096, 16384)
+HIDDEN = (4096, 5120, 7168, 8192)
+HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
+DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
+PREFILL = ((4, 512), (1, 2048), (4, 2048), (1, 8192), (4, 4096))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one operator.
+
+    Args:
+        op_name: the operator.
+        label: what distinguishes it from the operator's other cases, such as ``with residual``.
+        tokens: new tokens of the call.
+        width: what the operator is wide by: hidden size, or the context's length for attention.
+        make: makes arguments in memory of their own.
+    """
+
+    op_name: str
+    label: str
+    tokens: int
+    width: int
+    make: Callable[[], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and in which dtype arguments are made."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal numbers."""
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(self.dtype)
+
+
+def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Case]:
+    """The cases of an operator; for one that this module does not know, its serving samples.
+
+    Args:
+        operator: the declaration.
+        place: of the arguments.
+        tokens, hidden: sizes of row-wise operators. Attention has batches and contexts of its own, up to the largest
+            of ``tokens`` in all (for decode 32 times as many keys), and at least one.
+    """
+    name = operator.name
+    if name in ("silu_and_mul", "gelu_and_mul"):
+        yield from _rows(name, "", tokens, hidden, lambda t, h: (place.normal(t, 2 * h),))
+    elif name in ("rms_norm", "gemma_rms_norm"):
+        weights = {h: place.normal(h) for h in hidden}
+        yield from _rows(name, "", tokens, hidden, lambda t, h: (place.normal(t, h), None, weights[h], 1e-6))
+        yield from _rows(
+            name, "with residual", tokens, hidden,
+            lambda t, h: (place.normal(t, h), place.normal(t, h), weights[h], 1e-6),
+        )  # fmt: skip
+    elif name == "rotary_embedding":
+        yield from _rows(name, "", tokens, hidden, lambda t, h: _rotary(place, t, h // HEAD_DIM))
+    elif name == "kv_cache_write":
+        width = KV_HEADS * HEAD_DIM
+        yield from _rows(name, "", tokens, (width,), lambda t, h: _write(place, t))
+    elif name == "paged_attention":
+        yield from _attention(place, max(32, *tokens))
+    elif operator.samples is not None:
+        yield from _samples(operator, place)
+
+
+def _rows(
+    name: str,
+    label: str,
+    tokens: Sequence[int],
+    hidden: Sequence[int],
+    make: Callable[[int, int], tuple[Any, ...]],
+) -> Iterator[Case]:
+    for width in hidden:
+        for count in tokens:
+            yield Case(name, label, count, width, lambda t=count, h=width: make(t, h))  # type: ignore[misc]
+
+
+def _rotary(place: Place, tokens: int, heads: int) -> tuple[Any, ...]:
+    projection = place.normal(tokens, heads + 2 * KV_HEADS, HEAD_DIM)
+    query, key, _ = torch.tensor_split(projection, (heads, heads + KV_HEADS), dim=1)
+    frequencies = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=place.device) / HEAD_DIM)
+    angles = torch.outer(torch.arange(32768, device=place.device), frequencies)
+    cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(place.dtype).chunk(2, -1)
+    return query, key, cos, sin, torch.arange(tokens, device=place.device)
+
+
+def _caches(place: Place, blocks: int) -> tuple[Tensor, Tensor]:
+    """As vLLM has them: ``[blocks, kv_heads, block_size, key and value]`` in memory."""
+    values = place.normal(blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM).transpose(1, 2)
+    return values[..., :HEAD_DIM], values[..., HEAD_DIM:]
+
+
+def _write(place: Place, tokens: int) -> tuple[Any, ...]:
+    projection = place.normal(tokens, 2 * KV_HEADS, HEAD_DIM)
+    key, value = projection.chunk(2, dim=1)
+    blocks = -(-tokens // BLOCK_SIZE) + 1
+    pages = torch.randperm(blocks, device=place.device).repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
+    slots = (pages + torch.arange(BLOCK_SIZE, device=place.device).repeat(blocks))[:tokens]
+    return key, value, *_caches(place, blocks), slots
+
+
+def _attention(place: Place, most: int) -> Iterator[Case]:
+    for batch, context in DECODE:
+        if batch * context <= 32 * most:
+            make = lambda b=batch, c=context: _attend(place, b, 1, c)  # noqa: E731
+            yield Case("paged_attention", f"decode, {batch} requests", batch, context, make)
+    for batch, length in PREFILL:
+        if batch * length <= most:
+            make = lambda b=batch, n=length: _attend(place, b, n, n)  # noqa: E731
+            yield Case("paged_attention", f"prefill, {batch} requests", batch * length, length, make)
+
+
+def _attend(place: Place, requests: int, new: int, context: int, heads: int = 32) -> tuple[Any, ...]:
+    blocks = -(-context // BLOCK_SIZE)
+    table = torch.randperm(requests * blocks, device=place.device).to(torch.int32).view(requests, blocks)
+    starts = torch.arange(requests + 1, device=place.device, dtype=torch.int32) * new
+    lengths = torch.full((requests,), context, device=place.device, dtype=torch.int32)
+    query = place.normal(requests * new, heads, HEAD_DIM)
+    caches = _caches(place, requests * blocks)
+    out = torch.empty_like(query)
+    return query, *caches, table, starts, lengths, new, context, HEAD_DIM**-0.5, out
+
+
+def _samples(operator: Operator, place: Place) -> Iterator[Case]:
+    assert operator.samples is not None
+    for sample in operator.samples(place.dtype, place.device, torch.Generator().manual_seed(0)):
+        if sample.serving:
+            tokens = operator.workload(*operator.bind(sample.args, {})).tokens
+            yield Case(operator.name, sample.label, tokens, 0, lambda args=sample.args: args)  # type: ignore[misc]

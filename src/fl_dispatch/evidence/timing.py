@@ -1,0 +1,139 @@
+"""Device time and host time of a call."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+WARMUPS = 3
+HOST_CALLS = 64  # few enough that the device's queue never fills, so that the host never waits
+LEAST_ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call.
+
+    Args:
+        median: of the rounds.
+        low, high: the 10th and 90th percentile.
+        rounds: how many there were.
+        how: ``graph`` (replays between events), ``events`` (launches between events) or ``wall`` (the wall clock).
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    how: str
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], how: str) -> Timing:
+        """Of the seconds a call in each round."""
+        ordered = sorted(seconds)
+        last = len(ordered) - 1
+        ends = ordered[round(last * 0.1)], ordered[round(last * 0.9)]
+        return cls(statistics.median(ordered), *ends, len(ordered), how)
+
+
+class Clock:
+    """Times calls on one device.
+
+    On a device with graphs, all calls of a round are captured in one graph and its replays are timed with events: no
+    host time enters. Calls that cannot be captured are launched between events. Elsewhere a round is one call after the
+    other by the wall clock.
+
+    Args:
+        device: where the calls run.
+        seconds: how long to measure each list of calls.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = 0.05) -> None:
+        self.device, self.seconds = device, seconds
+        self._module: Any = getattr(torch, device.type, None)
+        self.graphs = device.type == "cuda"
+
+    def time(self, calls: Sequence[Call]) -> Timing:
+        """Time of one call, over rounds that make each of ``calls`` once."""
+        for call in calls[:WARMUPS]:
+            call()
+        self.synchronize()
+        if not self.graphs:
+            return self._rounds(lambda: self._by_wall(calls), len(calls), "wall")
+        graph = self._captured(calls)
+        if graph is None:
+            return self._rounds(lambda: self._by_events(calls), len(calls), "events")
+        graph.replay()
+        self.synchronize()
+        return self._rounds(lambda: self._by_events([graph.replay]), len(calls), "graph")
+
+    def warm_up(self, call: Call, seconds: float = 0.5) -> None:
+        """Repeat a call until the device's clocks have risen."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            call()
+            self.synchronize()
+
+    def host(self, call: Call) -> Timing:
+        """How long a call keeps the host; without a device of its own there is no difference, and none is made."""
+        for _ in range(WARMUPS):
+            call()
+        seconds = []
+        for _ in range(LEAST_ROUNDS):
+            self.synchronize()
+            started = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            seconds.append((time.perf_counter() - started) / HOST_CALLS)
+        self.synchronize()
+        return Timing.of(seconds, "wall")
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
+        if self.device.type != "cpu":
+            self._module.synchronize()
+
+    def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+        """All calls in one graph, or ``None`` for a call that waits for the device, which no graph can hold."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            calls[0]()
+        except RuntimeError:
+            return None
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph
+
+    def _rounds(self, round_: Callable[[], float], calls: int, how: str) -> Timing:
+        seconds: list[float] = []
+        while len(seconds) < LEAST_ROUNDS or sum(seconds) * calls < self.seconds:
+            seconds.append(round_() / calls)
+        return Timing.of(seconds, how)
+
+    def _by_events(self, calls: Sequence[Call]) -> float:
+        begin, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)
+        begin.record()
+        for call in calls:
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def _by_wall(self, calls: Sequence[Call]) -> float:
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        self.synchronize()
+        return time.perf_counter() - started

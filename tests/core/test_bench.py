@@ -1,0 +1,134 @@
+"""Benchmarks: what is timed, what it is compared with, what a failure looks like. Times themselves are not tested."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cli import fl
+
+from builders import impl
+from fl_dispatch import DispatchError, get_default_manager
+from fl_dispatch.evidence.bench import bench
+from fl_dispatch.evidence.cases import Case, Place, cases
+from fl_dispatch.evidence.plot import plot
+from fl_dispatch.evidence.rates import Rates, sets_to_rotate
+from fl_dispatch.evidence.timing import Clock
+from fl_dispatch.ops import OPERATORS
+
+CPU = torch.device("cpu")
+PLACE = Place(torch.float32, CPU)
+
+
+class FixedYardstick:
+    """A device of known rates."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(CPU, 0.0)
+        self.rates = Rates(copy_bytes_per_s=1e9, operations_per_s=1e12)
+
+    def copy(self, bytes_moved: int) -> float:
+        return bytes_moved / 0.5e9
+
+
+def measured(fn: Any, **fields: Any) -> Any:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    candidate = impl("default.timed", fn, "silu_and_mul", **fields)
+    manager.registry.register_impl(candidate)
+    case = Case("silu_and_mul", "", 4, 8, lambda: (torch.randn(4, 16),))
+    return bench(manager, candidate, case, torch.float32, FixedYardstick())  # type: ignore[arg-type]
+
+
+def sleepy(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.002)
+    return x[:, :8]
+
+
+def test_a_result_has_the_time_of_a_call_and_its_share_of_the_floor_and_of_a_copy() -> None:
+    result = measured(sleepy)
+    assert 0.002 <= result.device.low <= result.device.median <= result.device.high < 1
+    assert result.bytes_moved == 3 * 4 * 8 * 4
+    assert result.floor == result.bytes_moved / 1e9
+    assert result.share == pytest.approx(result.floor / result.device.median)
+    assert result.share_of_copy == pytest.approx(2 * result.share)
+    row = result.as_data()
+    assert row["device_us"]["how"] == "wall"
+    assert row["host_us"] is None
+    json.dumps(row)
+
+
+def test_the_floor_is_the_larger_of_bytes_and_operations() -> None:
+    rates = Rates(copy_bytes_per_s=1e9, operations_per_s=1e12)
+    assert rates.floor_s(10**9, 10**12) == 1
+    assert rates.floor_s(10**9, 10**13) == 10
+
+
+def test_an_implementation_that_declines_or_fails_has_a_note_and_no_time() -> None:
+    declined = measured(sleepy, supports=lambda x: "too small")
+    assert (declined.device, declined.share, declined.note) == (None, None, "too small")
+
+
+def test_an_implementation_that_fails_has_its_error_as_note() -> None:
+    failed = measured(lambda x: x.no_such_attribute)
+    assert failed.device is None
+    assert failed.note.startswith("AttributeError:")
+
+
+def test_inputs_are_rotated_past_the_cache_but_not_without_bound() -> None:
+    assert sets_to_rotate(CPU, 1) == 64
+    assert sets_to_rotate(CPU, 32 << 20) == 4
+    assert sets_to_rotate(CPU, 1 << 40) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPERATORS.items() if op.work and op.samples])
+def test_every_operator_has_cases_that_its_reference_runs(name: str) -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    impls = [i for i in manager.registry.get_implementations(name) if i.impl_id == "reference.torch"]
+    found = list(cases(OPERATORS[name], PLACE, (4,), (256,)))
+    assert found
+    for case in found[:2]:
+        args = OPERATORS[name].bind(case.make(), {})
+        assert OPERATORS[name].work(*args).bytes_moved > 0
+        for reference in impls:
+            reference.fn(*args)
+
+
+def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ["--op", "silu_and_mul", "--impl", "reference.torch", "--tokens", "2", "--hidden", "64"]
+    done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32", "--output", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "reference.torch" in done.stdout
+    written = json.loads(file.read_text())
+    assert written["copy_bytes_per_s"] > 0 < written["operations_per_s"]
+    assert written["machine"]["versions"]["torch"]
+    (row,) = written["results"]
+    assert (row["op_name"], row["tokens"], row["width"]) == ("silu_and_mul", 2, 64)
+
+
+def test_a_plot_to_nowhere_is_refused_before_anything_is_measured() -> None:
+    done = fl("bench", "--plot", "/no/such/directory/x.png")
+    assert done.returncode == 2
+    assert "there is no directory /no/such/directory" in done.stderr
+
+
+ROW = {"op_name": "silu_and_mul", "label": "", "width": 64, "tokens": 2, "impl_id": "a", "share_of_floor": 0.5}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(DispatchError, match=r"pip install 'fl-dispatch\[report\]'"):
+        plot([ROW], "title", tmp_path / "x.png")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_plot_is_an_image_file(tmp_path: Path) -> None:
+    plot([ROW, {**ROW, "tokens": 4}], "title", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,118 @@
+"""Our Triton kernels in Triton's interpreter, on the CPU; on a GPU tests/gpu runs all inputs.
+
+bfloat16 is left out: the interpreter's matrix product of it is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.backends.triton.availability import why_unavailable
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, IMPLEMENTED, PRIORITY
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+VERIFY = """
+import json, sys
+import torch
+from fl_dispatch import get_default_manager
+from fl_dispatch.evidence.verify import implementations, verify
+from fl_dispatch.ops import OPERATORS
+
+manager, device, rows = get_default_manager(), torch.device("cpu"), []
+for name, labels in json.loads(sys.argv[1]).items():
+    (impl,) = implementations(manager, [name], ["default.triton"])
+    for dtype in (torch.float16, torch.float32):
+        samples = OPERATORS[name].samples(dtype, device, torch.Generator().manual_seed(0))
+        chosen = [sample for sample in samples if sample.label in labels]
+        found = verify(manager, impl, dtype, device, samples=chosen, repeats=1)
+        rows.append([name, found.dtype, found.samples == len(labels), found.problems])
+print(json.dumps(rows))
+"""
+
+SMALL = {
+    "silu_and_mul": ["3-d 2x5x64", "empty batch", "odd width 67", "row stride larger than the row", "gate scale 300"],
+    "gelu_and_mul": ["odd width 67, none", "odd width 67, tanh", "batch dimensions swapped, tanh"],
+    "rms_norm": ["7x5120 with residual", "3-d heads 5x8x128", "no weight", "odd hidden size 67", "scale 300"],
+    "gemma_rms_norm": ["3-d heads 5x8x128", "row stride larger than the row", "odd hidden size 67", "empty batch"],
+    "rotary_embedding": [
+        "interleaved, 16 tokens",
+        "no key",
+        "not in place, half of the head, interleaved",
+        "int32 positions",
+        "float32 table",
+        "rotary dimension 20 of 24",
+        "empty batch",
+    ],
+    "kv_cache_write": ["token-major cache", "padded and skipped tokens", "value narrower than key", "empty batch"],
+    "paged_attention": [
+        "decode with out, block size 32",
+        "padded batch with out",
+        "not causal, sliding window 5",
+        "value narrower than key",
+        "softcap 2, alibi, sinks",
+        "sliding window 1",
+        "empty batch",
+    ],
+}
+
+
+def run(program: str, *arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> list[Any]:
+    rows: list[Any] = json.loads(run(VERIFY, json.dumps(SMALL), TRITON_INTERPRET="1"))
+    return rows
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", list(SMALL))
+def test_a_kernel_is_right_in_the_interpreter(interpreted: list[Any], name: str, dtype: str) -> None:
+    ((_, _, all_ran, problems),) = [row for row in interpreted if row[:2] == [name, dtype]]
+    assert problems == []
+    assert all_ran
+
+
+def test_every_kernel_is_registered_below_flaggems_whether_or_not_it_can_run() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    for name in IMPLEMENTED:
+        found = manager.registry.get_implementation(name, IMPL_ID)
+        assert found is not None
+        assert found.priority == PRIORITY < 150
+
+
+def test_where_triton_cannot_run_the_decision_says_why() -> None:
+    if not why_unavailable():
+        pytest.skip("Triton can run here")
+    entries = {entry.impl.impl_id: entry for entry in get_default_manager().explain("rms_norm").considered}
+    assert entries[IMPL_ID].status == "skipped"
+    assert entries[IMPL_ID].reason == why_unavailable()
+
+
+def test_triton_is_not_imported_where_it_cannot_run() -> None:
+    program = (
+        "import sys, fl_dispatch; fl_dispatch.get_default_manager().ensure_initialized();"
+        "from fl_dispatch.backends.triton.availability import why_unavailable;"
+        "print(not why_unavailable() or 'triton' not in sys.modules)"
+    )
+    assert run(program, TRITON_INTERPRET="0").strip() == "True"
