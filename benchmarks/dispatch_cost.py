@@ -64,7 +64,7 @@ def supported(x: Any, residual: Any = None, weight: Any = None, epsilon: float =
 
 
 def gelu_and_mul(x: Any, approximate: str = "none") -> Any:
-    return torch.empty_like(x)
+    return x.new_empty(2)
 
 
 class Layer:

@@ -41,7 +41,7 @@ SHIPPED = "cpu.yaml"
 PREFERENCES = ("reference", "vendor", "flagos")
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 BATCHES = (1, 8)
-PROMPT, STEPS = 512, 16
+PROMPT, STEPS = 512, 8
 """Tokens of a prompt, and timed decode steps of a round for each policy."""
 UNTIMED_STEPS = 2  # of decode: the prompt's last block, and one more
 
@@ -185,7 +185,7 @@ def report(data: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), nargs="+", default=["float32"])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}

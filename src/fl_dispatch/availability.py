@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .errors import DispatchError
 from .locking import writers
 from .types import OpImpl
 
@@ -46,7 +45,7 @@ class Availability:
             before, self._answers = self._answers, {}
             try:
                 yield
-            except DispatchError:
+            except BaseException:
                 self._answers = before
                 raise
 

@@ -59,7 +59,8 @@ def build_entries(manager: OpManager, policy: SelectionPolicy, keys: Iterable[Ke
         built.decisions[key.text] = decision
         built.entries[key.text] = _entry(manager, policy, decision, key.form)
         operator = OPERATORS.get(key.op_name)
-        built.declined[key.text] = _traced(manager, decision, operator, key.form, None, decision.candidates[1:])
+        others = () if policy.strict or manager.frozen else decision.candidates[1:]
+        built.declined[key.text] = _traced(manager, decision, operator, key.form, None, others)
     return built
 
 
@@ -203,6 +204,18 @@ def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, fo
     return careful
 
 
+def who_may_run(manager: OpManager, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:
+    """A branch's candidates up to the first one that takes every call: no predicate, no ban, no parameter left out."""
+    runs = []
+    for impl in branch.candidates:
+        runs.append(impl)
+        convention = manager.registry.convention(impl)
+        banned = bans and manager.failures.kinds(impl, decision.scope)
+        if impl.supports is None and not banned and not (convention and convention.left_out):
+            break
+    return runs
+
+
 def _view(
     manager: OpManager, policy: SelectionPolicy, decision: Decision, operator: Operator | None
 ) -> Function | None:
@@ -213,11 +226,7 @@ def _view(
     """
     if operator is None or Mode.OPAQUE not in operator.modes or manager.tables.root is not ROOT:
         return None
-    runs: list[OpImpl] = []
-    for impl in decision.candidates:
-        runs.append(impl)
-        if impl.supports is None and not manager.failures.kinds(impl, decision.scope):
-            break
+    runs = who_may_run(manager, decision, decision.branches[-1])
     needed = (
         decision.conditional
         or Mode.INLINE not in operator.modes
@@ -255,5 +264,18 @@ def _traced(
     for impl in reversed(candidates):
         if not manager.failures.kinds(impl, decision.scope):
             convention = manager.registry.convention(impl)
-            function = entries.direct(operator, impl, convention, form, impl.fn, function)
+            first = entries.direct(operator, impl, convention, form, impl.fn, function)
+            function = first if function is nobody else _or_next(first, function)
     return function
+
+
+def _or_next(first: Function, other: Function) -> Function:
+    """The first function, or the other one where the first declines while it is traced."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return first(*args, **kwargs)
+        except NotSupported:
+            return other(*args, **kwargs)
+
+    return chosen

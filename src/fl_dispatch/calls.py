@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import recovery
-from .entries import LAYER_SUFFIX, is_layer_first
-from .errors import NoImplementationError
+from .entries import LAYER_SUFFIX, is_layer_first, may_be_layer
+from .errors import NoImplementationError, NotSupported
 from .ops import OPERATORS
 from .table import ROOT, DispatchTable
 
@@ -23,6 +23,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _LAYER_KEYS = {
     operator.name: f"{operator.name}{LAYER_SUFFIX}" for operator in OPERATORS.values() if operator.layer is not None
 }
+_KNOWN_LAYERS = 256  # some libraries make a class for every module
 _layers: set[type] = set()  # classes of first arguments that are no tensors: asking each time would double the cost
 
 
@@ -76,11 +77,11 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., Any]:
     """The entry of a call whose first argument is no plain tensor: a layer, or a tensor of another class."""
-    if isinstance(first, _Tensor) or first is None:
+    if op_name not in _LAYER_KEYS or not may_be_layer(first):
         return table.entries[op_name]
-    if not _is_compiling():
+    if not _is_compiling() and len(_layers) < _KNOWN_LAYERS:
         _layers.add(first.__class__)
-    return table.entries[_LAYER_KEYS.get(op_name, op_name)]
+    return table.entries[_LAYER_KEYS[op_name]]
 
 
 def call_through(
@@ -113,8 +114,10 @@ def recover(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Go on after an entry raised; an error that is settled already goes to the caller unchanged."""
-    if _is_compiling():  # declined while it was traced: the next one is
-        return table.declined[key](*args, **kwargs)
+    if _is_compiling():  # while it was traced: the next one is, if it is known that nothing was written
+        if isinstance(error, NotSupported):
+            return table.declined[key](*args, **kwargs)
+        raise error
     try:
         if type(error) is recovery.Settled:
             raise error.error

@@ -107,7 +107,16 @@ def {operator.name}({_signature(operator, operator.parameters)}):
 
 def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
     """Whether a call's first argument is a layer."""
-    return operator.layer is not None and bool(args) and args[0] is not None and not isinstance(args[0], torch.Tensor)
+    return operator.layer is not None and bool(args) and may_be_layer(args[0])
+
+
+def may_be_layer(value: Any) -> bool:
+    """Whether a value can be a layer: no tensor, and nothing that a caller may pass in place of a tensor by mistake."""
+    if value is None or isinstance(
+        value, torch.Tensor | bool | int | float | complex | str | bytes | list | tuple | dict
+    ):
+        return False
+    return type(value).__module__ != "numpy"
 
 
 def stand_in(operator: Operator, values: Mapping[str, Any]) -> LayerStandIn:

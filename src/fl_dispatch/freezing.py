@@ -7,7 +7,9 @@ failure, because nothing may take over. A change that alters no choice passes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import weakref
 from collections.abc import Iterator, Mapping
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .builder import who_may_run
 from .errors import DispatchFrozenError
 from .failures import ArgumentKind
 from .locking import writers
@@ -93,8 +96,17 @@ class Manifest:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Manifest:
-        """The manifest that :meth:`as_data` described."""
-        return cls(data["choices"], data["reasons"], data["versions"])
+        """The manifest that :meth:`as_data` described.
+
+        Raises:
+            ValueError: the hash is not that of the choices and versions.
+        """
+        manifest = cls(data["choices"], data["reasons"], data["versions"])
+        if data["hash"] != manifest.hash:
+            raise ValueError(
+                f"a manifest with the hash {data['hash']} was changed: its contents hash to {manifest.hash}"
+            )
+        return manifest
 
     def differences(self, other: Manifest) -> list[str]:
         """One line for each operator, layer and package that is not the same in both; empty if the hashes agree."""
@@ -165,8 +177,10 @@ class Freezer:
 
     def fix(self, decision: Decision) -> None:
         """Fix an operator or layer that came after the freeze; the manifest does not list it."""
-        if self.manifest is not None:
-            self._choices.setdefault((decision.op_name, decision.scope), self._choices_of(decision))
+        key = decision.op_name, decision.scope
+        if self.manifest is not None and key not in self._choices:
+            self._choices[key] = self._choices_of(decision)
+            self._admitted = {}  # what was admitted says nothing of this one
 
     def check(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
         """Whether everything frozen would be decided the same after a change that is in place already.
@@ -220,16 +234,9 @@ class Freezer:
     def _choices_of(self, decision: Decision, bans: bool = True) -> Choices:
         manager, found = self._manager, []
         for branch in decision.branches:
-            runs: list[OpImpl] = []
-            banned: set[tuple[str, ArgumentKind]] = set()
-            for impl in branch.candidates:
-                runs.append(impl)
-                kinds = manager.failures.kinds(impl, decision.scope) if bans else frozenset()
-                banned |= {(impl.impl_id, kind) for kind in kinds}
-                convention = manager.registry.convention(impl)
-                if impl.supports is None and not kinds and not (convention and convention.left_out):
-                    break
-            found.append(Choice(branch.rule, tuple(runs), frozenset(banned)))
+            runs = who_may_run(manager, decision, branch, bans)
+            kinds = {(impl.impl_id, kind) for impl in runs for kind in manager.failures.kinds(impl, decision.scope)}
+            found.append(Choice(branch.rule, tuple(runs), frozenset(kinds if bans else ())))
         return tuple(found)
 
 
@@ -253,13 +260,14 @@ def _versions(impls: set[OpImpl]) -> dict[str, str]:
     from . import __version__
 
     versions = {"fl_dispatch": __version__, "torch": str(torch.__version__)}
+    distributions = metadata.packages_distributions()
     for impl in impls:
-        root = str(getattr(impl.fn, "__module__", None) or type(impl.fn).__module__).partition(".")[0]
+        fn = inspect.unwrap(impl.fn)
+        fn = fn.func if isinstance(fn, functools.partial) else fn
+        root = str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0]
         if root not in versions:
-            try:
-                versions[root] = metadata.version(root)
-            except metadata.PackageNotFoundError:
-                versions[root] = "unknown"
+            names = sorted(set(distributions.get(root, ())))
+            versions[root] = ", ".join(f"{name} {metadata.version(name)}" for name in names) or "unknown"
     return dict(sorted(versions.items()))
 
 

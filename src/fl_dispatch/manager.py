@@ -10,7 +10,8 @@ from .errors import DispatchFrozenError
 from .freezing import Manifest, frozen_ones
 from .locking import writers
 from .op_manager import OpManager, managers
-from .policy import PolicyManager, SelectionPolicy
+from .policy import PolicyManager, SelectionPolicy, policy_from_settings
+from .settings import peek_settings
 from .table import ROOT
 
 _default: OpManager | None = None
@@ -42,6 +43,7 @@ def reset_default_manager() -> None:
     global _default
     with writers:
         old = _default
+        _admit_policy("the settings", lambda: policy_from_settings(peek_settings()), False)
         if old is not None and old.frozen:
             raise DispatchFrozenError("a new manager", ["everything is asked anew"])
         _default = None
@@ -68,7 +70,8 @@ def freeze_dispatch() -> Manifest:
     ('attention_backend', 16)
     >>> thaw_dispatch()
     """
-    return get_default_manager().freezer.freeze()
+    with writers:
+        return get_default_manager().freezer.freeze()
 
 
 def thaw_dispatch() -> None:

@@ -138,7 +138,7 @@ class OpManager:
             NoImplementationError: nobody registered the operator.
         """
         self.ensure_initialized()
-        decision = self.decide(op_name, scope, self.tables.current().policy)
+        decision = self.decide(op_name, scope, self.tables.policy_of(self.tables.current()))
         if not args and not kwargs:
             return decision
         call = Call.of(op_name, scope, args, kwargs)
@@ -283,7 +283,7 @@ class OpManager:
     def _selected(self, op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpImpl:
         self.ensure_initialized()
         table = self.tables.current()
-        decision = table.decisions.get(op_name) or self.decide(op_name, None, table.policy)
+        decision = table.decisions.get(op_name) or self.decide(op_name, None, self.tables.policy_of(table))
         if not args and not kwargs:
             if decision.chosen is None:
                 raise NoImplementationError(op_name, decision.reasons())
@@ -327,8 +327,11 @@ class OpManager:
                 logger.info("%s", self.decide(op_name, None, policy))
 
     def republish(self, op_names: Iterable[str] | None) -> None:
-        """Rebuild the entries of some operators, or of all, in every table."""
+        """Rebuild the entries of some operators, or of all, in every table; while dispatch is frozen, fix what is new."""
         self.tables.republish(op_names)
+        if self.frozen:
+            for decision in self.tables.root.decisions.values():
+                self.freezer.fix(decision)
 
     # ---- changes from elsewhere
 
@@ -337,8 +340,6 @@ class OpManager:
 
     def _on_registration(self, op_names: frozenset[str]) -> None:
         self._republish_if_settled(op_names)
-        for op_name in op_names if self.frozen else ():
-            self.freezer.fix(self.tables.root.decisions[op_name])
 
     def on_policy_change(self) -> None:
         """The global policy is another one: lift the bans and rebuild."""

@@ -33,8 +33,11 @@ from .selection import Decision
 from .table import ROOT
 
 NAMESPACE = "fl_dispatch"
+SEEN_ENTRIES = 64  # entries whose results were checked; a table makes new ones when something changes
 _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
-_library: torch.library.Library | None = None
+_library: torch.library.Library | None = globals().get(
+    "_library"
+)  # a reload must not drop it: graphs hold its operators
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,8 @@ def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
         "    except Exception as error:",
         f"        _result = _recover(_key, _table, _fn, error, {call}, {{}})",
     ]
+    if variant.returns:
+        lines += ["    if _fn not in _seen:", f"        _check(_table.decisions[_key], {call}, _result, _seen, _fn)"]
     if targets:
         done = " and ".join(f"_result[{i}] is {name}" for i, name in enumerate(targets))
         if len(_results(operator, given=True)) == 1:
@@ -237,16 +242,13 @@ def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
             for name in tensors
         )
         lines += [
-            "    if _fn is not _seen.get('fn'):",
-            f"        _check(_table.decisions[_key], {call}, (_result,))",
-            "        _seen['fn'] = _fn",
             "    _place = _result.untyped_storage().data_ptr()",
             f"    return _result.clone() if {shared} else _result.contiguous()",
         ]
     else:
         lines.append(f"    return _fresh(({', '.join(tensors)},), _result)")
     namespace = {"_root": ROOT, "_recover": recover, "_unknown": unknown, "_store": _store, "_fresh": _fresh}
-    namespace |= {"_seen": {}, "_check": functools.partial(_check, operator)}
+    namespace |= {"_seen": set(), "_check": functools.partial(_check, operator)}
     exec("\n".join(lines), namespace)
     function: Callable[..., Any] = namespace[variant.name]  # type: ignore[assignment]
     return function
@@ -269,7 +271,14 @@ def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
     return fake
 
 
-def _check(operator: Operator, decision: Decision, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+def _check(
+    operator: Operator,
+    decision: Decision,
+    args: tuple[Any, ...],
+    result: Any,
+    seen: set[Callable[..., Any]],
+    entry: Callable[..., Any],
+) -> None:
     """Whether results are what compiled code was promised: it reads their memory by shape and dtype. Once an entry.
 
     Raises:
@@ -277,6 +286,7 @@ def _check(operator: Operator, decision: Decision, args: tuple[Any, ...], result
     """
     assert operator.fake is not None
     promised = operator.fake(*args)
+    results = result if isinstance(result, tuple) else (result,)
     for one, two in zip(promised if isinstance(promised, tuple) else (promised,), results, strict=True):
         found = (tuple(two.shape), two.dtype) if isinstance(two, Tensor) else two
         if isinstance(one, Tensor) and found != (tuple(one.shape), one.dtype):
@@ -284,11 +294,17 @@ def _check(operator: Operator, decision: Decision, args: tuple[Any, ...], result
                 f"'{operator.name}' returned {found}, but {(tuple(one.shape), one.dtype)} is declared; compiled code "
                 f"would read its memory wrongly. One of these ran: {', '.join(i.impl_id for i in decision.candidates)}"
             )
+    if len(seen) > SEEN_ENTRIES:
+        seen.clear()
+    seen.add(entry)
 
 
 def _store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
     """Put the first results into the arguments that they belong in; returns the rest."""
     pending = list(result) if isinstance(result, tuple) else [result]
+    places = [_storage(target) for target in targets if target is not None and target.numel()]
+    if len(set(places)) < len(places) and _overlap([target for target in targets if target is not None]):
+        raise ValueError("the arguments that this operator writes share memory, so they cannot hold different results")
     for index, target in enumerate(targets):
         value = pending[index]
         if target is None or value is target:
@@ -312,9 +328,15 @@ def _fresh(inputs: tuple[Tensor | None, ...], result: Any) -> Any:
         if isinstance(value, Tensor) and value.numel():
             if _storage(value) in taken:
                 own = value.clone()
+            own = own.contiguous()
             taken.add(_storage(own))
         fresh.append(own)
     return fresh[0] if len(fresh) == 1 else tuple(fresh)
+
+
+def _overlap(tensors: list[Tensor]) -> bool:
+    """Whether two of the tensors are the same memory; views of one projection that lie apart are not."""
+    return any(one.data_ptr() == two.data_ptr() for i, one in enumerate(tensors) for two in tensors[:i])
 
 
 def _storage(tensor: Tensor) -> int:

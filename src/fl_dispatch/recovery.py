@@ -39,7 +39,7 @@ class Settled(Exception):  # noqa: N818
 
 def must_raise(manager: OpManager, error: BaseException, policy: SelectionPolicy) -> bool:
     """Whether an implementation's error goes to the caller unchanged."""
-    if policy.strict or (manager.frozen and not declines(error)):
+    if policy.strict or manager.frozen:
         return True
     return is_out_of_memory(error) or is_dead_device(error) or is_capturing()
 

@@ -71,9 +71,14 @@ class OpRegistry:
                         + (f" (while loading {source})" if source else "")
                     )
                 merged[impl.op_name] = (*present, impl)
-            self._conventions.update(conventions)
             sources = self._sources if source is None else self._sources | {source}
-            self._replace(MappingProxyType(merged), sources, frozenset(impl.op_name for impl in new))
+            self._conventions.update(conventions)
+            try:
+                self._replace(MappingProxyType(merged), sources, frozenset(impl.op_name for impl in new))
+            except BaseException:
+                for impl in new:
+                    self._conventions.pop(impl, None)
+                raise
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, or ``None``."""

@@ -101,7 +101,7 @@ class TableKeeper:
     def _all(self) -> list[DispatchTable]:
         return [*self._contexts, self.root]  # the root last: once it is settled, all are
 
-    def _policy_of(self, table: DispatchTable) -> SelectionPolicy:
+    def policy_of(self, table: DispatchTable) -> SelectionPolicy:
         """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
         admitted = table is self.root or self._manager.freezer.admits(table.policy)
         return table.policy if admitted else self.root.policy
@@ -114,14 +114,14 @@ class TableKeeper:
         while impls is not registry.snapshot().impls_by_op:  # an availability check may register something
             impls = registry.snapshot().impls_by_op
             keys = [key for op in impls for key in keys_of(op, self.scopes(op))]
-            built = build_entries(self._manager, self._policy_of(table), keys)
+            built = build_entries(self._manager, self.policy_of(table), keys)
         if table.owner is self._manager:
             table.publish(built)
 
     def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
         if not table.settled:
             return
-        fresh = build_entries(self._manager, self._policy_of(table), keys)
+        fresh = build_entries(self._manager, self.policy_of(table), keys)
         asked = {key.text for key in keys}
         if table.owner is self._manager:
             entries = _merged(table.entries, fresh.entries, asked)

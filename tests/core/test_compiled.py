@@ -366,16 +366,43 @@ def test_layers_of_other_classes_do_not_make_a_graph_anew() -> None:
     assert counter.frame_count == 1
 
 
-def test_an_implementation_that_declines_while_it_is_traced_leaves_the_call_to_the_next() -> None:
+@pytest.mark.parametrize("declining", [1, 2])
+def test_an_implementation_that_declines_while_it_is_traced_leaves_the_call_to_the_next(declining: int) -> None:
     def declines(x: Tensor) -> Tensor:
         raise NotSupported("not these")
 
+    names = ("default.a", "default.b")[:declining]
     get_default_manager().registry.register_many(
-        [impl("default.a", declines, op=OP), impl("vendor.b", lambda x: x[..., ::2] + 2, op=OP)]
+        [*(impl(name, declines, op=OP) for name in names), impl("vendor.c", lambda x: x[..., ::2] + 2, op=OP)]
     )
     for function in (bind_op(OP), lambda x: call_op(OP, x)):
         torch._dynamo.reset()
         assert torch.compile(function, fullgraph=True, backend="eager")(torch.zeros(1, 2)).item() == 2
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("late"), RuntimeError("late")], ids=["declines", "fails"])
+def test_one_that_may_have_written_before_it_raised_in_a_trace_has_no_next(error: Exception) -> None:
+    def spoils(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> Any:
+        x.fill_(9)
+        raise error
+
+    get_default_manager().registry.register_impl(impl("default.a", spoils, op="rms_norm", signature="unchecked"))
+    arguments = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6
+    compiled = torch.compile(bind_op("rms_norm"), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="late|Unsupported|exception"):
+        compiled(*arguments)
+
+
+def test_integers_behind_a_view_have_the_declared_dtype() -> None:
+    def wide(logits: Tensor, topk: int, *rest: Any) -> Any:
+        return torch.ones(len(logits), topk), torch.arange(topk).repeat(len(logits), 1)
+
+    get_default_manager().registry.register_impl(
+        impl("vendor.wide", wide, op="topk_softmax", opaque=True, signature="unchecked")
+    )
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    with pytest.raises(DispatchError, match="topk_softmax.*int64.*int32.*vendor.wide"):
+        opaque.view(OPERATORS["topk_softmax"])(*OPERATORS["topk_softmax"].bind((torch.randn(2, 8), 2), {}))
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x[..., ::2].double(), lambda x: x], ids=["dtype", "shape"])

@@ -11,7 +11,8 @@ import pytest
 TESTS = Path(__file__).parent
 PAGE = TESTS.parents[1] / "docs" / "contract.md"
 NAMED = re.compile(r"`([a-z_/]+)::(test_\w+)`")
-COMPLETE = ["agreement", "compiled", "freezing", "poison", "recovery"]  # areas of which the page lists each test, or says why not
+# Areas of which the page lists each test, or BESIDE says why not.
+COMPLETE = ["agreement", "compiled", "freezing", "poison", "recovery"]
 BESIDE = {
     "recovery::test_arguments_that_cannot_be_written_do_not_hide_the_failure",
     "recovery::test_odd_exceptions_are_raised_as_they_are_and_fall_back_like_others",

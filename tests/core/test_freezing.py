@@ -131,7 +131,7 @@ def test_settings_that_would_change_a_choice_are_not_read_again(monkeypatch: pyt
     with pytest.raises(DispatchFrozenError, match="the settings would change"):
         reset_global_policy()
     assert run() == 1
-    with pytest.raises(DispatchFrozenError, match="new manager"):
+    with pytest.raises(DispatchFrozenError, match="settings|new manager"):
         reset_default_manager()
     thaw_dispatch()
     reset_global_policy()
@@ -206,6 +206,34 @@ def test_an_operator_or_layer_that_comes_later_is_fixed_when_it_comes() -> None:
     assert call_op("late") == 1
 
 
+@pytest.mark.usefixtures("registered")
+def test_what_comes_later_is_checked_for_policies_that_were_admitted_before() -> None:
+    freeze_dispatch()
+    other = SelectionPolicy(per_op_order=(("late", ("vendor",)),))
+    with policy_context(other):
+        assert run() == 1
+        get_default_manager().registry.register_many([impl("vendor.b", op="late"), impl("reference.c", op="late")])
+        assert call_op("late") == "vendor.b"
+    get_default_manager().registry.register_many(
+        [impl("vendor.b", op="later"), impl("reference.c", op="later", supports=None)]
+    )
+    with (
+        pytest.raises(DispatchFrozenError, match="later"),
+        policy_context(SelectionPolicy(per_op_order=(("later", ("reference",)),))),
+    ):
+        raise AssertionError("the context was entered")
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_forked_child_of_a_frozen_process_registers() -> None:
+    freeze_dispatch()
+    pid = os.fork()
+    if pid == 0:
+        get_default_manager().registry.register_impl(impl("default.new", op="brand_new"))
+        os._exit(0 if call_op("brand_new") == "default.new" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_a_layer_bound_while_frozen_follows_its_own_rule() -> None:
     get_default_manager().registry.register_many(
         [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
@@ -230,18 +258,24 @@ def test_a_frozen_failure_is_raised_and_bans_nobody() -> None:
     assert get_default_manager().get_failed_impls() == {}
 
 
-def test_declining_arguments_is_no_failure_while_frozen() -> None:
+def test_a_predicate_still_chooses_while_frozen_but_declining_by_an_exception_is_raised() -> None:
     def declines(x: torch.Tensor) -> torch.Tensor:
         raise NotSupported("not these")
 
-    get_default_manager().registry.register_many(
+    registry = get_default_manager().registry
+    registry.register_many(
         [
-            impl("default.a", declines, op=OP, supports=lambda x: True),
-            impl("vendor.b", lambda x: x + 2, op=OP, supports=lambda x: "too small" if x.numel() < 2 else True),
+            impl("default.a", declines, op=OP, supports=lambda x: x.numel() > 2),
+            impl("vendor.b", lambda x: x + 2, op=OP),
         ]
     )
-    freeze_dispatch()
-    assert run() == 2
+    manifest = freeze_dispatch()
+    assert manifest.choices[OP] == [{"runs": ["default.a", "vendor.b"]}]
+    for call in (run, lambda: bind_op(OP)(torch.zeros(2))[0]):
+        assert call() == 2
+    for call in (call_op, lambda op, x: bind_op(op)(x)):
+        with pytest.raises(NotSupported):
+            call(OP, torch.zeros(3))
 
 
 def test_a_ban_is_part_of_what_is_frozen() -> None:

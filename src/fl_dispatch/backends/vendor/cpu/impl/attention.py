@@ -4,8 +4,8 @@ The kernels keep a block as ``[kv_heads, head_dim, block_size]`` keys and ``[kv_
 keys transposed, values not. As views in the order of the declaration that is a matter of strides alone, so any other
 implementation can read and write the same cache. A host whose cache has this layout states it as :data:`KV_LAYOUT`.
 
-The kernels compute with values behind the end of a sequence, at weight zero: what other requests left in the rest of
-its last block must be finite.
+The attention kernel computes with all values of a sequence's last block, those behind its end at weight zero. Where
+another request left a NaN or an infinity there, the result is NaN; then the call is repeated without such leftovers.
 """
 
 from __future__ import annotations
@@ -122,10 +122,36 @@ def paged_attention(
     The kernel's schedule is made anew in every call (6 to 13 µs): it depends on the lengths of the batch, on the window
     and on the number of threads, and has room that the kernel writes to.
     """
-    _, block_size, kv_heads, head_dim = key_cache.shape
     if out is None:
         out = query.new_empty(query.shape)
-    variant = instructions(block_size, head_dim)
+    if sinks is not None and sinks.dtype is torch.float16:
+        sinks = sinks.float()
+    keys, values = _as_values(key_cache), value_cache.transpose(1, 2)
+    rest = (query_start_loc, seq_lens, scale, causal, sliding_window, softcap, alibi_slopes, sinks)
+    _attend(query, keys, values, block_table, out, *rest)
+    if out[: int(query_start_loc[-1])].isnan().any():
+        keys, values, block_table = _without_leftovers(keys, values, block_table, seq_lens, max_seq_len)
+        _attend(query, keys, values, block_table, out, *rest)
+    return out
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    causal: bool,
+    sliding_window: int | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """The kernel, on caches in its own shape."""
+    _, kv_heads, block_size, head_dim = values.shape
     window = -1 if sliding_window is None else sliding_window
     schedule = torch.ops._C.get_scheduler_metadata(
         seq_lens.shape[0],
@@ -137,17 +163,15 @@ def paged_attention(
         query_start_loc,
         causal,
         window,
-        variant,
+        instructions(block_size, head_dim),
         True,  # the keys of a request may be split over threads
         None,
         "auto",
     )
-    if sinks is not None and sinks.dtype is torch.float16:
-        sinks = sinks.float()
     torch.ops._C.cpu_attention_with_kv_cache(
         query,
-        _as_values(key_cache),
-        value_cache.transpose(1, 2),
+        keys,
+        values,
         out,
         query_start_loc,
         seq_lens,
@@ -164,7 +188,20 @@ def paged_attention(
         1.0,
         "auto",
     )
-    return out
+
+
+def _without_leftovers(
+    keys: Tensor, values: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The requests' blocks in a cache of their own, with zeros for the values behind their ends, and its table."""
+    block_size, requests = values.shape[2], seq_lens.shape[0]
+    columns = -(-max_seq_len // block_size)
+    # entries that no key needs may hold anything
+    blocks = block_table[:requests, :columns].clamp(0, values.shape[0] - 1).flatten()
+    behind = torch.arange(columns * block_size) >= seq_lens[:, None]
+    cleaned = values[blocks].masked_fill_(behind.view(-1, 1, block_size, 1), 0.0)
+    table = torch.arange(len(blocks), dtype=torch.int32).view(requests, columns)
+    return keys[blocks].contiguous(), cleaned.contiguous(), table
 
 
 def _as_values(key_cache: Tensor) -> Tensor:
