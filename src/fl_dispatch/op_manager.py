@@ -327,7 +327,7 @@ class OpManager:
                 logger.info("%s", self.decide(op_name, None, policy))
 
     def republish(self, op_names: Iterable[str] | None) -> None:
-        """Rebuild the entries of some operators, or of all, in every table; while dispatch is frozen, fix what is new."""
+        """Rebuild the entries of some operators, or of all, in every table; if frozen, fix what is new."""
         self.tables.republish(op_names)
         if self.frozen:
             for decision in self.tables.root.decisions.values():

@@ -3,7 +3,7 @@
 vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
 strided views of it, by the layout that ``kv_layout`` decides. Encoder-only layers have no cache: there each new token
 is a block of its own, in place, so the same operator attends over the batch's own keys and values. The class answers
-both of vLLM's KV-cache interfaces: 0.26 asks for shapes (not run by us yet), 0.32 for layouts.
+both of vLLM's KV-cache interfaces: 0.26 asks for shapes, 0.32 for layouts.
 """
 
 from __future__ import annotations

@@ -57,8 +57,11 @@ REPLACEMENTS = (
         "torch.accelerator:empty_cache",
         "vLLM calls it at shutdown unless the platform is its own CPU platform; without an accelerator it raises.",
     ),
-    Replacement("torch.accelerator:empty_host_cache", "The same."),
-    Replacement("torch.accelerator:synchronize", "The same, and between steps."),
+    Replacement("torch.accelerator:empty_host_cache", "vLLM calls it at shutdown; without an accelerator it raises."),
+    Replacement(
+        "torch.accelerator:synchronize",
+        "vLLM calls it at shutdown and between steps; without an accelerator it raises.",
+    ),
     Replacement(
         "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel",
         "A Triton kernel; there is no Triton driver on a CPU. Replaced through vLLM's own register_kernels.",
@@ -66,7 +69,7 @@ REPLACEMENTS = (
     ),
     Replacement(
         "vllm.v1.worker.block_table:_compute_slot_mapping_kernel",
-        "The same; this version has no register_kernels.",
+        "A Triton kernel; there is no Triton driver on a CPU, and this version has no register_kernels.",
         ("0.26",),
     ),
     Replacement(
@@ -78,7 +81,10 @@ REPLACEMENTS = (
         f"{ROTARY_PACKAGE}:Phi3LongRoPEScaledRotaryEmbedding",
         "A plain module, which vLLM's CustomOp.register_oot does not replace; get_rope looks it up under this name.",
     ),
-    *(Replacement(f"{REJECTION_SAMPLER}:{name}", "The same, for speculative decoding.") for name in REJECTION_KERNELS),
+    *(
+        Replacement(f"{REJECTION_SAMPLER}:{name}", "A Triton kernel for speculative decoding.")
+        for name in REJECTION_KERNELS
+    ),
 )
 
 

@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 WORKER = "vllm_fl.worker.WorkerFL"
+WORKERS_KEY = "workers_here"
 EXPERT_LAYERS = {
     "UnquantizedFusedMoEMethod": ("fused_moe",),
     "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
 }
 """The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
+ALL2ALL = "allgather_reducescatter"
+"""The exchange of tokens between experts that is made of a communicator's own collectives."""
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -58,7 +61,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 
 
 def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
-    parallel = vllm_config.parallel_config
+    parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
     cache_dtype = vllm_config.cache_config.cache_dtype
     speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
@@ -67,7 +70,13 @@ def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.enable_dbo, "dual-batch overlap"),
+        (
+            parallel.all2all_backend != ALL2ALL and _has_experts(vllm_config),
+            f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
+        ),
         (vllm_config.lora_config is not None and _has_experts(vllm_config), "LoRA on mixture-of-experts models"),
+        (vllm_config.lora_config is not None and compiled, "LoRA on compiled models"),
+        (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
 
 
@@ -190,7 +199,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec) -> None:
             "vllm_fl runs vLLM's V1 model runner, but something in this configuration forces the V2 runner"
         )
     if device.torch_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, torch.get_num_threads() // parallel.world_size)
+        threads = max(1, torch.get_num_threads() // workers_here(vllm_config))
         logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
 
@@ -202,16 +211,33 @@ def _set(config: Any, field: str, value: Any, reason: str) -> None:
         setattr(config, field, value)
 
 
+def workers_here(vllm_config: VllmConfig) -> int:
+    """How many workers share this machine's memory and cores: its part of each data-parallel rank here, together.
+
+    Engines of a dense model forget in their own processes that there are others, so a parent's count is passed on.
+    """
+    given = vllm_config.additional_config
+    packed = given.get(startup.CONFIG_KEY, {}) if isinstance(given, dict) else {}
+    workers = packed.get(WORKERS_KEY) if isinstance(packed, dict) else None
+    if type(workers) is int and workers > 0:  # pack_settings refuses anything else
+        return workers
+    parallel = vllm_config.parallel_config
+    return int(parallel.local_world_size * max(1, parallel.data_parallel_size_local))
+
+
 # -- additions --------------------------------------------------------------------------------------------------------
 
 
 def _check_packed(given: Any) -> None:
     """What stands under our key came from a parent process, or from a user who must learn what may stand there."""
     where = f"additional_config.{startup.CONFIG_KEY}"
-    if not isinstance(given, dict) or not set(given) <= {"settings", "policy"}:
+    if not isinstance(given, dict) or not set(given) <= {"settings", "policy", WORKERS_KEY}:
         raise ConfigError(
             where, None, f"may only hold 'settings' and 'policy' as their to_json() wrote them, not {given!r}"
         )
+    workers = given.get(WORKERS_KEY, 1)
+    if type(workers) is not int or workers < 1:
+        raise ConfigError(where, WORKERS_KEY, f"is a number of workers, not {workers!r}")
     for name, parse in (("settings", Settings.from_json), ("policy", SelectionPolicy.from_json)):
         try:
             if name in given:
@@ -230,5 +256,5 @@ def pack_settings(vllm_config: VllmConfig) -> None:
         raise ValueError("vllm_fl carries its settings in additional_config, which must be a dictionary")
     given = existing.get(startup.CONFIG_KEY, {})
     _check_packed(given)
-    packed = {**startup.pack(), **given}
+    packed = {**startup.pack(), WORKERS_KEY: workers_here(vllm_config), **given}
     vllm_config.additional_config = {**existing, startup.CONFIG_KEY: packed}  # a copy: the user's own stays as it is

@@ -16,7 +16,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
@@ -62,8 +62,8 @@ class ExpertsFL(mk.FusedMoEExpertsModular):
         return weight_key is None and activation_key is None
 
     @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return True
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        return not moe_parallel_config.use_all2all_kernels or moe_parallel_config.use_ag_rs_all2all_kernels
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
@@ -101,7 +101,7 @@ class ExpertsFL(mk.FusedMoEExpertsModular):
 
 def refusal(moe: FusedMoEConfig) -> str | None:
     """Why these experts cannot run here, or ``None``."""
-    if any(getattr(moe, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
+    if any(value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)):
         return "experts with a limited or scaled SwiGLU"
     supported, reason = ExpertsFL.is_supported_config(ExpertsFL, moe, None, None, mk.FusedMoEActivationFormat.Standard)
     return None if supported else str(reason).removeprefix("kernel does not support ")

@@ -131,7 +131,12 @@ class PlatformFL(Platform):
         """
         path = config.attention_backend_path(attn_selector_config.use_mla)
         if selected_backend is not None and selected_backend.name != "CUSTOM":
-            logger.info("attention backend %s instead of %s: the operator selects it", path, selected_backend.name)
+            logger.warning(
+                "attention backend %s instead of %s: the operator 'attention_backend' selects it; choose one of its "
+                "implementations with VLLM_FL_PER_OP=attention_backend=TOKEN",
+                path,
+                selected_backend.name,
+            )
         reasons = config.attention_refusals(path, attn_selector_config, cls.get_device_capability())
         if reasons:
             raise ValueError(f"attention backend {path} cannot serve this model: {', '.join(reasons)}")

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from vllm.distributed.parallel_state import GroupCoordinator, get_tp_group, get_world_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_ep_group, get_tp_group, get_world_group
 
 from fl_dispatch import Manifest, RankDivergenceError, get_default_manager
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 Choices = dict[str, Any]
 
 
-def refuse_divergence() -> None:
+def same_layers(model_config: ModelConfig) -> GroupCoordinator:
+    """The ranks that compute parts of this rank's layers together; another pipeline stage has other layers.
+
+    Data-parallel ranks of a model with experts are among them, for they exchange tokens in every such layer.
+    """
+    return get_ep_group() if model_config.is_moe else get_tp_group()
+
+
+def refuse_divergence(group: GroupCoordinator) -> None:
     """Compare this rank's choices with the others'. Every rank must call it.
 
     What was chosen for an operator must be the same everywhere. What was chosen for one layer, and what has failed, is
-    compared among the ranks of a tensor-parallel group, each of which computes a part of the same layers; another
-    pipeline stage has other layers.
+    compared within ``group``: the ranks of :func:`same_layers`.
 
     Raises:
         RankDivergenceError: on every rank that sees a difference, with all of them.
     """
     operators, layers = _choices()
-    differences = [*_differences(get_world_group(), operators), *_differences(get_tp_group(), layers)]
+    differences = [*_differences(get_world_group(), operators), *_differences(group, layers)]
     if differences:
         raise RankDivergenceError(f"the ranks chose different implementations: {'; '.join(differences)}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
@@ -55,6 +55,10 @@ class WorkerFL(Worker):
     def _make_model_runner(self) -> Any:
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
 
+        if self.vllm_config.lora_config is not None:
+            from .lora import LoRAModelRunner
+
+            return LoRAModelRunner(self.vllm_config, self.device)
         return CPUModelRunner(self.vllm_config, self.device)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
@@ -82,15 +86,16 @@ class WorkerFL(Worker):
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is None:
             explicit = config.cache_space()
+        workers = config.workers_here(self.vllm_config)
         if explicit is not None:
-            if explicit > available // self.parallel_config.world_size:
-                asked, have = explicit / GIB, available / GIB / self.parallel_config.world_size
+            if explicit > available // workers:
+                asked, have = explicit / GIB, available / GIB / workers
                 raise ValueError(
                     f"{asked:.1f} GiB are asked for as KV cache, but only {have:.1f} GiB are available to each worker"
                 )
             return explicit
         longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
-        share = int(available * self.cache_config.gpu_memory_utilization) // self.parallel_config.world_size
+        share = int(available * self.cache_config.gpu_memory_utilization) // workers
         useful = min(self.scheduler_config.max_num_seqs * longest, LARGEST_DEFAULT_CACHE)
         size = min(max(useful, longest), share)
         logger.info(
@@ -112,7 +117,7 @@ class WorkerFL(Worker):
             self._run_dummy_batch(WARM_UP_TOKENS)
         several = get_world_group().world_size > 1
         if several:
-            ranks.refuse_divergence()
+            ranks.refuse_divergence(ranks.same_layers(self.model_config))
         if compile.is_compiled(self.vllm_config):
             self._freeze_and_compile()
         get_default_manager().lockstep = several
@@ -125,7 +130,7 @@ class WorkerFL(Worker):
 
     def _freeze_and_compile(self) -> None:
         model, manifest = self.get_model(), freeze_dispatch()
-        ranks.refuse_other_manifest(manifest, get_tp_group())
+        ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)
         layers.bind_scopes(model)  # now to the implementations themselves
         self.fl_counts_before = compile.counts()

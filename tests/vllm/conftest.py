@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engines import expected_tokens
+from engines import expected_tokens, pool
 
 pytest.importorskip("vllm")
 
@@ -17,6 +17,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents and "checkpoint" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
+
+
+def pytest_sessionfinish() -> None:
+    """Engines that are still waiting for their turn are not started any more."""
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(scope="session")

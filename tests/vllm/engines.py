@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ MAX_TOKENS = 16
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 AT_ONCE = 2  # processes; an engine needs a core of its own
-_pool = ThreadPoolExecutor(AT_ONCE)
+pool = ThreadPoolExecutor(AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,22 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
-    """Run Python in a process of its own."""
-    process = subprocess.run(
+    """Run Python in a process of its own; if its time is up, or the test is interrupted, its children end with it."""
+    process = subprocess.Popen(
         [sys.executable, *arguments],
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
-        check=False,
+        start_new_session=True,
     )
-    return Finished(process.returncode, process.stdout)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return Finished(process.returncode, output)
 
 
 def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:
@@ -74,7 +80,7 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
         steps: see ``run_engine``; one with the standard prompts by default.
         options: ``variables``, ``policy_before``, and ``engine``: further arguments of ``LLM``.
     """
-    return _pool.submit(_run, model, steps or (STEP,), **options)
+    return pool.submit(_run, model, steps or (STEP,), **options)
 
 
 def start_features(
@@ -87,7 +93,7 @@ def start_features(
         variables: of the environment.
     """
     job = {"runs": [{"engine": engine_arguments(model, engine), "steps": steps} for model, steps, engine in runs]}
-    return _pool.submit(_finish, "run_features.py", job, variables)
+    return pool.submit(_finish, "run_features.py", job, variables)
 
 
 def start_compiled(engines: Mapping[str, Mapping[str, Any]], **variables: str) -> Future[dict[str, Any]]:
@@ -102,19 +108,24 @@ def start_compiled(engines: Mapping[str, Mapping[str, Any]], **variables: str) -
     for name, given in engines.items():
         rest = {key: value for key, value in given.items() if key not in ("model", "engine")}
         job[name] = {"arguments": engine_arguments(given["model"], given["engine"]), **rest}
-    return _pool.submit(_finish, "run_compiled.py", {"engines": job}, variables)
+    return pool.submit(_finish, "run_compiled.py", {"engines": job}, variables)
 
 
-def start_data_parallel(model: Path, ranks: int = 2, **engine: Any) -> Future[dict[str, Any]]:
+def start_data_parallel(
+    model: Path, ranks: int = 2, variables: Mapping[str, str] | None = None, **engine: Any
+) -> Future[dict[str, Any]]:
     """Start an engine with data-parallel ranks; the result has each rank's tokens and report (``run_data_parallel``).
 
     Args:
         model: the checkpoint.
         ranks: each of them gets the standard prompts.
+        variables: of the environment.
         engine: further arguments of ``AsyncLLM``.
     """
     job = {"engine": {**engine_arguments(model, engine), "data_parallel_size": ranks}, **STEP}
-    return _pool.submit(_finish, "run_data_parallel.py", job, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    return pool.submit(
+        _finish, "run_data_parallel.py", job, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(variables or {})}
+    )
 
 
 def start_on_ray(model: Path, library: Path, **variables: str) -> Future[dict[str, Any]]:
@@ -128,12 +139,12 @@ def start_on_ray(model: Path, library: Path, **variables: str) -> Future[dict[st
     engine = engine_arguments(model, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"})
     path = os.pathsep.join((str(library), environment()["PYTHONPATH"]))
     fixed = {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    return _pool.submit(_finish, "run_ray.py", {"engine": engine, "steps": [STEP]}, {**fixed, **variables})
+    return pool.submit(_finish, "run_ray.py", {"engine": engine, "steps": [STEP]}, {**fixed, **variables})
 
 
 def background(*arguments: str, **variables: str) -> Future[Finished]:
     """Run Python beside other engines."""
-    return _pool.submit(lambda: python(*arguments, **variables))
+    return pool.submit(lambda: python(*arguments, **variables))
 
 
 def _run(

@@ -30,6 +30,10 @@ def _prompt(ids: list[int], salt: str | None = None) -> dict[str, Any]:
     return {"prompt_token_ids": ids, **({} if salt is None else {"cache_salt": salt})}
 
 
+_adapters: dict[str, int] = {}
+"""Folder → its number, which stays: vLLM keeps an adapter under it."""
+
+
 def _values(logprobs: dict[int, Any] | None) -> dict[int, float] | None:
     return None if logprobs is None else {token: value.logprob for token, value in logprobs.items()}
 
@@ -41,8 +45,9 @@ def generate(
     from vllm.lora.request import LoRARequest
 
     options = [_sampling(each) for each in sampling] if isinstance(sampling, list) else _sampling(sampling)
-    folders = sorted({path for path in lora or () if path})
-    requests = [LoRARequest(path, folders.index(path) + 1, path) if path else None for path in lora or ()]
+    for path in filter(None, lora or ()):
+        _adapters.setdefault(path, len(_adapters) + 1)
+    requests = [LoRARequest(path, _adapters[path], path) if path else None for path in lora or ()]
     outputs = llm.generate(
         [_prompt(ids, salt) for ids in prompts], options, lora_request=requests or None, use_tqdm=False
     )

@@ -124,7 +124,8 @@ def assert_routes_like(theirs: Any, native: Any, experts: int) -> None:
     ours = moe.RouterFL(theirs, found)
     ours.fl_call = bind_op(found.operator)
     assert ours.routing_method_type is theirs.routing_method_type
-    hidden, logits = torch.randn(40, 8), torch.randn(40, experts)
+    generator = torch.Generator().manual_seed(experts)
+    hidden, logits = torch.randn(40, 8, generator=generator), torch.randn(40, experts, generator=generator)
     weights, ids = ours.select_experts(hidden, logits, topk_indices_dtype=torch.int64)
     wanted_weights, wanted_ids = native.select_experts(hidden, logits, topk_indices_dtype=torch.int64)
     assert ids.dtype is torch.int64
@@ -227,18 +228,23 @@ def test_a_router_whose_operator_is_on_the_blacklist_is_refused(monkeypatch: pyt
 def experts_config(**changes: Any) -> Any:
     """As much of vLLM's configuration of a layer as is looked at."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     activation = MoEActivation(changes.pop("activation", "silu"))
     fields = {
         "is_act_and_mul": activation.is_gated,
         "activation": activation,
-        "moe_parallel_config": None,
+        "moe_parallel_config": SimpleNamespace(use_all2all_kernels=False),
         "has_hash_routing": False,
         "routing_method": None,
         "router_logits_dtype": None,
         "hidden_dim": 64,
         "is_lora_enabled": False,
+        "swiglu_limit": None,
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
     }
+    assert set(fields) <= {*FusedMoEConfig.__dataclass_fields__, *dir(FusedMoEConfig)}
     return SimpleNamespace(**{**fields, **changes})
 
 
@@ -251,6 +257,10 @@ def experts_config(**changes: Any) -> Any:
         ({"activation": "situ"}, "SITU activation"),
         ({"is_lora_enabled": True}, "LoRA"),
         ({"swiglu_limit": 7.0}, "experts with a limited or scaled SwiGLU"),
+        (
+            {"moe_parallel_config": SimpleNamespace(use_all2all_kernels=True, use_ag_rs_all2all_kernels=False)},
+            "parallel config",
+        ),
     ],
 )
 def test_experts_that_the_operator_cannot_compute_are_named(changes: dict[str, Any], named: str | None) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fl_dispatch import ConfigError, SelectionPolicy, policy_context
 from fl_dispatch.device import CPU
@@ -28,7 +29,13 @@ def vllm_config() -> Any:
         hf_text_config=SimpleNamespace(),
     )
     parallel = SimpleNamespace(
-        decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, world_size=1
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        enable_dbo=False,
+        world_size=1,
+        local_world_size=1,
+        data_parallel_size_local=1,
+        all2all_backend="allgather_reducescatter",
     )
     return SimpleNamespace(
         model_config=model,
@@ -49,7 +56,6 @@ def vllm_config() -> Any:
         ("model_config", "hf_text_config", SimpleNamespace(index_topk=2048), "sparse latent attention"),
         ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
         ("parallel_config", "enable_dbo", True, "dual-batch overlap"),
-        ("cache_config", "cache_dtype", "fp8", "fp8"),
     ],
 )
 def test_an_unsupported_feature_is_named(vllm_config: Any, part: str, field: str, value: Any, named: str) -> None:
@@ -57,6 +63,44 @@ def test_an_unsupported_feature_is_named(vllm_config: Any, part: str, field: str
     config.refuse_unsupported(vllm_config, CPU)
     setattr(getattr(vllm_config, part), field, value)
     with pytest.raises(ValueError, match=named):
+        config.refuse_unsupported(vllm_config, CPU)
+
+
+def test_what_is_looked_at_exists_in_vllms_configuration(vllm_config: Any) -> None:
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+
+    classes = {
+        VllmConfig: vllm_config,
+        ModelConfig: vllm_config.model_config,
+        ParallelConfig: vllm_config.parallel_config,
+        CacheConfig: vllm_config.cache_config,
+    }
+    for theirs, ours in classes.items():
+        known = {*theirs.__dataclass_fields__, *dir(theirs)}
+        assert set(vars(ours)) <= known, theirs.__name__
+
+
+def test_another_exchange_of_tokens_is_refused_for_a_model_with_experts(vllm_config: Any) -> None:
+    startup.activate()
+    vllm_config.parallel_config.all2all_backend = "deepep_v2"
+    config.refuse_unsupported(vllm_config, CPU)
+    vllm_config.model_config.is_moe = True
+    with pytest.raises(ValueError, match=r"all-to-all backend deepep_v2 \(only allgather_reducescatter\)"):
+        config.refuse_unsupported(vllm_config, CPU)
+
+
+def test_lora_and_flagcx_are_refused_for_compiled_models(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CompilationMode
+
+    startup.activate()
+    vllm_config.lora_config = object()
+    config.refuse_unsupported(vllm_config, CPU)
+    vllm_config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    with pytest.raises(ValueError, match="LoRA on compiled models"):
+        config.refuse_unsupported(vllm_config, CPU)
+    vllm_config.lora_config, vllm_config.parallel_config.world_size = None, 2
+    monkeypatch.setattr(config, "get_settings", lambda: SimpleNamespace(flagcx_path="somewhere"))
+    with pytest.raises(ValueError, match="FlagCX in compiled models"):
         config.refuse_unsupported(vllm_config, CPU)
 
 
@@ -121,7 +165,7 @@ def test_the_users_additional_config_stays_as_it_is(vllm_config: Any) -> None:
     config.pack_settings(vllm_config)
     assert mine == {"mine": 1}
     assert set(vllm_config.additional_config) == {"mine", "fl_dispatch"}
-    assert set(vllm_config.additional_config["fl_dispatch"]) == {"settings", "policy"}
+    assert set(vllm_config.additional_config["fl_dispatch"]) == {"settings", "policy", "workers_here"}
 
 
 def test_what_a_parent_packed_stays(vllm_config: Any) -> None:
@@ -131,7 +175,19 @@ def test_what_a_parent_packed_stays(vllm_config: Any) -> None:
     assert vllm_config.additional_config["fl_dispatch"]["policy"] == theirs
 
 
-@pytest.mark.parametrize("given", ["x", {"prefer": "vendor"}, {"policy": "junk"}, {"settings": "{}"}, {"policy": 3}])
+def test_workers_of_all_data_parallel_ranks_here_share_the_machine_and_a_child_knows(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    parallel.world_size, parallel.local_world_size, parallel.data_parallel_size_local = 4, 2, 3
+    assert config.workers_here(vllm_config) == 6
+    config.pack_settings(vllm_config)
+    parallel.local_world_size, parallel.data_parallel_size_local = 2, 1  # as vLLM leaves it to a dense model's engine
+    assert config.workers_here(vllm_config) == 6
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["x", {"prefer": "vendor"}, {"policy": "junk"}, {"settings": "{}"}, {"policy": 3}, {"workers_here": 0}],
+)
 def test_anything_else_under_our_key_is_refused(vllm_config: Any, given: Any) -> None:
     vllm_config.additional_config = {"fl_dispatch": given}
     with pytest.raises(ConfigError, match="additional_config.fl_dispatch"):
@@ -170,3 +226,16 @@ def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused() -> No
         layers._refuse_partial_rules("rotary_embedding", ["layers.0.attn.rope"])
         with pytest.raises(ValueError, match="share one module"):
             layers._refuse_partial_rules("rotary_embedding", ["layers.0.attn.rope", "layers.1.attn.rope"])
+
+
+def test_an_attention_backend_of_the_users_that_is_not_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_fl.platform import PlatformFL
+
+    startup.activate()
+    wanted = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype=None, block_size=16)
+    with caplog.at_level("WARNING"):
+        path = PlatformFL.get_attn_backend_cls(AttentionBackendEnum.TRITON_ATTN, wanted)
+    assert f"attention backend {path} instead of TRITON_ATTN" in caplog.text

@@ -59,13 +59,13 @@ def with_characters(model: Path, target: Path) -> Path:
     return target
 
 
-def adapter(model: Path, target: Path, seed: int) -> Path:
+def adapter(model: Path, target: Path, seed: int, adapted: tuple[str, ...] = ADAPTED) -> Path:
     """A LoRA adapter of all projections, in PEFT's format."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / WEIGHTS).items():
         module = name.removesuffix(".weight")
-        if module.endswith(ADAPTED):
+        if module.endswith(adapted):
             rows, columns = weight.shape
             down = torch.randn(RANK, columns, generator=generator) * columns**-0.5
             up = torch.randn(rows, RANK, generator=generator) * 0.5
@@ -82,7 +82,7 @@ def adapter(model: Path, target: Path, seed: int) -> Path:
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": [module.rpartition(".")[2] for module in ADAPTED],
+        "target_modules": [module.rpartition(".")[2] for module in adapted],
         "base_model_name_or_path": str(model),
     }
     (target / "adapter_config.json").write_text(json.dumps(config))

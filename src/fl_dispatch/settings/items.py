@@ -151,8 +151,8 @@ ITEMS: tuple[Item, ...] = (
     ),
     _item(
         "flagcx_path", "FLAGCX_PATH", values.text, str, values.path,
-        "the FlagCX library. There is no FlagCX communicator yet: with several processes it is refused, "
-        "with one a WARNING",
+        "the FlagCX library, or a directory that holds it: communication between processes runs through it, "
+        "or the start ends with one error",
     ),
     _item(
         "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", values.text, str, values.path,
