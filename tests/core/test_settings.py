@@ -591,7 +591,7 @@ def test_the_platform_files_are_right(name: str, caplog: pytest.LogCaptureFixtur
     assert name in config.list_platforms()
     found = config.load_platform_config(name)
     assert found["prefer"] == "flagos"
-    assert found.keys() == ({"prefer", "op_tuned"} if name == "cpu" else {"prefer"})
+    assert found.keys() == {"prefer"}
     assert not caplog.records
 
 

@@ -37,5 +37,5 @@ def test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve
     variables = {"VLLM_FL_PLUGIN_MODULES": "uneven_plugin", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     with pytest.raises(AssertionError, match=REFUSAL) as caught:
         start(checkpoint("llama"), engine=engine, variables=variables).result()
-    chosen = "silu_and_mul: [[['reference.torch']], [['reference.torch', 'vendor.uneven']]] on ranks [0, 1]"
+    chosen = "silu_and_mul: [[['reference.torch']], [['vendor.uneven', 'reference.torch']]] on ranks [0, 1]"
     assert chosen in str(caught.value)
