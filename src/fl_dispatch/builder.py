@@ -205,15 +205,20 @@ def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, fo
 
 
 def who_may_run(manager: OpManager, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:
-    """A branch's candidates up to the first one that takes every call: no predicate, no ban, no parameter left out."""
+    """A branch's candidates up to the first one that takes every call."""
     runs = []
     for impl in branch.candidates:
         runs.append(impl)
-        convention = manager.registry.convention(impl)
-        banned = bans and manager.failures.kinds(impl, decision.scope)
-        if impl.supports is None and not banned and not (convention and convention.left_out):
+        if takes_every_call(manager, decision, impl, bans):
             break
     return runs
+
+
+def takes_every_call(manager: OpManager, decision: Decision, impl: OpImpl, bans: bool = True) -> bool:
+    """Whether an implementation takes every call here: no predicate, no ban, no parameter left out."""
+    convention = manager.registry.convention(impl)
+    banned = bans and manager.failures.kinds(impl, decision.scope)
+    return impl.supports is None and not banned and not (convention and convention.left_out)
 
 
 def _view(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .builder import who_may_run
+from .builder import takes_every_call, who_may_run
 from .errors import DispatchFrozenError
 from .failures import ArgumentKind
 from .locking import writers
@@ -44,11 +44,18 @@ class Choice:
         rule: the condition; ``None`` for all other calls.
         runs: the implementation that runs, after those that may decline some of these calls.
         banned: kinds of arguments for which an implementation of ``runs`` is left out, by its id.
+        complete: the last of ``runs`` takes every call that reaches it.
     """
 
     rule: TunedRule | None
     runs: tuple[OpImpl, ...]
     banned: frozenset[tuple[str, ArgumentKind]] = frozenset()
+    complete: bool = True
+
+    @property
+    def sole(self) -> bool:
+        """Whether one implementation takes every call, whatever its arguments."""
+        return self.rule is None and len(self.runs) == 1 and self.complete
 
     def as_data(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -170,17 +177,15 @@ class Freezer:
             self._manager.republish(None)
         logger.info("Dispatch is thawed")
 
-    def choices(self, op_name: str, scope: str | None) -> Choices | None:
-        """What was fixed for an operator or layer; ``None`` if nothing was."""
-        found = self._choices.get((op_name, scope))
-        return self._choices.get((op_name, None)) if found is None else found
-
-    def fix(self, decision: Decision) -> None:
-        """Fix an operator or layer that came after the freeze; the manifest does not list it."""
+    def fix(self, decision: Decision) -> Choices:
+        """What is fixed for an operator or layer; one that came after the freeze, which the manifest does not list, is
+        fixed now.
+        """
         key = decision.op_name, decision.scope
-        if self.manifest is not None and key not in self._choices:
+        if key not in self._choices:
             self._choices[key] = self._choices_of(decision)
             self._admitted = {}  # what was admitted says nothing of this one
+        return self._choices[key]
 
     def check(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
         """Whether everything frozen would be decided the same after a change that is in place already.
@@ -236,7 +241,8 @@ class Freezer:
         for branch in decision.branches:
             runs = who_may_run(manager, decision, branch, bans)
             kinds = {(impl.impl_id, kind) for impl in runs for kind in manager.failures.kinds(impl, decision.scope)}
-            found.append(Choice(branch.rule, tuple(runs), frozenset(kinds if bans else ())))
+            complete = bool(runs) and takes_every_call(manager, decision, runs[-1], bans)
+            found.append(Choice(branch.rule, tuple(runs), frozenset(kinds if bans else ()), complete))
         return tuple(found)
 
 

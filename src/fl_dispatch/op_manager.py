@@ -93,11 +93,10 @@ class OpManager:
         root = self.tables.root
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
-        if self.frozen and key in root.decisions:
-            self.freezer.fix(root.decisions[key])
-        fixed = self.freezer.choices(op_name, scope or None)
-        if fixed is not None and len(fixed) == 1 and len(fixed[0].runs) == 1 and not self.counter.on:
-            return frozen_function(self, root.policy, root.decisions[key])
+        if self.frozen and key in root.decisions and not self.counter.on:
+            fixed = self.freezer.fix(root.decisions[key])
+            if fixed[0].sole:
+                return frozen_function(self, root.policy, root.decisions[key])
         return entries.bound(operator, key, root, recover, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -223,9 +222,17 @@ class OpManager:
                 raise
             self._republish_if_settled(None)
 
-    def warn_of_unmatched_scopes(self) -> None:
-        """Log each layer pattern of the policy that fits no layer that was bound; a host calls it once all are."""
-        rules.warn_of_unmatched_scopes(self, PolicyManager.get_instance().get_global_policy())
+    def unmatched_scopes(self) -> dict[str, list[str]]:
+        """The layer patterns of the policy that fit no layer that was bound, each with the operator's layers."""
+        return rules.unmatched_scopes(self, PolicyManager.get_instance().get_global_policy())
+
+    def warn_of_unmatched_scopes(self, *elsewhere: Mapping[str, list[str]]) -> None:
+        """Log each layer pattern of the policy that fits no layer; a host calls it once all are bound.
+
+        Args:
+            elsewhere: the :meth:`unmatched_scopes` of processes that have other layers of the same model.
+        """
+        rules.warn_of_unmatched_scopes(self.unmatched_scopes(), *elsewhere)
 
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.

@@ -35,9 +35,8 @@ from .table import ROOT
 NAMESPACE = "fl_dispatch"
 SEEN_ENTRIES = 64  # entries whose results were checked; a table makes new ones when something changes
 _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
-_library: torch.library.Library | None = globals().get(
-    "_library"
-)  # a reload must not drop it: graphs hold its operators
+# A reload must not drop the library: compiled graphs hold its operators.
+_library: torch.library.Library | None = globals().get("_library")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def schema(operator: Operator, variant: Variant) -> str:
 
 
 def _decider(operator: Operator) -> tuple[str, bool | None]:
-    """The parameter that decides whether arguments are written, and its value then; empty if all calls write."""
+    """The parameter that decides whether arguments are written, and its value if not; empty if every call writes."""
     deciders = {
         write.given or (name if operator.parameters[name].default is None else "")
         for name, write in operator.writes.items()

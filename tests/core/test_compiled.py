@@ -81,7 +81,8 @@ VIEWS = [(op, variant) for op in OPAQUE for variant in opaque.variants(OPERATORS
 
 @pytest.mark.parametrize("op", INLINE)
 def test_an_inline_operator_is_traced_whole_by_name_and_bound_and_for_any_number_of_tokens(op: str) -> None:
-    by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend="eager", dynamic=True)
+    counter = torch._dynamo.testing.CompileCounter()
+    by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend=counter, dynamic=True)
     bound = torch.compile(bind_op(op), fullgraph=True, backend="eager", dynamic=True)
     reference = resolve_op(op)
     for sample, again in serving(op)[:3]:
@@ -89,6 +90,8 @@ def test_an_inline_operator_is_traced_whole_by_name_and_bound_and_for_any_number
         expected = reference(*twin.args)
         same(by_name(*sample.args), expected, sample.args, twin.args)
         same(bound(*again.args), expected, again.args, twin.args)
+    assert counter.frame_count > 0
+    assert counter.op_count > 0
 
 
 def test_a_policy_change_reaches_compiled_code_and_a_known_policy_is_not_compiled_again() -> None:
@@ -169,15 +172,22 @@ def test_compiled_code_runs_an_implementation_that_cannot_be_traced_behind_the_v
 
 @pytest.mark.parametrize("op", ["rms_norm", "rotary_embedding", "silu_and_mul"])
 def test_inductor_runs_the_views(op: str) -> None:
-    reference = resolve_op(op)
+    reference, calls = resolve_op(op), []
+
+    def closed(*args: Any) -> Any:
+        calls.append(op)
+        return reference(*args)
+
     get_default_manager().registry.register_impl(
-        impl("vendor.closed", reference, op=op, opaque=True, signature="unchecked")
+        impl("vendor.closed", closed, op=op, opaque=True, signature="unchecked")
     )
     set_global_policy(SelectionPolicy(prefer="vendor"))
     compiled = torch.compile(lambda *args: call_op(op, *args), fullgraph=True)
-    for writing in (False, True) if OPERATORS[op].writes else (False,):
+    ways = (False, True) if OPERATORS[op].writes else (False,)
+    for writing in ways:
         expected = reference(*args_of(op, writing=writing))
         same(compiled(*args_of(op, writing=writing)), expected)
+    assert calls == [op] * len(ways)
 
 
 def test_behind_a_view_a_policy_change_needs_no_new_graph() -> None:
@@ -249,6 +259,7 @@ def test_a_view_falls_back_and_restores_like_any_call() -> None:
         expected = call_op("rms_norm", x.clone(), residual.clone(), weight, 1e-6)
     compiled = torch.compile(bind_op("rms_norm"), fullgraph=True, backend="aot_eager")
     same(compiled(x, residual, weight, 1e-6), expected)
+    assert get_default_manager().get_failed_impls() == {"rms_norm": {"vendor.bad"}}
 
 
 @pytest.mark.parametrize("result", ["itself", "a view"])

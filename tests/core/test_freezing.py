@@ -17,6 +17,7 @@ from builders import failing, impl
 from fl_dispatch import (
     DispatchFrozenError,
     Manifest,
+    NoImplementationError,
     NotSupported,
     SelectionPolicy,
     bind_op,
@@ -312,6 +313,20 @@ def test_an_operator_bound_while_frozen_is_the_implementation_itself() -> None:
     set_global_policy(SelectionPolicy(prefer="vendor"))
     assert dynamic(torch.zeros(1)).item() == 2
     assert bind_op(OP)(torch.zeros(1)).item() == 2
+
+
+def test_the_only_implementation_is_still_asked_whether_it_takes_the_call() -> None:
+    def small(x: torch.Tensor) -> bool:
+        return x.numel() < 3
+
+    registry = get_default_manager().registry
+    registry.register_impl(impl("vendor.b", lambda x: x + 2, op=OP, supports=small))
+    set_global_policy(SelectionPolicy(per_op_order=((OP, ("vendor",)),)))
+    freeze_dispatch()
+    for call in (bind_op(OP), lambda x: call_op(OP, x)):
+        assert call(torch.zeros(2))[0] == 2
+        with pytest.raises(NoImplementationError, match="does not support"):
+            call(torch.zeros(3))
 
 
 def test_a_frozen_conditional_choice_stays_conditional() -> None:
