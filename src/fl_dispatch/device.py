@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from . import nvml
 from .logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -46,9 +47,11 @@ class DeviceSpec:
         graphs: whether it can capture and replay graphs.
         detect: whether this machine has one. Must not create a device context.
         device_count: how many there are. Must not create a device context.
-        device_name: the name a person knows it by, such as ``NVIDIA H200``.
-        memory: bytes available now, and bytes in total.
-        capability: compute capability as (major, minor), or ``None`` where there is no such thing.
+        device_name: the name a person knows it by, such as ``NVIDIA H200``. Must not create a device context.
+        memory: bytes available now, and bytes in total. Must not create a device context.
+        capability: compute capability as (major, minor), or ``None`` where there is no such thing. Must not create a
+            device context.
+        compute_units: how many processors it has, each of which runs programs of its own. May create a device context.
         manual_seed: seeds the random generators of all devices.
         synchronize: waits for everything that was launched.
         empty_cache: gives cached memory back.
@@ -69,6 +72,7 @@ class DeviceSpec:
     pin_memory: bool = False
     graphs: bool = False
     capability: Callable[[int], tuple[int, int] | None] = _nothing
+    compute_units: Callable[[int], int] = lambda index: 1
     manual_seed: Callable[[int], None] = _nothing
     synchronize: Callable[[], None] = _nothing
     empty_cache: Callable[[], None] = _nothing
@@ -134,12 +138,12 @@ CPU = DeviceSpec(
     device_count=lambda: 1,
     device_name=cpu_name,
     memory=cpu_memory,
+    compute_units=lambda index: torch.get_num_threads(),
     manual_seed=_seed_cpu,
 )
 
 
 # -- accelerators with a torch module of their own --------------------------------------------------------------------
-# The static fields and the detection only: neither entry has been run by us on its chip yet.
 
 
 def _hook(torch_type: str, name: str) -> Callable[..., Any]:
@@ -156,6 +160,16 @@ def _count(torch_type: str) -> int:
     return int(module.device_count()) if module is not None else 0
 
 
+def _gpu(index: int) -> nvml.Gpu:
+    """An NVIDIA GPU; through a CUDA context where its management library is missing, as in some containers."""
+    try:
+        return nvml.query(index)
+    except nvml.NvmlError as error:
+        logger.debug("GPU %d is asked through CUDA: %s", index, error)
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        return nvml.Gpu(name, *torch.cuda.mem_get_info(index), capability)
+
+
 CUDA = DeviceSpec(
     name="cuda",
     vendor="cuda",
@@ -169,14 +183,16 @@ CUDA = DeviceSpec(
     graphs=True,
     detect=lambda: torch.version.cuda is not None and _count("cuda") > 0,  # a ROCm build has torch.cuda, too
     device_count=lambda: _count("cuda"),
-    device_name=_hook("cuda", "get_device_name"),
-    memory=_hook("cuda", "mem_get_info"),
-    capability=_hook("cuda", "get_device_capability"),
+    device_name=lambda index: _gpu(index).name,
+    memory=lambda index: (_gpu(index).available, _gpu(index).total),
+    capability=lambda index: _gpu(index).capability,
+    compute_units=lambda index: int(torch.cuda.get_device_properties(index).multi_processor_count),
     manual_seed=_hook("cuda", "manual_seed_all"),
     synchronize=_hook("cuda", "synchronize"),
     empty_cache=_hook("cuda", "empty_cache"),
 )
 
+# The static fields and the detection only: we have not run on this chip yet.
 ASCEND = DeviceSpec(
     name="ascend",
     vendor="ascend",

@@ -2,19 +2,21 @@
 
 vLLM hands over the cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]``; keys and values are
 strided views of it, by the layout that ``kv_layout`` decides. Encoder-only layers have no cache: there each new token
-is a block of its own, in place, so the same operator attends over the batch's own keys and values. The class answers
-both of vLLM's KV-cache interfaces: 0.26 asks for shapes, 0.32 for layouts.
+is a block of its own, in place, so the same operator attends over the batch's own keys and values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -23,15 +25,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
+from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, OpRegistry, bind_op
 
-from . import kv_layout
+from . import compat, kv_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionLayer
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
-    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 BACKEND = "vllm_fl.attention.AttentionFLBackend"
 MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
@@ -43,10 +44,35 @@ def attention_backend(use_mla: bool = False) -> str:
     return MLA_BACKEND if use_mla else BACKEND
 
 
+def _flash_attention(use_mla: bool = False) -> str:
+    """Implementation ``vendor.cuda.flash_attn``: vLLM's own class."""
+    if use_mla:
+        raise NotImplementedError("vLLM's FlashAttention class has no latent attention")
+    return "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+
+
+def _is_native_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
 def register_backend(registry: OpRegistry) -> None:
-    """Register :func:`attention_backend` beside those of vendors. Idempotent."""
+    """Register the implementations of ``attention_backend`` that are vLLM classes. Idempotent."""
     if registry.get_implementation("attention_backend", "default.fl") is None:
-        registry.register_impl(OpImpl("attention_backend", "default.fl", BackendImplKind.DEFAULT, attention_backend))
+        operator, vendor = "attention_backend", BackendImplKind.VENDOR
+        registry.register_impl(OpImpl(operator, "default.fl", BackendImplKind.DEFAULT, attention_backend))
+        registry.register_impl(
+            OpImpl(
+                operator,
+                "vendor.cuda.flash_attn",
+                vendor,
+                _flash_attention,
+                vendor="cuda",
+                priority=BackendPriority.VENDOR,
+                available=_is_native_cuda,
+            )
+        )
 
 
 @dataclass
@@ -70,7 +96,13 @@ class AttentionFLMetadata:
 
 
 class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
-    """Picks from vLLM's batch description what the operators need."""
+    """Picks from vLLM's batch description what the operators need.
+
+    A captured graph holds the choices that were made from ``max_query_len`` and ``max_seq_len`` when it was captured.
+    Batches whose requests all have as many new tokens share a graph, so a choice by phase holds for all its replays.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -141,6 +173,33 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_attend = bind_op("paged_attention", scope)
 
+    def fl_kind(self) -> tuple[Any, ...]:
+        """Layers of one kind call the operators with arguments of the same kind."""
+        given = (self.alibi_slopes is not None, self.sinks is not None, self.sliding_window, self.softcap, self.scale)
+        return (self.num_heads, self.num_kv_heads, self.head_size, self.fl_write, self.fl_attend, *given)
+
+    def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
+        """Call both operators on a batch of requests with so many new tokens; the cache keeps its contents.
+
+        Args:
+            kv_cache: of a layer.
+            queries: new tokens of each request, which has no others.
+            longest: the number of keys that is announced.
+        """
+        device, tokens = kv_cache.device, sum(queries)
+        options = {"dtype": torch.int32, "device": device}
+        starts = torch.tensor([0, *accumulate(queries)], **options)  # type: ignore[arg-type]
+        block_size = kv_cache.shape[2]
+        table = torch.zeros(len(queries), -(-longest // block_size), **options)  # type: ignore[call-overload]
+        key_cache, value_cache = self._caches(kv_cache)
+        query = torch.zeros(tokens, self.num_heads, self.head_size, dtype=kv_cache.dtype, device=device)
+        key = query.new_zeros(tokens, self.num_kv_heads, self.head_size)
+        value = query.new_zeros(tokens, self.num_kv_heads, value_cache.shape[-1])
+        self.fl_write(key, value, key_cache, value_cache, torch.full((tokens,), -1, device=device))
+        rest = (max(queries), longest, self.scale, query.new_empty(*query.shape[:2], value.shape[-1]), True)
+        bounds = (self.sliding_window, self.softcap, self.alibi_slopes, self.sinks)
+        self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds)
+
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor."""
         if kv_cache is not self._split[0]:
@@ -201,7 +260,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         return output
 
 
-class AttentionFLBackend(AttentionBackend):
+class AttentionFLBackend(compat.CacheQuestions, AttentionBackend):
     """The attention class that the operator ``attention_backend`` selects unless a vendor's is preferred."""
 
     forward_includes_kv_cache_update: bool = False
@@ -235,22 +294,3 @@ class AttentionFLBackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
-
-    # vLLM 0.32 and later: the backend names the physical layouts that it can read.
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-        return (KVCacheLayout[kv_layout.in_force().host_name],)
-
-    # vLLM 0.26: the backend gives the shape, and the order of its axes in memory.
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        order = kv_layout.in_force().stride_order
-        return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order

@@ -7,18 +7,25 @@ with its reason and the host versions it is for; :func:`check_targets` finds the
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
-from . import rejection
+from . import host_names, kv_layout, rejection
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
 logger = get_logger(__name__)
 
@@ -40,6 +47,7 @@ class Replacement:
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 ROTARY_PACKAGE = "vllm.model_executor.layers.rotary_embedding"
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 REJECTION_KERNELS = (
     "rejection_greedy_sample_kernel",
@@ -78,6 +86,24 @@ REPLACEMENTS = (
         ("0.26",),
     ),
     Replacement(
+        f"{BUFFERS}:get_accelerator_view_from_cpu_tensor",
+        "The V2 model runner's buffers in host memory need it; on an out-of-tree platform it raises, and elsewhere it "
+        "is a compiled operator.",
+    ),
+    Replacement(
+        "vllm.utils.torch_utils:weak_ref_tensor",
+        "Captured graphs keep their results by it; on an out-of-tree platform it is a compiled operator of vLLM's.",
+    ),
+    Replacement(
+        "vllm.model_executor.layers.attention.mla_attention:get_mla_prefill_backend",
+        "This version does not ask the platform, and has no class that runs here.",
+        ("0.26",),
+    ),
+    Replacement(
+        "vllm.v1.worker.gpu_worker:kernel_warmup",
+        "It imports fusion passes that read vLLM's compiled operators, for kernels of libraries that do not run here.",
+    ),
+    Replacement(
         f"{ROTARY_PACKAGE}:Phi3LongRoPEScaledRotaryEmbedding",
         "A plain module, which vLLM's CustomOp.register_oot does not replace; get_rope looks it up under this name.",
     ),
@@ -107,7 +133,8 @@ def warn_of_untested_host() -> None:
     """One WARNING on a vLLM that not all tests ran on, with what is known to be missing there."""
     version, tested = host_version(), ", ".join(TESTED_HOSTS)
     if version not in TESTED_HOSTS:
-        missing = "; ".join(check_targets()) or "every attribute that is replaced is there"
+        gone = [*check_targets(), *host_names.missing(version)]
+        missing = "; ".join(gone) or "every name that is replaced or relied on is there"
         how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
         logger.warning("vLLM %s is %s (tested: %s): %s", version, how, tested, missing)
 
@@ -119,6 +146,8 @@ def check_targets() -> list[str]:
         if row.versions and host_version() not in row.versions:
             continue
         module, _, attribute = row.target.partition(":")
+        if module == "torch.accelerator" and torch.accelerator.is_available():
+            continue
         found: Any = importlib.import_module(module)
         for name in attribute.split("."):
             found = getattr(found, name, None)
@@ -240,6 +269,68 @@ def _replace_kernels_by_name() -> None:
         setattr(rejection_sampler, name, _Launched(getattr(rejection, name)))
 
 
+# -- host memory that a GPU reads -------------------------------------------------------------------------------------
+
+
+class _HostMemory:
+    """Pinned memory as CUDA's array interface describes it; a tensor made of it keeps it alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "version": 2,
+            "shape": tuple(tensor.shape),
+            "typestr": tensor.numpy().dtype.str,
+            "strides": tuple(step * tensor.element_size() for step in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the current GPU over the memory of a pinned one, which has one address on both sides.
+
+    Raises:
+        ValueError: the tensor is not pinned.
+    """
+    if not cpu_tensor.is_pinned():
+        raise ValueError("a GPU can only read host memory that is pinned")
+    return torch.as_tensor(_HostMemory(cpu_tensor), device=f"cuda:{torch.cuda.current_device()}")
+
+
+def unowned_view(tensor: Any) -> Any:
+    """The same memory, without keeping it alive: the memory pool of captured graphs does that."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or not tensor.numel():
+        return tensor
+    memory = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+
+
+def warm_up_kernels(worker: Any) -> None:
+    """Compile the Triton kernels of the V1 model runner's block table; the other runners' are warm after a batch."""
+    if not worker.use_v2_model_runner and not worker.model_runner.is_pooling_model:
+        from vllm.model_executor.warmup.v1_block_table_warmup import warm_v1_block_table_kernels
+
+        warm_v1_block_table_kernels(worker.device, worker.scheduler_config.max_num_batched_tokens)
+
+
+def do_without_library() -> None:
+    """Replace what vLLM's GPU worker and its V2 model runner take from vLLM's compiled library. Idempotent."""
+    from vllm.utils import torch_utils
+    from vllm.v1.worker import gpu_worker
+
+    importlib.import_module(BUFFERS).get_accelerator_view_from_cpu_tensor = gpu_view
+    torch_utils.weak_ref_tensor = unowned_view
+    gpu_worker.kernel_warmup = warm_up_kernels
+    if host_version() == "0.26":
+        from vllm.model_executor.layers.attention import mla_attention
+
+        from .mla_prefill import MLAFLPrefillBackend
+
+        mla_attention.get_mla_prefill_backend = lambda vllm_config: MLAFLPrefillBackend
+
+
 # -- the worker -------------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +345,53 @@ def make_workspace_and_runner(worker: Any) -> None:
         replace_kernels()  # 0.26 has no hook of the platform for it
     init_workspace_manager(worker.device, 1)
     worker.model_runner = worker._make_model_runner()
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "LagunaForCausalLM")
+"""For float16 vLLM divides the shared experts by the scale of the routed ones, so that sums stay small, and a decoder
+layer has to divide the rest as well. DeepSeek's do; these do not, so their tokens are wrong on every platform."""
+
+
+def is_unbalanced(model: ModelConfig) -> bool:
+    """Whether vLLM would give wrong tokens for this model in float16."""
+    scale = getattr(model.hf_text_config, "routed_scaling_factor", None)
+    return model.dtype == torch.float16 and model.architecture in UNBALANCED_IN_FLOAT16 and scale != 1.0
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+class CacheQuestions:
+    """What vLLM asks an attention class about the KV cache, which :mod:`vllm_fl.kv_layout` decides."""
+
+    # vLLM 0.32 and later: the physical layouts that it can read.
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout[kv_layout.in_force().host_name],)
+
+    # vLLM 0.26: the shape, and the order of its axes in memory.
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        order = kv_layout.in_force().stride_order
+        return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order
+
+
+def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
+    """Why an attention class cannot serve a layer, in its own words; the fields to be judged differ by version."""
+    known = inspect.signature(backend.validate_configuration).parameters
+    fields = {name: value for name, value in config._asdict().items() if name in known}
+    reasons: list[str] = backend.validate_configuration(**fields, device_capability=capability)
+    return reasons
 
 
 # -- layer classes that are no CustomOp -------------------------------------------------------------------------------

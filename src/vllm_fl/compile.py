@@ -76,6 +76,8 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
         logger.info(
             "PassConfig.%s: off, because they join operators of vLLM's CUDA library", ", PassConfig.".join(fusions)
         )
+    if device.graphs:
+        return
     sizes = sorted({size for size in compilation.compile_sizes or () if isinstance(size, int)})
     if compilation.compile_sizes and sizes != compilation.compile_sizes:
         logger.info(

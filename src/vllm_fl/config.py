@@ -5,7 +5,6 @@ A refusal is one sentence that names the feature; a change is logged with its re
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,11 @@ import torch
 
 from fl_dispatch import ConfigError, NoImplementationError, SelectionPolicy, call_op, get_default_manager
 from fl_dispatch.device import DeviceSpec
+from fl_dispatch.hosting import collectives, handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, flagcx, startup
+from . import compat, compile, startup
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-WORKER = "vllm_fl.worker.WorkerFL"
+CPU_WORKER = "vllm_fl.worker_cpu.CPUWorkerFL"
+GPU_WORKER = "vllm_fl.worker_gpu.GPUWorkerFL"
 WORKERS_KEY = "workers_here"
 EXPERT_LAYERS = {
     "UnquantizedFusedMoEMethod": ("fused_moe",),
@@ -48,14 +49,13 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         if present:
             where = "" if model is None else f" (model {model.model})"
             raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        raise ValueError("vllm_fl runs vLLM's V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER")
+    if device.torch_type == "cpu" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        raise ValueError("vllm_fl runs vLLM's V1 model runner on a CPU; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(attention_backend_path(model.use_mla))
         _refuse_native_experts(model)
     cache_space()
-    if (library := get_settings().flagcx_path) is not None:
-        flagcx.load(library, device.torch_type)
+    collectives.refuse_missing_library(device.torch_type)
     _refuse_layers_switched_off(vllm_config)
     compile.refuse_missing_compiler(vllm_config, device)
 
@@ -89,6 +89,10 @@ def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
+        (
+            compat.is_unbalanced(model),
+            f"{model.architecture} in float16, where vLLM scales its shared experts wrongly,",
+        ),
     ]
 
 
@@ -158,47 +162,49 @@ def attention_backend_path(use_mla: bool) -> str:
 
 
 def attention_refusals(path: str, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
-    """Why an attention class cannot serve a layer, in its own words; the fields differ between vLLM's versions."""
+    """Why an attention class cannot serve a layer, in its own words."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    validate = resolve_obj_by_qualname(path).validate_configuration
-    known = inspect.signature(validate).parameters
-    fields = {name: value for name, value in config._asdict().items() if name in known}
-    reasons: list[str] = validate(**fields, device_capability=capability)
-    return reasons
+    return compat.attention_refusals(resolve_obj_by_qualname(path), config, capability)
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly."""
+    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly on a CPU."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
-    if compilation.mode is None:
+    if compilation.mode is None and device.torch_type == "cpu":
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is not None and not device.graphs:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, f"{device.name} has no graphs to capture")
 
 
-def adapt(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Set what the worker needs."""
+def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) -> None:
+    """Set what the worker needs; with ``native`` vLLM treats the platform as its own."""
     parallel = vllm_config.parallel_config
     if parallel.worker_cls == "auto":
-        parallel.worker_cls = WORKER
-    _set(parallel, "disable_custom_all_reduce", True, "it is a CUDA kernel")
+        parallel.worker_cls = CPU_WORKER if device.torch_type == "cpu" else GPU_WORKER
+    if not native:
+        _set(parallel, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
+    if device.torch_type == "cpu":
+        _adapt_to_cpu(vllm_config, device)
+
+
+def _adapt_to_cpu(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # every process must agree on it
     if vllm_config.use_v2_model_runner:
         raise ValueError(
             "vllm_fl runs vLLM's V1 model runner, but something in this configuration forces the V2 runner"
         )
-    if device.torch_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // workers_here(vllm_config))
         logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -256,5 +262,5 @@ def pack_settings(vllm_config: VllmConfig) -> None:
         raise ValueError("vllm_fl carries its settings in additional_config, which must be a dictionary")
     given = existing.get(startup.CONFIG_KEY, {})
     _check_packed(given)
-    packed = {**startup.pack(), WORKERS_KEY: workers_here(vllm_config), **given}
+    packed = {**handover.pack(), WORKERS_KEY: workers_here(vllm_config), **given}
     vllm_config.additional_config = {**existing, startup.CONFIG_KEY: packed}  # a copy: the user's own stays as it is

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import bind_op
+from fl_dispatch.hosting import multimodal_rotary
 
 
 class DispatchedLayer:
@@ -36,8 +37,12 @@ class DispatchedLayer:
 
     def fl_runs(self) -> bool:
         """Whether vLLM really calls our forward: a user can switch single layers off with ``custom_ops``."""
-        method = getattr(self, "_forward_method", None)
-        return getattr(method, "__func__", None) is type(self).forward_oot  # type: ignore[attr-defined]
+        method = getattr(getattr(self, "_forward_method", None), "__func__", None)
+        return method in (type(self).forward_oot, DispatchedLayer.forward_cuda)  # type: ignore[attr-defined]
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """What vLLM calls on its own CUDA platform."""
+        return self.forward_oot(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 class NormLayer(DispatchedLayer):
@@ -174,7 +179,8 @@ class RotaryLayer(DispatchedLayer):
             cos, sin = cache.chunk(2, dim=-1)
             return cos, sin
         if cache is not self.fl_table[0]:
-            self.fl_table = (cache, *cache.chunk(2, dim=-1))
+            cos, sin = cache.chunk(2, dim=-1)
+            self.fl_table = (cache, cos, sin)
         return self.fl_table[1], self.fl_table[2]
 
     def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,10 +226,7 @@ class LongRopeLayer(RotaryLayer):
 
 
 class MRotaryLayer(RotaryLayer):
-    """``MRotaryEmbedding``: a token of an image has a position on several axes; each frequency turns by one of them.
-
-    The operator knows one row a token, so the rows of a step are put together first, and token ``t`` takes row ``t``.
-    """
+    """``MRotaryEmbedding``: a token of an image has a position on several axes; each frequency turns by one of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -244,29 +247,22 @@ class MRotaryLayer(RotaryLayer):
             return super()._table(positions, query)
         if not self.mrope_section:  # type: ignore[attr-defined]
             raise ValueError("positions on several axes need the model's mrope_section")
-        rows = positions[self.fl_axes].t()  # type: ignore[attr-defined]
-        frequencies = torch.arange(rows.shape[1], device=rows.device)
         cos, sin = self._cos_sin(self._match_cos_sin_cache_dtype(query))  # type: ignore[attr-defined]
-        return cos[rows, frequencies], sin[rows, frequencies], torch.arange(rows.shape[0], device=rows.device)
-
-
-def _alternating(spatial: int, frequencies: int) -> list[int]:
-    """Height and width in turn for the spatial frequencies, then time."""
-    return [1 + index % 2 if index < spatial else 0 for index in range(frequencies)]
+        return multimodal_rotary.step_tables(cos, sin, positions, self.fl_axes)  # type: ignore[attr-defined]
 
 
 class ErnieRotaryLayer(MRotaryLayer):
     """``Ernie4_5_VLRotaryEmbedding``; its sections are height, width, time."""
 
     def _axes(self) -> list[int]:
-        return _alternating(sum(self.mrope_section[:2]), sum(self.mrope_section))  # type: ignore[attr-defined]
+        return multimodal_rotary.alternating_axes(sum(self.mrope_section[:2]), sum(self.mrope_section))  # type: ignore[attr-defined]
 
 
 class BailingRotaryLayer(MRotaryLayer):
     """``BailingMRotaryEmbedding``; its sections are time, height, width."""
 
     def _axes(self) -> list[int]:
-        return _alternating(sum(self.mrope_section[1:]), sum(self.mrope_section))  # type: ignore[attr-defined]
+        return multimodal_rotary.alternating_axes(sum(self.mrope_section[1:]), sum(self.mrope_section))  # type: ignore[attr-defined]
 
 
 class ListedMRotaryLayer(MRotaryLayer):

@@ -11,10 +11,12 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import nn
 from vllm.model_executor import custom_op
 
+from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import get_policy
 from fl_dispatch.settings import Settings
@@ -139,43 +141,13 @@ def _replacement(row: LayerClass, base: type) -> type:
     return type(f"{row.name}FL", (row.mixin, base), {"__module__": __name__})
 
 
-@dataclass(frozen=True)
-class Survey:
-    """Which layers of a loaded model are ours.
-
-    Args:
-        ours: class name → (operator, how many).
-        native: class name → how many; layers that we have an operator for but vLLM's own code runs.
-        attention: attention class name → how many layers.
-    """
-
-    ours: dict[str, tuple[str, int]]
-    native: dict[str, int]
-    attention: dict[str, int]
-
-    def describe(self) -> str:
-        """One line for the log."""
-        ours = ", ".join(f"{name} {count} ({op})" for name, (op, count) in self.ours.items()) or "none"
-        native = ", ".join(f"{name} {count}" for name, count in self.native.items()) or "none"
-        attention = ", ".join(f"{name} {count}" for name, count in self.attention.items()) or "none"
-        return f"layers through fl_dispatch: {ours}; attention: {attention}; left to vLLM's own code: {native}"
-
-    def refuse_native_run(self, settings: Settings) -> None:
-        """Raise ``RuntimeError`` if nothing is ours although something could be: it must not go unnoticed."""
-        if settings.enabled and settings.oot_enabled and self.native and not self.ours:
-            raise RuntimeError(
-                f"no layer of this model runs through fl_dispatch, although it has {', '.join(self.native)}: a list or "
-                "custom_ops leaves them all out; set VLLM_FL_OOT_ENABLED=0 if that is meant"
-            )
-
-
 def _covered_name(module: nn.Module) -> str | None:
     """The name of the replaced class that a layer is, or inherits from."""
     covered = {(row.module, row.name) for row in LAYER_CLASSES}
     return next((base.__name__ for base in type(module).__mro__ if (base.__module__, base.__name__) in covered), None)
 
 
-def _attention_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for prefix, module in model.named_modules():
         if hasattr(module, "impl") and hasattr(module, "attn_backend"):
             yield prefix, module
@@ -227,4 +199,4 @@ def survey(model: nn.Module) -> Survey:
     for _, module in _attention_layers(model):
         name = type(module.impl).__name__
         attention[name] = attention.get(name, 0) + 1
-    return Survey(ours, native, attention)
+    return Survey("vLLM", ours, native, attention)

@@ -73,7 +73,7 @@ class MLAFLPrefillBackend(MLAPrefillBackend):
         metadata = self._prefill_metadata
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         result = call_op("mla_prefill", q, k, v, starts, starts, longest, longest, self.scale, out, True)
-        return result if return_softmax_lse else result[0]  # type: ignore[no-any-return]
+        return result if return_softmax_lse else result[0]
 
     def run_prefill_context_chunk(
         self,

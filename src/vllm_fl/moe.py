@@ -19,9 +19,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
@@ -134,7 +136,7 @@ class ExpertsLayer(DispatchedLayer):
 
     def _hand_over(self) -> None:
         if self.moe_kernel is not None:
-            self.moe_kernel.fused_experts.fl_call = self.fl_call  # type: ignore[attr-defined]
+            self.moe_kernel.fused_experts.fl_call = self.fl_call
 
     def fl_scope(self, prefix: str) -> str:
         return prefix.removesuffix(".routed_experts.quant_method")
@@ -192,14 +194,22 @@ _ROUTES: dict[type, Callable[[Any], Route]] = {
 }
 
 
+_PYTHON_ROUTERS = (CustomRoutingRouter, RoutingSimulatorRouter)
+"""Routers of vLLM that call plain Python: a model's own function, and made-up routing to measure with."""
+
+
 def route(router: Any) -> Route | None:
-    """The call that gives what a router of vLLM gives; ``None`` for one that is plain Python (a model's own function).
+    """The call that gives what a router of vLLM gives; ``None`` for one that stays: plain Python, or a plugin's.
 
     Raises:
         ValueError: a kind of routing that there is no operator for; the message names it.
     """
-    find = _ROUTES.get(type(router))
-    return None if find is None else find(router)
+    kind = type(router)
+    if (find := _ROUTES.get(kind)) is not None:
+        return find(router)
+    if kind not in _PYTHON_ROUTERS and kind.__module__.partition(".")[0] == "vllm":
+        raise ValueError(f"routing by vLLM's {kind.__name__}")  # it may be compiled CUDA code
+    return None
 
 
 class RouterFL(BaseRouter):

@@ -1,6 +1,7 @@
 """vLLM's platform class, derived from the :class:`~fl_dispatch.device.DeviceSpec` of this machine.
 
-``is_cuda()`` and its like stay false, so vLLM takes its generic branch and calls ``forward_oot`` of every layer.
+``is_cuda()`` and its like stay false, so vLLM takes its generic branch and calls ``forward_oot`` of every layer. On an
+NVIDIA GPU :mod:`vllm_fl.platform_cuda` is the other possibility: vLLM's own platform with our operators.
 """
 
 from __future__ import annotations
@@ -30,95 +31,12 @@ RAY_RESOURCES = {"npu": "NPU"}
 started with as many as it shall have workers (``ray start --num-gpus``)."""
 
 
-class PlatformFL(Platform):
-    """An out-of-tree platform for any device that has a spec."""
+class Dispatching:
+    """What makes a platform ours: settings, configuration, worker and attention class. First base of every platform."""
 
-    _enum = PlatformEnum.OOT
-    device_name = DEVICE.torch_type  # vLLM builds torch.device() from it; the chip's name is get_device_name()
-    device_type = DEVICE.torch_type
-    dispatch_key = DEVICE.dispatch_key
-    dist_backend = DEVICE.dist_backend
-    ray_device_key = RAY_RESOURCES.get(DEVICE.torch_type, "GPU")
-    device_control_env_var = DEVICE.visible_devices or Platform.device_control_env_var
-    simple_compile_backend = "eager"  # vLLM's small helper functions then need no C++ compiler at run time
     additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is told
-
-    # -- the device ---------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def get_device_name(cls, device_id: int = 0) -> str:
-        return DEVICE.device_name(device_id)
-
-    @classmethod
-    def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return DEVICE.memory(device_id)[1]
-
-    @classmethod
-    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
-        available, total = DEVICE.memory(0)
-        return float(total - available)
-
-    @classmethod
-    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        capability = DEVICE.capability(device_id)
-        return None if capability is None else DeviceCapability(*capability)
-
-    @classmethod
-    def set_device(cls, device: torch.device) -> None:
-        if DEVICE.torch_type != "cpu":
-            torch.accelerator.set_device_index(device)
-
-    @classmethod
-    def manual_seed_all(cls, seed: int) -> None:
-        DEVICE.manual_seed(seed)
-
-    @classmethod
-    def is_pin_memory_available(cls) -> bool:
-        return DEVICE.pin_memory
-
-    @classmethod
-    def num_compute_units(cls, device_id: int = 0) -> int:
-        return torch.get_num_threads()
-
-    @classmethod
-    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"vllm_fl does not support models of dtype {dtype} on {DEVICE.name}")
-
-    @classmethod
-    def import_kernels(cls) -> None:
-        """vLLM's compiled operators are not needed; a vendor backend loads what it wraps."""
-
-    @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        if DEVICE.torch_type == "cpu":
-            compat.replace_kernels()
-
-    # -- what vLLM may use --------------------------------------------------------------------------------------------
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        return True
-
-    @classmethod
-    def get_compile_backend(cls) -> str:
-        return compile.DEFAULT_BACKEND  # for models; simple_compile_backend is for vLLM's helper functions
-
-    @classmethod
-    def get_pass_manager_cls(cls) -> str:
-        return compile.PASS_MANAGER
-
-    @classmethod
-    def get_device_communicator_cls(cls) -> str:
-        return "vllm_fl.distributed.CommunicatorFL"
-
-    @classmethod
-    def get_punica_wrapper(cls) -> str:
-        return "vllm_fl.lora.PunicaWrapperFL"
+    native: ClassVar[bool] = False
+    """Whether vLLM treats it as its own platform for this device."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -156,10 +74,6 @@ class PlatformFL(Platform):
         startup.activate()
 
     @classmethod
-    def verify_quantization(cls, quant: str) -> None:
-        raise ValueError(f"vllm_fl does not support quantization '{quant}' yet; use an unquantized checkpoint")
-
-    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         config.apply_defaults(vllm_config, DEVICE)
 
@@ -168,5 +82,112 @@ class PlatformFL(Platform):
         compat.silence_accelerator()
         startup.activate()
         config.refuse_unsupported(vllm_config, DEVICE)
-        config.adapt(vllm_config, DEVICE)
+        config.adapt(vllm_config, DEVICE, native=cls.native)
         config.pack_settings(vllm_config)
+
+
+class PlatformFL(Dispatching, Platform):
+    """An out-of-tree platform for any device that has a spec."""
+
+    _enum = PlatformEnum.OOT
+    device_name = DEVICE.torch_type  # vLLM builds torch.device() from it; the chip's name is get_device_name()
+    device_type = DEVICE.torch_type
+    dispatch_key = DEVICE.dispatch_key
+    dist_backend = DEVICE.dist_backend
+    ray_device_key = RAY_RESOURCES.get(DEVICE.torch_type, "GPU")
+    device_control_env_var = DEVICE.visible_devices or Platform.device_control_env_var
+    # vLLM's small helper functions then need no C++ compiler at run time
+    simple_compile_backend = "eager" if DEVICE.torch_type == "cpu" else compile.DEFAULT_BACKEND
+
+    # -- the device ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return DEVICE.device_name(device_id)
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return DEVICE.memory(device_id)[1]
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        available, total = DEVICE.memory(0)
+        return float(total - available)
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
+        capability = DEVICE.capability(device_id)
+        return None if capability is None else DeviceCapability(*capability)
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        if DEVICE.torch_type != "cpu":
+            torch.accelerator.set_device_index(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        DEVICE.manual_seed(seed)
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return DEVICE.pin_memory
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return DEVICE.compute_units(device_id)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"vllm_fl does not support models of dtype {dtype} on {DEVICE.name}")
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's compiled operators are not needed; a vendor backend loads what it wraps."""
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        if DEVICE.torch_type == "cpu":
+            compat.replace_kernels()
+
+    # -- what vLLM may use --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return DEVICE.graphs
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+    @classmethod
+    def use_custom_op_collectives(cls) -> bool:
+        return DEVICE.graphs  # captured graphs need collectives that Dynamo does not look into
+
+    @classmethod
+    def get_compile_backend(cls) -> str:
+        return compile.DEFAULT_BACKEND  # for models; simple_compile_backend is for vLLM's helper functions
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return compile.PASS_MANAGER
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm_fl.distributed.CommunicatorFL"
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_fl.lora.PunicaWrapperFL"
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        raise ValueError(f"vllm_fl does not support quantization '{quant}' yet; use an unquantized checkpoint")

@@ -12,17 +12,19 @@ from typing import Any
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.device import detect_device
+from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.policy import PolicyManager, SelectionPolicy, get_policy, set_global_policy
-from fl_dispatch.settings import Settings, get_settings, install_settings
+from fl_dispatch.settings import get_settings
 
 from . import compat
 
 logger = get_logger(__name__)
 
 PLATFORM = "vllm_fl.platform.PlatformFL"
+CUDA_PLATFORM = "vllm_fl.platform_cuda.CudaPlatformFL"
+DISPATCHING = "vllm_fl.platform.Dispatching"
 PLATFORM_GROUP = "vllm.platform_plugins"
-SERVED_DEVICES = ("cpu",)
+SERVED_DEVICES = ("cpu", "cuda")
 """PyTorch device types that the worker can start on."""
 
 CONFIG_KEY = "fl_dispatch"
@@ -46,7 +48,10 @@ def _decide() -> str | None:
         _stored = error
         active, reason = True, f"start-up will stop, because of {type(error).__name__}: {error}"
     logger.info("vllm_fl is %s: %s", "active" if active else "not active", reason)
-    return PLATFORM if active else None
+    if not active:
+        return None
+    native = _stored is None and get_settings().native_platform and detect_device().torch_type == "cuda"
+    return CUDA_PLATFORM if native else PLATFORM
 
 
 def _judge() -> tuple[bool, str]:
@@ -75,7 +80,7 @@ def is_active() -> bool:
     """Whether vLLM runs on our platform in this process."""
     from vllm.platforms import current_platform
 
-    return any(f"{base.__module__}.{base.__qualname__}" == PLATFORM for base in type(current_platform).__mro__)
+    return any(f"{base.__module__}.{base.__qualname__}" == DISPATCHING for base in type(current_platform).__mro__)
 
 
 def register_ops() -> None:
@@ -107,19 +112,7 @@ def activate() -> None:
     manager.ensure_initialized()
 
 
-def pack() -> dict[str, str]:
-    """Settings and policy of this process, for its children."""
-    if get_policy() != PolicyManager.get_instance().get_global_policy():
-        logger.warning(
-            "a policy context is open, but the engine may live in other processes: it runs the global policy"
-        )
-    return {"settings": get_settings().to_json(), "policy": PolicyManager.get_instance().get_global_policy().to_json()}
-
-
 def adopt(additional_config: Any) -> None:
     """Take over the settings and the policy that the parent packed; equal ones change nothing."""
-    theirs = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, dict) else {}
-    if "settings" in theirs and theirs["settings"] != get_settings().to_json():
-        install_settings(Settings.from_json(theirs["settings"]))
-    if "policy" in theirs and theirs["policy"] != pack()["policy"]:
-        set_global_policy(SelectionPolicy.from_json(theirs["policy"]))
+    if isinstance(additional_config, dict):
+        handover.take_over(additional_config.get(CONFIG_KEY, {}))

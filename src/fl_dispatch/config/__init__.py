@@ -38,10 +38,20 @@ def load_platform_config(platform: str) -> dict[str, Any]:
 
 
 def detect_platform() -> str | None:
-    """The platform of this machine's device, or ``None`` if the device names none."""
+    """The platform of this machine's device, or ``None`` if the device names none.
+
+    A file for one chip is named after the platform and a word of the chip's name: ``cuda-h200.yaml`` is for an
+    ``NVIDIA H200``.
+    """
     from fl_dispatch.device import detect_device
 
-    return detect_device().platform_config
+    device = detect_device()
+    base = device.platform_config
+    chips = [name for name in list_platforms() if base and name.startswith(f"{base}-")]
+    if chips:  # only then the device is asked for its name
+        words = device.device_name(0).lower().split()
+        return next((name for name in chips if name.removeprefix(f"{base}-") in words), base)
+    return base
 
 
 __all__ = ["CONFIG_DIR", "detect_platform", "get_config_path", "list_platforms", "load_platform_config"]

@@ -140,6 +140,7 @@ ITEMS: tuple[Item, ...] = (
         "oot_blacklist", "VLLM_FL_OOT_BLACKLIST", names.check_layer,
         "operators or layer classes that are not registered", yaml="oot_blacklist",
     ),
+    _flag("native_platform", "VLLM_FL_NATIVE_PLATFORM", "whether the host keeps its own platform for this device"),
     _item(
         "log_level", "VLLM_FL_LOG_LEVEL", values.text, str, partial(values.choice, "log level", LEVELS),
         "how much we log",

@@ -126,6 +126,8 @@ def load_settings(environ: Mapping[str, str] | None = None, *, prefixes: tuple[s
             found.take(item, file)
         elif not _read_variables(item, environment, found):
             found.take(item, file)
+    if config_path is None:
+        _prefer_beats_tuning(environment, found)
     return found.settings()
 
 
@@ -185,6 +187,15 @@ def _read_variables(item: Item, environment: _Environment, found: _Found) -> boo
     for _, ignored, _ in hits[1:]:
         logger.warning("%s is ignored, because the %s is set", ignored.name, place.name)
     return True
+
+
+def _prefer_beats_tuning(environment: _Environment, found: _Found) -> None:
+    """Drop the platform's ``op_tuned`` where the user chose ``prefer``, which those rules refine; a file has both."""
+    place = environment.place("prefer")
+    if place is not None and "op_tuned" in found.values:
+        logger.info("op_tuned (%s) is left out, because the %s is set", found.origins["op_tuned"], place.name)
+        del found.values["op_tuned"]
+        found.origins = {key: o for key, o in found.origins.items() if key.partition(".")[0] != "op_tuned"}
 
 
 def _warn_ignored(item: Item, environment: _Environment, config_path: Path) -> None:

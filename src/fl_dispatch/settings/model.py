@@ -72,6 +72,7 @@ class Settings:
     oot_enabled: bool = True
     oot_whitelist: frozenset[str] | None = None
     oot_blacklist: frozenset[str] = frozenset()
+    native_platform: bool = False
     log_level: str = "INFO"
     dispatch_debug: bool = False
     plugin_modules: tuple[str, ...] = ()

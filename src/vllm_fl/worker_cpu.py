@@ -1,0 +1,97 @@
+"""The worker on a CPU: main memory as KV cache, and vLLM's V1 model runner for CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from fl_dispatch.device import detect_device
+from fl_dispatch.logger_manager import get_logger
+
+from . import compat, compile, config
+from .worker import WorkerFL
+
+logger = get_logger(__name__)
+
+GIB = 1 << 30
+LARGEST_DEFAULT_CACHE = 4 * GIB
+WARM_UP_TOKENS = 8
+
+
+class CPUWorkerFL(WorkerFL):
+    """vLLM's worker without its CUDA parts."""
+
+    def init_device(self) -> None:
+        self.device = torch.device(current_platform.device_type)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
+        )
+        set_random_seed(self.model_config.seed)
+        compat.make_workspace_and_runner(self)
+
+    def _make_model_runner(self) -> Any:
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
+
+        if self.vllm_config.lora_config is not None:
+            from .lora import LoRAModelRunner
+
+            return LoRAModelRunner(self.vllm_config, self.device)
+        return CPUModelRunner(self.vllm_config, self.device)
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache.
+
+        What the user says; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a
+        single one needs more, within this worker's share of the available memory. vLLM fills it with zeros at start,
+        so an unused part costs real memory, and time.
+        """
+        available = detect_device().memory(0)[0]
+        explicit = self.cache_config.kv_cache_memory_bytes
+        if explicit is None:
+            explicit = config.cache_space()
+        workers = config.workers_here(self.vllm_config)
+        if explicit is not None:
+            if explicit > available // workers:
+                asked, have = explicit / GIB, available / GIB / workers
+                raise ValueError(
+                    f"{asked:.1f} GiB are asked for as KV cache, but only {have:.1f} GiB are available to each worker"
+                )
+            return explicit
+        longest = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in self.get_kv_cache_spec().values())
+        share = int(available * self.cache_config.gpu_memory_utilization) // workers
+        useful = min(self.scheduler_config.max_num_seqs * longest, LARGEST_DEFAULT_CACHE)
+        size = min(max(useful, longest), share)
+        logger.info(
+            "KV cache: %.2f GiB, kv_cache_memory_bytes sets another size (one request of max_model_len needs %.3f GiB, "
+            "%.1f GiB of memory are available)",
+            size / GIB,
+            longest / GIB,
+            available / GIB,
+        )
+        return size
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Run one small batch, so that implementations have proven themselves before the first request.
+
+        vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. Where the model is
+        compiled, the batch runs eagerly first: what fails there is out before the choices are fixed.
+        """
+        with compile.uncompiled(self.get_model()):
+            self._run_dummy_batch(WARM_UP_TOKENS)
+        self._compare_ranks()
+        if compile.is_compiled(self.vllm_config):
+            self._freeze()
+            for tokens in compile.warm_up_sizes(self.vllm_config, WARM_UP_TOKENS):
+                self._run_dummy_batch(tokens)
+        self._finish_start()
+        return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)
+
+    def _run_dummy_batch(self, tokens: int) -> None:
+        limit = self.scheduler_config.max_num_batched_tokens
+        self.model_runner._dummy_run(min(tokens, limit), force_attention=True)

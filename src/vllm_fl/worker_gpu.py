@@ -1,0 +1,58 @@
+"""The worker on a GPU: vLLM's own model runners (V1 and V2), memory profile, compilation and graphs.
+
+vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
+choices are fixed before the former, after one small eager batch in which implementations have proven themselves. That
+batch has no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error of it ends
+the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from fl_dispatch.logger_manager import get_logger
+
+from . import compat, compile, warm_up
+from .worker import WorkerFL
+
+logger = get_logger(__name__)
+
+WARM_UP_TOKENS = 8
+
+
+class GPUWorkerFL(WorkerFL):
+    """vLLM's worker."""
+
+    def init_device(self) -> None:
+        if current_platform.is_out_of_tree():
+            compat.do_without_library()
+        super().init_device()
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache, as vLLM measures them; compiles the model."""
+        with compile.uncompiled(self.get_model()):
+            self._run_batch_without_cache(WARM_UP_TOKENS)
+        self._compare_ranks()
+        captured = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        if compile.is_compiled(self.vllm_config) or captured:
+            self._freeze()
+        return super().determine_available_memory()
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Capture the graphs, and run what vLLM runs before it serves."""
+        calls = warm_up.attention(self.get_model(), self.vllm_config)
+        logger.info("attention is warm: %d calls", calls)
+        times = super().compile_or_warm_up_model()
+        self._finish_start()
+        return times
+
+    def _run_batch_without_cache(self, tokens: int) -> None:
+        limit = self.scheduler_config.max_num_batched_tokens
+        options: dict[str, Any] = {"skip_attn": True} if self.use_v2_model_runner else {}
+        self.model_runner._dummy_run(min(tokens, limit), is_profile=True, **options)
