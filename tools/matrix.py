@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests/vllm"
+TESTS = [str(ROOT / "tests/vllm"), str(ROOT / "tests")]
 PAGE = ROOT / "docs/matrix.md"
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = TESTS
 
 import engines  # noqa: E402 - lies with the tests
 
@@ -135,7 +135,7 @@ def run(wheel: str, cells: Sequence[dict[str, Any]], folder: Path, until: float,
     request = folder / f"cells-{threading.get_ident()}.json"
     request.write_text(json.dumps(cells))
     environment = engines.environment(VLLM_FL_LOG_LEVEL="WARNING")
-    environment["PYTHONPATH"] = os.pathsep.join((str(TESTS), environment["PYTHONPATH"]))
+    environment["PYTHONPATH"] = os.pathsep.join((*TESTS, environment["PYTHONPATH"]))
     command = [ROOT / WHEELS[wheel] / "bin/python", ROOT / "tools/matrix_cells.py", request, folder, str(until)]
     with (folder / f"runner-{threading.get_ident()}.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -97,7 +97,9 @@ def _after_fast_path(
 ) -> Any:
     candidates = call.branch(decision).candidates
     try:
-        if must_raise(manager, error, policy):
+        # Of tensors on another device it would not have been asked, had anybody looked before: that is no failure.
+        unasked = isinstance(error, NotSupported) and not (manager.frozen or failed.takes_device(call.kind.device))
+        if not unasked and must_raise(manager, error, policy):
             raise error
         if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
             manager.watch(failed)
@@ -109,6 +111,8 @@ def _after_fast_path(
             )
             raise error
         _warn(failed, call, error)
+        if unasked:
+            return _attempt(manager, policy, decision, candidates, call, [])
         others = [impl for impl in candidates if impl is not failed]
         return _attempt(manager, policy, decision, others, call, [(failed, error)])
     finally:
@@ -120,6 +124,8 @@ def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
     banned = manager.failures.for_kind(impl, call.kind)
     if banned:
         return banned
+    if not impl.takes_device(call.kind.device):
+        return f"it takes tensors on {', '.join(impl.device_types or ())}, not on {call.kind.device}"
     convention = manager.registry.convention(impl)
     if convention is not None:
         given = call.given(convention.left_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from .selection_policy import SelectionPolicy
 
 logger = get_logger(__name__)
+
+EXAMPLES = 2
+"""How many layers a warning names."""
 
 
 def check(manager: OpManager, policy: SelectionPolicy) -> None:
@@ -40,11 +44,26 @@ def check(manager: OpManager, policy: SelectionPolicy) -> None:
             raise ConfigError(str(policy.origin("op_tuned")), key, problem)
 
 
-def warn_of_unmatched_scopes(manager: OpManager, policy: SelectionPolicy) -> None:
-    """Log each layer pattern of the policy that fits no layer that was bound."""
+def unmatched_scopes(manager: OpManager, policy: SelectionPolicy) -> dict[str, list[str]]:
+    """The layer patterns of a policy that fit no layer that was bound, each with the operator's layers as examples."""
+    found: dict[str, list[str]] = {}
     for key, _ in (*policy.per_op_order, *policy.op_tuned):
         op_name, at, pattern = key.partition("@")
         scopes = manager.tables.scopes(op_name)
         if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
-            examples = ", ".join(sorted(filter(None, scopes))[:2]) or "none"
-            logger.warning("'%s' fits no layer; layers of '%s' are, for example: %s", key, op_name, examples)
+            found[key] = sorted(filter(None, scopes))[:EXAMPLES]
+    return found
+
+
+def warn_of_unmatched_scopes(*processes: Mapping[str, list[str]]) -> None:
+    """Log each layer pattern that fits no layer in any of these processes, whose :func:`unmatched_scopes` are given."""
+    first, *others = processes
+    for key in first:
+        if all(key in other for other in others):
+            examples = [scope for process in processes for scope in process[key]][:EXAMPLES]
+            logger.warning(
+                "'%s' fits no layer; layers of '%s' are, for example: %s",
+                key,
+                key.partition("@")[0],
+                ", ".join(examples) or "none",
+            )

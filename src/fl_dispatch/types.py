@@ -57,6 +57,9 @@ class OpImpl:
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.
+        device_types: the PyTorch device types whose tensors it takes; ``None`` for any. A first call, ``resolve`` and
+            ``explain`` look at the leading tensor's; on the fast path nobody does, so the implementation itself raises
+            ``NotSupported`` for others, which then counts as not chosen.
         signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
         opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator.
 
@@ -74,6 +77,7 @@ class OpImpl:
     available: Callable[[], bool] | None = None
     properties: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    device_types: tuple[str, ...] | None = None
     signature: str = "checked"
     opaque: bool = False
 
@@ -108,6 +112,12 @@ class OpImpl:
             ("available", self.available is None or callable(self.available), optional),
             ("properties", isinstance(self.properties, Mapping), "a mapping"),
             ("requires", isinstance(self.requires, Mapping), "a mapping"),
+            (
+                "device_types",
+                self.device_types is None
+                or (isinstance(self.device_types, tuple) and all(isinstance(kind, str) for kind in self.device_types)),
+                "a tuple of strings, or None",
+            ),
         )
         for name, fits, needed in rules:
             if not fits:
@@ -118,6 +128,10 @@ class OpImpl:
     def rank(self) -> int:
         """The priority as a number."""
         return self.priority if self.priority is not None else 0
+
+    def takes_device(self, device_type: str) -> bool:
+        """Whether it takes tensors of a device type; a call without tensors has the type ``none``."""
+        return self.device_types is None or device_type == "none" or device_type in self.device_types
 
     def availability(self) -> tuple[bool, str]:
         """Whether it can run here, and in words why not. A check that raises is a no."""

@@ -330,7 +330,7 @@ def test_a_first_call_may_be_a_compiled_one(op: str) -> None:
     bound = bind_op(op)
     by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend="eager")
     by_binding = torch.compile(bound, fullgraph=True, backend="eager")
-    results = [function(*map(clone, args)) for function in (by_name, by_binding, resolve_op(op))]
+    results = [function(*map(clone, args)) for function in (by_name, by_binding, resolve_op(op, *args))]
     torch.testing.assert_close(results[0], results[2])
     torch.testing.assert_close(results[1], results[2])
 
@@ -377,17 +377,21 @@ def test_a_predicate_that_raises_is_told_once(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def test_a_layer_pattern_that_fits_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_pattern_that_fits_nothing_in_any_process_is_told(caplog: pytest.LogCaptureFixture) -> None:
     policy = SelectionPolicy.from_dict(
         per_op_order={"rms_norm@layers.9.*": ["flagos"], "rms_norm@layers.1": ["flagos"]}
     )
     manager = manager_of(impl("default.a", rms, op="rms_norm"), policy=policy)
     manager.bind("rms_norm", "layers.1")
+    mine = manager.unmatched_scopes()
+    assert mine == {"rms_norm@layers.9.*": ["layers.1"]}
     with caplog.at_level(logging.WARNING, logger="fl_dispatch"):
+        manager.warn_of_unmatched_scopes({"rms_norm@layers.1": ["layers.9.a"]})
+        assert caplog.records == []
         manager.warn_of_unmatched_scopes()
-    assert [record.message for record in caplog.records] == [
-        "'rms_norm@layers.9.*' fits no layer; layers of 'rms_norm' are, for example: layers.1"
-    ]
+        manager.warn_of_unmatched_scopes({"rms_norm@layers.9.*": ["layers.2"]})
+    text = "'rms_norm@layers.9.*' fits no layer; layers of 'rms_norm' are, for example: layers.1"
+    assert [record.message for record in caplog.records] == [text, f"{text}, layers.2"]
 
 
 def test_an_unknown_name_that_is_near_a_known_one_is_suggested() -> None:

@@ -92,6 +92,7 @@ BOOLEANS = {
     "VLLM_FL_STRICT": "strict",
     "USE_FLAGGEMS": "use_flaggems",
     "VLLM_FL_OOT_ENABLED": "oot_enabled",
+    "VLLM_FL_NATIVE_PLATFORM": "native_platform",
     "VLLM_FL_DISPATCH_DEBUG": "dispatch_debug",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
 }
@@ -288,6 +289,20 @@ def test_environment_replaces_and_does_not_merge(platform: Callable[[str], None]
     found = load(VLLM_FL_FLAGOS_BLACKLIST="custom_op1", VLLM_FL_PER_OP="silu_and_mul=reference")
     assert found.flagos_blacklist == {"custom_op1"}
     assert found.per_op_order == (("silu_and_mul", ("reference",)),)
+
+
+def test_a_preference_of_the_environment_beats_what_the_platform_has_tuned(
+    platform: Callable[[str], None], write: Write
+) -> None:
+    tuned = "prefer: flagos\nop_tuned: {silu_and_mul: [{order: [vendor]}], rms_norm: [{order: [vendor]}]}\n"
+    platform(tuned + "op_backends: {rotary_embedding: [reference]}\n")
+    assert [op for op, _ in load(VLLM_FL_STRICT="1").op_tuned] == ["silu_and_mul", "rms_norm"]
+    for preference in ("reference", "flagos"):
+        found = load(VLLM_FL_PREFER=preference)
+        assert (found.prefer, found.op_tuned) == (preference, ())
+        assert str(found.origin("op_tuned.rms_norm")) == "default"
+        assert found.per_op_order == (("rotary_embedding", ("reference",)),)
+    assert [op for op, _ in load(VLLM_FL_CONFIG=write(tuned)).op_tuned] == ["silu_and_mul", "rms_norm"]
 
 
 def test_platform_file_beats_the_default(platform: Callable[[str], None]) -> None:

@@ -1,33 +1,30 @@
-"""Two ranks that exchange tensors, once for each library: ``python communicate.py FOLDER NAME=FLAGCX_PATH …``.
-
-Each writes what it got to ``FOLDER/NAME-rank.json``. An empty path means ``torch.distributed``.
-"""
+"""What one of two ranks exchanges through vLLM's communicator; see ``two_ranks``."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import two_ranks
 from fl_dispatch import reset_global_policy
-from vllm_fl.distributed import CommunicatorFL, report
+from fl_dispatch.hosting.collectives import report
+from vllm_fl.distributed import CommunicatorFL
 
-RANKS = 2
+RANKS = two_ranks.RANKS
 
 
-def exchange(rank: int) -> dict[str, Any]:
+def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
     """One call of each kind; every rank's tensors differ, and so do the sizes of its parts."""
+    reset_global_policy()  # reads the settings again
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=RANKS)
     group = dist.new_group(list(range(RANKS)), backend="gloo")
     communicator = CommunicatorFL(group, torch.device("cpu"), group, "tp:0")
     mine = torch.arange(6.0).reshape(2, 3) + 10 * rank
     part = torch.full((1 + 2 * rank, 2), float(rank + 1))
     both = torch.arange(8.0).reshape(4, 2) * (rank + 1)
-    got = {
+    got: dict[str, Any] = {
         "all_reduce": communicator.all_reduce(mine.clone()),
         "all_reduce_strided": communicator.all_reduce(mine.t()),
         "all_gather_last": communicator.all_gather(mine),
@@ -51,26 +48,8 @@ def exchange(rank: int) -> dict[str, Any]:
         got["error"] = str(error)
     calls = report()
     communicator.destroy()
-    library = type(communicator.collectives).__name__
-    values = {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in got.items()}
-    return {**values, "library": library, "calls": calls}
-
-
-def main(folder: Path, libraries: dict[str, str]) -> None:
-    for name, path in libraries.items():
-        os.environ["FLAGCX_PATH"] = path
-        children = []
-        for rank in range(RANKS):
-            if (child := os.fork()) == 0:
-                reset_global_policy()  # reads the settings again
-                dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=RANKS)
-                (folder / f"{name}-{rank}.json").write_text(json.dumps(exchange(rank)))
-                os._exit(0)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            sys.exit(f"the ranks over {name} ended with {codes}")
+    return {**got, "library": type(communicator.communicator.collectives).__name__, "calls": calls}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), dict(argument.split("=", 1) for argument in sys.argv[2:]))
+    two_ranks.main(exchange)

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import running
+from running import AT_ONCE, MAX_TOKENS, PROMPTS, Finished, expected_tokens, pool, ran
+
+__all__ = ["AT_ONCE", "MAX_TOKENS", "PROMPTS", "Finished", "expected_tokens", "pool", "ran"]
 
 HERE = Path(__file__).parent
 PLUGINS = HERE / "plugins"
 
-PROMPTS = [[(7 * row + column) % 400 + 5 for column in range(length)] for row, length in enumerate((7, 27, 331, 1))]
-MAX_TOKENS = 16
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
-
-AT_ONCE = 2  # processes; an engine needs a core of its own
-pool = ThreadPoolExecutor(AT_ONCE)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A process that ended."""
-
-    returncode: int
-    log: str
-
-    @property
-    def last_line(self) -> str:
-        """The last line that it wrote, usually the error."""
-        return self.log.strip().rpartition("\n")[2]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -54,22 +35,12 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
-    """Run Python in a process of its own; if its time is up, or the test is interrupted, its children end with it."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return Finished(process.returncode, output)
+    """Run Python in an engine's environment."""
+    return running.python(*arguments, environment=environment(**variables), timeout=timeout)
+
+
+def _finish(script: str, job: Mapping[str, Any], variables: Mapping[str, str] | None) -> dict[str, Any]:
+    return running.finish(HERE / script, job, environment(**(variables or {})))
 
 
 def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:
@@ -171,49 +142,3 @@ def engine_arguments(model: Path, engine: Mapping[str, Any] | None = None) -> di
         "disable_log_stats": False,
         **(engine or {}),
     }
-
-
-def _finish(script: str, job: Mapping[str, Any], variables: Mapping[str, str] | None) -> dict[str, Any]:
-    """Run a script on a job; its result, with the log."""
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder, "job.json"), Path(folder, "result.json")
-        request.write_text(json.dumps(job))
-        ended = python(str(HERE / script), str(request), str(answer), timeout=600, **(variables or {}))
-        if ended.returncode != 0 or not answer.exists():
-            raise AssertionError(f"the engine ended with {ended.returncode}:\n{ended.log[-8000:]}")
-        return {**json.loads(answer.read_text()), "log": ended.log}
-
-
-def expected_tokens(model: Path) -> list[list[int]]:
-    """What Hugging Face transformers generates greedily for the standard prompts, and that no choice was close."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    # "eager" is the arithmetic as the model defines it; PyTorch's attention would leave a soft cap out.
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    for module in network.modules():
-        if type(module).__name__ == "BloomMLP":  # vLLM's Bloom has GELU itself, Hugging Face's its tanh form
-            module.gelu_impl = torch.nn.GELU()
-    tokens = []
-    for prompt in PROMPTS:
-        output = network.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-        tokens.append(output.sequences[0, len(prompt) :].tolist())
-        for scores in output.scores:
-            best, second = scores[0].topk(2).values.tolist()
-            assert best - second > 1e-3, "the checkpoint's choices are too close to compare"
-    return tokens
-
-
-def ran(result: Mapping[str, Any], operator: str) -> set[str]:
-    """The implementations of an operator that the engine's process called."""
-    pairs = (key.split(" ") for key in result["report"]["counts"])
-    return {impl_id for name, impl_id in pairs if name == operator}

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import HERE, python
+from engines import HERE
 
-from fl_dispatch import ConfigError
-from vllm_fl import flagcx
+import two_ranks
 
 LIBRARIES = ("TorchCollectives", "FlagCXCollectives", "OlderFlagCX")
-
-
-@pytest.fixture(scope="session")
-def standin(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Compiles the stand-in, as the library of a FlagCX source tree, with some macros defined."""
-
-    def build(*macros: str) -> Path:
-        root = tmp_path_factory.mktemp("flagcx")
-        library = root / "build/lib/libflagcx.so"
-        library.parent.mkdir(parents=True)
-        source = HERE / "native/flagcx_standin.cpp"
-        flags = [f"-D{macro}" for macro in macros]
-        subprocess.run(["c++", "-O1", "-shared", "-fPIC", *flags, "-o", library, source], check=True)
-        return root
-
-    return build
 
 
 @pytest.fixture(scope="session")
 def results(standin: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Library → what each of two ranks got."""
     paths = ("", standin(), standin("ID_BY_POINTER") / "build/lib/libflagcx.so")
-    folder = tmp_path_factory.mktemp("ranks")
-    libraries = [f"{name}={path}" for name, path in zip(LIBRARIES, paths, strict=True)]
-    ended = python(str(HERE / "communicate.py"), str(folder), *libraries)
-    assert ended.returncode == 0, ended.log
-    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in LIBRARIES}
+    libraries = dict(zip(LIBRARIES, paths, strict=True))
+    return two_ranks.run(HERE / "communicate.py", tmp_path_factory.mktemp("ranks"), libraries)
 
 
 def test_vllm_finds_the_communicator_through_the_platform() -> None:
@@ -89,41 +67,3 @@ def test_the_named_library_ran_and_every_call_is_counted(library: str, results: 
     assert first["calls"] == {
         "tp:0": {"all_reduce": 2, "all_gather": 6, "reduce_scatter": 5, "broadcast": 1, "send": 1}
     }
-
-
-# -- FLAGCX_PATH ------------------------------------------------------------------------------------------------------
-
-ADVICE = "unset FLAGCX_PATH to use torch.distributed"
-
-
-def refusal(path: Path, device: str = "cpu") -> str:
-    with pytest.raises(ConfigError) as caught:
-        flagcx.load(path, device)
-    assert f"FLAGCX_PATH: {path}: " in str(caught.value)
-    assert ADVICE in str(caught.value)
-    return str(caught.value)
-
-
-def test_a_path_without_a_library_is_refused(tmp_path: Path) -> None:
-    assert "there is no such file" in refusal(tmp_path / "nowhere")
-    assert "no libflagcx.so is there" in refusal(tmp_path)
-
-
-def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "libflagcx.so"
-    file.write_text("not a library")
-    assert "does not load" in refusal(file)
-
-
-def test_a_library_without_flagcx_functions_is_refused_by_their_names(standin: Callable[..., Path]) -> None:
-    assert refusal(standin("LACKS_ALL_REDUCE")).count("it lacks flagcxAllReduce;") == 1
-
-
-def test_an_accelerator_is_refused_by_its_name(standin: Callable[..., Path]) -> None:
-    assert "streams of device 'npu'" in refusal(standin(), "npu")
-
-
-def test_a_failing_call_is_named_with_its_reason(standin: Callable[..., Path]) -> None:
-    library = flagcx.load(standin(), "cpu")
-    with pytest.raises(RuntimeError, match=r"flagcxCommInitRank of FlagCX failed with 4: invalid argument"):
-        flagcx._check(library, "flagcxCommInitRank", 4)

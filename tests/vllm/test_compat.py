@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
 import pytest
 import torch
 
-from vllm_fl import compat
+import vllm_fl
+from vllm_fl import compat, host_names
 
 
 def test_every_replaced_attribute_exists_in_this_host() -> None:
@@ -21,6 +27,71 @@ def test_a_target_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "REPLACEMENTS", (row,))
     (problem,) = compat.check_targets()
     assert "vllm.envs:no_such_attribute" in problem
+
+
+def test_every_name_that_our_classes_rely_on_exists_in_this_host() -> None:
+    assert host_names.missing(compat.host_version()) == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "found"),
+    [
+        ("vllm.v1.worker.gpu_worker:Worker", "load_model", True),  # of the class
+        ("vllm.compilation.passes.pass_manager:PostGradPassManager", "fix_functionalization", True),  # of an instance
+        ("vllm.compilation.decorators", "do_not_compile", True),  # given to an object by a function of the module
+        ("vllm.v1.worker.gpu_worker:Worker", "no_such_method", False),
+        ("vllm.v1.worker.gpu_worker:NoSuchClass", "load_model", False),
+        ("vllm.no_such_module:Worker", "load_model", False),
+    ],
+)
+def test_a_name_that_moved_is_named_with_its_owner_and_who_relies_on_it(
+    owner: str, name: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_names, "NAMES", (host_names.HostNames(owner, (name,), "worker"),))
+    told = [f"{owner} has no {name} in vLLM 0.99, which vllm_fl.worker relies on"]
+    assert host_names.missing("0.99") == ([] if found else told)
+
+
+def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> None:
+    package = Path(compat.__file__).parent
+    trees = {path.stem: ast.parse(path.read_text()) for path in package.glob("*.py")}
+    ours = {name for tree in trees.values() for name in _defined(tree)}
+    replaced = {row.target.rpartition(".")[2].rpartition(":")[2] for row in compat.REPLACEMENTS}
+    listed = {name for row in host_names.NAMES for name in row.names}
+    not_the_hosts = {"_asdict", "_inductor", "_dynamo", "_fields_"}  # Python's, PyTorch's
+    used = {
+        node.attr
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _is_private(node.attr)
+    }
+    assert used - ours - listed - replaced <= not_the_hosts
+
+
+def test_every_private_method_of_the_host_that_a_class_of_ours_overrides_is_listed() -> None:
+    listed = {name for row in host_names.NAMES for name in row.names}
+    names = (module.name for module in pkgutil.iter_modules(vllm_fl.__path__, "vllm_fl."))
+    for module in (importlib.import_module(name) for name in names if not name.endswith("_cuda")):
+        for ours in vars(module).values():
+            if isinstance(ours, type) and ours.__module__.startswith("vllm_fl."):
+                hosts = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
+                shared = {name for name in vars(ours) if _is_private(name) and any(hasattr(b, name) for b in hosts)}
+                assert shared - {"_enum", "_abc_impl"} <= listed, ours
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """Functions, classes and variables that a module defines, and attributes that it gives to ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
 
 
 def test_slot_mapping_follows_the_block_table_and_pads_the_rest() -> None:

@@ -42,7 +42,7 @@ def test_the_tokens_are_right_and_ours(
     assert result["steps"][0]["tokens"] == expected("qwen3")
     assert all(ran(result, operator) for operator in OPERATORS)
     assert result["report"]["native_layers"] == {}
-    warning = f"vLLM {version} is only smoke-tested (tested: 0.32): every attribute that is replaced is there"
+    warning = f"vLLM {version} is only smoke-tested (tested: 0.32): every name that is replaced or relied on is there"
     assert warning in result["log"]
 
 

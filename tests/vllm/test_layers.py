@@ -71,12 +71,12 @@ def test_a_blacklist_leaves_out_what_it_names_and_nothing_else(registered: dict[
 
 def test_a_class_of_the_same_name_elsewhere_is_not_counted() -> None:
     model = torch.nn.Sequential(torch.nn.LayerNorm(4))
-    assert layers.survey(model) == layers.Survey(ours={}, native={}, attention={})
+    assert layers.survey(model) == layers.Survey("vLLM", ours={}, native={}, attention={})
 
 
 def test_a_survey_without_a_layer_of_ours_is_refused_unless_that_is_meant() -> None:
-    survey = layers.Survey(ours={}, native={"RMSNorm": 3}, attention={})
+    survey = layers.Survey("vLLM", ours={}, native={"RMSNorm": 3}, attention={})
     with pytest.raises(RuntimeError, match="RMSNorm"):
         survey.refuse_native_run(settings())
     survey.refuse_native_run(settings(oot_enabled=False))
-    layers.Survey(ours={}, native={}, attention={}).refuse_native_run(settings())
+    layers.Survey("vLLM", ours={}, native={}, attention={}).refuse_native_run(settings())

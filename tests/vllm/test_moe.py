@@ -171,6 +171,31 @@ def test_a_models_own_routing_function_stays() -> None:
     from vllm_fl import moe
 
     assert moe.route(CustomRoutingRouter(2, 8, lambda **_: None)) is None
+    assert not our_runner(CustomRoutingRouter(2, 8, lambda **_: None)).fl_runs()
+
+
+def test_every_router_of_vllm_has_an_operator_or_is_known_to_be_python_or_is_refused_by_name() -> None:
+    import importlib
+    import pkgutil
+
+    import vllm.model_executor.layers.fused_moe.router as routers
+
+    from vllm_fl import moe
+
+    for module in pkgutil.iter_modules(routers.__path__, f"{routers.__name__}."):
+        if module.name.endswith("_router"):
+            importlib.import_module(module.name)
+    kinds, known = moe.BaseRouter.__subclasses__(), {*moe._ROUTES, *moe._PYTHON_ROUTERS, moe.RouterFL}
+    assert {kind.__name__ for kind in kinds if kind not in known} == {"CPURouter", "AiterSharedRoutedFusedMoERouter"}
+    for kind in set(kinds) - known:
+        with pytest.raises(ValueError, match=rf"^routing by vLLM's {kind.__name__}$"):
+            moe.route(object.__new__(kind))
+
+
+def test_a_router_of_another_plugin_stays() -> None:
+    from vllm_fl import moe
+
+    assert moe.route(object.__new__(type("Theirs", (moe.BaseRouter,), {"__module__": "other_plugin"}))) is None
 
 
 class Runner:
@@ -198,6 +223,7 @@ def our_runner(router: Any) -> Any:
             {"e_score_correction_bias": None, "num_logical_experts": 6, "zero_expert_type": "identity"},
             "experts that compute nothing",
         ),
+        ("cpu_router.CPURouter", {}, "routing by vLLM's CPURouter"),
     ],
 )
 def test_a_routing_without_an_operator_is_refused_by_name(router: str, arguments: dict[str, Any], named: str) -> None:

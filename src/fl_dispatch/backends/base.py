@@ -60,6 +60,7 @@ class Backend(abc.ABC):
         properties: Mapping[str, Any] | None = None,
         requires: Mapping[str, Any] | None = None,
         opaque: bool = False,
+        device_types: tuple[str, ...] | None = None,
     ) -> list[OpImpl]:
         """One :class:`OpImpl` for each declared operator that this backend has a method for, in the catalogue's order.
 
@@ -68,7 +69,7 @@ class Backend(abc.ABC):
             impl_id: the id of all of them.
             priority: see :class:`OpImpl`.
             supports: operator → predicate over its arguments, see :class:`OpImpl`.
-            properties, requires, opaque: of all of them, see :class:`OpImpl`.
+            properties, requires, opaque, device_types: of all of them, see :class:`OpImpl`.
 
         Raises:
             ValueError: ``supports`` names an operator that this backend does not implement.
@@ -97,6 +98,7 @@ class Backend(abc.ABC):
                 properties=properties or {},
                 requires=requires or {},
                 opaque=opaque,
+                device_types=device_types,
             )
             for name in names
         ]

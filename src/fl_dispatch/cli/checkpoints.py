@@ -38,6 +38,12 @@ _SHAPE: Mapping[str, Any] = {
 }
 
 
+def _qwen2() -> PretrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**_SHAPE, tie_word_embeddings=False)
+
+
 def _qwen3() -> PretrainedConfig:
     from transformers import Qwen3Config
 
@@ -199,6 +205,7 @@ def _gemma3() -> PretrainedConfig:
 
 
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
     "llama": _llama,
     "llama_yarn": _llama_yarn,

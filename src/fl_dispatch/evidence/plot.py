@@ -8,6 +8,9 @@ from typing import Any
 
 from ..errors import DispatchError
 
+ATTENTION = ("paged_attention", "mla_decode", "mla_prefill")
+"""Their lines run over batches, which their labels end with."""
+
 
 def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Draw rows of :meth:`fl_dispatch.evidence.bench.Result.as_data` to an image file.
@@ -22,8 +25,8 @@ def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     panels: dict[str, dict[str, list[tuple[str, float]]]] = {}
     for row in results:
         if row["share_of_floor"] is not None:
-            attention = row["op_name"] == "paged_attention"
-            phase = row["label"].partition(",")[0] if attention else row["label"]
+            attention = row["op_name"] in ATTENTION
+            phase = row["label"].rpartition(",")[0] if attention else row["label"]
             panel = ", ".join(filter(None, (row["op_name"], phase, "" if attention else str(row["width"]))))
             place = f"{row['tokens']}×{row['width']}" if attention else str(row["tokens"])
             lines = panels.setdefault(panel, {})

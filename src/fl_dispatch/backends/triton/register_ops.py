@@ -8,7 +8,7 @@ from fl_dispatch.backends.base import Backend, Registry
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import BackendImplKind, OpImpl
 
-from .availability import why_unavailable
+from .availability import interpreted, why_unavailable
 
 IMPL_ID = "default.triton"
 PRIORITY = 140
@@ -19,11 +19,26 @@ IMPLEMENTED = (
     "rms_norm",
     "gemma_rms_norm",
     "rotary_embedding",
+    "topk_softmax",
+    "topk_sigmoid",
+    "grouped_topk",
+    "moe_align_block_size",
+    "moe_sum",
+    "fused_moe",
     "kv_cache_write",
     "paged_attention",
+    "mla_decode",
+    "mla_prefill",
 )
 
-NOT_TRACED = ("kv_cache_write", "paged_attention")
+NOT_TRACED = (
+    "moe_align_block_size",
+    "fused_moe",
+    "kv_cache_write",
+    "paged_attention",
+    "mla_decode",
+    "mla_prefill",
+)
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 
 
@@ -57,8 +72,9 @@ def register_builtins(registry: Registry) -> None:
     else:
         from .triton import TritonBackend
 
-        impls = [
-            replace(impl, opaque=impl.op_name in NOT_TRACED)
-            for impl in TritonBackend().implementations(BackendImplKind.DEFAULT, IMPL_ID, PRIORITY)
-        ]
+        # In host memory the launch declines, so that a call need not look where its tensors are.
+        made = TritonBackend().implementations(
+            BackendImplKind.DEFAULT, IMPL_ID, PRIORITY, device_types=None if interpreted() else ("cuda",)
+        )
+        impls = [replace(impl, opaque=impl.op_name in NOT_TRACED) for impl in made]
     registry.register_many(impls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from .impl import activation, attention, cache, normalization, rotary
+from .impl import activation, alignment, attention, cache, mla, moe, normalization, rotary, routing
 
 
 class TritonBackend(Backend):
@@ -15,8 +15,16 @@ class TritonBackend(Backend):
     rms_norm = staticmethod(normalization.rms_norm)
     gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
+    topk_softmax = staticmethod(routing.topk_softmax)
+    topk_sigmoid = staticmethod(routing.topk_sigmoid)
+    grouped_topk = staticmethod(routing.grouped_topk)
+    moe_align_block_size = staticmethod(alignment.moe_align_block_size)
+    moe_sum = staticmethod(moe.moe_sum)
+    fused_moe = staticmethod(moe.fused_moe)
     kv_cache_write = staticmethod(cache.kv_cache_write)
     paged_attention = staticmethod(attention.paged_attention)
+    mla_decode = staticmethod(mla.mla_decode)
+    mla_prefill = staticmethod(mla.mla_prefill)
 
     @property
     def name(self) -> str:

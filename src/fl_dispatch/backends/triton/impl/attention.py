@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, on_device, power_of_two
+from .launch import Launcher, power_of_two
 
 LONG_TILE, LONG_TILE_LARGE = (128, 64, 8, 3), (64, 32, 4, 2)
 """Queries, keys, warps, stages of the long route; the large ones for float32 and for heads over 128."""
@@ -427,7 +427,6 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements."""
-    on_device(query)
     tokens, heads, dim = query.shape
     blocks, block_size, kv_heads, dim_v = value_cache.shape
     if query.dtype is torch.float64 or scale <= 0:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher, on_device, power_of_two
+from .launch import Launcher, power_of_two
 
 
 @triton.jit
@@ -78,7 +78,6 @@ _launch = Launcher(_write)
 
 def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
-    on_device(key)
     tokens = slot_mapping.shape[0]
     if tokens == 0:
         return

@@ -25,16 +25,6 @@ MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
 INTERPRETED = interpreted()
 
 
-def on_device(tensor: Tensor) -> None:
-    """Decline a tensor in host memory, unless kernels are interpreted.
-
-    Raises:
-        NotSupported: it is on the CPU.
-    """
-    if tensor.is_cpu and not INTERPRETED:
-        raise NotSupported("the tensors are on the CPU")
-
-
 def power_of_two(number: int) -> int:
     """The least power of two that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()
@@ -83,7 +73,13 @@ class Launcher:
             numbers: strides and constants; each combination of their values is kept, so few may exist.
             sizes: numbers below 2**31 that vary from call to call.
             warps, stages: of the compiled kernel.
+
+        Raises:
+            NotSupported: the tensors are in host memory, and kernels are not interpreted.
         """
+        device = tensors[0].get_device()
+        if device < 0 and not INTERPRETED:
+            raise NotSupported("the tensors are on the CPU")
         if torch.compiler.is_compiling():
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
@@ -96,7 +92,6 @@ class Launcher:
         aligned = 0
         for pointer in pointers:
             aligned += aligned + (not pointer & MISALIGNED)
-        device = tensors[0].get_device()
         key = (device, warps, stages, aligned, numbers, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         if compiled is None:

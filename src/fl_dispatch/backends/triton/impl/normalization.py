@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, on_device, power_of_two
+from .launch import Launcher, power_of_two
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""
@@ -64,7 +64,6 @@ _launch = Launcher(_norm)
 def _normalized(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float, gemma: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    on_device(x)
     hidden = x.shape[-1]
     if hidden > WIDEST:
         raise NotSupported(f"rows of {hidden} elements; a program holds at most {WIDEST}")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, on_device, power_of_two
+from .launch import Launcher, power_of_two
 
 TILE = 1024
 """Pairs that a program rotates."""
@@ -126,7 +126,6 @@ def rotary_embedding(
     inplace: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """See :data:`fl_dispatch.ops.rotary.rotary_embedding`."""
-    on_device(query)
     tokens, heads, dim = query.shape
     if query.stride(2) != 1 or cos.stride(1) != 1 or sin.stride(1) != 1 or (key is not None and key.stride(2) != 1):
         raise NotSupported("the elements of a head or of a table row do not lie side by side")

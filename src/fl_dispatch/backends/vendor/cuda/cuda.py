@@ -1,0 +1,71 @@
+"""The CUDA backend, in three parts by the library that the kernels come from.
+
+It has no ``gemma_rms_norm``, because the library has none.
+"""
+
+from __future__ import annotations
+
+from fl_dispatch.backends.base import Backend
+
+from . import library
+from .impl import activation, attention, experts, normalization, rotary
+
+
+class _Compiled(Backend):
+    """What the parts share."""
+
+    library: library.Library
+
+    @property
+    def name(self) -> str:
+        """``cuda``."""
+        return "cuda"
+
+    @property
+    def vendor(self) -> str:
+        """``cuda``."""
+        return "cuda"
+
+    def is_available(self) -> bool:
+        """Whether the kernels are loaded; the first call in a process loads them."""
+        return not self.why_unavailable()
+
+    def why_unavailable(self) -> str:
+        """Why they are not."""
+        return library.why_unavailable(self.library)
+
+
+class CudaBackend(_Compiled):
+    """vLLM's general operators."""
+
+    library = library.GENERAL
+
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_and_mul = staticmethod(activation.gelu_and_mul)
+    mul_and_silu = staticmethod(activation.mul_and_silu)
+    fatrelu_and_mul = staticmethod(activation.fatrelu_and_mul)
+    swigluoai_and_mul = staticmethod(activation.swigluoai_and_mul)
+    silu_and_mul_with_clamp = staticmethod(activation.silu_and_mul_with_clamp)
+    quick_gelu = staticmethod(activation.quick_gelu)
+    relu2 = staticmethod(activation.relu2)
+    rms_norm = staticmethod(normalization.rms_norm)
+    rotary_embedding = staticmethod(rotary.rotary_embedding)
+    kv_cache_write = staticmethod(attention.kv_cache_write)
+
+
+class CudaExpertsBackend(_Compiled):
+    """vLLM's operators for mixtures of experts."""
+
+    library = library.EXPERTS
+
+    topk_softmax = staticmethod(experts.topk_softmax)
+    topk_sigmoid = staticmethod(experts.topk_sigmoid)
+    moe_sum = staticmethod(experts.moe_sum)
+
+
+class FlashAttentionBackend(_Compiled):
+    """FlashAttention 3, for GPUs of compute capability 9."""
+
+    library = library.ATTENTION
+
+    paged_attention = staticmethod(attention.paged_attention)

@@ -1,0 +1,1 @@
+"""Calls of the compiled operators, and what they ask of their arguments."""

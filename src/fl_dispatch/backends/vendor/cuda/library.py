@@ -1,0 +1,76 @@
+"""Finds and loads the compiled operators that vLLM's CUDA wheel carries, without importing vLLM.
+
+Loading registers operators and creates no CUDA context. Loading a library twice, or after vLLM did, does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fl_dispatch.device import CUDA
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library of the wheel.
+
+    Args:
+        files: where it is in vLLM's folder; the first that exists counts, versions differ.
+        namespace, mark: an operator that it registers, ``torch.ops.<namespace>.<mark>``.
+        capability: major compute capability that its kernels are for, or ``None`` for all.
+    """
+
+    files: tuple[str, ...]
+    namespace: str
+    mark: str
+    capability: int | None = None
+
+    def is_loaded(self) -> bool:
+        """Whether somebody loaded it, for a GPU: vLLM's CPU build has operators of the same names."""
+        operators = getattr(torch.ops, self.namespace)
+        name = f"{self.namespace}::{self.mark}"
+        return hasattr(operators, self.mark) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+
+
+GENERAL = Library(("_C_stable_libtorch.abi3.so", "_C.abi3.so"), "_C", "silu_and_mul")
+EXPERTS = Library(("_moe_C_stable_libtorch.abi3.so", "_moe_C.abi3.so"), "_moe_C", "topk_softmax")
+ATTENTION = Library(("vllm_flash_attn/_vllm_fa3_C.abi3.so",), "_vllm_fa3_C", "fwd", capability=9)
+
+
+def _folder() -> Path | None:
+    try:
+        spec = importlib.util.find_spec("vllm")
+    except ValueError:  # a module without a spec stands in sys.modules
+        spec = None
+    return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
+
+
+@functools.cache
+def why_unavailable(library: Library) -> str:
+    """Load a library, once in a process; an empty string, or why there are no kernels."""
+    if not CUDA.detect():
+        return "no NVIDIA GPU that PyTorch can use"
+    if library.capability is not None and (capability := CUDA.capability(0)) and capability[0] != library.capability:
+        return f"the kernels are for compute capability {library.capability}, this GPU has {capability[0]}"
+    if library.is_loaded():  # vLLM was first
+        return ""
+    folder = _folder()
+    if folder is None:
+        return "vLLM is not installed"
+    path = next((folder / name for name in library.files if (folder / name).is_file()), None)
+    if path is None:
+        return f"the vLLM in {folder} has no {library.files[0]}"
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:
+        return f"{path} does not load: {error}"
+    logger.debug("loaded %s", path)
+    return "" if library.is_loaded() else f"{path} has no operator {library.mark} for GPUs"

@@ -1,0 +1,62 @@
+"""Registers the CUDA kernels."""
+
+from __future__ import annotations
+
+from fl_dispatch.backends.base import Registry
+from fl_dispatch.types import BackendImplKind, BackendPriority
+
+from .cuda import CudaBackend, CudaExpertsBackend, FlashAttentionBackend
+from .impl import activation, attention, experts, normalization, rotary
+
+ACTIVATIONS = (
+    "silu_and_mul",
+    "mul_and_silu",
+    "fatrelu_and_mul",
+    "swigluoai_and_mul",
+    "silu_and_mul_with_clamp",
+    "quick_gelu",
+    "relu2",
+)
+
+
+def register_builtins(registry: Registry) -> None:
+    """Register ``vendor.cuda`` for every operator that has a compiled kernel, and ``vendor.cuda.fa3`` for attention."""
+    kind, priority, devices = BackendImplKind.VENDOR, BackendPriority.VENDOR, ("cuda",)
+    registry.register_many(
+        [
+            *CudaBackend().implementations(
+                kind,
+                "vendor.cuda",
+                priority,
+                supports={
+                    **dict.fromkeys(ACTIVATIONS, activation.supports),
+                    "gelu_and_mul": activation.supports_gelu_and_mul,
+                    "rms_norm": normalization.supports_rms_norm,
+                    "rotary_embedding": rotary.supports_rotary_embedding,
+                    "kv_cache_write": attention.supports_kv_cache_write,
+                },
+                opaque=True,  # the compiled operators have no fake functions
+                device_types=devices,
+            ),
+            *CudaExpertsBackend().implementations(
+                kind,
+                "vendor.cuda",
+                priority,
+                supports={
+                    "topk_softmax": experts.supports_topk,
+                    "topk_sigmoid": experts.supports_topk,
+                    "moe_sum": experts.supports_moe_sum,
+                },
+                opaque=True,
+                device_types=devices,
+            ),
+            *FlashAttentionBackend().implementations(
+                kind,
+                "vendor.cuda.fa3",
+                priority,
+                supports={"paged_attention": attention.supports_paged_attention},
+                opaque=True,
+                device_types=devices,
+            ),
+        ]
+    )

@@ -1,0 +1,74 @@
+"""Whether all ranks of an engine chose the same implementations. Groups are those that exchange Python objects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import RankDivergenceError
+from ..freezing import Manifest
+from ..manager import get_default_manager
+
+Choices = dict[str, Any]
+
+
+def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> None:
+    """Compare this rank's choices with the others'. Every rank must call it.
+
+    What was chosen for an operator must be the same everywhere. What was chosen for one layer, and what has failed, is
+    compared within ``same_layers``: the ranks that compute parts of this rank's layers together.
+
+    Raises:
+        RankDivergenceError: on every rank that sees a difference, with all of them.
+    """
+    operators, layers = _choices()
+    differences = [*_differences(everybody, operators), *_differences(same_layers, layers)]
+    if differences:
+        raise RankDivergenceError(f"the ranks chose different implementations: {'; '.join(differences)}")
+
+
+def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None:
+    """Compare this rank's manifest with those of a group that computes the same layers. Every rank must call it.
+
+    Raises:
+        RankDivergenceError: on every rank that sees another one, with what differs.
+    """
+    ranks = dist.get_process_group_ranks(same_layers)
+    for rank, other in zip(ranks, _gather(same_layers, manifest.as_data()), strict=True):
+        if different := manifest.differences(Manifest.from_data(other)):
+            raise RankDivergenceError(f"the ranks froze different choices: {'; '.join(different)} (there: rank {rank})")
+
+
+def warn_of_unmatched_scopes(stages: ProcessGroup) -> None:
+    """Log each rule that fits no layer of any pipeline stage; the first stage does. Every rank must call it."""
+    manager = get_default_manager()
+    unmatched = _gather(stages, manager.unmatched_scopes())
+    if dist.get_rank(stages) == 0:
+        manager.warn_of_unmatched_scopes(*unmatched[1:])
+
+
+def _gather(group: ProcessGroup, mine: Any) -> list[Any]:
+    """Everybody's, in the order of the ranks."""
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, mine, group=group)
+    return everybody
+
+
+def _choices() -> tuple[Choices, Choices]:
+    """The candidates of each branch, best first, by operator; and the same by layer, with what has failed."""
+    manager = get_default_manager()
+    operators: Choices = {}
+    layers: Choices = {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
+    for key, decision in manager.tables.root.decisions.items():
+        chosen = [[impl.impl_id for impl in branch.candidates] for branch in decision.branches]
+        (layers if "@" in key else operators)[key] = chosen
+    return operators, layers
+
+
+def _differences(group: ProcessGroup, mine: Choices) -> list[str]:
+    """What differs within a group, in words."""
+    everybody, ranks = _gather(group, mine), dist.get_process_group_ranks(group)
+    keys = [key for key in sorted(set().union(*everybody)) if len({str(other.get(key)) for other in everybody}) > 1]
+    return [f"{key}: {[other.get(key) for other in everybody]} on ranks {ranks}" for key in keys]

@@ -1,0 +1,222 @@
+"""Attention for SGLang over the operators ``kv_cache_write``, ``paged_attention`` and ``mla_decode``.
+
+SGLang's pool is one row a token; its table ``req_to_token`` names the row of each token of each request. Rows are
+grouped into pages, so a page is a block of the operators, and every ``page_size``-th entry of the table names one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from torch import Tensor
+
+from fl_dispatch import bind_op
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+FACTS = {"kv_layout": "NHD"}
+"""What attention implementations may require of the cache: slots, then heads, then dimensions."""
+
+
+@dataclass(frozen=True)
+class AttentionFLMetadata:
+    """What a step's batch looks like, for all layers.
+
+    Args:
+        query_start_loc: ``[requests + 1]`` int32; first token of each request.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        block_table: ``[requests, pages]`` int32.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+def bind(layer: RadixAttention, scope: str | None) -> None:
+    """Bind a layer's operators, again for its prefix."""
+    layer.fl_write = bind_op("kv_cache_write", scope)
+    layer.fl_attend = bind_op("paged_attention", scope)
+    layer.fl_attend_latent = bind_op("mla_decode", scope)
+
+
+def refusal(layer: RadixAttention) -> str | None:
+    """Why a layer's attention cannot run here, or ``None``."""
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
+        return "bidirectional attention between image tokens"
+    if layer.pos_encoding_mode != "NONE":
+        return f"attention with position encoding '{layer.pos_encoding_mode}'"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"attention scores limited by '{layer.logit_capping_method}'"
+    if layer.xai_temperature_len > 0:
+        return "attention with a temperature by length"
+    return None
+
+
+class AttentionFLBackend(AttentionBackend):
+    """SGLang's attention backend ``fl``."""
+
+    operator: ClassVar = "paged_attention"
+    forward_metadata: AttentionFLMetadata
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__()
+        self.page_size: int = model_runner.page_size
+        self.req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
+        self.pool = model_runner.token_to_kv_pool
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Describe the step's batch."""
+        batch, mode = forward_batch, forward_batch.forward_mode
+        if batch.encoder_lens is not None:
+            raise NotImplementedError("sglang_fl does not support cross attention yet")
+        requests = batch.seq_lens.shape[0]
+        if mode.is_decode_or_idle():
+            longest_query = 1
+            starts = torch.arange(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
+        else:
+            longest_query = max(batch.extend_seq_lens_cpu, default=0)
+            starts = torch.zeros(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
+            torch.cumsum(batch.extend_seq_lens, dim=0, out=starts[1:])
+        longest = int(batch.seq_lens_cpu.max()) if requests else 0
+        table = self.req_to_token[batch.req_pool_indices, : longest : self.page_size]
+        self.forward_metadata = AttentionFLMetadata(
+            query_start_loc=starts,
+            seq_lens=batch.seq_lens.to(torch.int32),
+            block_table=(table if self.page_size == 1 else table // self.page_size).to(torch.int32),
+            max_query_len=longest_query,
+            max_seq_len=longest,
+        )
+
+    def _caches(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
+        keys = self.pool.get_key_buffer(layer.layer_id)
+        values = self.pool.get_value_buffer(layer.layer_id)
+        return keys.unflatten(0, (-1, self.page_size)), values.unflatten(0, (-1, self.page_size))
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **unknown: Any,
+    ) -> Tensor:
+        """Store the new keys and values, and attend.
+
+        Args:
+            q: ``[tokens, heads * head_size]``.
+            k, v: ``[tokens, kv_heads, size]``; ``None`` where another layer has stored them.
+            sinks: ``[heads]``.
+
+        Returns:
+            ``[tokens, heads * value_size]``.
+        """
+        if unknown:
+            raise NotImplementedError(f"sglang_fl's attention does not know {', '.join(sorted(unknown))}")
+        metadata = self.forward_metadata
+        key_cache, value_cache = self._caches(layer)
+        if save_kv_cache and k is not None and v is not None:
+            layer.fl_write(k, v, key_cache, value_cache, forward_batch.out_cache_loc)
+        window = layer.sliding_window_size  # the tokens before a token's own
+        result = layer.fl_attend(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            key_cache,
+            value_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            layer.scaling,
+            None,
+            layer.attn_type is not AttentionType.ENCODER_ONLY,
+            window + 1 if window is not None and window > -1 else None,
+            layer.logit_cap,
+            None,
+            sinks,
+        )
+        return result.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    forward_extend = forward_decode = _run
+
+    def support_triton(self) -> bool:
+        return False
+
+
+class MLAFLBackend(AttentionFLBackend):
+    """The same for latent attention, in its absorbed form: one latent row a token serves all heads.
+
+    A row is ``[rank + rope]``: the latent part, which is the value, too, then the rotary part.
+    """
+
+    operator: ClassVar = "mla_decode"
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **unknown: Any,
+    ) -> Tensor:
+        """Store the new rows, and attend.
+
+        Args:
+            q: ``[tokens, heads, rank + rope]``, or flattened.
+            k: ``[tokens, 1, rank + rope]``; ``None`` where the rows are stored already.
+            v: the latent part of ``k``.
+
+        Returns:
+            ``[tokens, heads * rank]``.
+        """
+        if unknown:
+            raise NotImplementedError(f"sglang_fl's latent attention does not know {', '.join(sorted(unknown))}")
+        metadata, rank = self.forward_metadata, layer.v_head_dim
+        rows = self.pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
+        if save_kv_cache and k is not None:
+            k = k.view(-1, 1, layer.qk_head_dim)
+            layer.fl_write(
+                k[..., :rank], k[..., rank:], rows[..., :rank], rows[..., rank:], forward_batch.out_cache_loc
+            )
+        result: Tensor = layer.fl_attend_latent(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            rows.squeeze(2),
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.max_query_len,
+            metadata.max_seq_len,
+            layer.scaling,
+            rank,
+        )
+        return result.reshape(-1, layer.tp_q_head_num * rank)
+
+    forward_extend = forward_decode = _run
+
+
+def create(model_runner: ModelRunner) -> AttentionFLBackend:
+    """SGLang's factory of the backend."""
+    return (MLAFLBackend if model_runner.use_mla_backend else AttentionFLBackend)(model_runner)
+
+
+def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
+    """What DeepSeek's layers ask a backend for each batch: the form of latent attention. Ours has the absorbed one."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    return AttnForwardMethod.MLA

@@ -1,0 +1,100 @@
+"""SGLang's layers over our operators: one row a class, one small module an operator.
+
+SGLang asks each layer once which function is its forward. A layer gets the bridge of the first class in its method
+resolution order that has a row; the walk ends at a class that computes in a way of its own (``forward_native`` and so
+on) and has none. A class that only wraps ``forward`` and calls its base's is bridged inside that wrapper.
+
+Some classes replace ``forward`` itself and are never asked. Their rows say so, and the function is hooked instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .base import Bridge, Unbridged, fallen_through
+from .fused_moe import FusedMoEBridge
+from .gelu import NewGELUBridge
+from .gelu_and_mul import GeluAndMulBridge
+from .gemma_rms_norm import Gemma3RMSNormBridge, Gemma4RMSNormBridge, GemmaRMSNormBridge
+from .layer_norm import LayerNormBridge
+from .quick_gelu import QuickGELUBridge
+from .relu2 import ReLU2Bridge
+from .rms_norm import RMSNormBridge, UnscaledRMSNormBridge
+from .rotary_embedding import BailingRotaryBridge, ErnieRotaryBridge, LongRopeBridge, MRotaryBridge, RotaryBridge
+from .silu_and_mul import SiluAndMulBridge
+from .situ_and_mul import SituAndMulBridge
+from .topk import TopKBridge
+from .xielu import XIELUBridge
+
+__all__ = ["BRIDGES", "NATIVE", "Bridge", "Row", "Unbridged", "fallen_through", "find"]
+
+_LAYERS = "sglang.srt.layers"
+_ROPE = f"{_LAYERS}.rotary_embedding"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class of SGLang and its bridge.
+
+    Args:
+        module, name: where the class is.
+        bridge: what runs instead.
+        own_forward: the class replaces ``forward`` itself, so SGLang never asks it for a function.
+    """
+
+    module: str
+    name: str
+    bridge: type[Bridge]
+    own_forward: bool = False
+
+
+BRIDGES = (
+    Row(f"{_LAYERS}.layernorm", "RMSNorm", RMSNormBridge),
+    Row(f"{_LAYERS}.layernorm", "RMSNormWithoutScale", UnscaledRMSNormBridge),
+    Row(f"{_LAYERS}.layernorm", "GemmaRMSNorm", GemmaRMSNormBridge),
+    Row(f"{_LAYERS}.layernorm", "Gemma3RMSNorm", Gemma3RMSNormBridge),
+    Row(f"{_LAYERS}.layernorm", "Gemma4RMSNorm", Gemma4RMSNormBridge),
+    Row(f"{_LAYERS}.layernorm", "LayerNorm", LayerNormBridge),
+    Row(f"{_LAYERS}.activation", "SiluAndMul", SiluAndMulBridge),
+    Row(f"{_LAYERS}.activation", "SituAndMul", SituAndMulBridge),
+    Row(f"{_LAYERS}.activation", "GeluAndMul", GeluAndMulBridge),
+    Row(f"{_LAYERS}.activation", "NewGELU", NewGELUBridge),
+    Row(f"{_LAYERS}.activation", "ReLU2", ReLU2Bridge),
+    Row(f"{_LAYERS}.activation", "QuickGELU", QuickGELUBridge),
+    Row(f"{_LAYERS}.activation", "XIELU", XIELUBridge, own_forward=True),
+    Row(f"{_ROPE}.base", "RotaryEmbedding", RotaryBridge),
+    Row(f"{_ROPE}.rope_variant", "DeepseekScalingRotaryEmbedding", RotaryBridge),
+    Row(f"{_ROPE}.rope_variant", "Phi3LongRoPEScaledRotaryEmbedding", LongRopeBridge, own_forward=True),
+    Row(f"{_ROPE}.mrope", "MRotaryEmbedding", MRotaryBridge),
+    Row(f"{_ROPE}.mrope", "Ernie4_5_VLRotaryEmbedding", ErnieRotaryBridge, own_forward=True),
+    Row(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", BailingRotaryBridge, own_forward=True),
+    Row(f"{_LAYERS}.moe.topk", "TopK", TopKBridge),
+    Row(f"{_LAYERS}.quantization.unquant", "UnquantizedFusedMoEMethod", FusedMoEBridge),
+)
+
+NATIVE = {
+    "Llama4VisionRotaryEmbedding": "rotates by complex numbers, without positions",
+    "DualChunkRotaryEmbedding": "rotates a query five times",
+    "Conv2dLayer": "a convolution; there is no operator for it",
+    "Conv3dLayer": "a convolution; there is no operator for it",
+    "Mixer2RMSNormGated": "a norm over groups with a gate; there is no operator for it",
+    "Compressor": "compressed sparse attention; there is no operator for it",
+    "Indexer": "sparse attention; there is no operator for it",
+    "IndexerKPool": "sparse attention; there is no operator for it",
+    "QSAIndexer": "sparse attention; there is no operator for it",
+    "MultiPlatformOp": "a base class, which computes nothing",
+}
+"""Classes below ``sglang.srt.layers`` that stay SGLang's, and why."""
+
+_TABLE = {(row.module, row.name): row for row in BRIDGES}
+
+
+def find(layer_class: type) -> Row | None:
+    """The row of a layer's class, or ``None`` where SGLang's own code must run."""
+    for base in layer_class.__mro__:
+        row = _TABLE.get((base.__module__, base.__name__))
+        if row is not None:
+            return row
+        if base.__name__ in NATIVE or any(name.startswith("forward_") for name in vars(base)):
+            return None
+    return None

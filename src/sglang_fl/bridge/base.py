@@ -1,0 +1,71 @@
+"""A bridge: one layer of SGLang whose forward is one of our operators."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fl_dispatch import bind_op
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+fallen_through: Counter[tuple[str, str]] = Counter()
+"""(class, reason) → calls that SGLang's own code ran, because no operator takes them."""
+
+
+class Bridge:
+    """What a layer calls instead of its own forward; it has the same parameters.
+
+    Args:
+        layer: SGLang's layer. Its weights are read at each call, because SGLang may replace them.
+        native: what SGLang would run.
+        scope: the layer's prefix in the model, or ``None`` while it is not known.
+
+    Raises:
+        Unbridged: this instance computes something that no operator does, and SGLang's own code does it right.
+        ValueError: no operator does, and SGLang's own code would leave it out without a word.
+    """
+
+    operator: str
+    choices: ClassVar[tuple[str, ...]] = ()
+    """Where each instance runs one of several operators: all of them; the instance sets ``operator`` itself."""
+    call: Callable[..., Any]
+
+    def __init__(self, layer: nn.Module, native: Callable[..., Any], scope: str | None = None) -> None:
+        self.layer, self.native = layer, native
+        self.reached = False
+        self.bind(scope)
+
+    @classmethod
+    def operators(cls) -> tuple[str, ...]:
+        """The operator; several where each instance runs one of them."""
+        return cls.choices or (cls.operator,)
+
+    @staticmethod
+    def scope(prefix: str) -> str:
+        """The prefix under which policies name the layer that is the model's submodule ``prefix``."""
+        return prefix
+
+    def bind(self, scope: str | None) -> None:
+        """Bind the operator for the layer with this prefix."""
+        self.call = bind_op(self.operator, scope)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's forward, with SGLang's parameters."""
+        raise NotImplementedError
+
+    def fall_through(self, reason: str, *args: Any, **kwargs: Any) -> Any:
+        """Run SGLang's own code for a call that no operator takes; said once, counted always."""
+        key = (type(self.layer).__name__, reason)
+        if not fallen_through[key]:
+            logger.warning("%s: SGLang's own code runs %s", *key)
+        fallen_through[key] += 1
+        return self.native(*args, **kwargs)
+
+
+class Unbridged(Exception):  # noqa: N818  an outcome, not an error
+    """A layer stays SGLang's; the message says why."""

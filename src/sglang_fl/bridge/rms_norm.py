@@ -1,0 +1,72 @@
+"""``RMSNorm`` and ``RMSNormWithoutScale`` over the operator ``rms_norm``.
+
+SGLang's compiled kernels write the results into ``x`` and ``residual`` where a residual is given, so its models treat
+both as consumed, and implementations may do the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Bridge, Unbridged
+
+
+class RMSNormBridge(Bridge):
+    """``forward(x, residual=None, post_residual_addition=None, quant_linear=None)``.
+
+    ``cast_x_before_out_mul`` only says where to round. ``quant_linear`` only permits a quantized result, and SGLang's
+    own forward ignores it. ``post_residual_addition`` without a residual has no effect.
+    """
+
+    operator = "rms_norm"
+
+    def __init__(self, layer: Any, *args: Any) -> None:
+        if layer.variance_size_override is not None:
+            raise Unbridged("the mean over a part of the row")
+        super().__init__(layer, *args)
+        self.reasons: dict[tuple[torch.dtype, torch.dtype | None], str] = {}
+
+    def reason(self, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> str:
+        """Why the operator does not take tensors of these types here; empty where it does."""
+        layer: Any = self.layer
+        result = layer.override_orig_dtype or dtype
+        if layer.cast_x_before_out_mul:
+            result = torch.promote_types(result, layer.weight.dtype)
+        if result is not dtype:
+            return "a result of another type than its input"
+        if residual_dtype is not None and layer.fp32_residual and dtype is not torch.float32:
+            return "a residual that is returned in float32"
+        if residual_dtype not in (None, dtype):
+            return "a residual of another type than its input"
+        return ""
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        post_residual_addition: Tensor | None = None,
+        quant_linear: Any = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        layer: Any = self.layer
+        types = (x.dtype, None if residual is None else residual.dtype)
+        reason = self.reasons.get(types)
+        if reason is None:
+            reason = self.reasons[types] = self.reason(*types)
+        if reason:
+            return self.fall_through(reason, x, residual, post_residual_addition, quant_linear)
+        if residual is not None and post_residual_addition is not None:
+            residual = residual + post_residual_addition
+        return self.call(x, residual, layer.weight if layer.has_weight else None, layer.variance_epsilon)
+
+
+class UnscaledRMSNormBridge(Bridge):
+    """``RMSNormWithoutScale``: ``forward(x)``."""
+
+    operator = "rms_norm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self.layer
+        return self.call(x, None, None, layer.eps)

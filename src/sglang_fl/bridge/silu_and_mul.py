@@ -1,0 +1,9 @@
+"""``SiluAndMul`` over the operator ``silu_and_mul``."""
+
+from __future__ import annotations
+
+from .activation import ActivationBridge
+
+
+class SiluAndMulBridge(ActivationBridge):
+    operator = "silu_and_mul"

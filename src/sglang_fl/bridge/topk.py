@@ -1,0 +1,120 @@
+"""``TopK`` over the operators ``topk_softmax``, ``topk_sigmoid`` and ``grouped_topk``.
+
+What follows the choice is SGLang's: its capture of routed experts, the placement of experts, its recorder. On an
+out-of-tree platform its own code leaves placement and padding out or stops there; here they work as on its GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Bridge, Unbridged
+
+PLACEMENTS = ("static", "dynamic")
+
+
+def refusal(layer: Any) -> str | None:
+    """Why a layer's routing is none of our operators, or ``None``."""
+    from sglang.srt.environ import envs
+
+    config = layer.topk_config
+    if config.custom_routing_function is not None:
+        return "routing by the model's own function"
+    if config.num_fused_shared_experts or layer.enable_waterfill:
+        return "shared experts among the routed ones"
+    if config.scoring_func not in ("softmax", "sigmoid"):
+        return f"routing by '{config.scoring_func}'"
+    if envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get() or envs.SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS.get():
+        return "simulated routing"
+    if (
+        config.apply_routed_scaling_factor_on_output
+        and not config.use_grouped_topk
+        and config.scoring_func == "softmax"
+    ):
+        return "scaled weights by softmax"
+    return None
+
+
+class TopKBridge(Bridge):
+    """``forward(hidden_states, router_logits, *, num_token_non_padded, expert_location_dispatch_info,
+    dynamic_expert_bias)``.
+    """
+
+    choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
+
+    def __init__(self, layer: Any, *args: Any) -> None:
+        from sglang.srt.eplb import expert_location_dispatch
+        from sglang.srt.layers.moe import topk
+
+        if (reason := refusal(layer)) is not None:
+            raise Unbridged(reason)
+        self.host, self.to_physical = topk, expert_location_dispatch.topk_ids_logical_to_physical
+        config = layer.topk_config
+        self.operator = "grouped_topk" if config.use_grouped_topk else f"topk_{config.scoring_func}"
+        self.factor: float = config.routed_scaling_factor or 1.0
+        super().__init__(layer, *args)
+
+    def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and logical numbers of the experts, ``[tokens, top_k]``."""
+        config = self.layer.topk_config
+        bias, scaled = config.correction_bias, config.apply_routed_scaling_factor_on_output
+        if config.use_grouped_topk:
+            return self.call(
+                router_logits,
+                config.top_k,
+                config.num_expert_group,
+                config.topk_group,
+                config.renormalize,
+                "sigmoid" if bias is not None else config.scoring_func,  # with a bias SGLang knows only this one
+                self.factor if scaled and config.renormalize else 1.0,
+                bias,
+            )
+        weights, ids = self.call(router_logits, config.top_k, config.renormalize, bias)
+        return weights * self.factor if scaled else weights, ids
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        *,
+        num_token_non_padded: Tensor | None = None,
+        expert_location_dispatch_info: Any = None,
+        dynamic_expert_bias: Tensor | None = None,
+    ) -> Any:
+        """SGLang's ``StandardTopKOutput``; padding tokens go to expert -1."""
+        layer: Any = self.layer
+        config, placement = layer.topk_config, expert_location_dispatch_info
+        reason = None
+        if dynamic_expert_bias is not None:
+            reason = "a bias for each token"
+        elif placement is not None and placement.ep_dispatch_algorithm not in PLACEMENTS:
+            reason = f"experts placed by '{placement.ep_dispatch_algorithm}'"
+        elif config.use_grouped_topk and not _fits(router_logits.shape[-1], config):
+            reason = "more experts a token than its groups have"
+        if reason is not None:
+            return self.fall_through(
+                reason,
+                hidden_states,
+                router_logits,
+                num_token_non_padded=num_token_non_padded,
+                expert_location_dispatch_info=placement,
+                dynamic_expert_bias=dynamic_expert_bias,
+            )
+        weights, ids = self.route(router_logits)
+        self.host.capture_routed_experts_if_allowed(config, layer.layer_id, ids)
+        if placement is not None:
+            ids = self.to_physical(ids, placement)
+        if num_token_non_padded is not None:
+            padding = torch.arange(len(ids), device=ids.device) >= num_token_non_padded
+            ids = ids.masked_fill(padding.unsqueeze(-1), -1)
+        self.host.get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids)
+        return self.host.StandardTopKOutput(weights, ids, router_logits)
+
+
+def _fits(experts: int, config: Any) -> bool:
+    """Whether the groups that a token may use are equal and have enough experts for it."""
+    size, rest = divmod(experts, config.num_expert_group)
+    return not rest and config.top_k <= config.topk_group * size and (config.correction_bias is None or size > 1)

@@ -1,0 +1,102 @@
+"""What the plugin refuses and defaults in SGLang's server arguments, before a process starts.
+
+A refusal is one sentence that names the feature; a changed value is logged with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fl_dispatch.device import DeviceSpec
+from fl_dispatch.hosting import collectives, handover
+from fl_dispatch.logger_manager import get_logger
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+logger = get_logger(__name__)
+
+ATTENTION = "fl"
+"""The name of our attention backend in SGLang's lists."""
+
+COMPILED_ATTENTION = "intel_amx"
+
+PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
+
+
+def _features(args: ServerArgs) -> list[tuple[Any, str]]:
+    return [
+        (args.quantization, f"quantization '{args.quantization}'"),
+        (args.kv_cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {args.kv_cache_dtype}"),
+        (args.speculative_algorithm, f"speculative decoding with '{args.speculative_algorithm}'"),
+        (args.enable_torch_compile, "--enable-torch-compile"),
+        (args.enable_lora or args.lora_paths, "LoRA"),
+        (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
+    ]
+
+
+def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
+    """Raise ``ValueError`` for the first feature that cannot be served."""
+    for present, feature in _features(args):
+        if present:
+            raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path})")
+    collectives.refuse_missing_library(device.torch_type)
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        asked = getattr(args, field, None)
+        if asked not in (None, ATTENTION):
+            logger.warning(
+                "%s is '%s': SGLang's own attention runs, not the operators kv_cache_write and paged_attention "
+                "(leave it unset, or give '%s')",
+                field,
+                asked,
+                ATTENTION,
+            )
+
+
+def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
+    """Where the user chose nothing, what runs on this device."""
+    defaults = {
+        "device": device.torch_type,
+        "attention_backend": ATTENTION,
+        "sampling_backend": "pytorch",
+    }
+    if args.prefill_attention_backend is not None and args.decode_attention_backend is not None:
+        del defaults["attention_backend"]
+    for field, value in defaults.items():
+        if getattr(args, field) is None:
+            setattr(args, field, value)
+    if args.attention_backend == COMPILED_ATTENTION:  # SGLang has set it itself, before it asks the platform
+        _set(args, "attention_backend", ATTENTION, f"'{COMPILED_ATTENTION}' needs SGLang's compiled CPU kernels")
+    if not device.graphs:
+        _set(args, "disable_cuda_graph", True, f"{device.name} has no graphs to capture")
+    _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
+    if device.torch_type == "cpu":
+        _cpu_defaults(args)
+
+
+def _cpu_defaults(args: ServerArgs) -> None:
+    """SGLang binds the threads of several ranks to cores by a variable that it demands."""
+    ranks, cores = args.tp_size * args.pp_size, sorted(os.sched_getaffinity(0))
+    if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+        share = max(1, len(cores) // ranks)
+        parts = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
+        binding = "|".join(",".join(map(str, part)) for part in parts)
+        logger.info("SGLANG_CPU_OMP_THREADS_BIND: %s, because SGLang starts several ranks only with it", binding)
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // ranks))
+
+
+def _set(args: ServerArgs, field: str, value: Any, reason: str) -> None:
+    before = getattr(args, field)
+    if before != value:
+        logger.info("%s: %s instead of %s, because %s", field, value, before, reason)
+        setattr(args, field, value)
+
+
+def hand_over() -> None:
+    """Leave settings and policy for the processes that SGLang starts next."""
+    handover.offer()

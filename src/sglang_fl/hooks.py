@@ -1,0 +1,42 @@
+"""What is hooked in SGLang: rows of data, registered through SGLang's own ``HookRegistry``.
+
+SGLang logs a hook that does not apply and goes on without it. So :func:`unapplied` asks afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One function or method of SGLang that we run around, after, or instead of.
+
+    Args:
+        target: its dotted path; resolving it imports the module.
+        call: ``around``: called with the original function before the arguments; ``after``: with the result before the
+            arguments, and a result of ``None`` keeps it; ``replace``: with the arguments.
+        kind: see ``call``.
+        reason: what goes wrong, or is missed, without it.
+    """
+
+    target: str
+    call: Callable[..., Any]
+    kind: Literal["around", "after", "replace"]
+    reason: str
+
+
+def register(hooks: Iterable[Hook]) -> None:
+    """Register each hook once in this process; SGLang applies them when all plugins are loaded."""
+    for hook in hooks:
+        if all(call is not hook.call for _, call, _ in HookRegistry._hooks.get(hook.target, ())):
+            HookRegistry.register(hook.target, hook.call, HookType[hook.kind.upper()])
+
+
+def unapplied(hooks: Iterable[Hook]) -> list[Hook]:
+    """The hooks that SGLang did not apply."""
+    return [hook for hook in hooks if hook.target not in HookRegistry._patched]

@@ -1,0 +1,215 @@
+"""Which layers of a model run our operators: bridges where SGLang asks for a forward, bound to prefixes after loading.
+
+:func:`resolve` is the hook that SGLang's layers ask once each. After the model is loaded every layer is prepared with
+its prefix as scope. During the first forward pass calls are counted: an operator whose layers the pass reached, and
+which was never dispatched, means that SGLang's own code runs in its place unseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import nn
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.scopes import refuse_partial_rules
+from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import Settings, get_settings
+
+from . import attention
+from .bridge import BRIDGES, Bridge, Unbridged, find
+
+logger = get_logger(__name__)
+
+
+# -- one layer --------------------------------------------------------------------------------------------------------
+
+
+def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFusedOp) -> Callable[..., Any]:
+    """The forward of a layer that SGLang asks for: our bridge's, or SGLang's own."""
+    native = original(layer)
+    row = find(type(layer))
+    bridge = None if row is None or row.own_forward else _bridge(layer, native)
+    return native if bridge is None else bridge.forward
+
+
+def bridge_of(layer: nn.Module) -> Bridge | None:
+    """The bridge that a layer has."""
+    bridge: Bridge | None = vars(layer).get("fl_bridge")
+    return bridge
+
+
+def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
+    """The layer's bridge, made at the first question; ``None`` where SGLang's own code runs."""
+    if (present := bridge_of(layer)) is not None:
+        return present
+    row = find(type(layer))
+    names, settings = (type(layer).__name__, row.name) if row else (), get_settings()
+    if row is None or not any(settings.registers(*names, operator) for operator in row.bridge.operators()):
+        return None
+    try:
+        bridge = row.bridge(layer, native)
+    except Unbridged as reason:
+        _say_unbridged(type(layer).__name__, str(reason))
+        return None
+    if not settings.registers(*names, bridge.operator):
+        return None
+    vars(layer)["fl_bridge"] = bridge  # not a submodule, so it goes around nn.Module.__setattr__
+    return bridge
+
+
+def _installed(layer: nn.Module) -> Bridge | None:
+    """The bridge of a layer, which runs from now on; ``None`` where SGLang's own code runs."""
+    row = find(type(layer))
+    assert row is not None
+    if row.own_forward:  # SGLang never asks this layer
+        bridge = _bridge(layer, layer.forward)
+        if bridge is not None:
+            vars(layer)["forward"] = bridge.forward
+    elif layer._forward_method is None:  # else its constructor has pinned SGLang's own code
+        layer._forward_method = layer._resolve_forward_method()
+    return bridge_of(layer)
+
+
+@cache
+def _say_unbridged(name: str, reason: str) -> None:
+    logger.warning("%s stays with SGLang's own code: %s", name, reason)
+
+
+# -- a loaded model ---------------------------------------------------------------------------------------------------
+
+
+def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Every bridged class and attention layer, with all its prefixes: layers may share a module."""
+    prefixes: dict[nn.Module, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, RadixAttention) or find(type(module)) is not None:
+            prefixes.setdefault(module, []).append(prefix)
+    yield from prefixes.items()
+
+
+def prepare(model: nn.Module) -> Survey:
+    """Bind every layer of a loaded model for its prefix, and count which are ours.
+
+    Raises:
+        ValueError: an attention layer that cannot be served, or a rule for one of several layers that share a module.
+    """
+    ours: dict[str, tuple[str, int]] = {}
+    native: Counter[str] = Counter()
+    attending: Counter[str] = Counter()
+    for module, prefixes in _named_layers(model):
+        name = type(module).__name__
+        if isinstance(module, RadixAttention):
+            if (why := attention.refusal(module)) is not None:
+                raise ValueError(f"sglang_fl does not support {why} yet ({prefixes[0]})")
+            attention.bind(module, prefixes[0])
+            attending[name] += 1
+            continue
+        bridge = _installed(module)
+        if bridge is None:
+            native[name] += 1
+            continue
+        scopes = [bridge.scope(prefix) for prefix in prefixes]
+        refuse_partial_rules(bridge.operator, scopes)
+        bridge.bind(scopes[0])
+        ours[name] = (bridge.operator, ours.get(name, ("", 0))[1] + 1)
+    return Survey("SGLang", ours, dict(native), dict(attending))
+
+
+def warn_of_unknown_names(settings: Settings) -> None:
+    """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
+    known = {name for row in BRIDGES for name in (row.name, *row.bridge.operators())}
+    for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
+        logger.warning(
+            "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
+        )
+
+
+# -- the first forward pass -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FirstPass:
+    """Whether what we claim is what runs, seen in one forward pass.
+
+    Args:
+        claims: layer's prefix → the operator that it is to run.
+    """
+
+    claims: dict[str, str]
+    _before: dict[str, int] = field(default_factory=dict)
+    _was_counting: bool = False
+    _entered: set[str] = field(default_factory=set)
+    _handles: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def watch(cls, model: nn.Module, backend: AttentionBackend) -> FirstPass:
+        """Start counting, and notice which modules that contain a claimed layer are entered."""
+        modules = dict(model.named_modules())
+        claims = {
+            prefix: found.operator for prefix, layer in modules.items() if (found := bridge_of(layer)) is not None
+        }
+        if isinstance(backend, attention.AttentionFLBackend):
+            layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))
+            claims.update(dict.fromkeys(layers, backend.operator))
+        watch, manager = cls(claims), get_default_manager()
+        watch._was_counting = manager.counter.on
+        manager.set_counting(True)
+        watch._before = watch._calls()
+        for prefix in {_parent(prefix) for prefix in claims}:
+            handle = modules[prefix].register_forward_pre_hook(lambda *_, entered=prefix: watch._entered.add(entered))
+            watch._handles.append(handle)
+        return watch
+
+    @staticmethod
+    def _calls() -> dict[str, int]:
+        calls: Counter[str] = Counter()
+        for (op_name, _), count in get_default_manager().call_counts().items():
+            calls[op_name] += count
+        return dict(calls)
+
+    def finish(self) -> dict[str, list[str]]:
+        """Stop watching. Operators that were claimed, reached, and never dispatched, each with its layers."""
+        for handle in self._handles:
+            handle.remove()
+        dispatched = {op for op, calls in self._calls().items() if calls > self._before.get(op, 0)}
+        get_default_manager().set_counting(self._was_counting)
+        missed: dict[str, list[str]] = {}
+        for prefix, operator in self.claims.items():
+            if operator not in dispatched and _parent(prefix) in self._entered:
+                missed.setdefault(operator, []).append(prefix)
+        return missed
+
+
+def _parent(prefix: str) -> str:
+    return prefix.rpartition(".")[0]
+
+
+class UndispatchedError(RuntimeError):
+    """An operator that we claim was never dispatched, in strict mode."""
+
+
+def judge(missed: dict[str, list[str]], strict: bool) -> None:
+    """Tell what the first pass missed.
+
+    Raises:
+        UndispatchedError: something was missed, and mode is strict.
+    """
+    if not missed:
+        return
+    layers = "; ".join(f"'{op}' ({len(found)} layers, {found[0]})" for op, found in missed.items())
+    text = (
+        f"SGLang's own code runs in the place of operators that were to be dispatched: {layers}. This version of "
+        "SGLang calls something else than what sglang_fl hooks, or computes these layers inside other kernels"
+    )
+    if strict:
+        raise UndispatchedError(text)
+    logger.warning("%s", text)

@@ -1,0 +1,71 @@
+"""SGLang's key-value pools and page allocators, as they run on any device: its own classes without Triton kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.utils import get_num_new_pages
+from torch import Tensor
+
+
+class KVPoolFL(MHATokenToKVPool):
+    """Keys and values ``[slots, kv_heads, head_size]`` of each layer; attention writes them by ``kv_cache_write``."""
+
+
+class MLAPoolFL(MLATokenToKVPool):
+    """Latent keys ``[slots, 1, rank + rope]`` of each layer."""
+
+    def __init__(self, *args: Any, index_head_dim: int | None = None, **kwargs: Any) -> None:
+        if index_head_dim is not None:
+            raise ValueError("sglang_fl does not support sparse latent attention yet")
+        super().__init__(*args, **kwargs)
+
+
+class TokenAllocatorFL(TokenToKVPoolAllocator):
+    """Slots one by one: pages of one token."""
+
+    def __init__(self, size: int, page_size: int, **kwargs: Any) -> None:
+        super().__init__(size, **kwargs)
+
+
+class PagedAllocatorFL(PagedTokenToKVPoolAllocator):
+    """Whole pages for each request, with tensor operations instead of SGLang's Triton kernels."""
+
+    free_pages: Tensor  # numbers of the pages that nobody has, int64
+
+    def alloc_extend(
+        self,
+        prefix_lens: Tensor,
+        prefix_lens_cpu: Tensor,
+        seq_lens: Tensor,
+        seq_lens_cpu: Tensor,
+        last_loc: Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> Tensor | None:
+        """Slots ``[extend_num_tokens]`` int64 for the tokens from ``prefix_lens`` to ``seq_lens``, or ``None``."""
+        if num_new_pages is None:
+            num_new_pages = get_num_new_pages(
+                seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu
+            )
+        if num_new_pages > len(self.free_pages):
+            self.merge_and_sort_free()
+        if num_new_pages > len(self.free_pages):
+            return None
+        slots = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
+        alloc_extend_naive(prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device)
+        self.free_pages = self.free_pages[num_new_pages:]
+        return slots
+
+    def alloc_decode(self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor) -> Tensor | None:
+        """One slot a request ``[requests]`` int64, for the last token of ``seq_lens``; ``None``: no room."""
+        return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
+
+
+def make_allocator(size: int, page_size: int, **kwargs: Any) -> TokenAllocatorFL | PagedAllocatorFL:
+    """The allocator for pages of this size; SGLang calls it as a class."""
+    return (TokenAllocatorFL if page_size == 1 else PagedAllocatorFL)(size, page_size=page_size, **kwargs)

@@ -1,0 +1,126 @@
+"""SGLang's platform class, derived from the :class:`~fl_dispatch.device.DeviceSpec` of this machine."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from fl_dispatch.device import detect_device
+
+from . import config, startup
+
+DEVICE = detect_device()
+
+DISPATCH_KEY = "fl"
+"""SGLang looks for methods ``forward_<key>`` of its layers; none has this one, so what is not bridged is native."""
+
+
+class PlatformFL(SRTPlatform):
+    """An out-of-tree platform for any device that has a spec."""
+
+    _enum = PlatformEnum.OOT
+    device_name = DEVICE.name
+    device_type = DEVICE.torch_type
+    supported_quantization: list[str] = []  # noqa: RUF012  SGLang's type
+
+    # -- the device ---------------------------------------------------------------------------------------------------
+
+    def get_device(self, device_id: int = 0) -> str:
+        return DEVICE.torch_type if DEVICE.torch_type == "cpu" else f"{DEVICE.torch_type}:{device_id}"
+
+    def set_device(self, device: torch.device) -> None:
+        if DEVICE.torch_type != "cpu":
+            torch.accelerator.set_device_index(device)
+
+    def get_device_name(self, device_id: int = 0) -> str:
+        return DEVICE.device_name(device_id)
+
+    def get_device_uuid(self, device_id: int = 0) -> str:
+        return f"{DEVICE.name}-{device_id}"
+
+    def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
+        capability = DEVICE.capability(device_id)
+        return None if capability is None else DeviceCapability(*capability)
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:
+        return DEVICE.memory(device_id)[1]
+
+    def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
+        return DEVICE.memory(device_id)
+
+    def get_current_memory_usage(self, device: torch.device | None = None) -> float:
+        available, total = DEVICE.memory(0)
+        return float(total - available)
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return DEVICE.pin_memory
+
+    def synchronize(self) -> None:
+        DEVICE.synchronize()
+
+    def empty_cache(self) -> None:
+        DEVICE.empty_cache()
+
+    def get_torch_distributed_backend_str(self) -> str:
+        return DEVICE.dist_backend
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU" if DEVICE.torch_type == "cpu" else DEVICE.torch_type.upper()
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        found = torch.profiler.ProfilerActivity.CPU
+        with suppress(AttributeError):
+            found = getattr(torch.profiler.ProfilerActivity, self.get_torch_profiler_activity_str())
+        return found
+
+    # -- what SGLang asks for -----------------------------------------------------------------------------------------
+
+    def get_dispatch_key_name(self) -> str:
+        return DISPATCH_KEY
+
+    def get_default_attention_backend(self) -> str:
+        return config.ATTENTION
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from . import memory
+
+        return memory.KVPoolFL
+
+    def get_mla_kv_pool_cls(self) -> type:
+        from . import memory
+
+        return memory.MLAPoolFL
+
+    def get_dsa_kv_pool_cls(self) -> type:
+        raise ValueError("sglang_fl does not support sparse latent attention yet")
+
+    def get_paged_allocator_cls(self) -> type:
+        from . import memory
+
+        return memory.make_allocator  # type: ignore[return-value]  # SGLang only calls it
+
+    def get_graph_runner_cls(self) -> type:
+        raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet; start with --disable-cuda-graph")
+
+    def support_cuda_graph(self) -> bool:
+        return False
+
+    def support_piecewise_cuda_graph(self) -> bool:
+        return False
+
+    # -- start-up -----------------------------------------------------------------------------------------------------
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """The parent's last step before processes start: raises what is wrong, sets defaults, leaves our settings."""
+        startup.activate()
+        config.apply_defaults(server_args, DEVICE)
+        config.refuse_unsupported(server_args, DEVICE)
+        config.hand_over()
+
+    def init_backend(self) -> None:
+        """SGLang's model runner is imported: raise what an entry point found wrong in this process."""
+        startup.raise_stored()

@@ -1,0 +1,75 @@
+"""Questions to the scheduler processes of a running ``sglang.Engine``.
+
+SGLang's ``Engine.collective_rpc`` calls a method of every scheduler and returns nothing, so the answers come as files.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.report import dispatch_report
+
+from .bridge import fallen_through
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+# -- in a scheduler process -------------------------------------------------------------------------------------------
+
+
+def worker_report(runner: ModelRunner) -> dict[str, Any]:
+    """What runs in this process: the core's report, and what the plugin knows of the model.
+
+    ``layers`` and ``native_layers`` are class name → how many run a bridge, and SGLang's own code; ``fallen_through``
+    is ``"class: reason"`` → calls; ``undispatched`` is operator → layers that the first pass missed, ``None`` before
+    it.
+    """
+    survey = runner.fl_survey
+    return {
+        "rank": runner.tp_rank + runner.tp_size * getattr(runner, "pp_rank", 0),
+        **dispatch_report(),
+        "layers": {name: count for name, (_, count) in survey.ours.items()},
+        "native_layers": survey.native,
+        "attention": survey.attention,
+        "attention_backend": type(runner.attn_backend).__name__,
+        "fallen_through": {f"{name}: {reason}": calls for (name, reason), calls in fallen_through.items()},
+        "undispatched": runner.fl_undispatched,
+    }
+
+
+def fl_report(scheduler: Scheduler, folder: str) -> None:
+    """Write :func:`worker_report` into a file of this rank's own in an existing folder."""
+    data = worker_report(scheduler.tp_worker.model_runner)
+    Path(folder, f"{data['rank']}.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def fl_set_counting(scheduler: Scheduler, on: bool = True) -> None:
+    """Count calls from now on, starting at zero, or stop."""
+    manager = get_default_manager()
+    manager.set_counting(on)
+    manager.reset_counts()
+
+
+SCHEDULER_METHODS = (fl_report, fl_set_counting)
+
+
+# -- in the process that has the engine -------------------------------------------------------------------------------
+
+
+def collect(engine: Engine) -> list[dict[str, Any]]:
+    """The :func:`worker_report` of every rank, in their order."""
+    with tempfile.TemporaryDirectory(prefix="fl-report-") as folder:
+        engine.collective_rpc("fl_report", folder=folder)
+        return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(folder).iterdir())]
+
+
+def set_counting(engine: Engine, on: bool = True) -> None:
+    """Start or stop counting calls in every rank."""
+    engine.collective_rpc("fl_set_counting", on=on)

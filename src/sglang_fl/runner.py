@@ -1,0 +1,54 @@
+"""What happens to SGLang's model runner in a worker: after its model is loaded, and after its first forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fl_dispatch import get_default_manager, oplist
+from fl_dispatch.hosting import runs
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
+
+from . import attention, compat, distributed, layers
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = get_logger(__name__)
+
+
+def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+    """Start the core, let SGLang load, then bind every layer and compare the ranks."""
+    compat.refuse_unhooked()
+    settings, manager = get_settings(), get_default_manager()
+    manager.set_facts(**attention.FACTS)
+    manager.ensure_initialized()
+    result = original(runner, *args, **kwargs)
+    layers.warn_of_unknown_names(settings)
+    runner.fl_survey = layers.prepare(runner.model)
+    runner.fl_undispatched = None
+    logger.info("%s", runner.fl_survey.describe())
+    runner.fl_survey.refuse_native_run(settings)
+    several = runner.tp_size * runner.pp_size > 1
+    distributed.check_ranks()
+    oplist.record(manager, settings, runner.tp_rank if several else None)
+    return result
+
+
+def forward(
+    original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
+) -> Any:
+    """SGLang's forward pass; the first one of a batch that is not empty is watched."""
+    if runner.fl_undispatched is not None or forward_batch.forward_mode.is_idle():
+        return original(runner, forward_batch, *args, **kwargs)
+    watch = layers.FirstPass.watch(runner.model, runner.attn_backend)
+    try:
+        result = original(runner, forward_batch, *args, **kwargs)
+    finally:
+        missed = watch.finish()
+    runner.fl_undispatched = missed
+    runs.record(f"SGLang {compat.host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
+    layers.judge(missed, get_settings().strict)
+    return result

@@ -1,0 +1,98 @@
+"""From SGLang's entry points to an active platform: detection, errors kept for later, the hand-over to child processes.
+
+SGLang calls both entry points in every process and swallows what they raise. So an error is kept, and raised by
+:func:`activate`, which runs where SGLang does not wrap: in the parent when it completes its server arguments, in a
+scheduler process when it imports the model runner. Both are before a model loads.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.metadata import entry_points
+
+from fl_dispatch import ConfigError, get_default_manager
+from fl_dispatch.device import detect_device
+from fl_dispatch.hosting import handover
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.policy import PolicyManager
+from fl_dispatch.settings import get_settings, reset_settings
+
+logger = get_logger(__name__)
+
+PLATFORM = "sglang_fl.platform.PlatformFL"
+PLATFORM_GROUP = "sglang.srt.platforms"
+PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
+"""Under SGLang a variable of ours may begin with either; the first is read first."""
+
+SERVED_DEVICES = ("cpu",)
+"""PyTorch device types that were served."""
+
+_stored: Exception | None = None
+
+
+def _keep(error: Exception) -> None:
+    global _stored
+    if _stored is None:
+        _stored = error
+
+
+def raise_stored() -> None:
+    """Raise what an entry point found wrong."""
+    if _stored is not None:
+        raise _stored.with_traceback(None)
+
+
+@cache
+def detect() -> str | None:
+    """The platform's class path, or ``None`` where SGLang's own platform should run. Never raises."""
+    try:
+        reset_settings(prefixes=PREFIXES)
+        PolicyManager.get_instance().reread_settings()  # a policy that was set in code stays
+        handover.adopt()
+        active, reason = _judge()
+    except Exception as error:  # SGLang would swallow it: kept, and raised by activate()
+        _keep(error)
+        active, reason = True, f"start-up will stop, because of {type(error).__name__}: {error}"
+    logger.info("sglang_fl is %s: %s", "active" if active else "not active", reason)
+    return PLATFORM if active else None
+
+
+def _judge() -> tuple[bool, str]:
+    """Whether to activate, and why."""
+    device, settings = detect_device(), get_settings()
+    if device.torch_type not in SERVED_DEVICES:
+        served = ", ".join(SERVED_DEVICES)
+        return False, f"device '{device.name}' is not served yet (served: {served}); SGLang's own platform runs"
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        raise ConfigError(
+            "environment variable SGLANG_USE_CPU_ENGINE", None, "selects SGLang's compiled CPU kernels, which "
+            "sglang_fl does without; unset it, or leave sglang_fl out with SGLANG_PLUGINS"
+        )  # fmt: skip
+    others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("sglang_fl:")]
+    beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
+    state = "" if settings.enabled else "; dispatch is switched off, so operators run their references"
+    return True, f"device '{device.name}' ({device.device_name(0)}){state}{beside}"
+
+
+def register_hooks() -> None:
+    """SGLang's general entry point: registers our hooks unless another platform runs. Never raises."""
+    if detect() is None:
+        return
+    try:
+        from . import compat, hooks
+
+        compat.warn_of_untested_host()
+        hooks.register(compat.all_hooks())
+        compat.extend_host()
+    except Exception as error:
+        _keep(error)
+
+
+def activate() -> None:
+    """Start the core in this process, or raise what is wrong with settings, plugins and hooks. Idempotent."""
+    raise_stored()
+    from . import compat
+
+    compat.refuse_unhooked()
+    get_default_manager().ensure_initialized()

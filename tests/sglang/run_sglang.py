@@ -1,0 +1,57 @@
+"""One engine in a process of its own: ``python run_sglang.py job.json result.json``.
+
+A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "steps": [...], "doctor": bool}``, a step
+``{"prompts": token ids, "max_tokens": n, "policy": a policy}``; a policy is the arguments of
+``SelectionPolicy.from_dict``, or null. The first is set in this process before the scheduler's is started. A step's is
+set in the scheduler's, with an empty cache, by the plugin module ``policy_method``. ``doctor`` of the result is what
+``fl doctor --json`` says while the engine serves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def _doctor() -> dict[str, Any]:
+    command = [Path(sys.executable).with_name("fl"), "doctor", "--json"]
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=False).stdout)
+    return found
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    from fl_dispatch import SelectionPolicy, set_global_policy
+
+    if job.get("policy_before") is not None:
+        set_global_policy(SelectionPolicy.from_dict(**job["policy_before"]))
+    import sglang
+    from sglang_fl import report
+
+    engine = sglang.Engine(**job["engine"])
+    report.set_counting(engine)
+    steps = []
+    for step in job["steps"]:
+        if step.get("policy") is not None:
+            assert engine.flush_cache().success
+            engine.collective_rpc("set_policy", policy=step["policy"])
+        sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}
+        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling)
+        steps.append(
+            {
+                "tokens": [output["output_ids"] for output in outputs],
+                "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
+            }
+        )
+    reports = report.collect(engine)
+    doctor = _doctor() if job.get("doctor") else None
+    engine.shutdown()
+    return {"pid": os.getpid(), "steps": steps, "report": reports[0], "reports": reports, "doctor": doctor}
+
+
+if __name__ == "__main__":  # SGLang starts its processes by spawning this file again
+    result = main(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))

@@ -1,0 +1,96 @@
+"""SGLang's engines in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import running
+from running import MAX_TOKENS, PROMPTS, Finished
+
+HERE = Path(__file__).parent
+PLUGINS = (HERE.parent / "vllm" / "plugins", HERE / "plugins")  # the first are backends, which know no host
+STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of an engine: nothing of ours is set but these."""
+    prefixes = ("VLLM_", "SGLANG_", "FLAG", "USE_FLAG", "FL_DISPATCH")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    path = os.pathsep.join(filter(None, (*map(str, PLUGINS), os.environ.get("PYTHONPATH", ""))))
+    fixed = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, **fixed, **variables}
+
+
+def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
+    """Run Python in an engine's environment."""
+    return running.python(*arguments, environment=environment(**variables), timeout=timeout)
+
+
+def engine_arguments(model: Path, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine`` for a small checkpoint, with those in ``engine`` instead or in addition."""
+    return {
+        "model_path": str(model),
+        "dtype": "float32",
+        "context_length": 512,
+        "max_total_tokens": 4096,
+        "max_running_requests": 4,
+        "chunked_prefill_size": 64,
+        "grammar_backend": "none",
+        "log_level": "info",
+        **(engine or {}),
+    }
+
+
+def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:
+    """Start an engine; the result has the tokens of each step, the report of every rank, and the log.
+
+    Args:
+        model: the checkpoint.
+        steps: see ``run_sglang``; one with the standard prompts by default.
+        options: ``variables``, ``policy_before``, ``engine``: further arguments of ``sglang.Engine``, and ``doctor``:
+            whether ``fl doctor`` is asked while the engine serves.
+    """
+    return running.pool.submit(_run, model, steps or (STEP,), **options)
+
+
+def _run(
+    model: Path,
+    steps: tuple[Mapping[str, Any], ...],
+    variables: Mapping[str, str] | None = None,
+    policy_before: Mapping[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    doctor: bool = False,
+) -> dict[str, Any]:
+    arguments = engine_arguments(model, engine)
+    job = {"engine": arguments, "policy_before": policy_before, "steps": steps, "doctor": doctor}
+    return running.finish(HERE / "run_sglang.py", job, environment(**(variables or {})))
+
+
+def background(*arguments: str, **variables: str) -> Future[Finished]:
+    """Run Python beside other engines."""
+    return running.pool.submit(lambda: python(*arguments, **variables))
+
+
+def server_arguments(model: Path) -> tuple[str, ...]:
+    """The command line of ``sglang.launch_server`` for a small checkpoint."""
+    options = {"dtype": "float32", "context-length": 512, "max-total-tokens": 4096, "max-running-requests": 4}
+    named = (part for name, value in options.items() for part in (f"--{name}", str(value)))
+    return ("--model-path", str(model), "--host", "127.0.0.1", "--skip-server-warmup", *named)
+
+
+def distribution(folder: Path, entry: str) -> str:
+    """Install a plugin into a folder, beside the tests' own; ``PYTHONPATH`` with them.
+
+    Args:
+        folder: an empty one.
+        entry: ``module:function``, which SGLang calls in each of its processes.
+    """
+    info = folder / "fl_test_plugin-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-test-plugin\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nfl_test_plugin = {entry}\n")
+    return os.pathsep.join((str(folder), environment()["PYTHONPATH"]))

@@ -1,0 +1,100 @@
+"""An engine in several ranks gives Hugging Face's tokens, meets in our collectives, and refuses to diverge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import start
+
+LAYERS = 3
+OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
+TENSOR = {"tp_size": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "tensor": {"engine": TENSOR},
+    "tensor-flagcx": {"engine": TENSOR},
+    "pipeline": {"engine": {"pp_size": 2}},
+}
+TENSOR_CASES = ("tensor", "tensor-flagcx")
+
+Runs = dict[str, Future[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint: Callable[[str], Path], standin: Callable[..., Path]) -> Runs:
+    """An engine for each way to share the work."""
+    libraries = {"tensor-flagcx": {"FLAGCX_PATH": str(standin())}}
+    reference = {"SGLANG_FL_PREFER": "reference"}
+    return {
+        case: start(checkpoint("qwen3"), variables={**reference, **libraries.get(case, {})}, **options)
+        for case, options in CASES.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tokens_are_those_of_hugging_face(
+    case: str, runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert runs[case].result()["steps"][0]["tokens"] == expected("qwen3")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_is_a_process_and_runs_every_operator_of_ours(case: str, runs: Runs) -> None:
+    result = runs[case].result()
+    first, second = result["reports"]
+    assert len({first["pid"], second["pid"], result["pid"]}) == 3
+    for report in (first, second):
+        assert {key.split(" ")[0] for key in report["counts"]} == OPERATORS
+        assert report["native_layers"] == report["fallen_through"] == report["undispatched"] == report["failed"] == {}
+
+
+@pytest.mark.parametrize("case", TENSOR_CASES)
+def test_tensor_parallel_ranks_run_alike_and_meet_in_our_collectives(case: str, runs: Runs) -> None:
+    first, second = runs[case].result()["reports"]
+    assert first["counts"] == second["counts"]
+    calls = first["communication"]["tp:0"]
+    assert calls == second["communication"]["tp:0"]
+    passes, rest = divmod(calls["all_reduce"], 2 * LAYERS + 1)  # after attention, after the MLP, and the embedding
+    assert rest == 0
+    assert passes >= first["counts"]["silu_and_mul reference.torch"] // LAYERS > 0
+    assert calls["all_gather"] > 0  # the logits
+
+
+def test_the_engine_that_names_flagcx_communicates_through_it(runs: Runs) -> None:
+    sentence = "communication runs through FlagCX, version code 12345"
+    assert sentence in runs["tensor-flagcx"].result()["log"]
+    assert sentence not in runs["tensor"].result()["log"]
+
+
+def test_pipeline_stages_share_the_layers(runs: Runs) -> None:
+    layers = [report["layers"]["SiluAndMul"] for report in runs["pipeline"].result()["reports"]]
+    assert sum(layers) == LAYERS
+    assert min(layers) > 0
+
+
+@pytest.mark.parametrize("engine", [TENSOR, {"pp_size": 2}], ids=["tensor", "pipeline"])
+def test_ranks_that_chose_differently_refuse_to_serve(
+    engine: dict[str, Any], checkpoint: Callable[[str], Path]
+) -> None:
+    variables = {"SGLANG_FL_PLUGIN_MODULES": "uneven_ranks"}
+    with pytest.raises(AssertionError, match="the ranks chose different implementations") as caught:
+        start(checkpoint("llama"), engine=engine, variables=variables).result()
+    chosen = "silu_and_mul: [[['reference.torch']], [['vendor.uneven', 'reference.torch']]] on ranks [0, 1]"
+    assert chosen in str(caught.value)
+    assert "the engine ended with 0" not in str(caught.value)
+
+
+def test_an_implementation_that_fails_on_one_rank_while_serving_ends_the_engine(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    variables = {
+        "SGLANG_FL_PLUGIN_MODULES": "divergent_plugin",
+        "SGLANG_FL_PER_OP": "silu_and_mul=vendor:divergent|reference",
+    }
+    with pytest.raises(AssertionError, match="the engine ended with") as caught:
+        start(checkpoint("llama"), engine=TENSOR, variables=variables).result()
+    assert "only this rank fails" in str(caught.value)
+    assert "the engine ended with 0" not in str(caught.value)

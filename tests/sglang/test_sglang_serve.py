@@ -1,0 +1,137 @@
+"""``python -m sglang.launch_server`` answers the OpenAI client with Hugging Face's tokens, streaming too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from serving import environment, server_arguments
+
+from running import MAX_TOKENS, PROMPTS
+
+READY_WITHIN = 400.0
+KEY = "open-sesame"
+
+
+class Server:
+    """A running server.
+
+    Args:
+        process: its first process.
+        log: the file that it writes.
+        client: of OpenAI, which has the key.
+    """
+
+    def __init__(self, model: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        options = ["--served-model-name", "tiny", "--port", str(port), "--api-key", KEY]
+        self.log = log
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", *server_arguments(model), *options],
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY)
+        self._wait(f"http://127.0.0.1:{port}/health")
+
+    def _wait(self, url: str) -> None:
+        deadline = time.monotonic() + READY_WITHIN
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(url, timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        self.kill()
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """End every process of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(checkpoint("qwen3"), tmp_path_factory.mktemp("serve") / "log.txt")
+    yield running
+    running.kill()
+
+
+ASK: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": MAX_TOKENS,
+    "temperature": 0.0,
+    "extra_body": {"ignore_eos": True, "return_token_ids": True},
+}
+
+
+@pytest.mark.parametrize("row", range(len(PROMPTS)))
+def test_a_completion_has_the_tokens_of_hugging_face(
+    row: int, server: Server, expected: Callable[[str], list[list[int]]]
+) -> None:
+    answer = server.client.completions.create(prompt=PROMPTS[row], **ASK)
+    assert answer.choices[0].token_ids == expected("qwen3")[row]
+
+
+def test_a_streamed_completion_has_the_same_tokens(server: Server, expected: Callable[[str], list[list[int]]]) -> None:
+    tokens: list[int] = []
+    chunks = 0
+    for chunk in server.client.completions.create(prompt=PROMPTS[1], stream=True, **ASK):
+        tokens += chunk.choices[0].token_ids or []
+        chunks += 1
+    assert tokens == expected("qwen3")[1]
+    assert chunks > 1
+
+
+def test_chat_answers_and_streams_the_same_text(server: Server) -> None:
+    ask = {**ASK, "messages": [{"role": "user", "content": "hello world"}]}
+    whole = server.client.chat.completions.create(**ask).choices[0].message.content
+    chunks = server.client.chat.completions.create(stream=True, **ask)
+    parts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert whole
+    assert len(parts) > 1
+    assert "".join(parts) == whole
+
+
+def test_without_the_key_a_request_is_refused(server: Server) -> None:
+    stranger = openai.OpenAI(base_url=server.client.base_url, api_key="another", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.completions.create(prompt=PROMPTS[0], **ASK)
+    assert server.client.models.list().data[0].id == "tiny"
+
+
+def test_the_server_ran_our_operators_and_said_so(server: Server) -> None:
+    log = server.log.read_text()
+    assert "layers through fl_dispatch" in log
+    for operator in ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"):
+        assert f"Op '{operator}' using 'reference.torch'" in log
+    assert "never dispatched" not in log
+
+
+def test_on_sigterm_the_server_and_its_processes_end(server: Server) -> None:
+    processes = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children(True))]
+    assert len(processes) >= 3
+    server.process.send_signal(signal.SIGTERM)
+    code = server.process.wait(90)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)], timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert code in (0, -signal.SIGTERM), server.log.read_text()[-3000:]

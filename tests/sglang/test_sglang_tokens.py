@@ -1,0 +1,124 @@
+"""Greedy tokens equal Hugging Face's in float32, in chunks, again from the radix cache, and only with right operators.
+
+One engine a family. The scheduler is a process of its own, and all that is asserted about calls and layers was reported
+from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import STEP, start
+
+from running import MAX_TOKENS, PROMPTS
+
+ATTENTION = ("kv_cache_write", "paged_attention")
+DENSE = ("rms_norm", "silu_and_mul", "rotary_embedding", *ATTENTION)
+GEMMA = ("gemma_rms_norm", "gelu_and_mul", "rotary_embedding", *ATTENTION)
+OPERATORS = {
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "llama": DENSE,
+    "qwen3_moe": (*DENSE, "topk_softmax", "fused_moe"),
+    "glm4_moe": (*DENSE, "grouped_topk", "fused_moe"),
+    "minimax_m2": (*DENSE, "topk_sigmoid", "fused_moe"),
+    "gemma2": GEMMA,
+    "gemma3": GEMMA,
+}
+LAYERS = {"gemma3": 6}  # elsewhere three
+PAGES = {"llama": 16, "gemma2": 16}  # elsewhere pages of one token
+WRONG = {  # each operator once
+    "qwen3": DENSE,
+    "gemma3": ("gemma_rms_norm", "gelu_and_mul"),
+    "qwen3_moe": ("topk_softmax", "fused_moe"),
+    "glm4_moe": ("grouped_topk",),
+    "minimax_m2": ("topk_sigmoid",),
+}
+WRONG_CASES = [(family, position) for family, operators in WRONG.items() for position in range(len(operators))]
+PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method", "SGLANG_FL_PREFER": "reference"}
+
+
+def _with_policy(**policy: Any) -> dict[str, Any]:
+    return {**STEP, "policy": {"prefer": "reference", **policy}}
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
+    """Two passes over the same prompts, then a pass for each wrong implementation, then a right one."""
+    runs = {}
+    for family in OPERATORS:
+        wrong = [_with_policy(per_op_order={name: ["impl:vendor.wrong"]}) for name in WRONG.get(family, ())]
+        runs[family] = start(
+            checkpoint(family),
+            *(STEP, STEP, *wrong, *([_with_policy()] if wrong else [])),
+            variables=PLUGINS,
+            engine={"page_size": PAGES.get(family, 1)},
+        )
+    return {family: run.result() for family, run in runs.items()}
+
+
+@pytest.mark.parametrize("family", OPERATORS)
+def test_tokens_equal_hugging_face(
+    family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert results[family]["steps"][0]["tokens"] == expected(family)
+
+
+@pytest.mark.parametrize("family", OPERATORS)
+def test_a_pass_from_the_radix_cache_gives_the_same_tokens(
+    family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    first, second = results[family]["steps"][:2]
+    page = PAGES.get(family, 1)
+    assert first["cached"] == [0] * len(PROMPTS)
+    assert second["cached"] == [(len(prompt) - 1) // page * page for prompt in PROMPTS]
+    assert second["tokens"] == expected(family)
+
+
+@pytest.mark.parametrize("family", OPERATORS)
+def test_every_layer_is_ours_in_the_scheduler_process(family: str, results: dict[str, Any]) -> None:
+    result, report = results[family], results[family]["report"]
+    assert report["pid"] != result["pid"]
+    assert report["native_layers"] == {}
+    assert report["fallen_through"] == {}
+    assert report["undispatched"] == {}
+    assert report["failed"] == {}
+    assert report["attention_backend"] == "AttentionFLBackend"
+    assert report["attention"] == {"RadixAttention": LAYERS.get(family, 3)}
+    assert {operator for operator, _ in report["layers"].values()} == {*OPERATORS[family]} - {*ATTENTION}
+    assert {key.split(" ")[0] for key in report["counts"]} == {*OPERATORS[family]}
+    assert "layers through fl_dispatch" in result["log"]
+
+
+def test_calls_are_counted_one_a_layer_and_step(results: dict[str, Any]) -> None:
+    calls = {key.split(" ")[0]: count for key, count in results["llama"]["report"]["counts"].items()}
+    steps, rest = divmod(calls["paged_attention"], 3)
+    assert rest == 0
+    assert steps > 2 * MAX_TOKENS
+    assert calls["silu_and_mul"] == calls["rotary_embedding"] == calls["kv_cache_write"] == 3 * steps
+    assert calls["rms_norm"] == (2 * 3 + 1) * steps
+
+
+@pytest.mark.parametrize("family", OPERATORS)
+def test_a_prompt_longer_than_a_chunk_is_computed_in_several_steps(family: str, results: dict[str, Any]) -> None:
+    new = [line for line in results[family]["log"].splitlines() if "Prefill batch" in line]
+    assert len(new) >= -(-sum(map(len, PROMPTS)) // 64)
+
+
+@pytest.mark.parametrize(("family", "position"), WRONG_CASES, ids=lambda value: value if value in WRONG else None)
+def test_a_wrong_implementation_changes_the_tokens(
+    family: str, position: int, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    operator = WRONG[family][position]
+    assert results[family]["steps"][2 + position]["tokens"] != expected(family)
+    assert results[family]["report"]["counts"][f"{operator} vendor.wrong"] > 0
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_with_right_implementations_the_same_engine_is_right_again(
+    family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert results[family]["steps"][-1]["tokens"] == expected(family)
