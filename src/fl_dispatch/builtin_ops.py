@@ -1,4 +1,4 @@
-"""The backends that come with this package: the reference, our Triton kernels, ``backends/vendor``."""
+"""The backends that come with this package: the reference, FlagGems, our Triton kernels, ``backends/vendor``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib
 import pkgutil
 from functools import partial
 
-from .backends import reference, triton, vendor
+from .backends import flaggems, reference, triton, vendor
 from .discovery import load_backend
 from .registry import OpRegistry
 
 
 def register_builtins(registry: OpRegistry) -> None:
     """Register the built-in backends, each completely or not at all; one that fails is a WARNING."""
-    names = [reference.__name__, triton.__name__]
+    names = [reference.__name__, flaggems.__name__, triton.__name__]
     names += [f"{vendor.__name__}.{module.name}" for module in pkgutil.iter_modules(vendor.__path__) if module.ispkg]
     for name in names:
         load = partial(importlib.import_module, f"{name}.register_ops")

@@ -102,9 +102,12 @@ def extend_host() -> None:
 
 def refuse_unhooked() -> None:
     """Raise ``RuntimeError`` if SGLang did not apply a hook: it logs that and would go on without it."""
-    if missing := unapplied(all_hooks()):
-        named = "; ".join(f"{hook.target} ({hook.reason})" for hook in missing)
+    missing = unapplied(all_hooks())
+    if len(missing) == len(all_hooks()):
         raise RuntimeError(
-            f"SGLang {host_version()} did not apply hooks of sglang_fl: {named}. SGLANG_PLUGINS must contain 'fl' if "
-            "it is set; SGLang's log says why a hook failed"
+            f"SGLang {host_version()} runs the platform of sglang_fl and did not apply any of its hooks: "
+            "SGLANG_PLUGINS must contain 'fl' if it is set"
         )
+    if missing:
+        named = "; ".join(f"{hook.target} ({hook.reason})" for hook in missing)
+        raise RuntimeError(f"SGLang {host_version()} did not apply hooks of sglang_fl: {named}. SGLang's log says why")

@@ -120,6 +120,7 @@ def prepare(model: nn.Module) -> Survey:
         scopes = [bridge.scope(prefix) for prefix in prefixes]
         refuse_partial_rules(bridge.operator, scopes)
         bridge.bind(scopes[0])
+        bridge.place(model, prefixes[0])
         ours[name] = (bridge.operator, ours.get(name, ("", 0))[1] + 1)
     return Survey("SGLang", ours, dict(native), dict(attending))
 

@@ -53,7 +53,9 @@ def detect() -> str | None:
         active, reason = _judge()
     except Exception as error:  # SGLang would swallow it: kept, and raised by activate()
         _keep(error)
-        active, reason = True, f"start-up will stop, because of {type(error).__name__}: {error}"
+        # Said at once, because SGLang may stop for a reason of its own before activate() runs.
+        logger.error("start-up will stop, because of %s: %s", type(error).__name__, error)
+        return PLATFORM
     logger.info("sglang_fl is %s: %s", "active" if active else "not active", reason)
     return PLATFORM if active else None
 
@@ -77,7 +79,7 @@ def _judge() -> tuple[bool, str]:
 
 def register_hooks() -> None:
     """SGLang's general entry point: registers our hooks unless another platform runs. Never raises."""
-    if detect() is None:
+    if detect() is None or _stored is not None:  # SGLang would log the same error again for hooks it cannot apply
         return
     try:
         from . import compat, hooks

@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fl_dispatch import BackendImplKind, BackendPriority, OpImpl, OpRegistry, bind_op
+from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op, get_policy
 
 from . import compat, kv_layout
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 BACKEND = "vllm_fl.attention.AttentionFLBackend"
 MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
+OPERATORS = ("kv_cache_write", "paged_attention")
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
 
@@ -45,10 +46,17 @@ def attention_backend(use_mla: bool = False) -> str:
 
 
 def _flash_attention(use_mla: bool = False) -> str:
-    """Implementation ``vendor.cuda.flash_attn``: vLLM's own class."""
+    """Implementation ``vendor.cuda.flash_attn``: vLLM's own class over its FlashAttention."""
     if use_mla:
         raise NotImplementedError("vLLM's FlashAttention class has no latent attention")
     return "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+
+
+def _triton_attention(use_mla: bool = False) -> str:
+    """Implementation ``vendor.cuda.triton_attn``: vLLM's own class over its Triton kernels."""
+    if use_mla:
+        raise NotImplementedError("vLLM's Triton class has no latent attention")
+    return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 
 
 def _is_native_cuda() -> bool:
@@ -62,17 +70,10 @@ def register_backend(registry: OpRegistry) -> None:
     if registry.get_implementation("attention_backend", "default.fl") is None:
         operator, vendor = "attention_backend", BackendImplKind.VENDOR
         registry.register_impl(OpImpl(operator, "default.fl", BackendImplKind.DEFAULT, attention_backend))
-        registry.register_impl(
-            OpImpl(
-                operator,
-                "vendor.cuda.flash_attn",
-                vendor,
-                _flash_attention,
-                vendor="cuda",
-                priority=BackendPriority.VENDOR,
-                available=_is_native_cuda,
+        for name, function in (("flash_attn", _flash_attention), ("triton_attn", _triton_attention)):
+            registry.register_impl(
+                OpImpl(operator, f"vendor.cuda.{name}", vendor, function, vendor="cuda", available=_is_native_cuda)
             )
-        )
 
 
 @dataclass
@@ -170,13 +171,16 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
 
     def fl_bind(self, scope: str | None) -> None:
         """Bind both operators for the layer with this prefix."""
+        self.fl_scope = scope
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_attend = bind_op("paged_attention", scope)
 
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
         given = (self.alibi_slopes is not None, self.sinks is not None, self.sliding_window, self.softcap, self.scale)
-        return (self.num_heads, self.num_kv_heads, self.head_size, self.fl_write, self.fl_attend, *given)
+        policy, scope = get_policy(), self.fl_scope
+        rules = [str(rule(op, scope)) for op in OPERATORS for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
+        return (self.num_heads, self.num_kv_heads, self.head_size, *rules, *given)
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
         """Call both operators on a batch of requests with so many new tokens; the cache keeps its contents.

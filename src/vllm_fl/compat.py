@@ -304,7 +304,7 @@ def unowned_view(tensor: Any) -> Any:
     memory = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def warm_up_kernels(worker: Any) -> None:
@@ -320,7 +320,8 @@ def do_without_library() -> None:
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker
 
-    importlib.import_module(BUFFERS).get_accelerator_view_from_cpu_tensor = gpu_view
+    buffers: Any = importlib.import_module(BUFFERS)
+    buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_view
     gpu_worker.kernel_warmup = warm_up_kernels
     if host_version() == "0.26":

@@ -6,14 +6,24 @@ A refusal is one sentence that names the feature; a change is logged with its re
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch import ConfigError, NoImplementationError, SelectionPolicy, call_op, get_default_manager
+from fl_dispatch import (
+    BackendImplKind,
+    ConfigError,
+    NoImplementationError,
+    SelectionPolicy,
+    call_op,
+    get_default_manager,
+    get_policy,
+)
 from fl_dispatch.device import DeviceSpec
 from fl_dispatch.hosting import collectives, handover
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.selection import select
 from fl_dispatch.settings import Settings, get_settings
 
 from . import compat, compile, startup
@@ -35,6 +45,7 @@ EXPERT_LAYERS = {
 """The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
+ATTENTION_OPERATORS = ("paged_attention", "mla_decode", "mla_prefill")
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -91,7 +102,7 @@ def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
             compat.is_unbalanced(model),
-            f"{model.architecture} in float16, where vLLM scales its shared experts wrongly,",
+            f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",
         ),
     ]
 
@@ -195,6 +206,34 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         compile.adapt(vllm_config.compilation_config, device)
     if device.torch_type == "cpu":
         _adapt_to_cpu(vllm_config, device)
+    else:
+        _adapt_graphs(vllm_config)
+
+
+def _adapt_graphs(vllm_config: VllmConfig) -> None:
+    """No graph may contain a reference that waits for the device: those of attention and of experts do."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode == CUDAGraphMode.NONE:
+        return
+    if _has_experts(vllm_config) and _references(("fused_moe",)):
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, "the reference of fused_moe waits for the device")
+    elif compilation.cudagraph_mode.has_full_cudagraphs() and (found := _references(ATTENTION_OPERATORS)):
+        reason = f"the reference of {', '.join(found)} waits for the device"
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, reason)
+
+
+def _references(operators: Sequence[str]) -> list[str]:
+    """Those of these operators whose first choice is a reference, under any condition."""
+    manager, policy = get_default_manager(), get_policy()
+    found = []
+    for op in operators:
+        decision = select(op, manager.registry.get_implementations(op), policy)
+        first = [branch.candidates[0].kind for branch in decision.branches if branch.candidates]
+        if BackendImplKind.REFERENCE in first:
+            found.append(op)
+    return found
 
 
 def _adapt_to_cpu(vllm_config: VllmConfig, device: DeviceSpec) -> None:

@@ -31,6 +31,11 @@ RAY_RESOURCES = {"npu": "NPU"}
 started with as many as it shall have workers (``ray start --num-gpus``)."""
 
 
+def _capability(device_id: int = 0) -> DeviceCapability | None:
+    capability = DEVICE.capability(device_id)
+    return None if capability is None else DeviceCapability(*capability)
+
+
 class Dispatching:
     """What makes a platform ours: settings, configuration, worker and attention class. First base of every platform."""
 
@@ -55,7 +60,7 @@ class Dispatching:
                 path,
                 selected_backend.name,
             )
-        reasons = config.attention_refusals(path, attn_selector_config, cls.get_device_capability())
+        reasons = config.attention_refusals(path, attn_selector_config, _capability())
         if reasons:
             raise ValueError(f"attention backend {path} cannot serve this model: {', '.join(reasons)}")
         return path
@@ -116,8 +121,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        capability = DEVICE.capability(device_id)
-        return None if capability is None else DeviceCapability(*capability)
+        return _capability(device_id)
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-class CudaPlatformFL(Dispatching, CudaPlatform):  # type: ignore[misc, valid-type]
+class CudaPlatformFL(Dispatching, CudaPlatform):
     """vLLM's CUDA platform."""
 
     native: ClassVar[bool] = True

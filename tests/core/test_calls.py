@@ -170,6 +170,28 @@ def test_supports_decides_by_the_arguments_and_its_reason_is_told() -> None:
     assert manager.resolve("rms_norm", ones(1, 4)) is rms
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_implementation_is_not_chosen_for_tensors_of_a_device_that_it_does_not_take(strict: bool) -> None:
+    def elsewhere(x: Tensor, residual: Any = None, weight: Any = None, epsilon: float = 1e-6) -> str:
+        if x.is_cpu:
+            raise NotSupported("on the CPU")
+        return "a"
+
+    first = impl("default.a", elsewhere, op="rms_norm", device_types=("meta",))
+    manager = manager_of(first, impl("reference.b", lambda x, residual, weight, epsilon: "b", op="rms_norm"))
+    manager.set_counting()
+    bound = manager.bind("rms_norm")
+    decision = manager.explain("rms_norm", ones(1))
+    assert decision.chosen.impl_id == "reference.b" == manager.get_selected_impl_id("rms_norm", ones(1))
+    assert "default.a: skipped, it takes tensors on meta, not on cpu" in str(decision)
+    with policy_context(SelectionPolicy(strict=strict)):
+        assert [bound(ones(1)), manager.call_counts()] == ["b", {("rms_norm", "reference.b"): 1}]
+        for _ in range(3):  # also once it is proven, and nobody looks beforehand
+            assert bound(ones(1, device="meta")) == "a"
+            assert bound(ones(1)) == "b"
+    assert manager.get_failed_impls() == {}
+
+
 def test_a_predicate_that_raises_is_a_no_with_its_error() -> None:
     def broken(*args: Any) -> bool:
         raise ZeroDivisionError("in supports")

@@ -84,7 +84,7 @@ def test_an_inline_operator_is_traced_whole_by_name_and_bound_and_for_any_number
     counter = torch._dynamo.testing.CompileCounter()
     by_name = torch.compile(lambda *args: call_op(op, *args), fullgraph=True, backend=counter, dynamic=True)
     bound = torch.compile(bind_op(op), fullgraph=True, backend="eager", dynamic=True)
-    reference = resolve_op(op)
+    reference = resolve_op(op, *samples(op)[0].args)
     for sample, again in serving(op)[:3]:
         twin = samples(op)[[s.label for s in samples(op)].index(sample.label)]
         expected = reference(*twin.args)
@@ -139,7 +139,7 @@ def test_a_view_passes_the_checks_of_torch(op: str, variant: opaque.Variant) -> 
 
 @pytest.mark.parametrize("op", OPAQUE)
 def test_a_view_computes_and_writes_what_the_operator_does_on_every_sample(op: str) -> None:
-    call, reference = opaque.view(OPERATORS[op]), resolve_op(op)
+    call, reference = opaque.view(OPERATORS[op]), resolve_op(op, *samples(op)[0].args)
     for sample, again in zip(samples(op), samples(op), strict=True):
         got, expected = call(*OPERATORS[op].bind(sample.args, {})), reference(*again.args)
         written = OPERATORS[op].written(OPERATORS[op].bind(again.args, {}))
@@ -153,7 +153,7 @@ def test_a_view_computes_and_writes_what_the_operator_does_on_every_sample(op: s
 
 @pytest.mark.parametrize("op", OPAQUE)
 def test_compiled_code_runs_an_implementation_that_cannot_be_traced_behind_the_view(op: str) -> None:
-    reference, calls = resolve_op(op), []
+    reference, calls = resolve_op(op, *samples(op)[0].args), []
 
     def untraceable(*args: Any) -> Any:
         calls.append(torch.compiler.is_dynamo_compiling())
@@ -172,7 +172,7 @@ def test_compiled_code_runs_an_implementation_that_cannot_be_traced_behind_the_v
 
 @pytest.mark.parametrize("op", ["rms_norm", "rotary_embedding", "silu_and_mul"])
 def test_inductor_runs_the_views(op: str) -> None:
-    reference, calls = resolve_op(op), []
+    reference, calls = resolve_op(op, *samples(op)[0].args), []
 
     def closed(*args: Any) -> Any:
         calls.append(op)

@@ -383,10 +383,10 @@ def test_processes_with_the_same_choices_have_the_same_hash(method: str) -> None
         answers.append(Manifest.from_data(queue.get(timeout=120)))
         process.join(60)
     assert answers[0].hash == answers[1].hash != answers[2].hash
-    assert answers[0].differences(answers[2]) == [
+    assert {
         f"{OP}: reference.torch here, vendor.b there",
         "test_freezing: nothing here, unknown there",
-    ]
+    } <= {*answers[0].differences(answers[2])}  # on a GPU machine other kernels run without that preference, too
 
 
 @pytest.mark.usefixtures("registered")

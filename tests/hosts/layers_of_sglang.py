@@ -14,7 +14,7 @@ import torch
 from host_cases import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, PAGE, POSITIONS, REQUESTS, TOPK
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, publish
-from torch import Tensor
+from torch import Tensor, nn
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -51,6 +51,7 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+    from sglang_fl import layers
     from sglang_fl.attention import AttentionFLBackend
     from sglang_fl.memory import KVPoolFL
 
@@ -82,8 +83,8 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
         0,
         logit_cap=soft_cap,
         sliding_window_size=-1 if window is None else window - 1,  # the tokens before a token's own
-        prefix="model.layers.0.self_attn.attn",
     )
+    layers.prepare(nn.ModuleDict({"attn": layer}))  # as when a model is loaded
 
     def step(query: Tensor, key: Tensor, value: Tensor, before: list[int], after: list[int]) -> Tensor:
         slots = [

@@ -83,11 +83,30 @@ def route(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.config import (
+        FUSED_MOE_UNQUANTIZED_CONFIG,
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
 
     from vllm_fl import moe
 
-    layer = moe.ExpertsFL(SimpleNamespace(in_dtype=x.dtype), FUSED_MOE_UNQUANTIZED_CONFIG)
+    config = FusedMoEConfig(
+        num_experts=len(w13),
+        experts_per_token=TOPK,
+        hidden_dim=HIDDEN,
+        intermediate_size=host_cases.INNER,
+        num_local_experts=len(w13),
+        num_logical_experts=len(w13),
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=x.dtype,
+    )
+    assert moe.refusal(config) is None
+    layer = moe.ExpertsFL(config, FUSED_MOE_UNQUANTIZED_CONFIG)
     layer.fl_call = bind_op("fused_moe")
     output = torch.empty_like(x)
     layer.apply(output, x, w13, w2, weights, ids, MoEActivation.SILU, len(w13), None, False)

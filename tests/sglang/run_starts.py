@@ -7,6 +7,7 @@ That process has imported what takes long. SGLang itself, and all of ours, is im
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -16,6 +17,8 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+SLOW = ("torch._inductor.compile_fx", "transformers.modeling_layers", "transformers.processing_utils", "openai")
 
 
 def _fork(name: str, log: Path, job: dict[str, Any]) -> int:
@@ -61,7 +64,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import triton  # noqa: F401
+    for slow in (
+        "torch._inductor.compile_fx",
+        "transformers.modeling_layers",
+        "transformers.processing_utils",
+        "openai",
+    ):
+        importlib.import_module(slow)
 
     result = main(json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(result))

@@ -532,7 +532,6 @@ GPT_OSS = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
         {"with_bias": True},
         {"with_bias": True, **GPT_OSS},
         {"inplace": False},
-        {"routed_scaling_factor": 2.5},
     ],
     ids=lambda options: ",".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )
@@ -580,6 +579,33 @@ def test_experts_know_more_activations_than_sglangs_own_forward(
     ours = layer.quant_method.apply(layer, calls).hidden_states
     expected = experts_of(layer, calls.hidden_states, *calls.topk_output[:2], act)
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-5)
+
+
+def test_experts_are_scaled_once() -> None:
+    """By us as on SGLang's GPUs, whose native experts leave it out, unless the block around them does it."""
+    seed("scaled experts")
+
+    class Glm4MoeSparseMoeBlock(nn.Module):
+        """Stands for the class of this name."""
+
+        def __init__(self, experts: nn.Module) -> None:
+            super().__init__()
+            self.experts = experts
+
+    alone, held = moe_layer(routed_scaling_factor=2.5), moe_layer(routed_scaling_factor=2.5)
+    for ours, whole in zip(held.parameters(), alone.parameters(), strict=True):
+        ours.copy_(whole)
+    bridge_of(alone)
+    from sglang_fl import layers
+
+    layers.prepare(nn.ModuleDict({"mlp": Glm4MoeSparseMoeBlock(held)}))
+    calls = dispatched(normal(TOKENS, MOE_HIDDEN))
+    theirs = held.quant_method.forward_native(held, calls).hidden_states
+    assert calls_of("fused_moe") == 0
+    for layer, factor in ((held, 1.0), (alone, 2.5)):
+        ours = layer.quant_method.apply(layer, calls).hidden_states
+        torch.testing.assert_close(ours, factor * theirs, rtol=2e-5, atol=1e-5)
+    assert calls_of("fused_moe") == 2
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -743,6 +769,27 @@ def test_a_rotary_embedding_takes_an_empty_batch() -> None:
         assert [x.shape for x in layer(positions, query, key)] == [query.shape, key.shape]
 
 
+def test_a_rotation_is_in_place() -> None:
+    """Llama 4 reads the rotated parts from the projection; SGLang's own forward, which is not in place, leaves it."""
+    seed("in place")
+    layer = rotary("RotaryEmbedding").build(F32)
+    bridge_of(layer)
+    projection, positions = normal(TOKENS, 2 * HEADS * HEAD_DIM), torch.arange(TOKENS)
+    expected = native(layer, (positions, *projection.chunk(2, dim=-1)), {})
+    layer(positions, *projection.chunk(2, dim=-1))
+    compare(projection.chunk(2, dim=-1), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_one_tensor_as_query_and_key_is_turned_once() -> None:
+    """Sparse attention passes its key as both, where it needs no query."""
+    seed("alias")
+    layer = rotary("RotaryEmbedding").build(F32)
+    bridge_of(layer)
+    key, positions = normal(TOKENS, HEAD_DIM), torch.arange(TOKENS)
+    expected = native(layer, (positions, key, key), {})
+    compare(layer(positions, key, key), expected, rtol=2e-5, atol=2e-6)
+
+
 def test_deepseeks_rotation_in_halves_keeps_the_shape() -> None:
     """SGLang's own forward adds a dimension of one here."""
     seed("deepseek")
@@ -758,7 +805,7 @@ def test_deepseeks_rotation_in_halves_keeps_the_shape() -> None:
 def test_axes_that_are_interleaved_as_in_glm_follow_sglangs_map() -> None:
     """SGLang's own forward does not know this order; its GPU kernel reads it from this map."""
     seed("glm")
-    sections = [8, 5, 3]
+    sections = [2, 8, 6]
     case = rotary(
         "MRotaryEmbedding", axes=3, mrope_section=sections, mrope_interleaved=True, mrope_interleaved_glm=True
     )
@@ -772,6 +819,7 @@ def test_axes_that_are_interleaved_as_in_glm_follow_sglangs_map() -> None:
     plain.cos_sin_cache = torch.cat((cos[chosen, frequencies], sin[chosen, frequencies]), dim=-1)
     expected = native(plain, (torch.arange(TOKENS), query, key), {})
     compare(layer(positions, query.clone(), key.clone()), expected, rtol=2e-5, atol=2e-6)
+    assert not torch.allclose(native(layer, (positions, query, key), {})[0], expected[0])
 
 
 def test_bailings_axes_are_ernies_with_positions_that_start_below_zero() -> None:
@@ -843,6 +891,7 @@ def test_a_layer_that_computes_something_else_stays_sglangs(build: Callable[[], 
         ({"gemm1_clamp_limit": 7.0}, "limited SwiGLU"),
         ({**GPT_OSS, "gate_up_interleaved": False}, "scaled SwiGLU"),
         ({**GPT_OSS, "gemm1_beta": 0.5}, "scaled SwiGLU"),
+        ({"activation": "situ", "routed_scaling_factor": 2.5}, "scaled by 2.5"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_fl.bridge import BRIDGES, NATIVE, find
+from sglang_fl.bridge.fused_moe import SCALING_BLOCKS
 
 ROOT = "BaseFusedOp"
 ROWS = {row.name: row for row in BRIDGES}
@@ -66,13 +67,15 @@ def layers() -> dict[str, Class]:
 def fused(known: dict[str, Class]) -> Iterator[str]:
     """The classes that derive from SGLang's fused operator."""
     for name in known:
-        pending = [name]
+        pending, seen = {name}, set()
         while pending:
-            bases = known[pending.pop()].bases
+            current = pending.pop()
+            seen.add(current)
+            bases = known[current].bases
             if ROOT in bases:
                 yield name
                 break
-            pending += [base for base in bases if base in known]
+            pending |= {base for base in bases if base in known} - seen
 
 
 def test_every_fused_operator_of_sglangs_layers_has_a_row_or_a_reason(layers: dict[str, Class]) -> None:
@@ -103,7 +106,7 @@ def test_rows_say_which_classes_replace_their_forward(layers: dict[str, Class]) 
 
 def test_classes_of_models_that_wrap_a_bridged_forward_call_it(layers: dict[str, Class]) -> None:
     """So the bridge runs inside them."""
-    everything = classes("srt/layers", "srt/models")
+    everything = {**classes("srt/models"), **layers}
     wrappers = set()
     for name in fused(everything):
         if name in layers or "forward" not in (own := everything[name].defines("forward")):
@@ -150,3 +153,15 @@ def test_a_subclass_that_computes_in_a_way_of_its_own_finds_none(host: None) -> 
 
     assert find(Shifted) is None
     assert find(Wrapped) is ROWS["RMSNorm"]
+
+
+def test_we_know_every_block_that_scales_its_experts_itself() -> None:
+    """Where it is not on SGLang's GPUs: ``if not _is_cuda ...: ... *= self.routed_scaling_factor``."""
+    scaling = set()
+    for name, found in classes("srt/models").items():
+        for node in ast.walk(found.body):
+            if isinstance(node, ast.If) and "not _is_cuda" in ast.unparse(node.test):
+                body = "\n".join(ast.unparse(statement) for statement in node.body)
+                if "*= self.routed_scaling_factor" in body:
+                    scaling.add(name)
+    assert scaling == SCALING_BLOCKS

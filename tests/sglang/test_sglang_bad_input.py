@@ -45,12 +45,12 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         r"RegistrationError: .*vendor\.twice.*silu_and_mul",
     ),
     "nothing_left": ({"SGLANG_FL_PER_OP": "rms_norm=vendor:nobody"}, r"ConfigError: .*rms_norm"),
-    "cpu_engine": ({"SGLANG_USE_CPU_ENGINE": "1"}, r"ConfigError: .*SGLANG_USE_CPU_ENGINE.*unset it"),
     "platform_without_plugin": (
         {"SGLANG_PLATFORM": "fl", "SGLANG_PLUGINS": "another"},
-        r"RuntimeError: .*did not apply hooks.*BaseFusedOp.*SGLANG_PLUGINS must contain 'fl'",
+        r"RuntimeError: .*did not apply any of its hooks: SGLANG_PLUGINS must contain 'fl'",
     ),
 }
+CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1"}
 WAYS = ("server", "engine")
 ERROR = re.compile(r"^(fl_dispatch\.errors\.\w+|RuntimeError): .*$", re.MULTILINE)
 BROKEN = r"RuntimeError: .*did not apply hooks.*GroupCoordinator\.all_gatherv"
@@ -82,7 +82,7 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         "engine": engine_arguments(model),
         "starts": {
             f"{way} {name}": {"how": way, "variables": variables(given)}
-            for name, (given, _) in CASES.items()
+            for name, (given, _) in {**CASES, "cpu_engine": (CPU_ENGINE, "")}.items()
             for way in WAYS
         },
     }
@@ -102,6 +102,17 @@ def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(
 
 def test_a_server_in_a_process_of_its_own_is_refused_alike(ended: dict[str, Finished]) -> None:
     _refused(ended["whole_server"], CASES["missing_file"][1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sglangs_compiled_cpu_kernels_are_refused_even_where_sglang_stops_first(
+    way: str, ended: dict[str, Finished]
+) -> None:
+    """Importing its engine needs them, so there ours can only be the first error."""
+    finished = ended[f"{way} cpu_engine"]
+    assert finished.returncode != 0
+    assert re.search(r"ConfigError: environment variable SGLANG_USE_CPU_ENGINE: .*unset it", finished.log)
+    assert finished.log.index("SGLANG_USE_CPU_ENGINE") < finished.log.index("Traceback")
 
 
 def test_a_hook_whose_target_does_not_exist_is_refused(ended: dict[str, Finished]) -> None:

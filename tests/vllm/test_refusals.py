@@ -1,149 +1,186 @@
-"""What cannot be served is refused at the start, in one sentence that names it."""
+"""What cannot be served is refused at the start, in one sentence that names it.
+
+The configurations are vLLM's own, made from a checkpoint's ``config.json`` as ``vllm serve`` makes them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fl_dispatch import ConfigError, SelectionPolicy, policy_context
+from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.device import CPU
+from fl_dispatch.settings import reset_settings
 from vllm_fl import config, startup
+
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "whisper": "WhisperForConditionalGeneration",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+}
+
+
+def _describe(family: str) -> Any:
+    """The configuration of a small model."""
+    from transformers import Mamba2Config, WhisperConfig
+
+    if family == "mamba2":
+        return Mamba2Config(num_hidden_layers=2, hidden_size=64, num_heads=4, head_dim=32, vocab_size=VOCABULARY)
+    if family == "whisper":
+        heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+        return WhisperConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, **heads)
+    return FAMILIES["deepseek_v3" if family == "deepseek_v32" else family]()
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Model family → a folder with its ``config.json``, and no weights."""
+    root = tmp_path_factory.mktemp("described")
+
+    @cache
+    def of(family: str) -> Path:
+        described, folder = _describe(family), root / family
+        described.architectures = [ARCHITECTURES[family]]
+        described.save_pretrained(folder)
+        if family == "deepseek_v32":  # Hugging Face has no class for it
+            file = folder / "config.json"
+            sparse = {"model_type": family, "index_topk": 64, "index_n_heads": 4, "index_head_dim": 16}
+            file.write_text(json.dumps({**json.loads(file.read_text()), **sparse}))
+        return folder
+
+    return of
 
 
 @pytest.fixture
-def vllm_config() -> Any:
-    """As much of a configuration as is looked at, all of it supported."""
-    model = SimpleNamespace(
-        model="tiny",
-        is_encoder_decoder=False,
-        attn_type="decoder",
-        is_hybrid=False,
-        is_attention_free=False,
-        is_moe=False,
-        use_mla=False,
-        hf_text_config=SimpleNamespace(),
-    )
-    parallel = SimpleNamespace(
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
-        enable_dbo=False,
-        world_size=1,
-        local_world_size=1,
-        data_parallel_size_local=1,
-        all2all_backend="allgather_reducescatter",
-    )
-    return SimpleNamespace(
-        model_config=model,
-        parallel_config=parallel,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
-        lora_config=None,
-        additional_config={"mine": 1},
-        compilation_config=SimpleNamespace(custom_ops=["all"], mode=None),
-    )
+def configure(described: Callable[[str], Path]) -> Callable[..., Any]:
+    """Arguments of vLLM's engine → its configuration, after our changes; the model is Qwen3 unless another is named."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def of(family: str = "qwen3", **arguments: Any) -> Any:
+        fixed = {"dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": True}
+        return EngineArgs(str(described(family)), **{**fixed, **arguments}).create_engine_config()
+
+    return of
+
+
+COMPILED = {"mode": 3, "backend": "eager"}
+SPECULATION = {"num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize(
-    ("part", "field", "value", "named"),
+    ("family", "arguments", "named"),
     [
-        ("model_config", "is_encoder_decoder", True, "encoder-decoder"),
-        ("model_config", "is_hybrid", True, "state-space"),
-        ("model_config", "hf_text_config", SimpleNamespace(index_topk=2048), "sparse latent attention"),
-        ("parallel_config", "decode_context_parallel_size", 2, "context parallelism"),
-        ("parallel_config", "enable_dbo", True, "dual-batch overlap"),
+        ("whisper", {}, "encoder-decoder models"),
+        ("mamba2", {}, "state-space and linear-attention layers"),
+        ("deepseek_v32", {}, "sparse latent attention"),
+        ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
+        ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
+        ("qwen3", {"kv_cache_dtype": "fp8"}, "a KV cache of type fp8"),
+        (
+            "qwen3_moe",
+            {"all2all_backend": "deepep_v2"},
+            "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
+        ),
+        ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
+        (
+            "qwen3",
+            {"enable_lora": True, "compilation_config": COMPILED},
+            "LoRA on compiled models",
+        ),
+        (
+            "qwen3",
+            {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},
+            "speculative decoding with 'ngram_gpu' (only with 'ngram')",
+        ),
     ],
 )
-def test_an_unsupported_feature_is_named(vllm_config: Any, part: str, field: str, value: Any, named: str) -> None:
-    startup.activate()
-    config.refuse_unsupported(vllm_config, CPU)
-    setattr(getattr(vllm_config, part), field, value)
-    with pytest.raises(ValueError, match=named):
-        config.refuse_unsupported(vllm_config, CPU)
+def test_an_unsupported_feature_is_named(
+    family: str, arguments: dict[str, Any], named: str, configure: Callable[..., Any]
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {named} on cpu yet (model ")):
+        configure(family, **arguments)
 
 
-def test_what_is_looked_at_exists_in_vllms_configuration(vllm_config: Any) -> None:
-    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
-
-    classes = {
-        VllmConfig: vllm_config,
-        ModelConfig: vllm_config.model_config,
-        ParallelConfig: vllm_config.parallel_config,
-        CacheConfig: vllm_config.cache_config,
-    }
-    for theirs, ours in classes.items():
-        known = {*theirs.__dataclass_fields__, *dir(theirs)}
-        assert set(vars(ours)) <= known, theirs.__name__
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_speculation_with_another_model_is_named(
+    method: str, configure: Callable[..., Any], described: Callable[[str], Path]
+) -> None:
+    draft = {"method": method, "model": str(described("qwen3")), **SPECULATION}
+    with pytest.raises(ValueError, match=f"vllm_fl does not support speculative decoding with '{method}'"):
+        configure(speculative_config=draft)
 
 
-def test_another_exchange_of_tokens_is_refused_for_a_model_with_experts(vllm_config: Any) -> None:
-    startup.activate()
-    vllm_config.parallel_config.all2all_backend = "deepep_v2"
-    config.refuse_unsupported(vllm_config, CPU)
-    vllm_config.model_config.is_moe = True
-    with pytest.raises(ValueError, match=r"all-to-all backend deepep_v2 \(only allgather_reducescatter\)"):
-        config.refuse_unsupported(vllm_config, CPU)
+@pytest.mark.parametrize(
+    ("family", "arguments"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"enable_lora": True}),
+        ("qwen3", {"all2all_backend": "deepep_v2"}),
+        ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}),
+        ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("deepseek_v2", {}),
+    ],
+)
+def test_what_is_supported_is_not_refused(
+    family: str, arguments: dict[str, Any], configure: Callable[..., Any]
+) -> None:
+    vllm_config = configure(family, **arguments)
+    assert vllm_config.parallel_config.worker_cls == config.CPU_WORKER
+    assert set(vllm_config.additional_config[startup.CONFIG_KEY]) == {"settings", "policy", "workers_here"}
 
 
-def test_lora_and_flagcx_are_refused_for_compiled_models(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.config import CompilationMode
-
-    startup.activate()
-    vllm_config.lora_config = object()
-    config.refuse_unsupported(vllm_config, CPU)
-    vllm_config.compilation_config.mode = CompilationMode.VLLM_COMPILE
-    with pytest.raises(ValueError, match="LoRA on compiled models"):
-        config.refuse_unsupported(vllm_config, CPU)
-    vllm_config.lora_config, vllm_config.parallel_config.world_size = None, 2
-    monkeypatch.setattr(config, "get_settings", lambda: SimpleNamespace(flagcx_path="somewhere"))
+def test_flagcx_is_refused_for_compiled_models_on_several_ranks(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vllm_config = configure(tensor_parallel_size=2, compilation_config=COMPILED)
+    _set_variable(monkeypatch, "FLAGCX_PATH", str(tmp_path))
     with pytest.raises(ValueError, match="FlagCX in compiled models"):
         config.refuse_unsupported(vllm_config, CPU)
 
 
 def test_a_flagcx_library_that_does_not_load_is_refused_before_the_model_loads(
-    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    startup.activate()
-    monkeypatch.setattr(config, "get_settings", lambda: SimpleNamespace(flagcx_path=tmp_path))
+    vllm_config = configure()
+    _set_variable(monkeypatch, "FLAGCX_PATH", str(tmp_path))
     with pytest.raises(
         ConfigError, match=f"FLAGCX_PATH: {tmp_path}: no libflagcx.so is there; .* or unset FLAGCX_PATH"
     ):
         config.refuse_unsupported(vllm_config, CPU)
 
 
-@pytest.mark.parametrize("method", ["eagle", "draft_model", "ngram_gpu"])
-def test_speculation_other_than_ngram_is_named(method: str, vllm_config: Any) -> None:
-    startup.activate()
-    vllm_config.speculative_config = SimpleNamespace(method="ngram")
-    config.refuse_unsupported(vllm_config, CPU)
-    vllm_config.speculative_config = SimpleNamespace(method=method)
-    with pytest.raises(ValueError, match=f"speculative decoding with '{method}'"):
-        config.refuse_unsupported(vllm_config, CPU)
+def _set_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """Set a variable and read the settings again; they are read anew after the test, too."""
+    monkeypatch.setenv(name, value)
+    reset_settings()
 
 
-@pytest.mark.parametrize("names", [{"rms_norm"}, {"fused_moe"}, {"MoERunner", "silu_and_mul"}])
+@pytest.fixture(autouse=True)
+def _settings_of_the_environment() -> Iterator[None]:
+    yield
+    reset_settings()
+
+
+@pytest.mark.parametrize("names", ["rms_norm", "fused_moe", "MoERunner,silu_and_mul"])
 def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some(
-    names: set[str], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+    names: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    startup.activate()
-    vllm_config.model_config.is_moe = True
-    config.refuse_unsupported(vllm_config, CPU)
-    listed = replace(config.get_settings(), oot_whitelist=frozenset(names))
-    monkeypatch.setattr(config, "get_settings", lambda: listed)
-    with pytest.raises(ValueError, match="model tiny has experts, .* leaves out"):
-        config.refuse_unsupported(vllm_config, CPU)
-
-
-def test_lora_is_refused_for_a_model_with_experts(vllm_config: Any) -> None:
-    startup.activate()
-    vllm_config.lora_config = object()
-    vllm_config.model_config.is_moe = True
-    with pytest.raises(ValueError, match="LoRA on mixture-of-experts models"):
-        config.refuse_unsupported(vllm_config, CPU)
+    _set_variable(monkeypatch, "VLLM_FL_OOT_WHITELIST", names)
+    configure("qwen3")
+    with pytest.raises(ValueError, match="model .* has experts, .* leaves out"):
+        configure("qwen3_moe")
 
 
 def test_a_quantization_is_named() -> None:
@@ -160,38 +197,37 @@ def test_an_attention_type_is_named() -> None:
         AttentionFLImpl(4, 16, 0.25, attn_type="encoder_decoder")
 
 
-def test_the_users_additional_config_stays_as_it_is(vllm_config: Any) -> None:
-    mine = vllm_config.additional_config
-    config.pack_settings(vllm_config)
+def test_the_users_additional_config_stays_as_it_is(configure: Callable[..., Any]) -> None:
+    mine = {"mine": 1}
+    vllm_config = configure(additional_config=mine)
     assert mine == {"mine": 1}
     assert set(vllm_config.additional_config) == {"mine", "fl_dispatch"}
-    assert set(vllm_config.additional_config["fl_dispatch"]) == {"settings", "policy", "workers_here"}
 
 
-def test_what_a_parent_packed_stays(vllm_config: Any) -> None:
+def test_what_a_parent_packed_stays(configure: Callable[..., Any]) -> None:
     theirs = SelectionPolicy(prefer="vendor").to_json()
-    vllm_config.additional_config = {"fl_dispatch": {"policy": theirs}}
-    config.pack_settings(vllm_config)
+    vllm_config = configure(additional_config={"fl_dispatch": {"policy": theirs}})
     assert vllm_config.additional_config["fl_dispatch"]["policy"] == theirs
 
 
-def test_workers_of_all_data_parallel_ranks_here_share_the_machine_and_a_child_knows(vllm_config: Any) -> None:
-    parallel = vllm_config.parallel_config
-    parallel.world_size, parallel.local_world_size, parallel.data_parallel_size_local = 4, 2, 3
+def test_workers_of_all_data_parallel_ranks_here_share_the_machine_and_a_child_knows(
+    configure: Callable[..., Any],
+) -> None:
+    vllm_config = configure(tensor_parallel_size=2, data_parallel_size=3)
     assert config.workers_here(vllm_config) == 6
-    config.pack_settings(vllm_config)
-    parallel.local_world_size, parallel.data_parallel_size_local = 2, 1  # as vLLM leaves it to a dense model's engine
+    vllm_config.parallel_config.data_parallel_size_local = 1  # as vLLM leaves it to a dense model's engine
     assert config.workers_here(vllm_config) == 6
+    vllm_config.additional_config = {}
+    assert config.workers_here(vllm_config) == 2
 
 
 @pytest.mark.parametrize(
     "given",
     ["x", {"prefer": "vendor"}, {"policy": "junk"}, {"settings": "{}"}, {"policy": 3}, {"workers_here": 0}],
 )
-def test_anything_else_under_our_key_is_refused(vllm_config: Any, given: Any) -> None:
-    vllm_config.additional_config = {"fl_dispatch": given}
+def test_anything_else_under_our_key_is_refused(configure: Callable[..., Any], given: Any) -> None:
     with pytest.raises(ConfigError, match="additional_config.fl_dispatch"):
-        config.pack_settings(vllm_config)
+        configure(additional_config={"fl_dispatch": given})
 
 
 def test_an_attention_class_that_does_not_exist_is_named_with_its_implementation() -> None:
@@ -211,11 +247,9 @@ def test_a_cache_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
             config.cache_space()
 
 
-def test_switching_every_layer_off_is_refused_before_the_model_loads(vllm_config: Any) -> None:
-    startup.activate()
-    vllm_config.compilation_config.custom_ops = ["none"]
+def test_switching_every_layer_off_is_refused_before_the_model_loads(configure: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="VLLM_FL_OOT_ENABLED=0"):
-        config.refuse_unsupported(vllm_config, CPU)
+        configure(compilation_config={"custom_ops": ["none"]})
 
 
 def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused() -> None:

@@ -123,22 +123,26 @@ _LATENT: Mapping[str, Any] = {
     "num_experts_per_tok": 2,
     "n_group": 4,
     "topk_group": 2,
+    "moe_layer_freq": 1,
+}
+
+
+_LATENT_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.5,
 }
 
 
 def _deepseek_v2() -> PretrainedConfig:
     from transformers import DeepseekV2Config
 
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.5,
-    }
+    routing = {"topk_method": "group_limited_greedy", "scoring_func": "softmax"}
     return DeepseekV2Config(
-        **_LATENT, q_lora_rank=None, topk_method="group_limited_greedy", routed_scaling_factor=2.0, rope_parameters=rope
+        **_LATENT, q_lora_rank=None, **routing, routed_scaling_factor=2.0, rope_parameters=dict(_LATENT_ROPE)
     )
 
 
@@ -146,7 +150,8 @@ def _deepseek_v3() -> PretrainedConfig:
     from transformers import DeepseekV3Config
 
     routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # vLLM reads them, as in the published checkpoints
-    return DeepseekV3Config(**_LATENT, **routing, q_lora_rank=24, num_mtp_layers=0)
+    rope = dict(_LATENT_ROPE)
+    return DeepseekV3Config(**_LATENT, **routing, q_lora_rank=24, num_mtp_layers=0, rope_parameters=rope)
 
 
 _EXPERTS: Mapping[str, Any] = {

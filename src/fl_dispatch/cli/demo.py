@@ -7,6 +7,7 @@ tokens are exact.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import sys
 import tempfile
@@ -195,6 +196,7 @@ def _sglang(path: Path, prompts: list[str], tokens: int) -> tuple[Generated, dic
     seconds = time.perf_counter() - started
     (worker,) = report.collect(engine)
     engine.shutdown()
+    logging.getLogger("sglang").setLevel(logging.ERROR)  # it has more to say when this process ends
     found = [output["output_ids"] for output in outputs]
     return Generated(found, [tokenizer.decode(row) for row in found], seconds), worker
 

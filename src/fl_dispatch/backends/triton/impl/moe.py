@@ -420,8 +420,7 @@ def fused_moe(
         blocks, places = pairs, pairs
     gated = activation in GATED_ACTIVATIONS
     inner_states = hidden_states.new_empty((places, inner))
-    # Rounded before they are added up, outputs of nearly opposite experts would be off by more than the result may be.
-    outputs = hidden_states.new_empty((pairs, hidden), dtype=torch.float32)
+    outputs = hidden_states.new_empty((pairs, hidden))
     routing = (topk_weights, topk_ids, map_, *order)
     own = (
         topk,

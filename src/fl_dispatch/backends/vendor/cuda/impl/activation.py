@@ -29,6 +29,8 @@ def _half(x: Tensor) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
     out = _half(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.silu_and_mul(out, x)
     return out
 
@@ -36,6 +38,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :data:`fl_dispatch.ops.activation.gelu_and_mul`."""
     out = _half(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     if approximate == "none":
         torch.ops._C.gelu_and_mul(out, x)
     else:
@@ -46,6 +50,8 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 def mul_and_silu(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.mul_and_silu`."""
     out = _half(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.mul_and_silu(out, x)
     return out
 
@@ -53,6 +59,8 @@ def mul_and_silu(x: Tensor) -> Tensor:
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.fatrelu_and_mul`."""
     out = _half(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.fatrelu_and_mul(out, x, threshold)
     return out
 
@@ -60,6 +68,8 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.swigluoai_and_mul`."""
     out = _half(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.swigluoai_and_mul(out, x, alpha, limit)
     return out
 
@@ -67,6 +77,8 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul_with_clamp`."""
     out = _half(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.silu_and_mul_with_clamp(out, x, limit, alpha, beta)
     return out
 
@@ -74,6 +86,8 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
 def quick_gelu(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.quick_gelu`."""
     out = torch.empty_like(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.gelu_quick(out, x)
     return out
 
@@ -81,5 +95,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 def relu2(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.relu2`."""
     out = torch.empty_like(x)
+    if not x.numel():  # a launch without threads is an error
+        return out
     torch.ops._C.relu_squared(out, x)
     return out

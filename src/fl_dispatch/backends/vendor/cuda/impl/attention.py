@@ -39,6 +39,8 @@ def supports_kv_cache_write(
 
 def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
+    if not slot_mapping.shape[0]:
+        return
     one = _one(key.device)
     torch.ops._C_cache_ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
 

@@ -1,0 +1,1 @@
+"""FlagGems: hardware-neutral Triton kernels of the FlagOS project, as ``default.flagos``."""

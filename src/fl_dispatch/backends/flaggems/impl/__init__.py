@@ -1,0 +1,1 @@
+"""Calls of FlagGems, and what its kernels ask of their arguments."""

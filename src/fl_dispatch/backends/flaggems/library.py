@@ -1,0 +1,30 @@
+"""Finds FlagGems, and imports it at the first call: the import looks at devices, and parents fork."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """In words why FlagGems cannot run here, or an empty string. Imports nothing and creates no device context."""
+    for package in ("flag_gems", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    if os.environ.get("TRITON_INTERPRET", "") not in ("", "0"):
+        return "FlagGems is not run in Triton's interpreter"
+    if torch.cuda.device_count() == 0:
+        return "no GPU that PyTorch knows as 'cuda'"
+    return ""
+
+
+@functools.cache
+def gems() -> Any:
+    """FlagGems itself."""
+    return importlib.import_module("flag_gems")
