@@ -214,9 +214,9 @@ class Engine:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def measure(names: Iterable[str], rounds: int, folder: Path, logs: Path) -> dict[str, Any]:
+def measure(names: Iterable[str], rounds: int, layers: int, folder: Path, logs: Path) -> dict[str, Any]:
     """Start every cell, let them take turns, and return what was measured."""
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
     engines = [Engine(name, folder, logs / f"{name}.log") for name in names]
     started: dict[str, Any] = {}
     for engine in list(engines):
@@ -272,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=",".join(STANDARD), help=f"of {', '.join(CELLS)}")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the model")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -287,7 +288,7 @@ def main() -> None:
         folder = Path(name)
         logs = options.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
-        found = measure(options.cells.split(","), options.rounds, folder, logs)
+        found = measure(options.cells.split(","), options.rounds, options.layers, folder, logs)
     found["compared"] = compare(found["rates"])
     found["machine"] = {
         "gpu": torch.cuda.get_device_name(0),
@@ -295,6 +296,7 @@ def main() -> None:
         "torch": torch.__version__,
         "cells": {cell: dict(CELLS[cell].variables) for cell in found["started"]},
         "rounds": options.rounds,
+        "layers": options.layers,
     }
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

@@ -72,8 +72,8 @@ class AttentionFLBackend(AttentionBackend):
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
         self.page_size: int = model_runner.page_size
-        self.req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
-        self.pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool  # SGLang's models ask the backend for both pools
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Describe the step's batch."""
@@ -89,7 +89,7 @@ class AttentionFLBackend(AttentionBackend):
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
             torch.cumsum(batch.extend_seq_lens, dim=0, out=starts[1:])
         longest = int(batch.seq_lens_cpu.max()) if requests else 0
-        table = self.req_to_token[batch.req_pool_indices, : longest : self.page_size]
+        table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : longest : self.page_size]
         self.forward_metadata = AttentionFLMetadata(
             query_start_loc=starts,
             seq_lens=batch.seq_lens.to(torch.int32),
@@ -100,8 +100,8 @@ class AttentionFLBackend(AttentionBackend):
 
     def _caches(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
-        keys = self.pool.get_key_buffer(layer.layer_id)
-        values = self.pool.get_value_buffer(layer.layer_id)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         return keys.unflatten(0, (-1, self.page_size)), values.unflatten(0, (-1, self.page_size))
 
     def _run(
@@ -188,7 +188,7 @@ class MLAFLBackend(AttentionFLBackend):
         if unknown:
             raise NotImplementedError(f"sglang_fl's latent attention does not know {', '.join(sorted(unknown))}")
         metadata, rank = self.forward_metadata, layer.v_head_dim
-        rows = self.pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
             layer.fl_write(

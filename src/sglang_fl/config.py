@@ -35,6 +35,8 @@ def _features(args: ServerArgs) -> list[tuple[Any, str]]:
         (args.enable_torch_compile, "--enable-torch-compile"),
         (args.enable_lora or args.lora_paths, "LoRA"),
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
+        (args.enable_dp_attention, "--enable-dp-attention"),
+        (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
     ]
 
 
@@ -79,15 +81,27 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
 
 def _cpu_defaults(args: ServerArgs) -> None:
     """SGLang binds the threads of several ranks to cores by a variable that it demands."""
-    ranks, cores = args.tp_size * args.pp_size, sorted(os.sched_getaffinity(0))
-    if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
-        share = max(1, len(cores) // ranks)
-        parts = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
-        binding = "|".join(",".join(map(str, part)) for part in parts)
-        logger.info("SGLANG_CPU_OMP_THREADS_BIND: %s, because SGLang starts several ranks only with it", binding)
-        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = binding
-    if "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // ranks))
+    ranks, cores = args.tp_size * args.pp_size * args.dp_size, sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    parts = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
+    binding = "|".join(",".join(map(str, part)) for part in parts)
+    _set_variable("SGLANG_CPU_OMP_THREADS_BIND", binding if ranks > 1 else None)
+    _set_variable("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks)))
+
+
+_variables: dict[str, str] = {}
+"""What :func:`_set_variable` has set: it was for the engine that this process started before, and is no user's."""
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    """Set an environment variable that the user has not set; ``None`` takes back what an earlier engine needed."""
+    if name in os.environ and os.environ[name] != _variables.get(name):
+        return
+    _variables.pop(name, None)
+    os.environ.pop(name, None)
+    if value is not None:
+        logger.info("%s: %s, for the ranks of this engine", name, value)
+        os.environ[name] = _variables[name] = value
 
 
 def _set(args: ServerArgs, field: str, value: Any, reason: str) -> None:

@@ -31,9 +31,18 @@ class Hook:
 
 
 def register(hooks: Iterable[Hook]) -> None:
-    """Register each hook once in this process; SGLang applies them when all plugins are loaded."""
+    """Register each hook once in this process; SGLang applies them when all plugins are loaded.
+
+    Raises:
+        RuntimeError: SGLang has applied somebody else's hooks to a target before, and does so once for each.
+    """
     for hook in hooks:
         if all(call is not hook.call for _, call, _ in HookRegistry._hooks.get(hook.target, ())):
+            if hook.target in HookRegistry._patched:
+                raise RuntimeError(
+                    f"hooks of {hook.target} were applied before the plugins were loaded, and SGLang takes no more: "
+                    "register them, and let load_plugins() apply them"
+                )
             HookRegistry.register(hook.target, hook.call, HookType[hook.kind.upper()])
 
 

@@ -86,6 +86,14 @@ def _say_unbridged(name: str, reason: str) -> None:
 
 # -- a loaded model ---------------------------------------------------------------------------------------------------
 
+UNUSED = {("Gemma3Attention", "rotary_emb"): "Gemma 3 rotates with tables of its own"}
+"""Layers that a model has and never calls, and what it does instead: class of the module above, name → reason."""
+
+
+def _unused(model: nn.Module, prefix: str) -> str | None:
+    above, _, name = prefix.rpartition(".")
+    return UNUSED.get((type(model.get_submodule(above)).__name__, name))
+
 
 def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Every bridged class and attention layer, with all its prefixes: layers may share a module."""
@@ -113,7 +121,10 @@ def prepare(model: nn.Module) -> Survey:
             attention.bind(module, prefixes[0])
             attending[name] += 1
             continue
-        bridge = _installed(module)
+        reason = _unused(model, prefixes[0])
+        if reason is not None:
+            _say_unbridged(name, reason)
+        bridge = _installed(module) if reason is None else None
         if bridge is None:
             native[name] += 1
             continue

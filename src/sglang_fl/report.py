@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+PATIENCE = 60.0
+"""Seconds that ranks have for an answer."""
 
 
 # -- in a scheduler process -------------------------------------------------------------------------------------------
@@ -47,7 +52,9 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
 def fl_report(scheduler: Scheduler, folder: str) -> None:
     """Write :func:`worker_report` into a file of this rank's own in an existing folder."""
     data = worker_report(scheduler.tp_worker.model_runner)
-    Path(folder, f"{data['rank']}.json").write_text(json.dumps(data), encoding="utf-8")
+    part = Path(folder, f"{data['rank']}.part")
+    part.write_text(json.dumps(data), encoding="utf-8")
+    part.rename(part.with_suffix(".json"))
 
 
 def fl_set_counting(scheduler: Scheduler, on: bool = True) -> None:
@@ -64,10 +71,21 @@ SCHEDULER_METHODS = (fl_report, fl_set_counting)
 
 
 def collect(engine: Engine) -> list[dict[str, Any]]:
-    """The :func:`worker_report` of every rank, in their order."""
+    """The :func:`worker_report` of every rank, in their order.
+
+    Raises:
+        RuntimeError: a rank did not answer within :data:`PATIENCE` seconds.
+    """
+    ranks = engine.server_args.tp_size * engine.server_args.pp_size
     with tempfile.TemporaryDirectory(prefix="fl-report-") as folder:
-        engine.collective_rpc("fl_report", folder=folder)
-        return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(folder).iterdir())]
+        engine.collective_rpc("fl_report", folder=folder)  # waits for the first pipeline stage, the others come later
+        answers, late = [Path(folder, f"{rank}.json") for rank in range(ranks)], time.monotonic() + PATIENCE
+        while not all(answer.exists() for answer in answers):
+            if time.monotonic() > late:
+                silent = [answer.stem for answer in answers if not answer.exists()]
+                raise RuntimeError(f"no report came from rank {', '.join(silent)} of {ranks}")
+            time.sleep(0.01)
+        return [json.loads(answer.read_text(encoding="utf-8")) for answer in answers]
 
 
 def set_counting(engine: Engine, on: bool = True) -> None:

@@ -95,11 +95,6 @@ REPLACEMENTS = (
         "Captured graphs keep their results by it; on an out-of-tree platform it is a compiled operator of vLLM's.",
     ),
     Replacement(
-        "vllm.model_executor.layers.attention.mla_attention:get_mla_prefill_backend",
-        "This version does not ask the platform, and has no class that runs here.",
-        ("0.26",),
-    ),
-    Replacement(
         "vllm.v1.worker.gpu_worker:kernel_warmup",
         "It imports fusion passes that read vLLM's compiled operators, for kernels of libraries that do not run here.",
     ),
@@ -324,12 +319,6 @@ def do_without_library() -> None:
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_view
     gpu_worker.kernel_warmup = warm_up_kernels
-    if host_version() == "0.26":
-        from vllm.model_executor.layers.attention import mla_attention
-
-        from .mla_prefill import MLAFLPrefillBackend
-
-        mla_attention.get_mla_prefill_backend = lambda vllm_config: MLAFLPrefillBackend
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------

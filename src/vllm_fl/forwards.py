@@ -199,6 +199,8 @@ class RotaryLayer(DispatchedLayer):
             sin,
             rows,
             not self.is_neox_style,  # type: ignore[attr-defined]
+            # query and key are parts of one tensor: a graph that may not write to it would copy it first
+            not torch.compiler.is_compiling(),
         )
         return rotated.reshape(query.shape), None if key is None else rotated_key.reshape(key.shape)
 

@@ -43,6 +43,7 @@ NAMES = (
     HostNames(f"{_WORKER}.gpu_worker:Worker", ("_init_workspace_and_model_runner",), "compat", ("0.32", "0.33")),
     HostNames(f"{_WORKER}.gpu_worker:Worker", ("_maybe_get_memory_pool_context",), "worker"),
     HostNames(f"{_WORKER}.gpu_model_runner:GPUModelRunner", ("_dummy_run",), "worker_cpu"),
+    HostNames(f"{_WORKER}.gpu.model_runner:GPUModelRunner", ("_dummy_run",), "worker_gpu"),
     HostNames(
         f"{_WORKER}.cpu_model_runner:CPUModelRunner",
         ("_get_prompt_logprobs_dict", "num_prompt_logprobs", "input_batch", "query_start_loc"),

@@ -72,8 +72,8 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         query_start_loc_cpu: Tensor,
         query_start_loc_device: Tensor,
         num_decode_tokens: int,
-        max_query_len: int = 1,  # vLLM 0.26 leaves it out: there a decoding request has one new token
-        dcp_tot_seq_lens_device: Tensor | None = None,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: Tensor | None,
     ) -> MLAFLDecodeMetadata:
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,

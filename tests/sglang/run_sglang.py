@@ -13,8 +13,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+
+def _flush(engine: Any) -> None:
+    """Empty the cache, once the scheduler has noticed that it is idle."""
+    deadline = time.monotonic() + 30
+    while not engine.flush_cache().success:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def _doctor() -> dict[str, Any]:
@@ -36,7 +45,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for step in job["steps"]:
         if step.get("policy") is not None:
-            assert engine.flush_cache().success
+            _flush(engine)
             engine.collective_rpc("set_policy", policy=step["policy"])
         sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}
         outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling)

@@ -54,7 +54,8 @@ def classes(*folders: str) -> dict[str, Class]:
         for file in sorted((source() / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
-                    bases = tuple(ast.unparse(base).rpartition(".")[2] for base in node.bases)
+                    names = (ast.unparse(base) for base in node.bases)
+                    bases = tuple(name if "nn." in name else name.rpartition(".")[2] for name in names)
                     found[node.name] = Class(bases, node)
     return found
 

@@ -18,8 +18,10 @@ NAMES = ["sglang_variables", "sglang_file", "vllm_file", "code"]
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One engine for each way to select."""
+def result(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """Of one engine for each way to select."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "one.yaml").write_text(FILE + RULE)
     (folder / "two.yaml").write_text(FILE)
@@ -51,21 +53,21 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         "off": {"variables": {"SGLANG_FL_PREFER_ENABLED": "false", "VLLM_FL_PLATFORM": "cuda"}},
     }
     runs = {name: start(checkpoint("qwen3"), **options) for name, options in ways.items()}
-    return {name: run.result() for name, run in runs.items()}
+    return lambda way: runs[way].result()
 
 
-def _policy(result: dict[str, Any]) -> dict[str, Any]:
-    policy: dict[str, Any] = json.loads(result["report"]["policy"])
+def _policy(found: dict[str, Any]) -> dict[str, Any]:
+    policy: dict[str, Any] = json.loads(found["report"]["policy"])
     return policy
 
 
 @pytest.mark.parametrize("way", NAMES)
 def test_the_selected_implementation_runs_in_the_scheduler_process(
-    way: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    way: str, result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
-    assert results[way]["report"]["pid"] != results[way]["pid"]
-    assert ran(results[way], "silu_and_mul") == {"vendor.probe"}
-    assert results[way]["steps"][0]["tokens"] == expected("qwen3")
+    assert result(way)["report"]["pid"] != result(way)["pid"]
+    assert ran(result(way), "silu_and_mul") == {"vendor.probe"}
+    assert result(way)["steps"][0]["tokens"] == expected("qwen3")
 
 
 @pytest.mark.parametrize(
@@ -81,19 +83,19 @@ def test_the_selected_implementation_runs_in_the_scheduler_process(
     ],
 )
 def test_the_scheduler_knows_where_each_value_came_from(
-    way: str, field: str, origin: str, results: dict[str, Any]
+    way: str, field: str, origin: str, result: Callable[[str], dict[str, Any]]
 ) -> None:
-    assert origin in json.dumps(_policy(results[way])["origins"][field])
+    assert origin in json.dumps(_policy(result(way))["origins"][field])
 
 
-def test_a_policy_set_in_code_before_the_engine_reaches_the_scheduler(results: dict[str, Any]) -> None:
-    policy = _policy(results["code"])
+def test_a_policy_set_in_code_before_the_engine_reaches_the_scheduler(result: Callable[[str], dict[str, Any]]) -> None:
+    policy = _policy(result("code"))
     assert policy["per_op_order"] == [["silu_and_mul", ["impl:vendor.probe"]]]
     assert policy["deny_vendors"] == ["nobody"]
 
 
-def test_a_rule_for_some_layers_holds_for_these_only(results: dict[str, Any]) -> None:
-    calls = results["sglang_file"]["report"]["counts"]
+def test_a_rule_for_some_layers_holds_for_these_only(result: Callable[[str], dict[str, Any]]) -> None:
+    calls = result("sglang_file")["report"]["counts"]
     narrow, reference = calls["rms_norm reference.narrow"], calls["rms_norm reference.torch"]
     # In each of three layers four norms, two of them in attention; one at the end.
     steps, rest = divmod(narrow, 4)
@@ -102,26 +104,26 @@ def test_a_rule_for_some_layers_holds_for_these_only(results: dict[str, Any]) ->
     assert reference == (4 + 4 + 1) * steps
 
 
-def test_a_layer_on_the_blacklist_runs_sglangs_own_code(results: dict[str, Any]) -> None:
-    report = results["sglang_variables"]["report"]
+def test_a_layer_on_the_blacklist_runs_sglangs_own_code(result: Callable[[str], dict[str, Any]]) -> None:
+    report = result("sglang_variables")["report"]
     assert set(report["layers"]) == {"RMSNorm", "SiluAndMul"}
     assert set(report["native_layers"]) == {"RotaryEmbedding"}
-    assert ran(results["sglang_variables"], "rotary_embedding") == set()
+    assert ran(result("sglang_variables"), "rotary_embedding") == set()
     assert report["undispatched"] == {}
 
 
-def test_a_layer_that_is_not_on_the_whitelist_runs_sglangs_own_code(results: dict[str, Any]) -> None:
-    report = results["sglang_file"]["report"]
+def test_a_layer_that_is_not_on_the_whitelist_runs_sglangs_own_code(result: Callable[[str], dict[str, Any]]) -> None:
+    report = result("sglang_file")["report"]
     assert set(report["layers"]) == {"RMSNorm", "SiluAndMul"}
     assert set(report["native_layers"]) == {"RotaryEmbedding"}
-    assert ran(results["sglang_file"], "rotary_embedding") == set()
+    assert ran(result("sglang_file"), "rotary_embedding") == set()
 
 
 def test_switched_off_it_leaves_the_layers_to_sglang_and_runs_references(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
-    report = results["off"]["report"]
+    report = result("off")["report"]
     assert report["layers"] == {}
     assert set(report["native_layers"]) == {"RMSNorm", "SiluAndMul", "RotaryEmbedding"}
     assert {key.split(" ")[1] for key in report["counts"]} == {"reference.torch"}
-    assert results["off"]["steps"][0]["tokens"] == expected("qwen3")
+    assert result("off")["steps"][0]["tokens"] == expected("qwen3")

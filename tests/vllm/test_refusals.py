@@ -23,6 +23,7 @@ from vllm_fl import config, startup
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
@@ -117,9 +118,9 @@ def test_an_unsupported_feature_is_named(
 def test_speculation_with_another_model_is_named(
     method: str, configure: Callable[..., Any], described: Callable[[str], Path]
 ) -> None:
-    draft = {"method": method, "model": str(described("qwen3")), **SPECULATION}
+    draft = {"method": method, "model": str(described("llama")), **SPECULATION}
     with pytest.raises(ValueError, match=f"vllm_fl does not support speculative decoding with '{method}'"):
-        configure(speculative_config=draft)
+        configure("llama", speculative_config=draft)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_workers_of_all_data_parallel_ranks_here_share_the_machine_and_a_child_k
     ["x", {"prefer": "vendor"}, {"policy": "junk"}, {"settings": "{}"}, {"policy": 3}, {"workers_here": 0}],
 )
 def test_anything_else_under_our_key_is_refused(configure: Callable[..., Any], given: Any) -> None:
-    with pytest.raises(ConfigError, match="additional_config.fl_dispatch"):
+    with pytest.raises(ValueError, match="additional_config.fl_dispatch"):
         configure(additional_config={"fl_dispatch": given})
 
 

@@ -96,6 +96,7 @@ def _gemma2() -> PretrainedConfig:
         query_pre_attn_scalar=16,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=200.0,
+        hidden_act="gelu_pytorch_tanh",  # SGLang reads it, as in the published checkpoints
     )
 
 
@@ -180,8 +181,15 @@ def _minimax_m2() -> PretrainedConfig:
 
     # sigmoid scores with a bias for the choice; half of each head is rotated
     routing = {"scoring_func": "sigmoid", "use_routing_bias": True}
+    norms = {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # SGLang reads them, as in the published checkpoints
     return MiniMaxM2Config(
-        **_SHAPE, **routing, rotary_dim=8, tie_word_embeddings=False, num_local_experts=8, num_experts_per_tok=3
+        **_SHAPE,
+        **routing,
+        **norms,
+        rotary_dim=8,
+        tie_word_embeddings=False,
+        num_local_experts=8,
+        num_experts_per_tok=3,
     )
 
 

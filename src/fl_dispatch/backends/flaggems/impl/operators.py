@@ -20,13 +20,13 @@ def supports_activation(x: Tensor, *_: Any, **__: Any) -> bool | str:
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
     result: Tensor = gems().silu_and_mul(*x.chunk(2, dim=-1))
-    return result
+    return result.contiguous()  # it keeps the order of swapped batch dimensions
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :data:`fl_dispatch.ops.activation.gelu_and_mul`."""
     result: Tensor = gems().gelu_and_mul(*x.chunk(2, dim=-1), approximate)
-    return result
+    return result.contiguous()
 
 
 def supports_rms_norm(
@@ -88,7 +88,7 @@ def rotary_embedding(
     rotated: tuple[Tensor, Tensor] = gems().apply_rotary_pos_emb(
         query, key, cos, sin, position_ids, rotary_interleaved, inplace
     )
-    return rotated
+    return (query, key) if inplace else rotated  # it returns other views of the same memory
 
 
 def supports_topk_softmax(

@@ -393,7 +393,7 @@ def fused_moe(
         raise NotSupported(f"activation '{activation}'")
     if hidden_states.dtype is torch.float64:
         raise NotSupported("float64")
-    if w13.stride(2) != 1 or w2.stride(2) != 1:
+    if any(weights is not None and weights.stride(-1) != 1 for weights in (w13, w2, w13_bias, w2_bias)):
         raise NotSupported("the elements of a row of the weights do not lie side by side")
     tokens, hidden = hidden_states.shape
     out = _result(hidden_states, (tokens, hidden), out)
@@ -408,11 +408,11 @@ def fused_moe(
     topk = topk_ids.shape[1]
     pairs = tokens * topk
     mapped = expert_map is not None
-    plan = _plan(pairs, experts, hidden_states.dtype is torch.float32)
-    aligned = pairs * FEW > experts
     map_ = topk_ids if expert_map is None else expert_map
+    numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
+    plan = _plan(pairs, numbered, hidden_states.dtype is torch.float32)
+    aligned = pairs * FEW > numbered
     if aligned:
-        numbered = experts if expert_map is None else expert_map.shape[0]
         order = moe_align_block_size(topk_ids, plan.rows, numbered, expert_map)
         blocks, places = order[1].shape[0], order[0].shape[0]
     else:
@@ -422,21 +422,12 @@ def fused_moe(
     inner_states = hidden_states.new_empty((places, inner))
     outputs = hidden_states.new_empty((pairs, hidden))
     routing = (topk_weights, topk_ids, map_, *order)
-    own = (
-        topk,
-        hidden,
-        inner,
-        activation.removesuffix("_no_mul"),
-        gated,
-        w13_bias is not None,
-        apply_router_weight_on_input,
-    )
-    numbers = (hidden_states.stride(0), *_strides(w13, w13_bias), *own, aligned, mapped, plan.rows)
+    activated = (activation.removesuffix("_no_mul"), gated, w13_bias is not None, apply_router_weight_on_input)
+    numbers: tuple[Any, ...] = (hidden_states.stride(0), *_strides(w13, w13_bias), topk, hidden, inner, *activated)
     tensors = (hidden_states, w13, w13 if w13_bias is None else w13_bias, *routing, inner_states)
-    _multiply(_launch_up, tensors, numbers, plan.up, pairs, blocks)
-    own = (hidden, inner, w2_bias is not None, not apply_router_weight_on_input)
-    numbers = (*_strides(w2, w2_bias), *own, aligned, mapped, plan.rows)
+    _multiply(_launch_up, tensors, (*numbers, aligned, mapped, plan.rows), plan.up, pairs, blocks)
+    numbers = (*_strides(w2, w2_bias), hidden, inner, w2_bias is not None, not apply_router_weight_on_input)
     tensors = (inner_states, w2, w2 if w2_bias is None else w2_bias, *routing, outputs)
-    _multiply(_launch_down, tensors, numbers, plan.down, pairs, blocks)
+    _multiply(_launch_down, tensors, (*numbers, aligned, mapped, plan.rows), plan.down, pairs, blocks)
     _add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
     return out

@@ -1,0 +1,117 @@
+"""Backends for NVIDIA GPUs on a machine without one, and how a chip gets its own defaults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fl_dispatch import BackendImplKind, config, device, get_default_manager, nvml
+from fl_dispatch.backends.flaggems import library as flaggems
+from fl_dispatch.backends.flaggems.flaggems import FlagGemsBackend
+from fl_dispatch.backends.vendor.cuda import library
+from fl_dispatch.backends.vendor.cuda.cuda import CudaBackend, CudaExpertsBackend, FlashAttentionBackend
+
+BACKENDS = {
+    "vendor.cuda": (CudaBackend, CudaExpertsBackend),
+    "vendor.cuda.fa3": (FlashAttentionBackend,),
+    "default.flagos": (FlagGemsBackend,),
+}
+KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+@pytest.mark.parametrize("impl_id", BACKENDS)
+def test_every_operator_of_a_backend_is_registered_for_gpus_only(impl_id: str) -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    registered = {op for op in manager.registry.list_operators() if manager.registry.get_implementation(op, impl_id)}
+    assert registered == {
+        impl.op_name for backend in BACKENDS[impl_id] for impl in backend().implementations(KINDS[impl_id], impl_id)
+    }
+    for op in registered:
+        impl = manager.registry.get_implementation(op, impl_id)
+        assert impl is not None
+        assert (impl.device_types, impl.opaque) == (("cuda",), True)
+        assert impl.supports is not None
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("impl_id", BACKENDS)
+def test_without_a_gpu_a_backend_says_why_it_is_not_available(impl_id: str) -> None:
+    for backend in BACKENDS[impl_id]:
+        assert not backend().is_available()
+        assert "GPU" in backend().why_unavailable() or "not installed" in backend().why_unavailable()
+
+
+def test_a_tensor_on_the_cpu_is_declined_with_a_reason() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    for op, impl_id in (
+        ("silu_and_mul", "vendor.cuda"),
+        ("rms_norm", "vendor.cuda"),
+        ("silu_and_mul", "default.flagos"),
+    ):
+        impl = manager.registry.get_implementation(op, impl_id)
+        assert impl is not None
+        assert impl.supports is not None
+        arguments = (torch.ones(2, 8),) if op == "silu_and_mul" else (torch.ones(2, 8), None, None, 1e-6)
+        assert "CPU" in str(impl.supports(*arguments)) or "cpu" in str(impl.supports(*arguments))
+
+
+@needs_no_gpu
+def test_a_library_that_is_for_cpus_is_not_taken_for_loaded() -> None:
+    assert not any(part.is_loaded() for part in (library.GENERAL, library.EXPERTS, library.ATTENTION))
+
+
+def test_a_vllm_without_compiled_operators_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "CUDA", replace(device.CUDA, detect=lambda: True, capability=lambda index: (9, 0)))
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    part = replace(library.GENERAL, mark="no_such_operator")
+    assert library.why_unavailable(part) == f"the vLLM in {tmp_path} has no _C_stable_libtorch.abi3.so"
+    (tmp_path / "_C.abi3.so").write_bytes(b"no library")
+    assert "does not load" in library.why_unavailable(replace(part, mark="none_either"))
+
+
+def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "CUDA", replace(device.CUDA, detect=lambda: True, capability=lambda index: (8, 0)))
+    part = replace(library.ATTENTION, mark="for_another")
+    assert library.why_unavailable(part) == "the kernels are for compute capability 9, this GPU has 8"
+
+
+def test_looking_for_flaggems_imports_nothing() -> None:
+    import sys
+
+    flaggems.why_unavailable()
+    assert "flag_gems" not in sys.modules
+
+
+@needs_no_gpu
+def test_without_nvidias_library_a_gpu_is_an_error_that_says_so() -> None:
+    with pytest.raises(nvml.NvmlError):
+        nvml.query(0)
+
+
+@pytest.mark.parametrize(
+    ("chip", "expected"),
+    [
+        ("NVIDIA H200", "cuda-h200"),
+        ("NVIDIA H200 NVL", "cuda-h200"),
+        ("NVIDIA H100 80GB HBM3", "cuda"),
+        ("H2000", "cuda"),
+    ],
+)
+def test_a_chip_with_a_file_of_its_own_gets_it(monkeypatch: pytest.MonkeyPatch, chip: str, expected: str) -> None:
+    spec = replace(device.CUDA, device_name=lambda index: chip)
+    monkeypatch.setattr(device, "detect_device", lambda: spec)
+    assert config.detect_platform() == expected
+
+
+def test_a_device_without_such_files_is_not_asked_for_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> str:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(device, "detect_device", lambda: replace(device.ASCEND, device_name=refuse))
+    assert config.detect_platform() == "ascend"
