@@ -1,4 +1,4 @@
-"""A file of the user's own: mode 0600, replaced atomically, and never through a link that a stranger may have planted."""
+"""A file of the user's own: mode 0600, replaced atomically, never through a link that a stranger may have planted."""
 
 from __future__ import annotations
 

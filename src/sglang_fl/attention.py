@@ -53,7 +53,7 @@ def refusal(layer: RadixAttention) -> str | None:
     if layer.is_cross_attention:
         return "cross attention"
     if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
-        return "bidirectional attention between image tokens"
+        return "attention to later tokens in a decoder"
     if layer.pos_encoding_mode != "NONE":
         return f"attention with position encoding '{layer.pos_encoding_mode}'"
     if layer.logit_cap and layer.logit_capping_method != "tanh":
@@ -71,6 +71,11 @@ class AttentionFLBackend(AttentionBackend):
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
+        chunk, length = model_runner.attention_chunk_size, model_runner.model_config.context_len
+        if chunk is not None and length > chunk:
+            raise ValueError(
+                f"sglang_fl does not support attention in chunks of {chunk} tokens yet: give --context-length {chunk}"
+            )
         self.page_size: int = model_runner.page_size
         self.req_to_token_pool = model_runner.req_to_token_pool  # SGLang's models ask the backend for both pools
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -156,6 +161,9 @@ class AttentionFLBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return False
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1  # SGLang also pads eager batches with it
+
 
 class MLAFLBackend(AttentionFLBackend):
     """The same for latent attention, in its absorbed form: one latent row a token serves all heads.
@@ -165,6 +173,14 @@ class MLAFLBackend(AttentionFLBackend):
 
     operator: ClassVar = "mla_decode"
 
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        for layer in model_runner.model.modules():
+            if isinstance(layer, RadixAttention):
+                plain = layer.attn_type is AttentionType.DECODER and not layer.logit_cap
+                if not plain or layer.sliding_window_size > -1:
+                    raise ValueError("sglang_fl supports latent attention only causal, without a window or a cap yet")
+
     def _run(
         self,
         q: Tensor,
@@ -173,6 +189,7 @@ class MLAFLBackend(AttentionFLBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
         **unknown: Any,
     ) -> Tensor:
         """Store the new rows, and attend.
@@ -185,7 +202,8 @@ class MLAFLBackend(AttentionFLBackend):
         Returns:
             ``[tokens, heads * rank]``.
         """
-        if unknown:
+        if sinks is not None or unknown:
+            unknown = {**unknown, **({} if sinks is None else {"sinks": sinks})}
             raise NotImplementedError(f"sglang_fl's latent attention does not know {', '.join(sorted(unknown))}")
         metadata, rank = self.forward_metadata, layer.v_head_dim
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
@@ -219,4 +237,6 @@ def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
     """What DeepSeek's layers ask a backend for each batch: the form of latent attention. Ours has the absorbed one."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+    if getattr(attention, "learnable_sink_param", None) is not None:
+        raise NotImplementedError("sglang_fl does not support attention sinks in latent attention yet")
     return AttnForwardMethod.MLA

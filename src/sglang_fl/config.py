@@ -15,6 +15,7 @@ from fl_dispatch.hosting import collectives, handover
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 logger = get_logger(__name__)
@@ -37,6 +38,10 @@ def _features(args: ServerArgs) -> list[tuple[Any, str]]:
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
         (args.enable_dp_attention, "--enable-dp-attention"),
         (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
+        (args.enable_two_batch_overlap or args.enable_single_batch_overlap, "overlapping batches"),
+        (args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse, "a cache of several levels"),
+        (args.enable_pdmux, "--enable-pdmux"),
+        (args.cpu_offload_gb > 0 or args.offload_group_size > 0, "weights that are kept elsewhere"),
     ]
 
 
@@ -46,16 +51,40 @@ def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
         if present:
             raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path})")
     collectives.refuse_missing_library(device.torch_type)
-    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        asked = getattr(args, field, None)
-        if asked not in (None, ATTENTION):
-            logger.warning(
-                "%s is '%s': SGLang's own attention runs, not the operators kv_cache_write and paged_attention "
-                "(leave it unset, or give '%s')",
-                field,
-                asked,
-                ATTENTION,
+
+
+def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
+    """What only the resolved configuration says, in a worker, before weights load: SGLang goes on after it asked us.
+
+    Raises:
+        ValueError: for the first feature of the model that cannot be served.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.runtime_context import attention_backends
+
+    model = runner.model_config
+    asked = [
+        (model.quantization is not None, f"quantization '{model.quantization}'"),
+        (mambaish_config(model) is not None, "state-space and linear-attention layers"),
+        (
+            getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
+            "values of another size than keys",
+        ),
+    ]
+    for present, feature in asked:
+        if present:
+            raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {model.model_path})")
+    for backend in sorted({*attention_backends()} - {ATTENTION}):
+        if device.torch_type == "cpu" and backend != "torch_native":
+            raise ValueError(
+                f"the attention backend '{backend}' cannot run on {device.name} (model {model.model_path})"
             )
+        logger.warning(
+            "the attention backend is '%s': SGLang's own code runs, not the operators kv_cache_write and "
+            "paged_attention; leave it unset, or give '%s'",
+            backend,
+            ATTENTION,
+        )
 
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
@@ -74,6 +103,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
         _set(args, "attention_backend", ATTENTION, f"'{COMPILED_ATTENTION}' needs SGLang's compiled CPU kernels")
     if not device.graphs:
         _set(args, "disable_cuda_graph", True, f"{device.name} has no graphs to capture")
+    _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if device.torch_type == "cpu":
         _cpu_defaults(args)

@@ -66,7 +66,7 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
     return bridge
 
 
-def _installed(layer: nn.Module) -> Bridge | None:
+def _installed(layer: Any) -> Bridge | None:
     """The bridge of a layer, which runs from now on; ``None`` where SGLang's own code runs."""
     row = find(type(layer))
     assert row is not None
@@ -169,10 +169,10 @@ class FirstPass:
         claims = {
             prefix: found.operator for prefix, layer in modules.items() if (found := bridge_of(layer)) is not None
         }
-        if isinstance(backend, attention.AttentionFLBackend):
+        if (ours := _ours(backend)) is not None:
             layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))
-            claims.update(dict.fromkeys(layers, backend.operator))
-        watch, manager = cls(claims), get_default_manager()
+            claims.update(dict.fromkeys(layers, ours.operator))
+        watch, manager = cls(claims, _entered={""}), get_default_manager()  # SGLang calls the model's forward itself
         watch._was_counting = manager.counter.on
         manager.set_counting(True)
         watch._before = watch._calls()
@@ -199,6 +199,14 @@ class FirstPass:
             if operator not in dispatched and _parent(prefix) in self._entered:
                 missed.setdefault(operator, []).append(prefix)
         return missed
+
+
+def _ours(backend: AttentionBackend) -> attention.AttentionFLBackend | None:
+    """Our backend, or the one of ours that a backend of SGLang's hands some layers or batches to."""
+    if isinstance(backend, attention.AttentionFLBackend):
+        return backend
+    inner = (vars(backend).get(name) for name in ("prefill_backend", "decode_backend", "full_attn_backend", "primary"))
+    return next((found for found in inner if isinstance(found, attention.AttentionFLBackend)), None)
 
 
 def _parent(prefix: str) -> str:

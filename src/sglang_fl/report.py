@@ -74,8 +74,9 @@ def collect(engine: Engine) -> list[dict[str, Any]]:
     """The :func:`worker_report` of every rank, in their order.
 
     Raises:
-        RuntimeError: a rank did not answer within :data:`PATIENCE` seconds.
+        RuntimeError: a rank did not answer within :data:`PATIENCE` seconds, or the engine has data-parallel ranks.
     """
+    _refuse_data_parallel(engine)
     ranks = engine.server_args.tp_size * engine.server_args.pp_size
     with tempfile.TemporaryDirectory(prefix="fl-report-") as folder:
         engine.collective_rpc("fl_report", folder=folder)  # waits for the first pipeline stage, the others come later
@@ -89,5 +90,16 @@ def collect(engine: Engine) -> list[dict[str, Any]]:
 
 
 def set_counting(engine: Engine, on: bool = True) -> None:
-    """Start or stop counting calls in every rank."""
+    """Start or stop counting calls in every rank.
+
+    Raises:
+        RuntimeError: the engine has data-parallel ranks.
+    """
+    _refuse_data_parallel(engine)
     engine.collective_rpc("fl_set_counting", on=on)
+
+
+def _refuse_data_parallel(engine: Engine) -> None:
+    """SGLang connects no scheduler of a data-parallel engine to ``collective_rpc``, which would wait for ever."""
+    if engine.server_args.dp_size > 1:
+        raise RuntimeError("SGLang asks no scheduler of an engine with dp_size > 1; fl doctor shows what they ran")

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fl_dispatch import get_default_manager, oplist
+from fl_dispatch.device import detect_device
 from fl_dispatch.hosting import runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import attention, compat, distributed, layers
+from . import attention, compat, config, distributed, layers
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -22,6 +23,7 @@ logger = get_logger(__name__)
 def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
     """Start the core, let SGLang load, then bind every layer and compare the ranks."""
     compat.refuse_unhooked()
+    config.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
     manager.set_facts(**attention.FACTS)
     manager.ensure_initialized()

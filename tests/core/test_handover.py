@@ -67,6 +67,13 @@ def test_a_process_that_only_inherits_the_variable_ignores_it() -> None:
     assert get_policy().prefer == "reference"
 
 
+def test_a_child_with_variables_of_its_own_reads_them_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    handover.offer()
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    assert ask(1) == ["reference", "environment variable VLLM_FL_PREFER"]
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"pid": "1", "settings": "", "policy": ""}', '{"pid": 1}', "3"])
 def test_a_variable_that_somebody_else_wrote_is_one_clear_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(handover.VARIABLE, text)
@@ -75,7 +82,7 @@ def test_a_variable_that_somebody_else_wrote_is_one_clear_error(text: str, monke
 
 
 def test_what_a_parent_cannot_have_written_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = {"pid": os.getppid(), "settings": "{}", "policy": "{}"}
+    packed = {"pid": os.getppid(), "variables": handover._variables(), "settings": "{}", "policy": "{}"}
     monkeypatch.setenv(handover.VARIABLE, json.dumps(packed))
     with pytest.raises(ConfigError, match="settings of another process"):
         handover.adopt()

@@ -76,6 +76,15 @@ def test_no_expert_outside_the_best_groups_is_chosen_even_with_a_negative_bias()
     assert ((ids // 8) == (ids[:, :1] // 8)).all()
 
 
+def test_a_token_whose_scores_have_all_underflowed_has_weights_of_zero() -> None:
+    logits = torch.full((2, 8), -200.0)
+    logits[1, 3] = 0.0
+    for weights, ids in (routing.topk_sigmoid(logits, 2, True), routing.grouped_topk(logits, 2, 4, 2, True, "sigmoid")):
+        assert weights[0].tolist() == [0.0, 0.0]
+        assert weights[1].max() == 1
+        assert (weights[1] * (ids[1] == 3)).sum() == 1
+
+
 def test_an_unknown_score_is_declined() -> None:
     with pytest.raises(NotImplementedError, match="sqrtsoftplus"):
         routing.grouped_topk(torch.randn(2, 8), 2, 2, 1, scoring_func="sqrtsoftplus")

@@ -195,7 +195,8 @@ def test_every_router_of_vllm_has_an_operator_or_is_known_to_be_python_or_is_ref
 def test_a_router_of_another_plugin_stays() -> None:
     from vllm_fl import moe
 
-    assert moe.route(object.__new__(type("Theirs", (moe.BaseRouter,), {"__module__": "other_plugin"}))) is None
+    parts = {"__module__": "other_plugin", "_compute_routing": None, "routing_method_type": None}
+    assert moe.route(object.__new__(type("Theirs", (moe.BaseRouter,), parts))) is None
 
 
 class Runner:

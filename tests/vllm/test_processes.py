@@ -15,6 +15,8 @@ LAYERS = 3
 SHAPES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
 METHODS = ("spawn", "fork")
 CASES = [f"{shape}-{method}" for shape in SHAPES for method in METHODS]
+RULES = [f"rms_norm@model.layers.{number}.*" for number in (0, LAYERS - 1, LAYERS)]
+"""Of the first stage, of the last one, of none."""
 OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
 ON_RAY = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference", "VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
 
@@ -29,7 +31,8 @@ def runs(checkpoint: Callable[[str], Path]) -> Runs:
     def share(case: str) -> Future[dict[str, Any]]:
         shape, _, method = case.partition("-")
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "VLLM_FL_PREFER": "reference"}
-        return start(model, engine=SHAPES[shape], variables=variables)
+        rules = {"VLLM_FL_PER_OP": ";".join(f"{rule}=reference" for rule in RULES)} if shape == "pipeline" else {}
+        return start(model, engine=SHAPES[shape], variables={**variables, **rules})
 
     return {
         **{case: share(case) for case in CASES},
@@ -74,6 +77,14 @@ def test_pipeline_stages_share_the_layers(method: str, runs: Runs) -> None:
     layers = [report["layers"]["SiluAndMul"] for report in runs[f"pipeline-{method}"].result()["reports"]]
     assert sum(layers) == LAYERS
     assert min(layers) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rule_for_layers_of_one_stage_is_no_mistake_and_one_for_no_layer_at_all_is_told_once(
+    method: str, runs: Runs
+) -> None:
+    log = runs[f"pipeline-{method}"].result()["log"]
+    assert [log.count(f"'{rule}' fits no layer") for rule in RULES] == [0, 0, 1]
 
 
 def test_data_parallel_ranks_each_give_the_tokens_of_hugging_face_with_our_operators(

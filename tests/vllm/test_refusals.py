@@ -6,6 +6,7 @@ The configurations are vLLM's own, made from a checkpoint's ``config.json`` as `
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -163,14 +164,18 @@ def test_a_flagcx_library_that_does_not_load_is_refused_before_the_model_loads(
 
 
 def _set_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """Set a variable and read the settings again; they are read anew after the test, too."""
+    """Set a variable and read the settings again."""
     monkeypatch.setenv(name, value)
     reset_settings()
 
 
 @pytest.fixture(autouse=True)
-def _settings_of_the_environment() -> Iterator[None]:
+def _environment_as_before() -> Iterator[None]:
+    """Making a configuration, vLLM sets variables that change the next one; settings are read anew."""
+    before = dict(os.environ)
     yield
+    os.environ.clear()
+    os.environ.update(before)
     reset_settings()
 
 

@@ -49,7 +49,7 @@ class Host(enum.StrEnum):
     SGLANG = "sglang"
 
     @property
-    def title(self) -> str:
+    def product(self) -> str:
         """The name that people know."""
         return {"vllm": "vLLM", "sglang": "SGLang"}[self.value]
 
@@ -104,7 +104,7 @@ def demo(
             from .checkpoints import build_checkpoint
 
             path = build_checkpoint(family.value, Path(folder) / family.value)
-        with step(f"starting {host.title} and generating (its import takes a while)"):
+        with step(f"starting {host.product} and generating (its import takes a while)"):
             generated, report = ENGINES[host](path, prompts, tokens)
         with step("generating the same with Hugging Face transformers"):
             expected = _transformers(path, prompts, tokens)

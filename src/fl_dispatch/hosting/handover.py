@@ -1,7 +1,8 @@
 """Settings and policy of a process, for the child processes that a host starts without asking us.
 
-They travel in one environment variable that names the process that wrote it. Only a direct child takes them over, and
-writes its own for its children; any other process that inherits the variable ignores it.
+They travel in one environment variable that names the process that wrote it. Only a direct child whose variables are
+those of that process takes them over, and writes its own for its children. Any other process that inherits the variable
+ignores it: a program that was started with settings of its own, say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from ..errors import ConfigError
 from ..logger_manager import get_logger
 from ..policy import PolicyManager, SelectionPolicy, get_policy, set_global_policy
-from ..settings import Settings, get_settings, install_settings
+from ..settings import Settings, get_settings, install_settings, variable_names
 
 logger = get_logger(__name__)
 
@@ -38,9 +39,15 @@ def take_over(packed: dict[str, str]) -> None:
         set_global_policy(SelectionPolicy.from_json(packed["policy"]))
 
 
+def _variables() -> dict[str, str]:
+    """The variables of this process that settings are read from."""
+    names = {name for name in os.environ if name.startswith(("VLLM_FL_", "SGLANG_FL_"))} | set(variable_names())
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
+
+
 def offer() -> None:
     """Leave this process's settings and policy for its children. Called again, it replaces what was left before."""
-    os.environ[VARIABLE] = json.dumps({"pid": os.getpid(), **pack()})
+    os.environ[VARIABLE] = json.dumps({"pid": os.getpid(), "variables": _variables(), **pack()})
 
 
 def adopt() -> None:
@@ -54,13 +61,19 @@ def adopt() -> None:
         return
     try:
         packed = json.loads(text)
-        parent = packed.pop("pid")
+        parent, variables = packed.pop("pid"), packed.pop("variables")
         if not isinstance(parent, int) or packed.keys() != {"settings", "policy"}:
             raise ValueError("keys differ")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"environment variable {VARIABLE}", None, f"is written by a parent process and by nobody else: {error}"
         ) from error
-    if parent == os.getppid():
+    if parent != os.getppid():
+        return
+    if variables == _variables():
         take_over(packed)
         offer()
+    else:
+        logger.warning(
+            "settings of the parent process %d are not taken over: this one has variables of its own", parent
+        )

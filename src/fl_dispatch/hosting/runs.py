@@ -18,7 +18,7 @@ from .survey import Survey
 
 logger = get_logger(__name__)
 
-KEPT = 20
+KEPT = 64
 """Files; older ones are removed."""
 
 
@@ -60,10 +60,12 @@ def record(host: str, model: str, survey: Survey, undispatched: dict[str, list[s
     run = Run(host, os.getpid(), model, time.time(), survey.ours, survey.native, undispatched)
     try:
         write_private(folder() / f"{run.pid}.json", json.dumps(asdict(run)), "the record of this run")
+    except DispatchError as error:
+        logger.warning("fl doctor will not show this process: %s", error)
+        return
+    with suppress(OSError):  # another worker may be removing the same
         for old in sorted(folder().glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
-    except (DispatchError, OSError) as error:
-        logger.warning("fl doctor will not show this process: %s", error)
 
 
 def recorded() -> list[Run]:

@@ -17,6 +17,9 @@ TOLERANCES = MappingProxyType(dict.fromkeys(STANDARD_TOLERANCE, STANDARD_TOLERAN
 # Two scores that are nearer than this could change places by rounding, so samples keep them apart.
 GAP = 2e-6
 
+# Added to a sum before it divides, so that scores that have all underflowed give zeros; no other result changes.
+SMALLEST_SUM = 1e-20
+
 
 def _fake(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
@@ -106,7 +109,7 @@ def topk_softmax(
     Args:
         router_logits: ``[tokens, experts]``, floating point.
         topk: how many experts a token gets, at most ``experts``.
-        renormalize: divide a token's weights by their sum.
+        renormalize: divide a token's weights by their sum; weights that are all zero stay zero.
         bias: ``[experts]``, floating point, or ``None``. Added to the probabilities to choose the experts, not to the
             weights (Wang et al., arXiv 2408.15664).
 
@@ -126,7 +129,7 @@ def topk_sigmoid(
     Args:
         router_logits: ``[tokens, experts]``, floating point.
         topk: how many experts a token gets, at most ``experts``.
-        renormalize: divide a token's weights by their sum.
+        renormalize: divide a token's weights by their sum; weights that are all zero stay zero.
         bias: ``[experts]``, floating point, or ``None``. Added to the scores to choose the experts, not to the weights.
 
     Returns:
@@ -211,7 +214,7 @@ def grouped_topk(
         topk: how many experts a token gets, at most those of ``topk_group`` groups.
         num_expert_group: how many groups there are; it divides ``experts``.
         topk_group: how many groups a token may use.
-        renormalize: divide a token's weights by their sum, before the factor.
+        renormalize: divide a token's weights by their sum, before the factor; weights that are all zero stay zero.
         scoring_func: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
         routed_scaling_factor: factor of the weights.
         bias: ``[experts]``, floating point, or ``None``. Added to the scores to choose groups and experts, not to the

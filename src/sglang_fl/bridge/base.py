@@ -36,8 +36,8 @@ class Bridge:
     call: Callable[..., Any]
 
     def __init__(self, layer: nn.Module, native: Callable[..., Any], scope: str | None = None) -> None:
-        self.layer, self.native = layer, native
-        self.reached = False
+        self.layer: Any = layer
+        self.native = native
         self.bind(scope)
 
     @classmethod

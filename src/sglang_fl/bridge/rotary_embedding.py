@@ -19,8 +19,8 @@ from .base import Bridge
 FUSED_WRITE = "a rotation that also writes the key-value cache"
 
 
-class RotaryBridge(Bridge):
-    """``forward(positions, query, key, offsets=None, fused_set_kv_buffer_arg=None)``."""
+class RotatingBridge(Bridge):
+    """What the bridges of all rotary classes share."""
 
     operator = "rotary_embedding"
     table_name: ClassVar[str] = "cos_sin_cache"
@@ -46,6 +46,10 @@ class RotaryBridge(Bridge):
         rotated, rotated_key = self.call(query.reshape(heads), key.reshape(heads), cos, sin, rows, interleaved)
         return rotated.reshape(query.shape), rotated_key.reshape(key.shape)
 
+
+class RotaryBridge(RotatingBridge):
+    """``forward(positions, query, key, offsets=None, fused_set_kv_buffer_arg=None)``."""
+
     def forward(
         self,
         positions: Tensor,
@@ -60,7 +64,7 @@ class RotaryBridge(Bridge):
         return self.rotate(query, key, *self.table(), rows.flatten(), not self.layer.is_neox_style)
 
 
-class LongRopeBridge(RotaryBridge):
+class LongRopeBridge(RotatingBridge):
     """``Phi3LongRoPEScaledRotaryEmbedding``: ``forward(positions, query, key, offsets=None)``.
 
     The table for short contexts lies before that for long ones; one long position moves a whole step to the latter.
@@ -76,7 +80,7 @@ class LongRopeBridge(RotaryBridge):
         return self.rotate(query, key, *self.table(), rows if offsets is None else rows + offsets, False)
 
 
-class MRotaryBridge(RotaryBridge):
+class MRotaryBridge(RotatingBridge):
     """``MRotaryEmbedding``: ``forward(positions, query, key, fused_set_kv_buffer_arg=None)``.
 
     Positions are ``[tokens]``, or ``[3, tokens]`` on the axes time, height, width.

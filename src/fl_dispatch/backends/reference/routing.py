@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...ops.routing import SMALLEST_SUM
+
 
 def _scores(router_logits: Tensor, scoring_func: str) -> Tensor:
     wide = router_logits.to(torch.promote_types(router_logits.dtype, torch.float32))
@@ -20,7 +22,7 @@ def _result(scores: Tensor, chosen: Tensor, topk: int, renormalize: bool, factor
     ids = chosen.topk(topk, dim=-1).indices
     weights = scores.gather(-1, ids)
     if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     return (weights * factor).float(), ids.int()
 
 

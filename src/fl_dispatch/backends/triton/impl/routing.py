@@ -84,7 +84,7 @@ def _route(
         chosen = tl.where(slot == k, tl.sum(tl.where(best, expert[None, :], 0), axis=1)[:, None], chosen)
         choice = tl.where(best, float("-inf"), choice)
     if RENORMALIZE:
-        found = found / tl.sum(found, axis=1)[:, None]
+        found = found / (tl.sum(found, axis=1)[:, None] + 1e-20)  # SMALLEST_SUM
     target = row.to(tl.int64)[:, None] * TOPK + slot
     inside = (row < tokens)[:, None] & (slot < TOPK)
     tl.store(weights + target, (found * FACTOR).to(tl.float32), mask=inside)
