@@ -79,7 +79,7 @@ def start_compiled(engines: Mapping[str, Mapping[str, Any]], **variables: str) -
     for name, given in engines.items():
         rest = {key: value for key, value in given.items() if key not in ("model", "engine")}
         job[name] = {"arguments": engine_arguments(given["model"], given["engine"]), **rest}
-    return pool.submit(_finish, "run_compiled.py", {"engines": job}, variables)
+    return pool.submit(_finish, "run_compiled.py", {"engines": job, **STEP}, variables)
 
 
 def start_data_parallel(

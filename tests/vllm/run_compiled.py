@@ -1,6 +1,7 @@
 """Compiled engines in one process, one after the other: ``python run_compiled.py job.json result.json``.
 
-A job is ``{"engines": {name: {"arguments": of LLM, "policy": of SelectionPolicy.from_dict, "afterwards": a policy}}}``.
+A job is ``{"prompts": token ids, "max_tokens": n, "engines": {name: {"arguments": of LLM, "policy": of
+SelectionPolicy.from_dict, "afterwards": a policy}}}``.
 Each engine starts under its policy, and once it has answered, ``afterwards`` is tried.
 """
 
@@ -12,18 +13,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engines import MAX_TOKENS, PROMPTS
 
-
-def run(arguments: dict[str, Any], policy: dict[str, Any], afterwards: dict[str, Any] | None = None) -> dict[str, Any]:
+def run(
+    prompts: list[list[int]],
+    max_tokens: int,
+    arguments: dict[str, Any],
+    policy: dict[str, Any],
+    afterwards: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     from fl_dispatch import DispatchFrozenError, SelectionPolicy, set_global_policy
     from vllm import LLM, SamplingParams
 
     set_global_policy(SelectionPolicy.from_dict(**policy))
     llm = LLM(**arguments)
     llm.collective_rpc("fl_set_counting", args=(True,))
-    sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     refusal = None
     if afterwards is not None:
         try:
@@ -45,7 +50,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     results = {}
     for name, engine in job["engines"].items():
         thaw_dispatch()
-        results[name] = run(**engine)
+        results[name] = run(job["prompts"], job["max_tokens"], **engine)
         gc.collect()
         cleanup_dist_env_and_memory()
     return results
