@@ -24,8 +24,8 @@ MODELS: dict[str, tuple[str, str | None, set[str]]] = {
     ),
     "bloom": ("ALiBi", "GELU", {"gelu"} | PAGED),
     "deepseek_v3": (
-        "latent attention with a low-rank query, experts chosen by a biased sigmoid in groups",
-        "RotaryEmbedding",
+        "latent attention with a low-rank query, YaRN, experts chosen by a biased sigmoid in groups",
+        "DeepseekScalingRotaryEmbedding",
         {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "mla_decode", "mla_prefill"}
         | {"grouped_topk", "fused_moe"},
     ),
