@@ -14,7 +14,7 @@ import fl_dispatch
 import vllm_fl
 
 SOURCES = Path(vllm_fl.__file__).parents[1]
-TOOLS = ("cli", "evidence")  # commands, not an import path
+TOOLS = ("cli", "evidence", "hosting")  # for commands and hosts: not an import path of the core
 INNER = ("backends", "config", "ops", "settings")  # packages whose parts are not a documented import path ...
 DOCUMENTED = ("backends.base",)  # ... but this one is
 
