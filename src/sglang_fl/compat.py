@@ -51,6 +51,10 @@ def _last_locations(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) 
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
+def _cap_logits(original: Any, logits: Any, cap: float) -> Any:
+    return logits.div_(cap).tanh_().mul_(cap) if logits.is_cpu else original(logits, cap)
+
+
 def dispatch_target() -> str:
     """What this version's layers call to choose their forward."""
     from sglang.kernels.fused_op import BaseFusedOp
@@ -79,6 +83,12 @@ def all_hooks() -> tuple[Hook, ...]:
             _last_locations,
             "replace",
             "SGLang starts a Triton kernel for every attention backend that it does not know",
+        ),
+        Hook(
+            "sglang.srt.layers.logits_processor.fused_softcap",
+            _cap_logits,
+            "around",
+            "SGLang starts a Triton kernel for the logits of models with a soft cap",
         ),
         *distributed.HOOKS,
     )

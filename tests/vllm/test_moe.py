@@ -20,7 +20,7 @@ ROUTING = {
     "minimax_m2": "topk_sigmoid",
     "glm4_moe": "grouped_topk",
 }
-EXPERT_LAYERS = {"qwen3_moe": 2, "mixtral": 3, "minimax_m2": 3, "glm4_moe": 2}  # of three; the others are dense
+EXPERT_LAYERS = {"qwen3_moe": 3, "mixtral": 3, "minimax_m2": 3, "glm4_moe": 2}  # of three; the others are dense
 ONE_LAYER = "fused_moe@model.layers.2.mlp.experts"
 
 

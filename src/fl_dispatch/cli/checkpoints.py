@@ -167,7 +167,7 @@ _EXPERTS: Mapping[str, Any] = {
 def _qwen3_moe() -> PretrainedConfig:
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(**_EXPERTS, num_experts=8, mlp_only_layers=[1])  # the layer in the middle is dense
+    return Qwen3MoeConfig(**_EXPERTS, num_experts=8)  # every layer has experts: SGLang does not know mlp_only_layers
 
 
 def _mixtral() -> PretrainedConfig:
