@@ -100,9 +100,7 @@ def demo(
     prompts = list(prompt or PROMPTS)
     host = host or _installed_host()
     if (host, family) == (Host.SGLANG, Family.GEMMA3):
-        raise DispatchError(
-            "SGLang ties the embeddings of Gemma 3, the checkpoint here does not: take another family"
-        )
+        raise DispatchError("SGLang ties the embeddings of Gemma 3, the checkpoint here does not: take another family")
     with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder, _steps(Path(folder) / "log", json, verbose) as step:
         with step(f"building a small {family} checkpoint"):
             from .checkpoints import build_checkpoint
