@@ -222,14 +222,15 @@ def matrix(
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def page(cells: Sequence[Cell], versions: str, seconds: float) -> str:
-    """The page: one table a wheel, and the notes that its cells name."""
+def page(cells: Sequence[Cell], versions: str, seconds: float | None) -> str:
+    """The page: one table a wheel, and the notes that its cells name; no ``seconds`` for several runs."""
     date = datetime.date.today().isoformat()
+    duration = "several runs" if seconds is None else f"{seconds / 60:.0f} minutes"
     notes: dict[str, int] = {}
     lines = [
         "# What runs where",
         "",
-        f"Written by `make matrix` on {date} in {seconds / 60:.0f} minutes: {versions}.",
+        f"Written by `make matrix` on {date} in {duration}: {versions}.",
         "",
         "Every cell is an engine that was started: a small checkpoint with random weights, float32, eager, greedy",
         f"tokens of {len(engines.PROMPTS)} prompts with chunked prefill, compared with Hugging Face transformers.",
@@ -282,7 +283,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.families) - set(FAMILIES):
         parser.error(f"unknown families {', '.join(sorted(unknown))}; known: {', '.join(FAMILIES)}")
-    started = time.time()
+    started, resumed = time.time(), chosen.results is not None and chosen.results.exists()
     cells = matrix(
         chosen.families or list(FAMILIES),
         chosen.wheel or list(WHEELS),
@@ -294,7 +295,7 @@ def main() -> None:
     order = {family: index for index, family in enumerate(FAMILIES)}
     cells.sort(key=lambda cell: order[cell.family])
     if not (chosen.families or chosen.wheel or chosen.processes):
-        PAGE.write_text(page(cells, versions(), time.time() - started))
+        PAGE.write_text(page(cells, versions(), None if resumed else time.time() - started))
         print(f"written: {PAGE.relative_to(ROOT)}")
     sys.exit(any(cell.state.startswith("**") for cell in cells))
 

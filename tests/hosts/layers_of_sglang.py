@@ -72,7 +72,11 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
         positions[row, : len(every)] = torch.tensor(every, dtype=torch.int32)
     backend = AttentionFLBackend(
         SimpleNamespace(
-            page_size=PAGE, req_to_token_pool=SimpleNamespace(req_to_token=positions), token_to_kv_pool=pool
+            attention_chunk_size=None,
+            model_config=SimpleNamespace(context_len=512),
+            page_size=PAGE,
+            req_to_token_pool=SimpleNamespace(req_to_token=positions),
+            token_to_kv_pool=pool,
         )
     )
     layer = RadixAttention(
