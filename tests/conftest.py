@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -24,9 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
 
 
+def pytest_configure() -> None:
+    """Workers leave a record of themselves for ``fl doctor``: those of tests not among the user's own."""
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fl-state-")
+
+
 def pytest_sessionfinish() -> None:
     """Engines that are still waiting for their turn are not started any more."""
     pool.shutdown(wait=False, cancel_futures=True)
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
