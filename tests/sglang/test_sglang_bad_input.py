@@ -13,38 +13,12 @@ from pathlib import Path
 import pytest
 from serving import HERE, background, distribution, engine_arguments, environment, server_arguments
 
+import bad_settings
 import running
 from running import Finished
 
-FILES = {
-    "unknown_key": "prefr: vendor\n",
-    "wrong_type": "strict: sometimes\n",
-    "bad_token": "op_backends:\n  rms_norm: [vendor, refrence]\n",
-    "near_miss": "op_backends:\n  rms_nrom: [reference]\n",
-    "bad_value": "prefer: fastest\n",
-}
-
-# case → (variables, where FL_CONFIG may be a file's name, and what the error's line says)
-CASES: dict[str, tuple[dict[str, str], str]] = {
-    "unknown_key": ({"SGLANG_FL_CONFIG": "unknown_key"}, r"ConfigError: .*unknown_key\.yaml, line 1.*prefr.*prefer"),
-    "wrong_type": ({"VLLM_FL_CONFIG": "wrong_type"}, r"ConfigError: .*wrong_type\.yaml, line 1.*strict.*sometimes"),
-    "bad_token": ({"SGLANG_FL_CONFIG": "bad_token"}, r"ConfigError: .*bad_token\.yaml, line 2.*refrence.*reference"),
-    "near_miss": ({"SGLANG_FL_CONFIG": "near_miss"}, r"ConfigError: .*near_miss\.yaml, line 2.*rms_nrom.*rms_norm"),
-    "bad_value": ({"SGLANG_FL_CONFIG": "bad_value"}, r"ConfigError: .*bad_value\.yaml, line 1.*prefer.*fastest"),
-    "missing_file": ({"SGLANG_FL_CONFIG": "/nowhere/fl.yaml"}, r"ConfigFileNotFoundError: .*/nowhere/fl\.yaml"),
-    "variable": ({"SGLANG_FL_PREFER": "vendr"}, r"ConfigError: .*SGLANG_FL_PREFER.*vendr.*vendor"),
+CASES = bad_settings.cases("SGLANG_FL") | {
     "vllm_variable": ({"VLLM_FL_PREFER": "vendr"}, r"ConfigError: .*VLLM_FL_PREFER.*vendr.*vendor"),
-    "near_miss_variable": ({"SGLANG_FL_PREFFER": "vendor"}, r"ConfigError: .*SGLANG_FL_PREFFER.*SGLANG_FL_PREFER"),
-    "both_lists": (
-        {"SGLANG_FL_OOT_WHITELIST": "rms_norm", "SGLANG_FL_OOT_BLACKLIST": "rotary_embedding"},
-        r"ConfigError: .*SGLANG_FL_OOT_(WHITE|BLACK)LIST",
-    ),
-    "plugin_module": ({"SGLANG_FL_PLUGIN_MODULES": "no_such_plugin"}, r"PluginLoadError: .*no_such_plugin"),
-    "duplicate_id": (
-        {"SGLANG_FL_PLUGIN_MODULES": "duplicate_plugin"},
-        r"RegistrationError: .*vendor\.twice.*silu_and_mul",
-    ),
-    "nothing_left": ({"SGLANG_FL_PER_OP": "rms_norm=vendor:nobody"}, r"ConfigError: .*rms_norm"),
     "platform_without_plugin": (
         {"SGLANG_PLATFORM": "fl", "SGLANG_PLUGINS": "another"},
         r"RuntimeError: .*did not apply any of its hooks: SGLANG_PLUGINS must contain 'fl'",
@@ -60,12 +34,7 @@ BROKEN = r"RuntimeError: .*did not apply hooks.*GroupCoordinator\.all_gatherv"
 def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """Every case, as a server and as an engine."""
     folder = tmp_path_factory.mktemp("config")
-    for name, text in FILES.items():
-        (folder / f"{name}.yaml").write_text(text)
-
-    def variables(given: dict[str, str]) -> dict[str, str]:
-        return {name: str(folder / f"{value}.yaml") if value in FILES else value for name, value in given.items()}
-
+    bad_settings.write(folder)
     model = checkpoint("qwen3")
     serve = ("-m", "sglang.launch_server", *server_arguments(model))
     whole = {
@@ -81,7 +50,7 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         "server": server_arguments(model),
         "engine": engine_arguments(model),
         "starts": {
-            f"{way} {name}": {"how": way, "variables": variables(given)}
+            f"{way} {name}": {"how": way, "variables": bad_settings.located(given, folder)}
             for name, (given, _) in {**CASES, "cpu_engine": (CPU_ENGINE, "")}.items()
             for way in WAYS
         },

