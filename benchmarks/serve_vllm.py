@@ -1,15 +1,18 @@
 """Tokens a second of vLLM on a GPU: vanilla with two attentions, and the plugin with several choices of kernels.
 
 Each cell is an engine in a process of its own. All of them live at once and take turns, workload by workload, so that a
-change of the machine's speed hits all alike; one that waits uses no time of the GPU. The model has the shape of
-Llama-3.1-8B and random weights. ``torch.compile`` and CUDA graphs (FULL_AND_PIECEWISE) are on, prefix caching is off,
+change of the machine's speed hits all alike; one that waits uses no time of the GPU. The model has a published shape
+(``--shape``) and random weights. ``torch.compile`` and CUDA graphs (FULL_AND_PIECEWISE) are on, prefix caching is off,
 generation is greedy and ignores the end token. A round of a cell is compared with the better vanilla of that round and
 workload; the interval over the rounds is from the least to the largest of these ratios, which holds the median with
-probability ``1 - 2 ** (1 - rounds)``.
+probability ``1 - 2 ** (1 - rounds)``. With ``--profile`` each cell then runs each workload once more under PyTorch's
+profiler, and the time of every kernel goes to a file: it says where a difference comes from.
 
-    python benchmarks/serve_vllm.py [--cells vanilla_fa3,plugin_neutral] [--rounds 5] [--json FILE] [--logs FOLDER]
+    python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
+        [--layers 32] [--json FILE] [--profile FILE]
 
-Needs one GPU with about 27 GiB a cell, vLLM with its compiled operators, and this package installed.
+Needs one GPU, vLLM with its compiled operators, and this package installed. Cells that do not fit the GPU together are
+given to several runs, each with a vanilla one, or measured with fewer layers.
 """
 
 from __future__ import annotations
@@ -23,32 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""Llama-3.1-8B."""
-OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
+import kernel_trace
+from shapes import LAYERS, SHAPES, Shape
 
 
 @dataclass(frozen=True)
@@ -81,38 +65,49 @@ class Cell:
     variables: Mapping[str, str]
     engine: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def vanilla(self) -> bool:
-        """Whether our plugin is off."""
-        return self.variables.get("VLLM_PLUGINS") == ""
+
+def _orders(operators: Iterable[str], token: str) -> str:
+    return ";".join(f"{op}={token}" for op in operators)
 
 
-def _all(token: str) -> str:
-    return ";".join(f"{op}={token}" for op in OPERATORS)
-
-
+VANILLA = "vanilla"
 NATIVE = {"VLLM_FL_NATIVE_PLATFORM": "1"}
-HOST = "rms_norm=reference;silu_and_mul=reference;rotary_embedding=reference"
-"""vLLM itself leaves these layers to PyTorch and Inductor when it compiles."""
-CELLS = {
-    "vanilla_fa3": Cell({"VLLM_PLUGINS": ""}, {"attention_backend": "FLASH_ATTN"}),
-    "vanilla_triton": Cell({"VLLM_PLUGINS": ""}, {"attention_backend": "TRITON_ATTN"}),
-    "plugin_host_fa3": Cell({**NATIVE, "VLLM_FL_PER_OP": f"{HOST};attention_backend=impl:vendor.cuda.flash_attn"}),
-    "plugin_host_triton": Cell({**NATIVE, "VLLM_FL_PER_OP": f"{HOST};attention_backend=impl:vendor.cuda.triton_attn"}),
-    "plugin_fa3": Cell(
-        {"VLLM_FL_PER_OP": f"{HOST};kv_cache_write=vendor;paged_attention=impl:vendor.cuda.fa3"},
-    ),
-    "plugin_compiled": Cell({"VLLM_FL_PREFER": "vendor"}),
-    "plugin_neutral": Cell({"VLLM_FL_PER_OP": _all("impl:default.triton"), "VLLM_FL_DENY_VENDORS": "cuda"}),
-    "plugin_inductor": Cell(
-        {
-            "VLLM_FL_PER_OP": f"{HOST};kv_cache_write=impl:default.triton;paged_attention=impl:default.triton",
-            "VLLM_FL_DENY_VENDORS": "cuda",
-        }
-    ),
-    "plugin_shipped": Cell({}),
-    "plugin_shipped_native": Cell(NATIVE),
-}
+NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda"}
+FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
+"""The batches of the workloads: FlagGems tunes its matrix products for minutes, and for each size anew."""
+
+
+def cells_of(shape: Shape) -> dict[str, Cell]:
+    """What can be compared for a shape. Latent attention is the plugin's own in all of its cells."""
+    host = _orders(LAYERS, "reference")
+    ours = _orders(("kv_cache_write", *shape.attention, *shape.experts), "impl:default.triton")
+    cells = {
+        f"{VANILLA}_{name}": Cell({"VLLM_PLUGINS": ""}, {"attention_backend": backend})
+        for name, backend in shape.vanilla.items()
+    }
+    if not shape.latent:
+        chosen = {"fa3": "flash_attn", "triton": "triton_attn"}
+        for name, impl in chosen.items():
+            orders = f"{host};attention_backend=impl:vendor.cuda.{impl}"
+            cells[f"plugin_host_{name}"] = Cell({**NATIVE, "VLLM_FL_PER_OP": orders})
+        orders = f"{host};kv_cache_write=vendor;paged_attention=impl:vendor.cuda.fa3"
+        cells["plugin_fa3"] = Cell({"VLLM_FL_PER_OP": orders})
+    neutral = {"VLLM_FL_PER_OP": _orders(shape.operators, "impl:default.triton"), **NEUTRAL}
+    cells |= {
+        "plugin_aten": Cell({**neutral, "VLLM_FL_FLAGOS_WHITELIST": "mm,bmm"}, FEW_GRAPHS),
+        "plugin_aten_all": Cell({**neutral, "VLLM_FL_ATEN_REPLACEMENT": "1"}, FEW_GRAPHS),
+    }
+    return cells | {
+        "plugin_compiled": Cell({"VLLM_FL_PREFER": "vendor"}),
+        "plugin_neutral": Cell(neutral),
+        "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
+        "plugin_shipped": Cell({}),
+        "plugin_shipped_native": Cell(NATIVE),
+    }
+
+
+PROFILED_STEPS = 16
+CACHED_TOKENS = (256 * (128 + 128) // 16 + 64) * 16
 STANDARD = ("vanilla_fa3", "vanilla_triton", "plugin_host_triton", "plugin_neutral", "plugin_shipped")
 COMMON = {
     "dtype": "bfloat16",
@@ -123,7 +118,6 @@ COMMON = {
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.15,  # only what vLLM asks to be free at start: the cache has a size of its own
-    "kv_cache_memory_bytes": (256 * (128 + 128) // 16 + 64) * 16 * 32 * 8 * 128 * 2 * 2,
     "jit_monitor_verbose": True,
 }
 
@@ -143,12 +137,16 @@ def serve(arguments: dict[str, Any]) -> None:
     answers.write(json.dumps({"start_s": time.perf_counter() - begun, "report": _essence(report)}) + "\n")
     draw = random.Random(0)
     for line in sys.stdin:
-        batch, prompt, new = json.loads(line)
-        prompts = [{"prompt_token_ids": draw.choices(range(10, 128_000), k=prompt)} for _ in range(batch)]
+        batch, prompt, new, profiled = json.loads(line)
+        prompts = [{"prompt_token_ids": draw.choices(range(10, 100_000), k=prompt)} for _ in range(batch)]
         sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        if profiled:
+            llm.start_profile()
         start = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
+        if profiled:
+            llm.stop_profile()
         assert all(len(output.outputs[0].token_ids) == new for output in outputs)
         answers.write(json.dumps(seconds) + "\n")
 
@@ -159,27 +157,35 @@ def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     manifest = report["manifest"]
     return {name: report[name] for name in ("layers", "native_layers", "attention", "failed", "compiled")} | {
-        "chosen": None if manifest is None else manifest["choices"]
+        "chosen": None if manifest is None else manifest["choices"],
+        "aten": {name: report["aten"][name] for name in ("why_not", "calls", "native", "wrong")},
     }
 
 
 class Engine:
     """A cell's process, from here."""
 
-    def __init__(self, name: str, model: Path, log: Path) -> None:
-        self.name, self.log = name, log
-        cell = CELLS[name]
+    def __init__(self, name: str, cell: Cell, model: Path, cache: int, logs: Path, profiled: bool) -> None:
+        self.name, self.log, self.traces = name, logs / f"{name}.log", logs / f"traces-{name}"
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_FL_", "VLLM_PLUGINS"))}
         fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        cache = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
-        arguments = {**COMMON, "model": str(model), **cell.engine}
+        caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
+        arguments = {**COMMON, "model": str(model), "kv_cache_memory_bytes": cache, **cell.engine}
+        if profiled:
+            folder = str(self.traces.resolve())
+            arguments["profiler_config"] = {
+                "profiler": "torch",
+                "torch_profiler_dir": folder,
+                "torch_profiler_with_stack": False,
+                "torch_profiler_dump_cuda_time_total": False,
+            }
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log.open("w"),
+            stderr=self.log.open("w"),
             text=True,
-            env={**kept, **fixed, **cache, **cell.variables},
+            env={**kept, **fixed, **caches, **cell.variables},
         )
 
     def answer(self) -> Any:
@@ -193,10 +199,18 @@ class Engine:
             raise RuntimeError(f"{self.name} ended with {self.process.wait()}; its log is {self.log}")
         return json.loads(line)
 
-    def run(self, work: Workload) -> float:
+    def run(self, work: Workload, new: int | None = None, profiled: bool = False) -> float:
         """Seconds for a workload."""
-        print(json.dumps([work.batch, work.prompt, work.new]), file=self.process.stdin, flush=True)
+        print(json.dumps([work.batch, work.prompt, new or work.new, profiled]), file=self.process.stdin, flush=True)
         return float(self.answer())
+
+    def profile(self, work: Workload) -> dict[str, Any]:
+        """What the GPU did in a workload, of which at most :data:`PROFILED_STEPS` steps run."""
+        steps = min(work.new, PROFILED_STEPS)
+        earlier = set(self.traces.glob("*.json.gz"))
+        self.run(work, steps, profiled=True)
+        (path,) = set(self.traces.glob("*.json.gz")) - earlier
+        return {"steps": steps, **kernel_trace.read(path)}
 
     def late_compilations(self) -> int:
         """How often its log says that a kernel was compiled or tuned after the engine was ready."""
@@ -214,23 +228,33 @@ class Engine:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def measure(names: Iterable[str], rounds: int, layers: int, folder: Path, logs: Path) -> dict[str, Any]:
+def measure(
+    shape: Shape,
+    cells: Mapping[str, Cell],
+    workloads: Sequence[Workload],
+    rounds: int,
+    layers: int,
+    folder: Path,
+    logs: Path,
+    profiled: bool,
+) -> dict[str, Any]:
     """Start every cell, let them take turns, and return what was measured."""
-    (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": layers}))
-    engines = [Engine(name, folder, logs / f"{name}.log") for name in names]
+    (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
+    cache = shape.cache_bytes(layers, CACHED_TOKENS)
+    engines = [Engine(name, cell, folder, cache, logs, profiled) for name, cell in cells.items()]
     started: dict[str, Any] = {}
     for engine in list(engines):
         try:
             started[engine.name] = engine.answer()
-            if not CELLS[engine.name].vanilla and started[engine.name]["report"] is None:
+            if not engine.name.startswith(VANILLA) and started[engine.name]["report"] is None:
                 raise RuntimeError(f"{engine.name} runs without the plugin; its log is {engine.log}")
         except RuntimeError as error:
             print(error, file=sys.stderr, flush=True)
             engines.remove(engine)
     print("ready:", {name: round(data["start_s"]) for name, data in started.items()}, flush=True)
-    rates: dict[str, dict[str, list[float]]] = {work.name: {e.name: [] for e in engines} for work in WORKLOADS}
+    rates: dict[str, dict[str, list[float]]] = {work.name: {e.name: [] for e in engines} for work in workloads}
     for turn in range(-1, rounds):
-        for work in WORKLOADS:
+        for work in workloads:
             for place in range(len(engines)):
                 engine = engines[(place + turn) % len(engines)]
                 seconds = engine.run(work)
@@ -238,16 +262,17 @@ def measure(names: Iterable[str], rounds: int, layers: int, folder: Path, logs: 
                     rates[work.name][engine.name].append(work.tokens / seconds)
         print("round", turn, flush=True)
     late = {engine.name: engine.late_compilations() for engine in engines}
+    profiles = {e.name: {work.name: e.profile(work) for work in workloads} for e in engines} if profiled else {}
     for engine in engines:
         engine.stop()
-    return {"rates": rates, "started": started, "late_compilations": late}
+    return {"rates": rates, "started": started, "late_compilations": late, "profiles": profiles}
 
 
 def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Workload → cell → median tokens a second, and its ratio to the better vanilla: median, least, largest."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     for work, cells in rates.items():
-        vanilla = [values for name, values in cells.items() if CELLS[name].vanilla]
+        vanilla = [values for name, values in cells.items() if name.startswith(VANILLA)]
         result[work] = {}
         for name, values in cells.items():
             row = {"tokens_per_s": statistics.median(values)}
@@ -270,11 +295,16 @@ def table(result: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default=",".join(STANDARD), help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--cells", help=f"of {', '.join(cells_of(SHAPES['llama-3.1-8b']))}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"], help="of the model")
+    parser.add_argument(
+        "--workloads", default="", metavar="TEXT,…", help="only those whose name has one of these texts"
+    )
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="time of each kernel, as JSON; printed too")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -284,20 +314,43 @@ def main() -> None:
 
     import vllm
 
+    shape = SHAPES[options.shape]
+    layers = options.layers or shape.layers
+    known = cells_of(shape)
+    names = options.cells.split(",") if options.cells else [name for name in STANDARD if name in known]
+    if unknown := set(names) - set(known):
+        parser.error(f"{options.shape} has no cell {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+    needed, gib = (
+        len(names) * shape.gib(layers, CACHED_TOKENS),
+        torch.cuda.get_device_properties(0).total_memory / 2**30,
+    )
+    if needed > gib:
+        parser.error(f"{len(names)} cells need about {needed:.0f} GiB, the GPU has {gib:.0f}: fewer cells, or --layers")
+    cells = {name: known[name] for name in names}
+    workloads = [work for work in WORKLOADS if any(text in work.name for text in options.workloads.split(","))]
+    if not workloads:
+        parser.error(f"no workload is called so; they are {'; '.join(work.name for work in WORKLOADS)}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         logs = options.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
-        found = measure(options.cells.split(","), options.rounds, options.layers, folder, logs)
+        found = measure(shape, cells, workloads, options.rounds, layers, folder, logs, options.profile is not None)
     found["compared"] = compare(found["rates"])
     found["machine"] = {
         "gpu": torch.cuda.get_device_name(0),
         "vllm": vllm.__version__,
         "torch": torch.__version__,
-        "cells": {cell: dict(CELLS[cell].variables) for cell in found["started"]},
+        "shape": options.shape,
+        "cells": {name: dict(cells[name].variables) for name in found["started"]},
         "rounds": options.rounds,
-        "layers": options.layers,
+        "layers": layers,
     }
+    if options.profile:
+        options.profile.write_text(json.dumps(found["profiles"], indent=1))
+        for cell, works in found["profiles"].items():
+            for work, traced in works.items():
+                print(f"\n{cell}, {work}: {kernel_trace.table(traced, traced['steps'])}")
+    del found["profiles"]
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     print(table(found["compared"]))
