@@ -25,6 +25,7 @@ from .errors import DispatchFrozenError
 from .failures import ArgumentKind
 from .locking import writers
 from .logger_manager import get_logger
+from .replaced import replaced_operators
 from .selection import Decision, condition_of
 from .types import OpImpl
 
@@ -79,16 +80,19 @@ class Manifest:
             that runs something else than the operator elsewhere.
         reasons: the same keys → why.
         versions: package → version: torch, this one, and those that the implementations come from.
-        hash: of choices and versions; equal in processes that run the same.
+        aten: operator of PyTorch → the function that replaces it, see :mod:`.replaced`.
+        hash: of choices, versions and replaced operators; equal in processes that run the same.
     """
 
     choices: Mapping[str, list[dict[str, Any]]]
     reasons: Mapping[str, str]
     versions: Mapping[str, str]
+    aten: Mapping[str, str] = field(default_factory=dict)
     hash: str = field(init=False)
 
     def __post_init__(self) -> None:
-        text = json.dumps({"choices": dict(self.choices), "versions": dict(self.versions)}, sort_keys=True)
+        parts = {"choices": dict(self.choices), "versions": dict(self.versions), "aten": dict(self.aten)}
+        text = json.dumps(parts, sort_keys=True)
         object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
         object.__setattr__(self, "hash", hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -99,6 +103,7 @@ class Manifest:
             "choices": dict(self.choices),
             "reasons": dict(self.reasons),
             "versions": dict(self.versions),
+            "aten": dict(self.aten),
         }
 
     @classmethod
@@ -108,7 +113,7 @@ class Manifest:
         Raises:
             ValueError: the hash is not that of the choices and versions.
         """
-        manifest = cls(data["choices"], data["reasons"], data["versions"])
+        manifest = cls(data["choices"], data["reasons"], data["versions"], data["aten"])
         if data["hash"] != manifest.hash:
             raise ValueError(
                 f"a manifest with the hash {data['hash']} was changed: its contents hash to {manifest.hash}"
@@ -118,7 +123,11 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """One line for each operator, layer and package that is not the same in both; empty if the hashes agree."""
         lines = []
-        for mine, theirs in ((self.choices, other.choices), (self.versions, other.versions)):
+        for mine, theirs in (
+            (self.choices, other.choices),
+            (self.versions, other.versions),
+            (self.aten, other.aten),
+        ):
             for key in sorted({*mine, *theirs}):
                 one, two = mine.get(key), theirs.get(key)
                 if one != two:
@@ -259,7 +268,8 @@ def _manifest(
         named[key] = _data(made)
         reasons[key] = decision.considered[0].reason if decision.chosen else "no implementation can run"
     impls = {impl for made in choices.values() for choice in made for impl in choice.runs}
-    return Manifest(MappingProxyType(named), MappingProxyType(reasons), MappingProxyType(_versions(impls)))
+    versions = MappingProxyType(_versions(impls))
+    return Manifest(MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators())
 
 
 def _versions(impls: set[OpImpl]) -> dict[str, str]:
@@ -267,10 +277,12 @@ def _versions(impls: set[OpImpl]) -> dict[str, str]:
 
     versions = {"fl_dispatch": __version__, "torch": str(torch.__version__)}
     distributions = metadata.packages_distributions()
+    roots = {function.partition(".")[0] for function in replaced_operators().values()}
     for impl in impls:
         fn = inspect.unwrap(impl.fn)
         fn = fn.func if isinstance(fn, functools.partial) else fn
-        root = str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0]
+        roots.add(str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0])
+    for root in roots:
         if root not in versions:
             names = sorted(set(distributions.get(root, ())))
             versions[root] = ", ".join(f"{name} {metadata.version(name)}" for name in names) or "unknown"

@@ -1,6 +1,7 @@
 """The list of operators that FlagGems runs, written to ``FLAGGEMS_ENABLE_OPLIST_PATH`` by every worker.
 
-One name a line.
+One name a line: ours, for which FlagGems is the first choice, and ``aten::mm.out`` for each of PyTorch's that it
+replaces.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from .op_manager import OpManager
 from .private_file import write_private
+from .replaced import replaced_operators
 from .selection import FLAGGEMS_ID
 from .settings import Settings
 
@@ -26,7 +28,7 @@ def record(manager: OpManager, settings: Settings, rank: int | None = None) -> P
     Raises:
         DispatchError: see :func:`write_oplist`.
     """
-    operators = flaggems_operators(manager)
+    operators = [*flaggems_operators(manager), *replaced_operators()]
     if not operators and settings.origin("oplist_path").source == "default":
         return None
     return write_oplist(settings.oplist_path, operators, rank)

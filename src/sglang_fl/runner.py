@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fl_dispatch import get_default_manager, oplist
+from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.device import detect_device
 from fl_dispatch.hosting import runs
 from fl_dispatch.logger_manager import get_logger
@@ -34,6 +35,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     logger.info("%s", runner.fl_survey.describe())
     runner.fl_survey.refuse_native_run(settings)
     several = runner.tp_size * runner.pp_size > 1
+    replacement.replace(settings, detect_device())  # after the weights: those are PyTorch's own work
     distributed.check_ranks()
     oplist.record(manager, settings, runner.tp_rank if several else None)
     return result
@@ -51,6 +53,7 @@ def forward(
     finally:
         missed = watch.finish()
     runner.fl_undispatched = missed
+    replacement.seal()
     runs.record(f"SGLang {compat.host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
     layers.judge(missed, get_settings().strict)
     return result

@@ -25,9 +25,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op, get_policy
+from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 
-from . import compat, kv_layout
+from . import compat, kv_layout, warm_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,8 +178,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
         given = (self.alibi_slopes is not None, self.sinks is not None, self.sliding_window, self.softcap, self.scale)
-        policy, scope = get_policy(), self.fl_scope
-        rules = [str(rule(op, scope)) for op in OPERATORS for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
+        rules = warm_up.rules(OPERATORS, self.fl_scope)
         return (self.num_heads, self.num_kv_heads, self.head_size, *rules, *given)
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:

@@ -11,10 +11,11 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
@@ -47,6 +48,7 @@ class Replacement:
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 ROTARY_PACKAGE = "vllm.model_executor.layers.rotary_embedding"
+MLA = "vllm.model_executor.layers.attention.mla_attention"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 REJECTION_KERNELS = (
@@ -86,6 +88,17 @@ REPLACEMENTS = (
         ("0.26",),
     ),
     Replacement(
+        f"{MLA}:build_mla_chunked_context_metadata",
+        "It pins memory; without an accelerator that raises.",
+        ("0.26",),
+    ),
+    Replacement(
+        "vllm.v1.attention.backends.mla.prefill.registry:_MLA_PREFILL_OVERRIDES",
+        "No platform is asked for the prefill of latent attention, and vLLM's needs compiled kernels. Filled through "
+        "vLLM's own register_mla_prefill_backend.",
+        ("0.26",),
+    ),
+    Replacement(
         f"{BUFFERS}:get_accelerator_view_from_cpu_tensor",
         "The V2 model runner's buffers in host memory need it; on an out-of-tree platform it raises, and elsewhere it "
         "is a compiled operator.",
@@ -120,7 +133,7 @@ TESTED_HOSTS = ("0.32",)
 """All engine tests run on these."""
 
 SMOKE_TESTED_HOSTS = ("0.26", "0.33")
-"""On these one small model ran on a CPU, eagerly and in one process, with right tokens; nothing else."""
+"""On these small models ran on a CPU, eagerly and in one process, with right tokens; no other tests."""
 
 
 @cache
@@ -316,6 +329,7 @@ def do_without_library() -> None:
     from vllm.v1.worker import gpu_worker
 
     buffers: Any = importlib.import_module(BUFFERS)
+    offer_latent_prefill()
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_view
     gpu_worker.kernel_warmup = warm_up_kernels
@@ -333,6 +347,8 @@ def make_workspace_and_runner(worker: Any) -> None:
 
     if worker.device.type == "cpu":
         replace_kernels()  # 0.26 has no hook of the platform for it
+        offer_latent_prefill()
+        plan_context_unpinned()
     init_workspace_manager(worker.device, 1)
     worker.model_runner = worker._make_model_runner()
 
@@ -382,6 +398,39 @@ def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability
     fields = {name: value for name, value in config._asdict().items() if name in known}
     reasons: list[str] = backend.validate_configuration(**fields, device_capability=capability)
     return reasons
+
+
+class _Unpinned(TorchFunctionMode):
+    """PyTorch's functions as if nobody had asked for pinned memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def plan_context_unpinned() -> None:
+    """Let vLLM 0.26 plan the context of latent attention where no memory can be pinned. Idempotent."""
+    module: Any = importlib.import_module(MLA)
+    plan = module.build_mla_chunked_context_metadata
+    if hasattr(plan, "__wrapped__"):
+        return
+
+    @wraps(plan)
+    def unpinned(**arguments: Any) -> Any:
+        with _Unpinned():
+            return plan(**arguments)
+
+    module.build_mla_chunked_context_metadata = unpinned
+
+
+def offer_latent_prefill() -> None:
+    """Put our prefill backend in the place of vLLM's FlashAttention, which 0.26 takes on every platform. Idempotent."""
+    if host_version() == "0.26":
+        from vllm.v1.attention.backends.mla.prefill.registry import (
+            MLAPrefillBackendEnum,
+            register_mla_prefill_backend,
+        )
+
+        register_mla_prefill_backend(MLAPrefillBackendEnum.FLASH_ATTN, "vllm_fl.mla_prefill.NumberedChunks")
 
 
 # -- layer classes that are no CustomOp -------------------------------------------------------------------------------

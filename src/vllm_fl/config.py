@@ -100,7 +100,6 @@ def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
         (model.is_encoder_decoder, "encoder-decoder models"),
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
-        (model.use_mla and compat.host_version() == "0.26", "latent attention with vLLM 0.26"),
         (
             compat.is_unbalanced(model),
             f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",

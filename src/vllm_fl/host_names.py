@@ -85,19 +85,13 @@ NAMES = (
         ("0.32", "0.33"),
     ),
     HostNames("vllm.v1.attention.backend:AttentionMetadataBuilder", ("_cudagraph_support",), "attention"),
-    HostNames(f"{_MLA}:MLACommonMetadataBuilder", ("_build_decode",), "mla", ("0.32", "0.33")),
+    HostNames(f"{_MLA}:MLACommonMetadataBuilder", ("_build_decode",), "mla"),
     HostNames(
         f"{_MLA}:MLACommonImpl",
         ("_concat_k_nope_k_pe", "_use_flashinfer_concat_mla_k", "supports_quant_query_input"),
         "mla",
-        ("0.32", "0.33"),
     ),
-    HostNames(
-        "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend",
-        ("_prefill_metadata",),
-        "mla_prefill",
-        ("0.32", "0.33"),
-    ),
+    HostNames("vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend", ("_prefill_metadata",), "mla_prefill"),
     HostNames(
         "vllm.compilation.passes.pass_manager:PostGradPassManager", ("configure", "fix_functionalization"), "passes"
     ),

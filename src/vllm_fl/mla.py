@@ -8,81 +8,29 @@ the plan of the chunks; what they do with compiled or Triton kernels (reading th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLACommonBackend,
-    MLACommonDecodeMetadata,
-    MLACommonImpl,
-    MLACommonMetadata,
-    MLACommonMetadataBuilder,
-    QueryLenSupport,
-)
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from fl_dispatch import bind_op
 
-from .mla_prefill import context_rows, merge
+from . import warm_up
+from .mla_context import context_chunks, context_rows
+from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
+from .mla_prefill import merge
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionLayer
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-
-@dataclass
-class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
-    """The decode part of a batch, with what ``mla_decode`` needs besides.
-
-    Args:
-        query_start_loc: ``[requests + 1]`` int32; first token of each request.
-    """
-
-    query_start_loc: Tensor
-    max_query_len: int
-    max_seq_len: int
-
-
-class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
-    """What a step's batch looks like, for all layers of one KV-cache group."""
-
-    def __post_init__(self) -> None:
-        """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""
-
-
-class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
-    """vLLM's builder; the decode part also says where each request starts."""
-
-    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
-
-    def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=MLAFLMetadata)
-
-    def _build_decode(
-        self,
-        block_table_tensor: Tensor,
-        seq_lens_device: Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: Tensor,
-        query_start_loc_device: Tensor,
-        num_decode_tokens: int,
-        max_query_len: int,
-        dcp_tot_seq_lens_device: Tensor | None,
-    ) -> MLAFLDecodeMetadata:
-        return MLAFLDecodeMetadata(
-            block_table=block_table_tensor,
-            seq_lens=seq_lens_device,
-            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            query_start_loc=query_start_loc_device,
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        )
+OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 
 
 class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
@@ -127,6 +75,8 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         )
         self.supports_quant_query_input = False  # of an 8-bit cache only, which is refused
         self._use_flashinfer_concat_mla_k = False
+        speculation = get_current_vllm_config().speculative_config
+        self.fl_longest_decode = 1 + (speculation.num_speculative_tokens if speculation else 0)
         self.fl_bind(None)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
@@ -135,9 +85,42 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
 
     def fl_bind(self, scope: str | None) -> None:
         """Bind the three operators for the layer with this prefix."""
+        self.fl_scope = scope
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_decode = bind_op("mla_decode", scope)
         self.fl_prefill = bind_op("mla_prefill", scope)
+
+    def fl_kind(self) -> tuple[Any, ...]:
+        """Layers of one kind call the operators with arguments of the same kind."""
+        dims = (self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        return (self.num_heads, *dims, self.scale, *warm_up.rules(OPERATORS, self.fl_scope))
+
+    def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
+        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
+
+        Args:
+            kv_cache: of a layer.
+            queries: new tokens of each request, which has no others.
+            longest: the number of keys that is announced.
+        """
+        device, tokens, most = kv_cache.device, sum(queries), max(queries)
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
+        latents = torch.zeros(tokens, self.kv_lora_rank, dtype=kv_cache.dtype, device=device)
+        rotary = latents.new_zeros(tokens, 1, self.qk_rope_head_dim)
+        nowhere = torch.full((tokens,), -1, device=device)
+        self.do_kv_cache_update(latents, rotary, kv_cache, nowhere, self.kv_cache_dtype, latents)
+        if most <= self.fl_longest_decode:
+            query = latents.new_zeros(tokens, self.num_heads, kv_cache.shape[-1])
+            blocks = -(-longest // kv_cache.shape[1])
+            table = torch.zeros(len(queries), blocks, dtype=torch.int32, device=device)
+            rest = (most, longest, self.scale, self.kv_lora_rank, None, True)
+            self.fl_decode(query, kv_cache, table, starts, starts.diff(), *rest)
+            return
+        query = latents.new_zeros(tokens, self.num_heads, self.qk_head_dim)
+        key, value = self._project(latents, rotary)
+        out = query.new_empty(tokens, self.num_heads, self.v_head_dim)
+        self.fl_prefill(query, key, value, starts, starts, most, most, self.scale, out, True)
+        self.fl_prefill(query, key, value, starts, starts, most, most, self.scale, None, False)
 
     def do_kv_cache_update(
         self,
@@ -206,8 +189,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             if result.shape != filled.shape:
                 raise ValueError(f"'mla_prefill' returned {tuple(result.shape)} instead of {tuple(filled.shape)}")
             filled.copy_(result)
-        chunks = [] if prefill.chunked_context is None else prefill.chunked_context.chunks
-        for chunk in chunks:
+        for chunk in context_chunks(prefill):
             latents = context_rows(kv_c_and_k_pe_cache, prefill.block_table, chunk)
             key, value = self._project(latents[:, : self.kv_lora_rank], latents[:, None, self.kv_lora_rank :])
             part, part_lse = self.fl_prefill(

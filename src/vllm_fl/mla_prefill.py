@@ -1,8 +1,8 @@
-"""The prefill of multi-head latent attention in parts: context chunks, their merging, and vLLM's prefill backend."""
+"""The prefill of multi-head latent attention in parts: their merging, and vLLM's prefill backend."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from fl_dispatch import call_op
 
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
+from .mla_context import ContextChunk, context_chunks
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -29,22 +28,6 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     first, second = (torch.exp(part - shift).transpose(0, 1).unsqueeze(-1) for part in (lse, other_lse))
     out.copy_(out * first + other * second)
     lse.copy_(total)
-
-
-def context_rows(kv_cache: Tensor, block_table: Tensor, chunk: MLACommonPrefillMetadata.ContextChunk) -> Tensor:
-    """The cached rows of a context chunk, ``[keys, rank + rope]``, request after request.
-
-    Args:
-        kv_cache: ``[blocks, block_size, rank + rope]``.
-        block_table: ``[prefill requests, blocks]``.
-        chunk: some of these requests, from a position of each.
-    """
-    request = chunk.token_to_seq.long()
-    rows = torch.arange(request.shape[0], device=request.device)
-    position = rows - chunk.cu_seq_lens[request] + chunk.starts[request]
-    block_size = kv_cache.shape[1]
-    blocks = block_table[chunk.request_slice][request, position // block_size]
-    return kv_cache[blocks, position % block_size]
 
 
 class MLAFLPrefillBackend(MLAPrefillBackend):
@@ -77,16 +60,25 @@ class MLAFLPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_context_chunk(
         self,
-        chunk: MLACommonPrefillMetadata.ContextChunk,
+        chunk: ContextChunk,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of all new tokens over one chunk of the context."""
+        """Attention of a chunk's new tokens over its context."""
         starts, key_starts = chunk.query_start_loc, chunk.cu_seq_lens
         longest = (chunk.max_query_len, chunk.max_seq_len)
         result: tuple[Tensor, Tensor] = call_op(
             "mla_prefill", q, k, v, starts, key_starts, *longest, self.scale, out, False
         )
         return result
+
+
+class NumberedChunks(MLAFLPrefillBackend):
+    """The same for vLLM 0.26, which names a chunk by its number."""
+
+    def run_prefill_context_chunk(  # type: ignore[override]
+        self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return super().run_prefill_context_chunk(context_chunks(self._prefill_metadata)[chunk_idx], q, k, v)

@@ -7,14 +7,14 @@ and they come before graphs are captured, where an implementation's first failur
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionFLImpl
+from fl_dispatch import get_policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,15 +23,18 @@ QUERIES = (1, 2, 3, 5, 9, 17, 33, 65, 200)
 """New tokens of a request: each is in another power of two, at which kernels change."""
 REQUESTS = (1, 2, 5, 40)
 MIXED = ((1, 300), (1, 1, 1, 1, 70))
+KEYS, DECODE_KEYS = (1024, 4096), (256, 512, 1024, 2048, 4096, 8192)
+"""Longest sequences; the keys of a decoding request are divided among programs, twice as many from each of these."""
 
 
 @torch.inference_mode()
 def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
     """Call attention and the cache write for each kind of layer and batch; returns the number of calls."""
-    kinds: dict[Any, tuple[AttentionFLImpl, Tensor]] = {}
+    kinds: dict[Any, tuple[Any, Tensor]] = {}
     for module in model.modules():
-        impl, cache = getattr(module, "impl", None), getattr(module, "kv_cache", None)
-        if isinstance(impl, AttentionFLImpl) and isinstance(cache, Tensor) and cache.dim() == 4 and cache.numel():
+        impl: Any = getattr(module, "impl", None)
+        cache = getattr(module, "kv_cache", None)
+        if hasattr(impl, "fl_try") and isinstance(cache, Tensor) and cache.numel():
             kinds.setdefault((impl.fl_kind(), tuple(cache.shape[1:]), cache.dtype), (impl, cache))
     calls = 0
     for impl, cache in kinds.values():
@@ -42,11 +45,18 @@ def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
     return calls
 
 
+def rules(operators: Iterable[str], scope: str | None) -> list[str]:
+    """What the policy says about a layer's operators; layers that differ in it are of different kinds."""
+    policy = get_policy()
+    return [str(rule(op, scope)) for op in operators for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
+
+
 def _batches(vllm_config: VllmConfig) -> Iterator[tuple[tuple[int, ...], int]]:
     """New tokens of each request of a batch, and the number of keys that it announces."""
     scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
     alike = ((queries,) * requests for queries, requests in product(QUERIES, REQUESTS))
     for queries in (*alike, *MIXED):
         if sum(queries) <= scheduler.max_num_batched_tokens and len(queries) <= scheduler.max_num_seqs:
-            lengths = {max(queries), min(length, 1024), min(length, 4096), length}
+            keys = DECODE_KEYS if max(queries) == 1 else KEYS
+            lengths = {max(queries), length, *(min(length, most) for most in keys)}
             yield from ((queries, longest) for longest in sorted(lengths) if max(queries) <= longest)

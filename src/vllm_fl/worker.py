@@ -17,6 +17,8 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
 from fl_dispatch import freeze_dispatch, get_default_manager, oplist
+from fl_dispatch.backends.flaggems.aten import replacement
+from fl_dispatch.device import detect_device
 from fl_dispatch.hosting import runs
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
@@ -55,6 +57,11 @@ class WorkerFL(Worker):
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
         self.fl_survey.refuse_native_run(get_settings())
+        replacement.replace(get_settings(), detect_device())  # after the weights: those are PyTorch's own work
+        self._leave_record()
+
+    def _leave_record(self) -> None:
+        """For ``fl doctor``, and the list of operators that FlagGems runs."""
         runs.record(f"vLLM {compat.host_version()}", self.model_config.model, self.fl_survey, {})
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
@@ -65,6 +72,7 @@ class WorkerFL(Worker):
 
     def _freeze(self) -> None:
         """Fix every choice, before anything is compiled or captured."""
+        replacement.settle()
         model, manifest = self.get_model(), freeze_dispatch()
         ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)
@@ -73,10 +81,13 @@ class WorkerFL(Worker):
         compile.start(model, self.vllm_config)
 
     def _finish_start(self) -> None:
-        """From now on the ranks run in step; random numbers begin anew."""
+        """From now on the ranks run in step, FlagGems tunes nothing more, and random numbers begin anew."""
         if compile.is_compiled(self.vllm_config):
             logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
         get_default_manager().lockstep = get_world_group().world_size > 1
+        replacement.seal()
+        if not replacement.report()["why_not"]:
+            self._leave_record()  # with what was called
         set_random_seed(self.model_config.seed)
 
     def _compiled(self) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.logger_manager import get_logger
 
 from . import compat, compile, warm_up
@@ -44,13 +46,31 @@ class GPUWorkerFL(WorkerFL):
             self._freeze()
         return super().determine_available_memory()
 
+    @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Capture the graphs, and run what vLLM runs before it serves."""
         calls = warm_up.attention(self.get_model(), self.vllm_config)
         logger.info("attention is warm: %d calls", calls)
+        if not replacement.report()["why_not"]:
+            self._warm_up_replaced()
         times = super().compile_or_warm_up_model()
         self._finish_start()
         return times
+
+    def _warm_up_replaced(self) -> None:
+        """Meet sizes of batches for which FlagGems' ATen operators may run: those of graphs, else powers of two.
+
+        vLLM runs the model for each size that it captures, but not the projection to the vocabulary.
+        """
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
+        if not sizes or self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+            sizes = [1 << power for power in range(self.scheduler_config.max_num_seqs.bit_length())]
+            for size in sizes:
+                self._run_batch_without_cache(size)
+        model, width = self.get_model(), self.model_config.get_hidden_size()
+        if hasattr(model, "compute_logits") and get_pp_group().is_last_rank:
+            for size in sorted({min(size, self.scheduler_config.max_num_seqs) for size in sizes}):
+                model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
 
     def _run_batch_without_cache(self, tokens: int) -> None:
         limit = self.scheduler_config.max_num_batched_tokens

@@ -39,6 +39,7 @@ def test_doctor_shows_it_and_warns_of_what_was_never_dispatched_while_it_runs() 
         "RMSNorm 13",
         "Conv2dLayer 1",
         "rms_norm (1 layers)",
+        "none: no worker has started in this process",
     ]
     assert any("never dispatched" in warning for warning in report["warnings"])
 

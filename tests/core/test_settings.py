@@ -107,6 +107,19 @@ def test_booleans(variable: str, field: str) -> None:
     refused(f"environment variable {variable}: '2' is no boolean", **{variable: "2"})
 
 
+def test_aten_replacement(platform: Write) -> None:
+    assert load().aten_replacement is None
+    assert load(VLLM_FL_ATEN_REPLACEMENT="1").aten_replacement is True
+    refused("environment variable VLLM_FL_ATEN_REPLACEMENT: '2' is no boolean", VLLM_FL_ATEN_REPLACEMENT="2")
+    platform("aten_replacement: false\n")
+    assert load().aten_replacement is False
+    assert str(load().origin("aten_replacement")) == "chip.yaml (platform), line 1"
+    assert load(VLLM_FL_ATEN_REPLACEMENT="1").aten_replacement is True
+    assert load(VLLM_FL_FLAGOS_WHITELIST="mm").aten_replacement is None
+    assert load(VLLM_FL_FLAGOS_WHITELIST="mm", VLLM_FL_ATEN_REPLACEMENT="0").aten_replacement is False
+    assert load(VLLM_FL_FLAGOS_BLACKLIST="mm").aten_replacement is False
+
+
 @pytest.mark.parametrize("value", ["flagos", "vendor", "reference"])
 def test_prefer(value: str) -> None:
     found = load(VLLM_FL_PREFER=value)
@@ -440,6 +453,7 @@ op_backends:
   rms_norm@model.layers.3.*: [reference]
 flagos_blacklist: [to_copy, zeros, mm]
 oot_blacklist: [fused_moe]
+aten_replacement: true
 op_tuned:
   silu_and_mul:
     - when: {dtype: bfloat16, tokens: [1, 256], phase: decode}
@@ -460,6 +474,7 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
         per_op_order=(("rms_norm", ("vendor", "flagos")), ("rms_norm@model.layers.3.*", ("reference",))),
         flagos_blacklist=frozenset({"to_copy", "zeros", "mm"}),
         oot_blacklist=frozenset({"fused_moe"}),
+        aten_replacement=True,
         op_tuned=(
             (
                 "silu_and_mul",
@@ -606,7 +621,8 @@ def test_the_platform_files_are_right(name: str, caplog: pytest.LogCaptureFixtur
     assert name in config.list_platforms()
     found = config.load_platform_config(name)
     assert found["prefer"] == "flagos"
-    assert found.keys() == {"prefer"}
+    assert found.keys() - {"aten_replacement"} == {"prefer"}
+    assert found.get("aten_replacement") is (False if name == "cuda" else None)
     assert not caplog.records
 
 
@@ -724,7 +740,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variable_is_not_ours() -> None:
     assert "VLLM_BATCH_INVARIANT" not in variable_names()
-    assert len(variable_names()) == len(set(variable_names())) == 21
+    assert len(variable_names()) == len(set(variable_names())) == 22
 
 
 def rows() -> dict[str, list[str]]:

@@ -1,6 +1,6 @@
-"""Other versions of vLLM, as Python files over the tested environment: a model runs with right tokens.
+"""Other versions of vLLM, as Python files over the tested environment: some models run with right tokens.
 
-A smoke test: eagerly, in one process, without any compiled library, and on the PyTorch of the tested version.
+Smoke tests: eagerly, in one process, without any compiled library, and on the PyTorch of the tested version.
 """
 
 from __future__ import annotations
@@ -12,38 +12,68 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PLUGINS, ran, start
+from engines import PLUGINS, PROMPTS, STEP, ran, start
 
 from vllm_fl import compat
 
 HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 VERSIONS = {"0.26": "0.26.0", "0.33": "0.33.0"}
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
+LATENT = {"0.26": ("deepseek_v2", "deepseek_v3"), "0.33": ("deepseek_v2",)}
+LATENT_RUNS = [(version, family) for version, families in LATENT.items() for family in families]
+LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill", "grouped_topk", "fused_moe")
 
 
 @pytest.fixture(scope="session")
-def runs(checkpoint: Callable[[str], Path]) -> dict[str, Future[Any]]:
-    """One engine on each version that ``make hosts`` has unpacked."""
+def runs(checkpoint: Callable[[str], Path]) -> dict[tuple[str, str], Future[Any]]:
+    """An engine for each model on each version that ``make hosts`` has unpacked; the prompts run twice."""
+    wanted = [*((version, "qwen3") for version in VERSIONS), *LATENT_RUNS]
     folders = {version: HOSTS / f"vllm-{full}" for version, full in VERSIONS.items()}
     return {
-        version: start(checkpoint("qwen3"), variables={"PYTHONPATH": os.pathsep.join((str(folder), str(PLUGINS)))})
-        for version, folder in folders.items()
-        if folder.exists()
+        (version, family): start(
+            checkpoint(family),
+            STEP,
+            STEP,
+            variables={"PYTHONPATH": os.pathsep.join((str(folders[version]), str(PLUGINS)))},
+        )
+        for version, family in wanted
+        if folders[version].exists()
     }
+
+
+def finished(version: str, family: str, runs: dict[tuple[str, str], Future[Any]]) -> dict[str, Any]:
+    if (version, family) not in runs:
+        pytest.skip(f"vLLM {version} is not unpacked: make hosts")
+    return runs[version, family].result()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tokens_are_right_and_ours(
-    version: str, runs: dict[str, Future[Any]], expected: Callable[[str], list[list[int]]]
+    version: str, runs: dict[tuple[str, str], Future[Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
-    if version not in runs:
-        pytest.skip(f"vLLM {version} is not unpacked: make hosts")
-    result = runs[version].result()
+    result = finished(version, "qwen3", runs)
     assert result["steps"][0]["tokens"] == expected("qwen3")
     assert all(ran(result, operator) for operator in OPERATORS)
     assert result["report"]["native_layers"] == {}
     warning = f"vLLM {version} is only smoke-tested (tested: 0.32): every name that is replaced or relied on is there"
     assert warning in result["log"]
+
+
+@pytest.mark.parametrize(("version", "family"), LATENT_RUNS)
+def test_latent_attention_gives_the_same_tokens_in_chunks_and_from_the_prefix_cache(
+    version: str,
+    family: str,
+    runs: dict[tuple[str, str], Future[Any]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    result = finished(version, family, runs)
+    first, again = result["steps"]
+    assert first["cached"] == [0] * len(PROMPTS)
+    assert again["cached"] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert first["tokens"] == again["tokens"] == expected(family)
+    assert all(ran(result, operator) for operator in LATENT_OPERATORS)
+    assert result["report"]["attention"] == {"MLAFLImpl": 3}
+    assert result["report"]["native_layers"] == {}
 
 
 def test_exactly_these_versions_are_called_smoke_tested() -> None:

@@ -43,7 +43,16 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for pro
         print_table("Settings", ("setting", "value", "origin"), report["settings"])
         print_table(
             "Workers that ran last",
-            ("when", "host", "process", "model", "layers through fl_dispatch", "left to the host", "never dispatched"),
+            (
+                "when",
+                "host",
+                "process",
+                "model",
+                "layers through fl_dispatch",
+                "left to the host",
+                "never dispatched",
+                "PyTorch's operators",
+            ),
             report["runs"],
         )
         for warning in report["warnings"]:
@@ -118,7 +127,7 @@ def _runs(warnings: list[str]) -> list[list[str]]:
         ours = ", ".join(f"{name} {count}" for name, (_, count) in run.layers.items())
         native = ", ".join(f"{name} {count}" for name, count in run.native.items())
         state = f"{run.pid} ({'running' if run.alive else 'ended'})"
-        rows.append([when, run.host, state, run.model, ours, native, missed])
+        rows.append([when, run.host, state, run.model, ours, native, missed, run.aten])
     return rows
 
 

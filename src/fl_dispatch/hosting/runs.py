@@ -11,6 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
+from ..backends.flaggems.aten import replacement
 from ..errors import DispatchError
 from ..logger_manager import get_logger
 from ..private_file import write_private
@@ -34,6 +35,7 @@ class Run:
         layers: class name → (operator, how many) for layers that run through the core.
         native: class name → how many are left to the host's own code.
         undispatched: operator → layers whose operator was claimed and never dispatched.
+        aten: PyTorch's own operators, in one line: which are replaced, and which of them were called until then.
     """
 
     host: str
@@ -43,6 +45,7 @@ class Run:
     layers: dict[str, tuple[str, int]]
     native: dict[str, int]
     undispatched: dict[str, list[str]]
+    aten: str = ""
 
     @property
     def alive(self) -> bool:
@@ -57,7 +60,7 @@ def folder() -> Path:
 
 def record(host: str, model: str, survey: Survey, undispatched: dict[str, list[str]]) -> None:
     """Leave a file about this process. That it cannot be written is a WARNING, and nothing more."""
-    run = Run(host, os.getpid(), model, time.time(), survey.ours, survey.native, undispatched)
+    run = Run(host, os.getpid(), model, time.time(), survey.ours, survey.native, undispatched, replacement.describe())
     try:
         write_private(folder() / f"{run.pid}.json", json.dumps(asdict(run)), "the record of this run")
     except DispatchError as error:

@@ -131,6 +131,11 @@ ITEMS: tuple[Item, ...] = (
         "flagos_blacklist", "VLLM_FL_FLAGOS_BLACKLIST", names.check_flagos_operator,
         "operators that FlagGems does not run", yaml="flagos_blacklist",
     ),
+    _flag(
+        "aten_replacement", "VLLM_FL_ATEN_REPLACEMENT",
+        "whether FlagGems replaces PyTorch's own operators in workers; unset, the device decides",
+        yaml="aten_replacement",
+    ),
     _flag("oot_enabled", "VLLM_FL_OOT_ENABLED", "whether layers are registered with the host"),
     _name_list(
         "oot_whitelist", "VLLM_FL_OOT_WHITELIST", names.check_layer,

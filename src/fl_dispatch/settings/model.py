@@ -69,6 +69,7 @@ class Settings:
     use_flaggems: bool = True
     flagos_whitelist: frozenset[str] | None = None
     flagos_blacklist: frozenset[str] = frozenset()
+    aten_replacement: bool | None = None
     oot_enabled: bool = True
     oot_whitelist: frozenset[str] | None = None
     oot_blacklist: frozenset[str] = frozenset()

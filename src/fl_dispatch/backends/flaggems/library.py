@@ -12,13 +12,21 @@ import torch
 
 
 @functools.cache
-def why_unavailable() -> str:
-    """In words why FlagGems cannot run here, or an empty string. Imports nothing and creates no device context."""
+def why_missing() -> str:
+    """In words why FlagGems cannot run on any device here, or an empty string. Imports nothing."""
     for package in ("flag_gems", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     if os.environ.get("TRITON_INTERPRET", "") not in ("", "0"):
         return "FlagGems is not run in Triton's interpreter"
+    return ""
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """In words why our operators cannot be FlagGems' here, or an empty string. Creates no device context."""
+    if missing := why_missing():
+        return missing
     if torch.cuda.device_count() == 0:
         return "no GPU that PyTorch knows as 'cuda'"
     return ""

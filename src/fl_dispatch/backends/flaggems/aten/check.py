@@ -1,0 +1,143 @@
+"""Whether a replaced operator is right: on the arguments of a real call, with random values, against PyTorch's own.
+
+The floating point values of a warm-up batch may all be zero, and then anything is right. So they are drawn anew;
+integers and booleans keep their values, for they may be indices. Everything else stays: shapes, strides, alignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+Kernel = Callable[..., Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+TOLERANCE: Mapping[torch.dtype, float] = {
+    torch.bfloat16: 1.6e-2,
+    torch.float16: 2e-3,
+    torch.float32: 2e-5,  # TensorFloat-32 does not pass
+    torch.float64: 1e-9,
+}
+"""Of the largest element, and of each; what has another dtype must be equal."""
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What is in arguments or results, lists and tuples unfolded."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Bytes of the tensors among arguments."""
+    return sum(t.numel() * t.element_size() for t in leaves((args, kwargs)) if isinstance(t, Tensor))
+
+
+def randomized(args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> Arguments:
+    """Copies of arguments with random floating point values."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def draw(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        copy, flat = _like(value)
+        if value.dtype in TOLERANCE:
+            if value.device not in generators:
+                generators[value.device] = torch.Generator(value.device).manual_seed(seed)
+            flat.copy_(torch.randn(flat.shape, generator=generators[value.device], device=value.device))
+        return copy
+
+    copied: Arguments = tree_map(draw, (args, dict(kwargs)))
+    return copied
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """Copies of arguments with the same values."""
+    result: Arguments = tree_map(lambda value: _like(value)[0] if isinstance(value, Tensor) else value, arguments)
+    return result
+
+
+def _like(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy with memory of its own, the same strides (zeros, too) and alignment; and that memory as one dimension."""
+    sizes, strides = tensor.shape, tensor.stride()
+    length = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if tensor.numel() else 0
+    shift = tensor.data_ptr() % 16 // tensor.element_size()
+    memory = torch.empty(shift + length, dtype=tensor.dtype, device=tensor.device)[shift:]
+    memory.copy_(tensor.as_strided((length,), (1,)))
+    return memory.as_strided(sizes, strides), memory
+
+
+def differs(found: Any, expected: Any) -> str:
+    """In words how results differ, or an empty string."""
+    ours, theirs = list(leaves(found)), list(leaves(expected))
+    if len(ours) != len(theirs):
+        return f"{len(ours)} results, not {len(theirs)}"
+    return next(filter(None, map(_difference, ours, theirs)), "")
+
+
+def _difference(found: Any, expected: Any) -> str:
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        same = type(found) is type(expected) and found == expected
+        return "" if same else f"{found!r}, not {expected!r}"
+    if (found.shape, found.dtype, found.device) != (expected.shape, expected.dtype, expected.device):
+        return f"{_kind(found)}, not {_kind(expected)}"
+    if not expected.numel():
+        return ""
+    if _strides(found) != _strides(expected):
+        return f"strides {found.stride()}, not {expected.stride()}"
+    if expected.dtype not in TOLERANCE:
+        wrong = int((found != expected).sum())
+        return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
+    return _distance(found, expected, TOLERANCE[expected.dtype])
+
+
+def _distance(found: Tensor, expected: Tensor, tolerance: float) -> str:
+    ours, theirs = found.double(), expected.double()
+    finite = theirs.isfinite()
+    if not torch.equal(ours.nan_to_num(0.0, 1.0, -1.0)[~finite], theirs.nan_to_num(0.0, 1.0, -1.0)[~finite]) or bool(
+        (ours.isfinite() != finite).any()
+    ):
+        return "other elements are infinite or no number"
+    if not bool(finite.any()):
+        return ""
+    ours, theirs = ours[finite], theirs[finite]
+    scale = min(float(theirs.abs().max()), 1e300)
+    distance = (ours - theirs).abs() - tolerance * theirs.abs()
+    worst = float(distance.max())
+    if worst <= tolerance * max(scale, math.ulp(0.0)):
+        return ""
+    return f"{float((ours - theirs).abs().max()):.3g} off, where the largest element is {scale:.3g}"
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Of the dimensions that have any say."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def waits_for_device(run: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> bool:
+    """Whether a kernel that has been called before waits for a CUDA device, which no graph can capture."""
+    again = randomized(args, kwargs, seed)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(*again[0], **again[1])
+    except RuntimeError as error:
+        if "synchronizing" in str(error):
+            return True
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return False

@@ -1,0 +1,37 @@
+"""Whether ATen operators are replaced here, decided without importing FlagGems."""
+
+from __future__ import annotations
+
+import torch
+
+from fl_dispatch.backends.flaggems import library
+from fl_dispatch.device import DeviceSpec
+from fl_dispatch.settings import Settings
+
+from .names import aten_names
+
+
+def why_not(settings: Settings, device: DeviceSpec) -> str:
+    """In words why no ATen operator is replaced, or an empty string.
+
+    Where nothing was said, the device decides. PyTorch's own kernels are NVIDIA's on its GPUs, and no measurement says
+    that FlagGems' serve better there; see ``docs/gpu.md``.
+    """
+    if not settings.enabled:
+        return f"dispatch is off ({settings.origin('enabled')})"
+    if not settings.use_flaggems:
+        return f"FlagGems is switched off ({settings.origin('use_flaggems')})"
+    if settings.batch_invariant:
+        return f"FlagGems does not promise batch invariance ({settings.origin('batch_invariant')})"
+    if device.torch_type == "cpu":
+        return "FlagGems has no kernels for a CPU"
+    if settings.aten_replacement is False:
+        return f"aten_replacement is off ({settings.origin('aten_replacement')})"
+    listed = settings.flagos_whitelist
+    if listed is not None and not aten_names(listed):
+        return f"the white-list names no ATen operator ({settings.origin('flagos_whitelist')})"
+    if listed is None and settings.aten_replacement is None and device.name == "cuda":
+        return "on NVIDIA GPUs only aten_replacement, or a white-list of ATen operators, asks for it"
+    if not hasattr(torch.library, "get_kernel"):
+        return f"PyTorch {torch.__version__} does not hand out its own kernels, which ours are compared with"
+    return library.why_missing()

@@ -1,0 +1,96 @@
+"""Names of ATen operators: what a user means by one, and which operators FlagGems must not replace.
+
+A *key* is what FlagGems registers: an operator with its overload, ``mm``, ``mm.out``, ``add_.Tensor``. FlagGems' own
+lists hold names of Python functions (``mm_out``, ``to_copy``, ``true_divide``), each of which may serve several keys.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings.names import FLAGGEMS_OPERATORS, known_operators
+
+logger = get_logger(__name__)
+
+Table = Mapping[str, str]
+"""Key → name of the function that FlagGems registers for it."""
+
+RELATIVES: Mapping[str, tuple[str, ...]] = {"mm": ("addmm",), "bmm": ("baddbmm",), "mv": ("addmv",)}
+"""Products with a sum: who does not trust a product does not want it in a linear layer with a bias either."""
+
+_RANDOM = (
+    "bernoulli", "exponential", "multinomial", "native_dropout", "normal", "rand", "rand_like", "randn", "randn_like",
+    "randperm", "uniform",
+)  # fmt: skip
+_RANDOM_REASON = "its random numbers are not PyTorch's: a seed means something else, and captured graphs repeat them"
+
+
+def why_refused(key: str) -> str:
+    """Why an operator is never replaced, whatever lists say; empty for others."""
+    return _RANDOM_REASON if _base(key).rstrip("_") in _RANDOM else ""
+
+
+def expand(name: str, table: Table) -> set[str]:
+    """The keys that a user means by a name; empty if FlagGems has none.
+
+    ``mm.out`` is that key, and ``mm.default`` the key ``mm``. A name without an overload is every overload of the
+    operator, in place too (``add``: ``add.Tensor``, ``add_.Tensor``), without regard to a leading underscore
+    (``softmax``: ``_softmax``), everything else that the same functions of FlagGems serve (``div``: ``true_divide.*``),
+    and :data:`RELATIVES`. A name that ends in ``_`` is the operator in place only.
+    """
+    if "." in name:
+        exact = name.removesuffix(".default")
+        return {exact} & table.keys()
+    found = {key for key in table if _means(name, key)}
+    functions = {table[key] for key in found} | ({name} & set(table.values()))
+    found |= {key for key, function in table.items() if function in functions}
+    return found.union(*(expand(other, table) for other in RELATIVES.get(name, ())))
+
+
+def aten_names(names: Iterable[str]) -> list[str]:
+    """The names that are no operators of ours, sorted: a list for FlagGems holds both."""
+    ours = set(known_operators()) | set(FLAGGEMS_OPERATORS) - {"to_copy"}
+    return sorted(set(names) - ours)
+
+
+def expand_all(names: Iterable[str], table: Table, source: str, *, deny: bool = False) -> set[str]:
+    """The keys that a list means; a name that FlagGems does not know is a WARNING with the nearest one.
+
+    Args:
+        names: of a user's list. A white-list's ``rms_norm`` is our operator, and not ATen's of the same name.
+        table: of FlagGems.
+        source: where the list came from, for the WARNING.
+        deny: whether it is a blacklist, which means ATen's operators of such names as well.
+    """
+    found: set[str] = set().union(*(expand(name, table) for name in names)) if deny else set()
+    for name in aten_names(names):
+        keys = expand(name, table)
+        if not keys:
+            known = sorted({*table, *table.values(), *(_base(key) for key in table)})
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            logger.warning("%s: FlagGems replaces no ATen operator '%s'%s", source, name, hint)
+        found |= keys
+    return found
+
+
+def functions_of(keys: Collection[str], table: Table) -> list[str]:
+    """The functions that serve these keys, and maybe others: what FlagGems' ``only_enable(include=)`` takes."""
+    return sorted({table[key] for key in keys})
+
+
+def functions_without(keys: Collection[str], table: Table) -> list[str]:
+    """The functions that serve none of these keys: what FlagGems' ``enable(unused=)`` takes."""
+    return sorted(set(table.values()) - set(functions_of(keys, table)))
+
+
+def _base(key: str) -> str:
+    return key.partition(".")[0]
+
+
+def _means(name: str, key: str) -> bool:
+    base = _base(key)
+    bare = base if base.startswith("__") else base.removeprefix("_")
+    return name in (base, bare) or (not name.endswith("_") and name in (base.rstrip("_"), bare.rstrip("_")))

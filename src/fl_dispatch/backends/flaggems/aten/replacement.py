@@ -1,0 +1,240 @@
+"""Puts FlagGems in the place of ATen operators, and takes it away again: state of the process, owned by a worker.
+
+FlagGems' ``enable`` and ``only_enable`` walk its table, with its exceptions for a vendor; they are given a registrar of
+ours, which puts a :class:`.guard.Guard` in the dispatcher, one library an operator. So one operator can be taken out,
+and all can. FlagGems' own record, a log of every function it runs, stays off: it is one file for all processes, and
+holds calls that are no replacement. Here only calls count that came through PyTorch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from fl_dispatch.backends.flaggems.library import gems
+from fl_dispatch.device import DeviceSpec
+from fl_dispatch.errors import DispatchError
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.replaced import set_replaced_operators
+from fl_dispatch.settings import Settings
+
+from . import names
+from .decision import why_not
+from .guard import Guard, State
+
+logger = get_logger(__name__)
+
+
+@dataclass
+class Replacement:
+    """What is in place.
+
+    Args:
+        why_not: in words why nothing is, or an empty string.
+        asked: the settings that decided, to tell whether another start asks for the same.
+        guards: key → what runs.
+        skipped: key → why FlagGems has it and it is not in place.
+    """
+
+    why_not: str
+    asked: Any = None
+    guards: dict[str, Guard] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    libraries: dict[str, torch.library.Library] = field(default_factory=dict)
+    state: State | None = None
+
+    def publish(self) -> None:
+        """Tell the core what runs."""
+        running = {
+            f"aten::{key}": f"{guard.run.__module__}.{guard.run.__name__}"
+            for key, guard in self.guards.items()
+            if not guard.why_disabled
+        }
+        set_replaced_operators(running)
+
+    def take_out(self, *keys: str) -> None:
+        """Give operators back to PyTorch. Not from within one of their calls."""
+        for key in keys:
+            self.libraries.pop(key)._destroy()  # type: ignore[no-untyped-call]
+
+    def report(self) -> dict[str, Any]:
+        """The state as plain data, see :func:`report`."""
+        running = {key: guard for key, guard in self.guards.items() if not guard.why_disabled}
+        return {
+            "why_not": self.why_not,
+            "sealed": self.state is not None and self.state.sealed,
+            "replaced": sorted(running),
+            "calls": {key: guard.calls for key, guard in sorted(running.items()) if guard.calls},
+            "native": {key: guard.native for key, guard in sorted(running.items()) if guard.native},
+            "waits": sorted(key for key, guard in running.items() if guard.waits),
+            "wrong": {key: g.why_disabled for key, g in sorted(self.guards.items()) if g.why_disabled},
+            "skipped": dict(sorted(self.skipped.items())),
+        }
+
+
+_NOTHING = "no worker has started in this process"
+_current = Replacement(_NOTHING)
+
+
+def replace(settings: Settings, device: DeviceSpec) -> str:
+    """Replace what the settings ask for, and begin to learn; returns why nothing is replaced, or an empty string.
+
+    Idempotent. Where another selection is in place, it is taken out first. Under Tensor or pipeline parallelism every
+    rank must call it with the same settings.
+
+    Raises:
+        DispatchError: FlagGems does not load, and the user asked for it; otherwise that is a WARNING.
+    """
+    global _current
+    reason = why_not(settings, device)
+    asked = _asked(settings)
+    if not reason and _current.asked == asked and _current.state is not None:
+        _current.state.sealed = False
+        return ""
+    remove()
+    _current = Replacement(reason, asked)
+    if not reason:
+        try:
+            _current.why_not = _install(_current, settings, device)
+        except Exception as error:  # FlagGems' own: it looks at devices, and opens a database, when it is imported
+            _fail(settings, error)
+        _current.publish()
+    if _current.why_not:
+        logger.info("ATen operators are PyTorch's own: %s", _current.why_not)
+    else:
+        logger.info("ATen operators of FlagGems %s: %d", _version(), len(_current.guards))
+    return _current.why_not
+
+
+def settle() -> None:
+    """Take out what was found wrong. Not from within an operator's call."""
+    _current.take_out(*(key for key in list(_current.libraries) if _current.guards[key].why_disabled))
+    _current.publish()
+
+
+def seal() -> None:
+    """Compile and tune nothing from now on: a call of a new kind runs PyTorch's kernel."""
+    if _current.state is None or _current.state.sealed:
+        return
+    settle()
+    _current.state.sealed = True
+    logger.info("%s", describe())
+
+
+def remove() -> None:
+    """Give every operator back to PyTorch."""
+    global _current
+    _current.take_out(*list(_current.libraries))
+    _current = Replacement(_NOTHING)
+    set_replaced_operators({})
+
+
+def report() -> dict[str, Any]:
+    """What is in place, as plain data.
+
+    ``why_not``; ``sealed``; ``replaced``: keys; ``calls``: key → how often FlagGems ran; ``native``: key → how often
+    PyTorch's kernel ran, for a kind of arguments that is new; ``waits``: keys that graphs do not capture, because
+    FlagGems waits for the device; ``wrong`` and ``skipped``: key → why it is not replaced.
+    """
+    return _current.report()
+
+
+def describe() -> str:
+    """The same in one line."""
+    found = _current.report()
+    if found["why_not"]:
+        return f"none: {found['why_not']}"
+    called = ", ".join(f"{key} {calls}" for key, calls in found["calls"].items()) or "none"
+    wrong = f"; wrong and left to PyTorch: {', '.join(found['wrong'])}" if found["wrong"] else ""
+    return f"{len(found['replaced'])} replaced by FlagGems; called: {called}{wrong}"
+
+
+def _asked(settings: Settings) -> tuple[Any, ...]:
+    return settings.aten_replacement, settings.flagos_whitelist, settings.flagos_blacklist, settings.strict
+
+
+def _fail(settings: Settings, error: Exception) -> None:
+    """FlagGems raised: nothing is replaced."""
+    why = f"FlagGems does not load: {type(error).__name__}: {error}"
+    remove()
+    if settings.flagos_whitelist is not None or settings.aten_replacement:
+        raise DispatchError(f"ATen operators were to be replaced, and {why}") from error
+    logger.warning("ATen operators are not replaced: %s", why)
+    _current.why_not = why
+
+
+def _install(replacement: Replacement, settings: Settings, device: DeviceSpec) -> str:
+    library = gems()
+    if library.device != device.torch_type:
+        return f"FlagGems works on '{library.device}', this device is '{device.torch_type}'"
+    table = {item[0]: name for name, items in library.FULL_CONFIG_BY_FUNC.items() for item in items}
+    wanted = _wanted(replacement, settings, table)
+    if not wanted:
+        return "the lists leave no ATen operator"
+    replacement.state = State(device.dispatch_key, device.torch_type == "cuda", settings.strict, _note_disabled)
+    registrar = _registrar(frozenset(wanted), replacement)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that a kernel is overridden, once, for one operator
+        if settings.flagos_whitelist is not None:
+            library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
+        else:
+            library.enable(unused=names.functions_without(wanted, table), registrar=registrar)
+    return ""
+
+
+def _wanted(replacement: Replacement, settings: Settings, table: names.Table) -> set[str]:
+    """The keys that the lists leave."""
+    if settings.flagos_whitelist is not None:
+        source = str(settings.origin("flagos_whitelist"))
+        wanted = names.expand_all(settings.flagos_whitelist, table, source)
+    else:
+        source = str(settings.origin("flagos_blacklist"))
+        wanted = table.keys() - names.expand_all(settings.flagos_blacklist, table, source, deny=True)
+    replacement.skipped = {key: why for key in wanted if (why := names.why_refused(key))}
+    if settings.flagos_whitelist is not None and replacement.skipped:
+        logger.warning("%s: not replaced: %s: %s", source, ", ".join(sorted(replacement.skipped)),
+                       next(iter(replacement.skipped.values())))  # fmt: skip
+    return set(wanted) - replacement.skipped.keys()
+
+
+def _registrar(wanted: frozenset[str], replacement: Replacement) -> type:
+    """A subclass of FlagGems' ``Register`` that puts guards in the dispatcher."""
+    register: type = importlib.import_module("flag_gems.runtime.register").Register
+    state = replacement.state
+    assert state is not None
+
+    def register_impl(self: Any, key: str, fn: Callable[..., Any]) -> None:
+        if key not in wanted:  # another overload that the same function serves
+            return
+        try:
+            guard = Guard(key, fn, state)
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            library.impl(key, guard, state.dispatch_key)  # type: ignore[no-untyped-call]
+        except Exception as error:  # an operator or a kernel that this PyTorch does not have
+            replacement.skipped[key] = f"{type(error).__name__}: {error}"
+            logger.debug("ATen operator '%s' is not replaced: %s", key, error)
+            return
+        self.all_ops.append(fn.__name__)
+        self.all_keys.append(key)
+        replacement.guards[key], replacement.libraries[key] = guard, library
+
+    return type("GuardingRegister", (register,), {"register_impl": register_impl})
+
+
+def _note_disabled(guard: Guard) -> None:
+    _current.publish()
+
+
+@cache
+def _version() -> str:
+    try:
+        return metadata.version("flag-gems")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"

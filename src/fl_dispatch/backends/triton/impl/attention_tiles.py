@@ -1,0 +1,149 @@
+"""Tiles of attention over a paged cache: which keys a program takes, and an online softmax in base 2 over them.
+
+After flash attention (Dao, arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _span(length, new, first, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """The keys that some query of a program sees: from a multiple of ``BLOCK_N`` up to the end.
+
+    Args: keys of the request, its new tokens, the program's first query among them.
+    """
+    begin = length - new + first
+    last = tl.minimum(begin + TOKENS, length) - 1
+    low = 0
+    high = length
+    if WINDOW > 0:
+        low = tl.maximum(begin - WINDOW + 1, 0)
+        if not CAUSAL:
+            high = tl.minimum(length, last + WINDOW)
+    if CAUSAL:
+        high = last + 1
+    return low // BLOCK_N * BLOCK_N, high
+
+
+@triton.jit
+def _share(low, high, splits, BLOCK_N: tl.constexpr):
+    """How many keys each of ``splits`` programs takes, a multiple of ``BLOCK_N``."""
+    return tl.cdiv(tl.cdiv(high - low, splits), BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def _page(table, tile, column, first_seen, length, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The cache blocks that hold a tile of keys: one number where one block holds it, else one for each key.
+
+    It is asked for one tile ahead, so that the keys' addresses do not wait for it.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        page = tl.load(table + tile // BLOCK_SIZE, mask=tile < length, other=0)
+    else:
+        position = tile + column
+        inside = (position >= first_seen) & (position < length)
+        page = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0)
+    return page
+
+
+@triton.jit
+def _tiles(
+    acc,
+    top,
+    below,
+    q,
+    key,
+    value,
+    table,
+    start,
+    stop,
+    first_seen,
+    length,
+    place,
+    slope,
+    SCALE,
+    SOFTCAP,
+    KEY_BLOCK,
+    KEY_SLOT,
+    KEY_DIM,
+    VALUE_BLOCK,
+    VALUE_SLOT,
+    VALUE_DIM,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """Attend to the keys from ``start``, a multiple of ``BLOCK_N``, up to ``stop``; all of them are seen by all queries
+    unless ``MASKED``.
+    """
+    column = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, BLOCK_D)
+    dim_v = tl.arange(0, BLOCK_DV)
+    ahead = _page(table, start, column, first_seen, length, BLOCK_N, BLOCK_SIZE)
+    for tile in tl.range(start, stop, BLOCK_N):
+        position = tile + column
+        if MASKED:
+            inside = (position >= first_seen) & (position < length)
+        page = ahead
+        ahead = _page(table, tile + BLOCK_N, column, first_seen, length, BLOCK_N, BLOCK_SIZE)
+        if not NARROW:
+            page = page.to(tl.int64)
+        slot = position % BLOCK_SIZE
+        key_row = page * KEY_BLOCK + slot * KEY_SLOT
+        value_row = page * VALUE_BLOCK + slot * VALUE_SLOT
+        keys = key + (key_row[None, :] + dim[:, None] * KEY_DIM)
+        values = value + (value_row[:, None] + dim_v[None, :] * VALUE_DIM)
+        if MASKED:
+            k = tl.load(keys, mask=inside[None, :] & (dim[:, None] < DIM), other=0.0)
+            v = tl.load(values, mask=inside[:, None] & (dim_v[None, :] < DIM_V), other=0.0)
+        else:
+            if DIM == BLOCK_D:
+                k = tl.load(keys)
+            else:
+                k = tl.load(keys, mask=dim[:, None] < DIM, other=0.0)
+            if DIM_V == BLOCK_DV:
+                v = tl.load(values)
+            else:
+                v = tl.load(values, mask=dim_v[None, :] < DIM_V, other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        factor = 1.4426950408889634  # what takes a score to base 2
+        if CAPPED:
+            scores = SOFTCAP * (2.0 * tl.sigmoid(scores * (2.0 * SCALE / SOFTCAP)) - 1.0)
+        elif ALIBI:
+            scores = scores * SCALE
+        else:
+            factor = SCALE * 1.4426950408889634  # goes into the exponent's one multiply-add
+        if ALIBI or MASKED:
+            distance = place[:, None] - position[None, :]
+        if ALIBI:
+            scores -= slope[:, None] * tl.abs(distance).to(tl.float32)
+        if MASKED:
+            seen = inside[None, :]
+            if CAUSAL:
+                seen = seen & (distance >= 0)
+            if WINDOW > 0:
+                seen = seen & (tl.abs(distance) < WINDOW)
+            # Finite, so that a row which sees nothing yet has no NaN: what it adds is scaled by 0 later. It must not
+            # meet the factor: a fused multiply-add of it and of its rounded product would be far from 0.
+            scores = tl.where(seen, scores * factor, -1e30)
+            factor = 1.0
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
+        decay = tl.exp2(top - new_top)
+        weights = tl.exp2(scores * factor - new_top[:, None])
+        below = below * decay + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision=PRECISION)
+        top = new_top
+    return acc, top, below

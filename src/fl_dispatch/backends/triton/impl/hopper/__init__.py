@@ -1,0 +1,168 @@
+"""Prefill attention for Hopper alone, in Gluon: where it applies, and its launch.
+
+The plain kernels compute a tile's softmax and its products one after the other. Here a group of warps does nothing but
+load, and two groups of 64 queries each multiply; each issues the products of the next keys and of the last values
+before its softmax, and neither waits for the other. So matrix units work while weights are computed. That needs
+instructions of one chip and an experimental part of Triton, so it is only taken where both are known: on compute
+capability 9, with a tested version, for shapes and options that it has. Everything else takes the plain kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from fl_dispatch.logger_manager import get_logger
+
+from ..launch import INTERPRETED, Launcher
+
+logger = get_logger(__name__)
+
+TESTED: tuple[tuple[int, int], ...] = ()
+"""Versions of Triton with which the kernel in its present form is tested and measured on a GPU: none yet, so nothing
+takes it. Written for 3.6, where it compiles; 3.9 has renamed what it uses."""
+CAPABILITY = 9
+DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
+"""Sizes of a head's key, as a power of two and the rest."""
+VALUE_DIMENSIONS = (64, 128)
+ALIGNMENT = 16
+"""What strides have to be multiples of, and pointers' bytes: copies move 16 bytes, and the compiler has to know it."""
+WARPS = 4
+"""Of each of the three groups; the launch names those of the first."""
+
+
+class Options(NamedTuple):
+    """What the compiled kernel is made of.
+
+    Args:
+        stages: tiles of keys, and of values, that fit the shared memory.
+        ordered: the groups take turns in issuing their products.
+        late: the loading warps fence, not those that multiply.
+        registers, registers_producer: of a thread of the second group, and of the one that loads.
+    """
+
+    stages: int = 2
+    ordered: bool = False
+    late: bool = True
+    registers: int = 224
+    registers_producer: int = 56
+
+
+OPTIONS = Options()
+
+
+@functools.cache
+def why_unavailable(device: torch.device) -> str:
+    """In words why the kernel cannot run on a device, or an empty string; logged once."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
+        return "not a CUDA device"
+    if torch.cuda.get_device_capability(device)[0] != CAPABILITY:
+        return f"the device is not of compute capability {CAPABILITY}"
+    reason = ""
+    if version not in TESTED:
+        reason = f"it is not tested with Triton {triton.__version__}"
+    else:
+        try:
+            _launcher()
+        except ImportError as error:
+            reason = f"Triton's Gluon lacks something: {error}"
+    if reason:
+        logger.info("Prefill attention on %s takes the plain Triton kernel, not the one for Hopper: %s", device, reason)
+    return reason
+
+
+@functools.cache
+def _launcher() -> Launcher:
+    """Imports Gluon, which not every Triton has."""
+    from .kernel import attention
+
+    return Launcher(attention)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel runs for these tensors, whose last dimension is a head's and whose rows are side by side."""
+    if why_unavailable(query.device):
+        return False
+    if query.dtype not in (torch.float16, torch.bfloat16) or key.dtype != query.dtype or value.dtype != query.dtype:
+        return False
+    if query.shape[-1] not in DIMENSIONS or value.shape[-1] not in VALUE_DIMENSIONS:
+        return False
+    for tensor in (query, key, value):
+        *strides, last = tensor.stride()
+        if last != 1 or tensor.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
+            return False
+    return True
+
+
+def attend_paged(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    causal: bool,
+    least_new: int,
+    narrow: bool,
+) -> None:
+    """Attention of the requests with at least ``least_new`` new tokens. Where :func:`fits`, without window, cap, bias.
+
+    Args:
+        narrow: the caches have fewer than 2**31 elements.
+        others: as those of :data:`fl_dispatch.ops.attention.paged_attention`.
+    """
+    heads = query.shape[1]
+    _launch(
+        (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, out),
+        (seq_lens.shape[0], heads, least_new),
+        (
+            query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], out.stride(0),
+            out.stride(1), block_table.stride(0), 0, scale, heads // key_cache.shape[2], True, key_cache.shape[1],
+            causal, False, *DIMENSIONS[query.shape[2]], value_cache.shape[3],
+        ),
+        narrow,
+    )  # fmt: skip
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+) -> None:
+    """Attention over keys in a row, with as many heads as queries have; see :data:`fl_dispatch.ops.mla.mla_prefill`."""
+    _launch(
+        (query, key, value, key_start_loc, query_start_loc, key_start_loc, out, lse),
+        (query_start_loc.shape[0] - 1, query.shape[1], 0),
+        (
+            query.stride(0), query.stride(1), 0, *key.stride()[:2], 0, *value.stride()[:2], out.stride(0),
+            out.stride(1), 0, lse.stride(0), scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]],
+            value.shape[2],
+        ),
+        False,
+    )  # fmt: skip
+
+
+def _launch(tensors: tuple[Tensor, ...], sizes: tuple[int, ...], numbers: tuple[object, ...], narrow: bool) -> None:
+    options = OPTIONS
+    tail = (options.stages, narrow, options.ordered, options.late, options.registers, options.registers_producer)
+    _launcher()((_processors(tensors[0].device), 1, 1), tensors, (*numbers, *tail), sizes=sizes, warps=WARPS)

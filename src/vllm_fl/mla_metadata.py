@@ -1,0 +1,79 @@
+"""What a step's batch looks like to latent attention: vLLM's description, and where each request starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonDecodeMetadata,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
+    """The decode part of a batch, with what ``mla_decode`` needs besides.
+
+    Args:
+        query_start_loc: ``[requests + 1]`` int32; first token of each request.
+    """
+
+    query_start_loc: Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
+    """What a step's batch looks like, for all layers of one KV-cache group."""
+
+    causal: bool = True  # vLLM 0.26 has no such field, nor batches that are not
+
+    def __post_init__(self) -> None:
+        """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""
+
+
+class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
+    """vLLM's builder; the decode part also says where each request starts.
+
+    As for other attention, batches whose requests all have as many new tokens share a captured graph.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=MLAFLMetadata)
+
+    def _build_decode(
+        self,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        max_query_len: int | None = None,
+        dcp_tot_seq_lens_device: Tensor | None = None,
+    ) -> MLAFLDecodeMetadata:
+        if max_query_len is None:  # in vLLM 0.26; longer requests are not in this part
+            max_query_len = self.reorder_batch_threshold
+        return MLAFLDecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )

@@ -1,0 +1,463 @@
+"""ATen replacement: who asks for it, what names mean, and that no kernel of FlagGems can make an answer wrong."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flaggems_standin
+import pytest
+import torch
+from flaggems_standin import CONFIG, log
+from torch import Tensor
+
+from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, oplist, thaw_dispatch
+from fl_dispatch.backends.flaggems import library
+from fl_dispatch.backends.flaggems.aten import check, names, replacement
+from fl_dispatch.backends.flaggems.aten.decision import why_not
+from fl_dispatch.cli.doctor import examine
+from fl_dispatch.device import CPU, CUDA
+from fl_dispatch.freezing import Manifest
+from fl_dispatch.hosting import runs
+from fl_dispatch.hosting.report import dispatch_report
+from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.replaced import replaced_operators
+from fl_dispatch.settings import Settings
+
+CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip")
+"""A device of its own whose tensors are the CPU's."""
+TABLE = {key: fn.__name__ for key, fn in CONFIG}
+A, B = torch.randn(3, 4), torch.randn(4, 5)
+
+
+@pytest.fixture
+def gems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in is installed; afterwards every operator is PyTorch's own again."""
+    for name, module in flaggems_standin.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(library, "why_missing", lambda: "")
+    library.gems.cache_clear()
+    log.clear()
+    yield
+    replacement.remove()
+    library.gems.cache_clear()
+
+
+def start(**settings: Any) -> str:
+    for name in ("flagos_whitelist", "flagos_blacklist"):
+        if name in settings:
+            settings[name] = frozenset(settings[name])
+    return replacement.replace(Settings(**settings), CHIP)
+
+
+# -- whether ----------------------------------------------------------------------------------------------------------
+
+ASKED = {"aten_replacement": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "reason"),
+    [
+        (CHIP, {}, ""),
+        (CHIP, {"aten_replacement": False}, "aten_replacement is off"),
+        (CHIP, {"use_flaggems": False, **ASKED}, "FlagGems is switched off"),
+        (CHIP, {"enabled": False, **ASKED}, "dispatch is off"),
+        (CHIP, {"batch_invariant": True, **ASKED}, "batch invariance"),
+        (CHIP, {"flagos_whitelist": {"silu_and_mul", "rms_norm"}, **ASKED}, "names no ATen operator"),
+        (CHIP, {"flagos_whitelist": {"silu_and_mul", "mm"}}, ""),
+        (CPU, ASKED, "no kernels for a CPU"),
+        (CUDA, {}, "on NVIDIA GPUs only"),
+        (CUDA, ASKED, ""),
+        (CUDA, {"flagos_whitelist": {"mm"}}, ""),
+        (CUDA, {"flagos_whitelist": {"mm"}, "aten_replacement": False}, "aten_replacement is off"),
+    ],
+)
+def test_who_asks_for_it(device: Any, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "why_missing", lambda: "")
+    found = why_not(Settings(**settings), device)
+    assert reason in found if reason else found == ""
+
+
+def test_without_flaggems_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "why_missing", lambda: "flag_gems is not installed")
+    assert start() == "flag_gems is not installed"
+    assert replacement.report()["why_not"] == "flag_gems is not installed"
+
+
+def test_a_decision_does_not_import_flaggems() -> None:
+    why_not(Settings(), CHIP)
+    examine()
+    assert not flaggems_standin.is_imported()
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("mm", {"mm", "mm.out", "addmm"}),
+        ("mm.out", {"mm.out"}),
+        ("mm.default", {"mm"}),
+        ("addmm", {"addmm"}),
+        ("add", {"add.Tensor"}),
+        ("mul", {"mul_.Tensor"}),
+        ("mul_", {"mul_.Tensor"}),
+        ("add_", set()),
+        ("softmax", {"_softmax"}),
+        ("_softmax", {"_softmax"}),
+        ("div", {"div.Tensor", "true_divide.Tensor"}),
+        ("true_divide", {"div.Tensor", "true_divide.Tensor"}),
+        ("mm_out", {"mm.out"}),
+        ("mmm", set()),
+    ],
+)
+def test_a_name_means_its_variants(name: str, keys: set[str]) -> None:
+    assert names.expand(name, TABLE) == keys
+
+
+def test_an_unknown_name_is_a_warning_with_the_nearest_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert names.expand_all(["cumsun", "silu_and_mul", "cumsum"], TABLE, "environment variable X") == {"cumsum"}
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message == ("environment variable X: FlagGems replaces no ATen operator 'cumsun'; did you mean cumsum?")
+
+
+def test_a_blacklist_means_atens_operators_of_our_names_too() -> None:
+    table = {**TABLE, "rms_norm": "rms_norm"}
+    assert names.expand_all(["rms_norm"], table, "x") == set()
+    assert names.expand_all(["rms_norm"], table, "x", deny=True) == {"rms_norm"}
+
+
+def real_table() -> dict[str, str]:
+    """FlagGems' own table, read from its source: importing it needs a GPU."""
+    spec = importlib.util.find_spec("flag_gems")
+    if spec is None or spec.origin is None:
+        pytest.skip("FlagGems is not installed")
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_FULL_CONFIG"
+    )
+    assert isinstance(table, ast.Tuple)
+    return {item.elts[0].value: item.elts[1].id for item in table.elts}  # type: ignore[attr-defined]
+
+
+def test_names_of_the_specification_in_flaggems_own_table() -> None:
+    table = real_table()
+    assert names.expand("mm", table) == {"mm", "mm.out", "addmm", "addmm.out"}
+    assert names.expand("to_copy", table) == {"_to_copy"}
+    assert names.expand("zeros", table) == {"zeros"}
+    assert names.expand("softmax", table) == {"_softmax"}
+    assert {"add.Tensor", "add_.Tensor"} <= names.expand("add", table)
+    assert {"div.Tensor", "divide.Tensor", "true_divide.Scalar"} <= names.expand("div", table)
+    refused = {key for key in table if names.why_refused(key)}
+    assert {"rand", "randn_like", "exponential_", "multinomial", "normal_", "bernoulli_.float"} <= refused
+    assert not refused & {"mm", "embedding", "native_layer_norm", "linalg_vector_norm"}
+
+
+def test_every_operator_of_flaggems_table_has_a_native_kernel_to_compare_with() -> None:
+    lost = []
+    for key in real_table():
+        try:
+            torch.library.get_kernel(f"aten::{key}", "CPU")
+        except RuntimeError:
+            lost.append(key)
+    assert len(lost) < 25, lost  # operators for GPUs only, and names that ATen does not have
+
+
+# -- what runs --------------------------------------------------------------------------------------------------------
+
+
+def test_flaggems_runs_and_pytorch_says_so(gems: None) -> None:
+    expected = (A.double() @ B.double()).float()
+    assert start() == ""
+    assert torch.equal(torch.mm(A, B), expected)
+    assert log.count("mm") >= 2  # for the check, and for the call
+    found = replacement.report()
+    assert found["calls"]["mm"] == 1
+    assert replaced_operators()["aten::mm"] == "flaggems_standin.mm"
+    assert "unheard_of" in found["skipped"]
+    assert found["skipped"]["exponential_"].startswith("its random numbers")
+
+
+def test_a_wrong_kernel_is_found_and_pytorchs_answer_returned(gems: None, caplog: pytest.LogCaptureFixture) -> None:
+    start()
+    bias = torch.randn(5)
+    with caplog.at_level(logging.WARNING):
+        assert torch.allclose(torch.nn.functional.linear(A, B.T.contiguous(), bias), A @ B + bias, atol=1e-5)
+    assert "ATen operator 'addmm' is left to PyTorch, for FlagGems' is wrong: " in caplog.text
+    assert "addmm" not in replacement.report()["replaced"]
+    assert "aten::addmm" not in replaced_operators()
+
+
+def test_arguments_that_are_all_zero_do_not_hide_a_wrong_kernel(gems: None) -> None:
+    start()
+    torch.addmm(torch.zeros(5), torch.zeros(3, 4), torch.zeros(4, 5))
+    assert list(replacement.report()["wrong"]) == ["addmm"]
+
+
+def test_what_a_wrong_kernel_would_overwrite_is_not_overwritten(gems: None) -> None:
+    start()
+    x = torch.ones(3)
+    x.mul_(2.0)
+    assert x.tolist() == [2.0, 2.0, 2.0]
+    assert list(replacement.report()["wrong"]) == ["mul_.Tensor"]
+
+
+def test_a_kernel_that_raises_is_left_to_pytorch(gems: None) -> None:
+    start()
+    assert torch.softmax(A, -1).sum().item() == pytest.approx(3)
+    assert replacement.report()["wrong"] == {"_softmax": "ValueError: no kernel for this shape"}
+
+
+def test_strict_ends_the_start(gems: None) -> None:
+    start(strict=True)
+    with pytest.raises(DispatchError, match="strict: FlagGems' ATen operator 'addmm' is wrong"):
+        torch.addmm(torch.ones(5), A, B)
+
+
+def test_the_callers_mistake_is_nobodys_fault(gems: None) -> None:
+    start()
+    with pytest.raises(RuntimeError):
+        torch.mm(A, A)
+    assert "mm" in replacement.report()["replaced"]
+    assert replacement.report()["wrong"] == {}
+
+
+def test_a_number_in_the_place_of_a_tensor(gems: None) -> None:
+    start()
+    half = torch.ones(2, dtype=torch.float16)
+    integers = torch.arange(3)
+    assert (half + 0.5).dtype is torch.float16
+    assert (integers + 1).tolist() == [1, 2, 3]
+    assert (integers + 0.5).dtype is torch.float32
+    assert replacement.report()["calls"]["add.Tensor"] == 3
+    replacement.seal()
+    assert (half[:1] + 0.5).dtype is torch.float16  # PyTorch's kernel: these sizes are new
+    assert (integers[:1] + 1).dtype is torch.int64
+    assert (integers[:1] + 0.5).dtype is torch.float32
+    assert (torch.tensor(1, dtype=torch.int32) + 1).dtype is torch.int32
+    assert (torch.tensor(1.0, dtype=torch.float16) + 1.5).dtype is torch.float16
+    assert replacement.report()["native"]["add.Tensor"] == 5
+
+
+def test_once_sealed_a_new_kind_of_arguments_runs_pytorchs_kernel(gems: None) -> None:
+    start()
+    torch.mm(A, B)
+    replacement.seal()
+    log.clear()
+    torch.mm(A, B)
+    assert log == ["mm"]
+    assert torch.mm(A[:2], B).shape == (2, 5)
+    assert torch.mm(A, B.T.contiguous().T).shape == (3, 5)  # other strides
+    assert log == ["mm"]
+    found = replacement.report()
+    assert (found["calls"], found["native"], found["sealed"]) == ({"mm": 2}, {"mm": 2}, True)
+
+
+def test_the_out_variant_is_an_operator_of_its_own(gems: None) -> None:
+    start()
+    result = torch.empty(3, 5)
+    assert torch.mm(A, B, out=result) is result
+    assert torch.allclose(result, A @ B, atol=1e-6)
+    assert replacement.report()["calls"]["mm.out"] == 1
+
+
+def test_an_out_that_pytorch_would_resize_is_never_given_to_flaggems(gems: None) -> None:
+    start()
+    log.clear()
+    assert torch.mm(A, B, out=torch.empty(0)).shape == (3, 5)
+    assert log == []
+    assert "mm.out" in replacement.report()["replaced"]
+
+
+def test_what_is_read_and_written_at_once_is_pytorchs(gems: None) -> None:
+    square = torch.eye(4)
+    start()
+    torch.mm(square, square + 1, out=torch.empty(4, 4))
+    torch.mm(square, square + 1, out=square)
+    found = replacement.report()
+    assert (found["calls"]["mm.out"], found["native"]["mm.out"]) == (1, 1)
+
+
+def test_calls_from_within_flaggems_are_no_replacement(gems: None) -> None:
+    start()
+    torch.cumsum(A, 0)  # the stand-in calls PyTorch's cumsum
+    assert replacement.report()["calls"] == {"cumsum": 1}
+    library.gems().mm(A, B)  # as our operators call FlagGems
+    assert replacement.report()["calls"] == {"cumsum": 1, "mm": 1}  # its inner PyTorch call came through the dispatcher
+
+
+def test_inside_a_capture_a_new_kind_runs_pytorchs_kernel(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch.backends.flaggems.aten import guard
+
+    start()
+    torch.mm(A, B)
+    monkeypatch.setattr(guard, "is_capturing", lambda: True)
+    torch.mm(A, B)
+    torch.mm(A[:1], B)
+    found = replacement.report()
+    assert (found["calls"], found["native"]) == ({"mm": 2}, {"mm": 1})
+
+
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_white_list_replaces_exactly_those(gems: None) -> None:
+    assert start(flagos_whitelist={"mm", "silu_and_mul"}) == ""
+    assert replacement.report()["replaced"] == ["addmm", "mm", "mm.out"]
+    torch.add(A, A)
+    assert log == []
+
+
+def test_a_list_may_name_one_overload(gems: None) -> None:
+    start(flagos_whitelist={"div.Tensor"})
+    assert replacement.report()["replaced"] == ["div.Tensor"]
+    start(flagos_blacklist={"div.Tensor", "mm"})
+    assert replacement.report()["replaced"] == ["_softmax", "add.Tensor", "cumsum", "mul_.Tensor", "true_divide.Tensor"]
+
+
+def test_random_operators_are_refused_even_when_asked_for(gems: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        start(flagos_whitelist={"exponential_", "mm"})
+    assert "not replaced: exponential_: its random numbers" in caplog.text
+    assert start(flagos_whitelist={"exponential_"}) == "the lists leave no ATen operator"
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_learns_again_and_another_selection_replaces_the_first(gems: None) -> None:
+    start()
+    torch.mm(A, B)
+    replacement.seal()
+    assert start() == ""
+    torch.mm(A[:2], B)
+    assert replacement.report()["calls"] == {"mm": 2}
+    start(flagos_blacklist={"mm"})
+    torch.mm(A, B)
+    assert replacement.report()["calls"] == {}
+    assert start(use_flaggems=False) != ""
+    log.clear()
+    torch.add(A, A)
+    assert log == []
+    assert replaced_operators() == {}
+
+
+def test_settle_takes_a_wrong_one_out_of_the_dispatcher(gems: None) -> None:
+    start()
+    before = torch.library.get_kernel("aten::addmm", "CPU")
+    torch.addmm(torch.ones(5), A, B)
+    replacement.settle()
+    assert str(torch.library.get_kernel("aten::addmm", "CPU")) != str(before)
+    log.clear()
+    torch.addmm(torch.ones(5), A, B)
+    assert log == []
+
+
+def test_flaggems_that_does_not_load_ends_a_start_only_where_it_was_asked_for(
+    gems: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(**_: Any) -> None:
+        raise OSError("no driver")
+
+    monkeypatch.setattr(sys.modules["flag_gems"], "enable", broken)
+    with caplog.at_level(logging.WARNING):
+        assert start() == "FlagGems does not load: OSError: no driver"
+    assert "ATen operators are not replaced: FlagGems does not load" in caplog.text
+    with pytest.raises(DispatchError, match="were to be replaced, and FlagGems does not load"):
+        start(aten_replacement=True)
+    assert replaced_operators() == {}
+
+
+def test_flaggems_for_another_device_replaces_nothing(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["flag_gems"], "device", "cuda")
+    assert start() == "FlagGems works on 'cuda', this device is 'chip'"
+
+
+def test_the_manifest_the_list_the_report_and_the_record_name_what_is_replaced(
+    gems: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    before = freeze_dispatch()
+    thaw_dispatch()
+    start(flagos_whitelist={"mm"})
+    torch.addmm(torch.ones(5), A, B)
+    torch.mm(A, B)
+    replacement.settle()
+    after = freeze_dispatch()
+    thaw_dispatch()
+    assert after.hash != before.hash
+    assert after.aten == {"aten::mm": "flaggems_standin.mm", "aten::mm.out": "flaggems_standin.mm_out"}
+    assert Manifest.from_data(json.loads(json.dumps(after.as_data()))) == after
+    assert "aten::mm: flaggems_standin.mm here, nothing there" in after.differences(before)
+    path = oplist.record(get_default_manager(), Settings(oplist_path=tmp_path / "list.txt"), rank=1)
+    assert path is not None
+    assert path.read_text() == "aten::mm\naten::mm.out\n"
+    assert json.loads(json.dumps(dispatch_report()["aten"]))["calls"] == {"mm": 1}
+    runs.record("vLLM 0.32", "tiny", Survey("vLLM", {}, {}, {}), {})
+    line = "2 replaced by FlagGems; called: mm 1; wrong and left to PyTorch: addmm"
+    assert runs.recorded()[0].aten == line
+    assert examine()["runs"][0][-1] == line
+
+
+# -- the check --------------------------------------------------------------------------------------------------------
+
+
+def shifted(x: Tensor, by: float) -> Tensor:
+    x = x.clone()
+    x.view(-1)[0] += by
+    return x
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.clone(), ""),
+        (lambda x: shifted(x, 1e-6), ""),
+        (lambda x: shifted(x, 0.01), "0.01 off"),
+        (lambda x: x.double(), "torch.float64"),
+        (lambda x: x[:1], "(1, 4)"),
+        (lambda x: x.T.contiguous().T, "strides"),
+        (lambda x: x / 0, "infinite"),
+        (lambda x: x * float("nan"), "infinite or no number"),
+        (lambda x: [x, x], "2 results, not 1"),
+    ],
+)
+def test_how_results_may_differ(change: Callable[[Tensor], Any], says: str) -> None:
+    x = torch.ones(3, 4) + torch.arange(4) / 4
+    found = check.differs(change(x), x)
+    assert says in found if says else found == ""
+
+
+def test_equal_infinities_and_no_numbers_are_equal() -> None:
+    x = torch.tensor([1.0, float("inf"), float("-inf"), float("nan")])
+    assert check.differs(x.clone(), x) == ""
+    assert check.differs(-x, x) != ""
+
+
+def test_integers_must_be_equal() -> None:
+    assert check.differs(torch.tensor([1, 2]), torch.tensor([1, 3])) == "1 of 2 elements differ"
+
+
+def test_copies_keep_shape_strides_alignment_and_integers() -> None:
+    base = torch.zeros(64)
+    odd = base[1:25].view(4, 6).T
+    wide = torch.zeros(3, 1).expand(3, 5)
+    indices = torch.arange(4)
+    (found, spread, same, number), _ = check.randomized((odd, [wide], indices, 2.5), {}, 1)
+    assert (found.shape, found.stride(), found.data_ptr() % 16) == (odd.shape, odd.stride(), odd.data_ptr() % 16)
+    assert spread[0].stride() == wide.stride()
+    assert found.unique().numel() == 24
+    assert torch.equal(same, indices)
+    assert number == 2.5
+    assert not base.any()

@@ -1,0 +1,253 @@
+"""Runs a warp-specialized Gluon kernel on the CPU, where Triton has no interpreter for it.
+
+It knows what the Hopper kernel needs. Each part of a program is a thread. What the device may do late is done late: a
+copy's bytes arrive when they are waited for, and until then the buffer holds NaN. A product reads its buffers when it
+is issued and again when it is waited for, and has to find the same. So a buffer that is taken or given back too early
+is an error or a wrong result, and so is a barrier that nobody reaches.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATIENCE = 20.0
+"""Seconds after which a wait is taken for a deadlock."""
+
+
+class Pointer:
+    """An address of a tensor's memory, or a tensor of them."""
+
+    def __init__(self, storage: Tensor, offset: Any) -> None:
+        self.storage, self.offset = storage, offset
+        self.dtype = SimpleNamespace(element_ty=storage.dtype)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Pointer:
+        """Of the first element; all of the tensor's storage can be reached."""
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return cls(tensor.as_strided((size,), (1,), 0), tensor.storage_offset())
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.storage, self.offset + other)
+
+    def load(self, mask: Any = None, other: Any = 0) -> Tensor:
+        offset = torch.as_tensor(self.offset)
+        if mask is None:
+            return self.storage[offset]
+        offset, mask = torch.broadcast_tensors(offset, mask)
+        return torch.where(mask, self.storage[torch.where(mask, offset, 0)], torch.tensor(other).to(self.storage.dtype))
+
+    def store(self, value: Tensor, mask: Tensor) -> None:
+        offset, value, mask = torch.broadcast_tensors(torch.as_tensor(self.offset), value, mask)
+        self.storage[offset[mask]] = value[mask]
+
+
+class Barrier:
+    """Completes a phase after ``count`` arrivals."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.changed, self.count, self.arrived, self.phases = changed, 0, 0, 0
+
+    def arrive(self, count: int) -> None:
+        with self.changed:
+            self.arrived += count
+            assert self.arrived <= self.count, "more arrivals than a phase has"
+            if self.arrived == self.count:
+                self.arrived, self.phases = 0, self.phases + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.phases % 2 != parity, PATIENCE)
+        if not done:
+            raise TimeoutError("deadlock")
+
+
+class Shared:
+    """A buffer in shared memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.dtype = memory, memory.dtype
+
+    def index(self, index: Any) -> Shared:
+        return Shared(self.memory[int(index)])
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.memory[start : start + length])
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.memory.permute(order))
+
+
+class Barriers:
+    """Several barriers, or the one of them that an index chooses."""
+
+    def __init__(self, each: list[Barrier]) -> None:
+        self.each = each
+
+    def index(self, index: Any) -> Barriers:
+        return Barriers([self.each[int(index)]])
+
+
+class Product:
+    """A product that is under way."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self.work, self.result = work, None
+
+    def finish(self) -> None:
+        self.result = self.work()
+
+
+class Machine:
+    """What a kernel finds in the modules that it imports."""
+
+    def __init__(self, programs: int, seed: int = 0) -> None:
+        self.programs, self.program = programs, 0
+        self.changed = threading.Condition()
+        self.local = threading.local()
+        self.random = random.Random(seed)
+
+    def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        """All programs, one after the other."""
+        given = [Pointer.of(value) if isinstance(value, Tensor) else value for value in arguments]
+        for program in range(self.programs):
+            self.program = program
+            kernel(*given)
+
+    def load(self, directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
+        """The names that a kernel's files define, in an order in which each knows the ones before."""
+        found = self._names()
+        for name in names:
+            source = (directory / f"{name}.py").read_text()
+            source = re.sub(r"^from (triton|\.)[^(\n]*(\([^)]*\))?$", "", source, flags=re.MULTILINE)
+            exec(compile(source.replace(".type.layout", ".layout"), name, "exec"), found)
+        return found
+
+    def _names(self) -> dict[str, Any]:
+        def jit(fn: Any = None, **_: Any) -> Any:
+            return fn if fn is not None else lambda fn: fn
+
+        nothing = lambda *args, **kwargs: None
+        number = lambda value: value if isinstance(value, Tensor) else torch.tensor(value)
+        language = SimpleNamespace(
+            constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, float32=torch.float32,
+            BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
+            NVMMASharedLayout=nothing, static_range=range, convert_layout=lambda value, layout: value,
+            program_id=lambda axis: torch.tensor(self.program), num_programs=lambda axis: self.programs,
+            cdiv=lambda a, b: -(-a // b), cast=lambda value, dtype: number(value).to(dtype),
+            maximum=lambda a, b: torch.maximum(number(a), number(b)),
+            minimum=lambda a, b: torch.minimum(number(a), number(b)),
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
+            where=torch.where, arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+            store=lambda pointer, value, mask: pointer.store(value, mask),
+            allocate_shared_memory=self._allocate, warp_specialize=self._specialize,
+        )  # fmt: skip
+        return {
+            "gluon": SimpleNamespace(jit=jit),
+            "gl": language,
+            "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=self._init, arrive=self._arrive, wait=self._wait),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self._copy, commit_group=self._commit, wait_group=self._wait_group,
+                mbarrier_arrive=self._copies_arrive,
+            ),
+            "fence_async_shared": nothing,
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._wait_products,
+        }  # fmt: skip
+
+    def _allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers:
+        if dtype is torch.int64:
+            return Barriers([Barrier(self.changed) for _ in range(shape[0])])
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    def _specialize(self, parts: list[Any], warps: list[int], registers: list[int]) -> None:
+        errors: list[BaseException] = []
+
+        def part(fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            self.local.copies, self.local.groups, self.local.products = [], [], []
+            try:
+                fn(*arguments)
+                assert not self.local.copies
+                assert not self.local.groups
+            except BaseException as error:  # of a thread: it is raised again below
+                errors.append(error)
+
+        threads = [threading.Thread(target=part, args=each, daemon=True) for each in parts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _dawdle(self) -> None:
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * 2e-3)
+
+    def _init(self, barrier: Barriers, count: int) -> None:
+        (one,) = barrier.each
+        one.count = count
+
+    def _arrive(self, barrier: Barriers, *, count: int = 1, pred: Any = True) -> None:
+        self._dawdle()
+        (one,) = barrier.each
+        if pred:
+            one.arrive(count)
+
+    def _wait(self, barrier: Barriers, phase: Any, pred: Any = True) -> None:
+        self._dawdle()
+        (one,) = barrier.each
+        if pred:
+            one.wait(int(phase))
+
+    def _copy(self, buffer: Shared, pointer: Pointer, mask: Tensor) -> None:
+        buffer.memory.fill_(float("nan"))
+        self.local.copies.append(lambda: buffer.memory.copy_(pointer.load(mask)))
+
+    def _commit(self) -> None:
+        self.local.groups.append(self.local.copies)
+        self.local.copies = []
+
+    def _wait_group(self, most: int) -> None:
+        while len(self.local.groups) > most:
+            for copy in self.local.groups.pop(0):
+                copy()
+
+    def _copies_arrive(self, barrier: Barriers, increment_count: bool) -> None:
+        assert not increment_count
+        self._commit()
+        self._wait_group(0)
+        self._arrive(barrier, count=128)
+
+    def _multiply(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        assert is_async
+
+        left = a.memory if isinstance(a, Shared) else a
+        early = left.float() @ b.memory.float()
+
+        def work() -> Tensor:
+            assert torch.equal(left.float() @ b.memory.float(), early), "a buffer changed, or was not full"
+            return early + (acc.result if isinstance(acc, Product) else acc) if use_acc else early
+
+        self.local.products.append(Product(work))
+        return self.local.products[-1]  # type: ignore[no-any-return]
+
+    def _wait_products(self, most: int, deps: list[Any]) -> Any:
+        while len(self.local.products) > most:
+            self.local.products.pop(0).finish()
+        found = tuple(each.result if isinstance(each, Product) else each for each in deps)
+        return found[0] if len(found) == 1 else found

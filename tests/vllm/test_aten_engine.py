@@ -1,0 +1,56 @@
+"""ATen replacement in real engines: after the weights, before anything is fixed, and nothing new once they serve.
+
+The device is the CPU and FlagGems a stand-in of which some kernels are wrong; what is registered with PyTorch is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import STEP, start
+
+VARIABLES = {"VLLM_FL_PLUGIN_MODULES": "aten_plugin"}
+ENGINES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "compiled": {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}},
+}
+
+
+@pytest.fixture(scope="session")
+def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("aten")
+    runs = {}
+    for name, engine in ENGINES.items():
+        variables = {**VARIABLES, "FLAGGEMS_ENABLE_OPLIST_PATH": str(folder / name)}
+        runs[name] = start(checkpoint("qwen3"), STEP, STEP, engine=engine, variables=variables)
+    found: dict[str, Any] = {name: run.result() for name, run in runs.items()}
+    return {name: {**result, "list": (folder / name).read_text().split()} for name, result in found.items()}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_answers_are_right_although_kernels_are_wrong(
+    name: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    tokens = expected("qwen3")
+    assert [step["tokens"] for step in results[name]["steps"]] == [tokens, tokens]
+    aten = results[name]["report"]["aten"]
+    assert aten["why_not"] == ""
+    assert aten["calls"]["mm"] > 0
+    assert aten["native"]["mm"] > 0  # batches of sizes that the start had not met
+    assert aten["sealed"]
+    assert "mul_.Tensor" in aten["wrong"] or "_softmax" in aten["wrong"]
+    assert not set(aten["wrong"]) & set(aten["replaced"])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_list_and_the_manifest_name_what_is_replaced(name: str, results: dict[str, Any]) -> None:
+    report = results[name]["report"]
+    replaced = [f"aten::{key}" for key in report["aten"]["replaced"]]
+    assert results[name]["list"] == replaced
+    if report["manifest"] is not None:
+        assert report["manifest"]["aten"]["aten::mm"] == "flaggems_standin.mm"
+        assert set(replaced) <= report["manifest"]["aten"].keys()
+    assert (report["manifest"] is not None) == (name == "compiled")

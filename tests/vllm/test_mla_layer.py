@@ -1,0 +1,299 @@
+"""Latent attention of one layer: context in chunks as any vLLM describes it, warm-up, graphs, and what it declines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonPrefillMetadata,
+    build_mla_chunked_context_metadata,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from fl_dispatch import SelectionPolicy, policy_context
+from fl_dispatch.ops import OPERATORS
+from vllm_fl import compat, startup, warm_up
+from vllm_fl.mla import MLAFLBackend, MLAFLImpl
+from vllm_fl.mla_context import context_chunks
+from vllm_fl.mla_metadata import MLAFLMetadataBuilder
+from vllm_fl.mla_prefill import MLAFLPrefillBackend, NumberedChunks, merge
+
+HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 4, 16, 12, 8, 10, 4
+CONTEXT, NEW = [10, 0, 5, 13], [3, 2, 1, 4]  # tokens of each request: cached, and of this step
+SCALE = 0.25
+PAGES = 1 + torch.randperm(40, generator=torch.Generator().manual_seed(3)).view(4, 10).int()
+
+
+@pytest.fixture
+def layer() -> Iterator[MLAFLImpl]:
+    torch.manual_seed(0)
+    startup.activate()
+    weight = torch.randn(HEADS * (NOPE + VALUE), RANK)
+    with set_current_vllm_config(VllmConfig()):
+        yield implementation(kv_b_proj=lambda latent: (latent @ weight.T, None))
+
+
+def implementation(**options: Any) -> MLAFLImpl:
+    given = {
+        "num_heads": HEADS,
+        "head_size": RANK + ROPE,
+        "scale": SCALE,
+        "num_kv_heads": 1,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+        "logits_soft_cap": None,
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "q_lora_rank": None,
+        "kv_lora_rank": RANK,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "qk_head_dim": NOPE + ROPE,
+        "v_head_dim": VALUE,
+        "kv_b_proj": None,
+    }
+    return MLAFLImpl(**{**given, **options})
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def slots(request: int, first: int, last: int) -> Tensor:
+    places = torch.arange(first, last)
+    return PAGES[request, places // BLOCK].long() * BLOCK + places % BLOCK
+
+
+def prefill_metadata(workspace_rows: int) -> MLACommonPrefillMetadata:
+    chunked = build_mla_chunked_context_metadata(
+        context_lens_cpu=torch.tensor(CONTEXT),
+        prefill_query_start_loc_cpu=starts(NEW),
+        chunked_prefill_workspace=torch.empty(0),
+        chunked_prefill_workspace_size=workspace_rows,
+        block_size=BLOCK,
+        align_chunk_to_block=True,
+        device=torch.device("cpu"),
+        dcp_world_size=1,
+        dcp_local_block_size=1,
+        dcp_virtual_block_size=1,
+    )
+    return MLACommonPrefillMetadata(PAGES, starts(NEW), max(NEW), chunked_context=chunked)
+
+
+def numbered_chunks(rows: int) -> SimpleNamespace:
+    """As vLLM 0.26 describes it: each chunk has the next ``rows`` of every request, of some of them none."""
+    first = torch.arange(0, max(CONTEXT), rows)[:, None]
+    lengths = (torch.tensor(CONTEXT) - first).clamp(0, rows)
+    tokens = [torch.repeat_interleave(torch.arange(len(CONTEXT)), row) for row in lengths]
+    plan = SimpleNamespace(
+        cu_seq_lens=torch.stack([starts(row.tolist()) for row in lengths]),
+        starts=first.expand(-1, len(CONTEXT)).int(),
+        seq_tot=lengths.sum(1).tolist(),
+        max_seq_lens=lengths.amax(1).tolist(),
+        token_to_seq=torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).int(),
+    )
+    return SimpleNamespace(block_table=PAGES, query_start_loc=starts(NEW), max_query_len=max(NEW), chunked_context=plan)
+
+
+def on_meta(part: Any) -> Any:
+    """The same description with its tensors on the device without memory."""
+    if isinstance(part, Tensor):
+        return part.to("meta")
+    if isinstance(part, list):
+        return [on_meta(entry) for entry in part]
+    if hasattr(part, "__dict__") and type(part).__module__ != "builtins":
+        return SimpleNamespace(**{name: on_meta(value) for name, value in vars(part).items()})
+    return part
+
+
+def multi_head(query: Tensor, latents: Tensor, rotary: Tensor, layer: MLAFLImpl) -> Tensor:
+    """Causal attention of the last tokens of one request over all of it, by PyTorch."""
+    key, value = layer._project(latents, rotary[:, None])
+    mask = torch.ones(len(query), len(latents), dtype=torch.bool).tril(len(latents) - len(query))
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), mask, scale=SCALE
+    )
+    return whole.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "chunks"),
+    [
+        (prefill_metadata(64), 2),
+        (prefill_metadata(12), 3),
+        (prefill_metadata(4), 9),
+        (numbered_chunks(16), 1),
+        (numbered_chunks(8), 2),
+        (numbered_chunks(4), 4),
+    ],
+    ids=["64 rows", "12 rows", "4 rows", "16 rows each", "8 rows each", "4 rows each"],
+)
+def test_context_in_any_number_of_chunks_gives_the_same(layer: MLAFLImpl, metadata: Any, chunks: int) -> None:
+    cache = torch.full((41, BLOCK, RANK + ROPE), torch.nan)
+    query, output = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.full((sum(NEW), HEADS * VALUE), torch.nan)
+    latents = [torch.randn(context + new, RANK) for context, new in zip(CONTEXT, NEW, strict=True)]
+    rotaries = [torch.randn(len(latent), ROPE) for latent in latents]
+    for request, (latent, rotary) in enumerate(zip(latents, rotaries, strict=True)):
+        layer.do_kv_cache_update(latent, rotary[:, None], cache, slots(request, 0, len(latent)), "auto", None)
+    assert len(context_chunks(metadata)) == chunks
+    new_latents = torch.cat([latent[context:] for latent, context in zip(latents, CONTEXT, strict=True)])
+    new_rotaries = torch.cat([rotary[context:] for rotary, context in zip(rotaries, CONTEXT, strict=True)])
+    layer.forward_mha(query, new_latents, new_rotaries[:, None], cache, SimpleNamespace(prefill=metadata), None, output)
+    parts = zip(query.split(NEW), latents, rotaries, strict=True)
+    expected = torch.cat([multi_head(*part, layer) for part in parts])
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_is_neither_written_nor_read(layer: MLAFLImpl) -> None:
+    cache = torch.zeros(41, BLOCK, RANK + ROPE)
+    mapping = torch.cat((slots(0, 0, 2), torch.tensor([-1])))
+    layer.do_kv_cache_update(torch.ones(5, RANK), torch.ones(5, 1, ROPE), cache, mapping, "auto", None)
+    assert cache.count_nonzero() == 2 * (RANK + ROPE)
+    layer.do_kv_cache_update(torch.ones(1, RANK), torch.ones(1, 1, ROPE), torch.empty(0), mapping, "auto", None)
+
+
+def test_merging_with_parts_that_saw_no_key() -> None:
+    out, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
+    nothing, never = torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf)
+    kept, kept_lse = out.clone(), lse.clone()
+    merge(kept, kept_lse, nothing, never)
+    assert torch.equal(kept, out)
+    assert torch.equal(kept_lse, lse)
+    merge(nothing, never, nothing.clone(), never.clone())
+    assert torch.equal(nothing, torch.zeros(3, 2, 4))
+    assert never.isneginf().all()
+
+
+def test_vllms_prefill_backend_gives_what_the_layer_gives(layer: MLAFLImpl) -> None:
+    """For attention classes that leave the prefill to vLLM's common code."""
+    backend = MLAFLPrefillBackend(HEADS, SCALE, RANK, NOPE, ROPE, VALUE, None).clone()
+    metadata = prefill_metadata(64)
+    backend.prepare_metadata(metadata)
+    query, key = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.randn(sum(NEW), HEADS, NOPE + ROPE)
+    value = torch.randn(sum(NEW), HEADS, VALUE)
+    expected = layer.fl_prefill(query, key, value, starts(NEW), starts(NEW), 4, 4, SCALE)
+    actual = backend.run_prefill_new_tokens(query, key, value, return_softmax_lse=True)
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(backend.run_prefill_new_tokens(query, key, value, return_softmax_lse=False), expected[0])
+    first, second = metadata.chunked_context.chunks  # of the first request, and of the last two
+    key, value = torch.randn(CONTEXT[0], HEADS, NOPE + ROPE), torch.randn(CONTEXT[0], HEADS, VALUE)
+    out, lse = backend.run_prefill_context_chunk(first, query[first.token_slice], key, value)
+    scores = torch.einsum("qhd,khd->hqk", query[: NEW[0]], key) * SCALE
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+    assert (second.token_slice.start, second.token_slice.stop) == (sum(NEW[:2]), sum(NEW))
+
+
+def test_a_chunk_that_vllm_names_by_its_number_gives_what_the_chunk_gives(layer: MLAFLImpl) -> None:
+    backend, metadata = NumberedChunks(HEADS, SCALE, RANK, NOPE, ROPE, VALUE, None), numbered_chunks(8)
+    backend.prepare_metadata(metadata)
+    rows = metadata.chunked_context.seq_tot[1]
+    query, key = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.randn(rows, HEADS, NOPE + ROPE)
+    value = torch.randn(rows, HEADS, VALUE)
+    key_starts = metadata.chunked_context.cu_seq_lens[1]
+    expected = layer.fl_prefill(query, key, value, starts(NEW), key_starts, max(NEW), 5, SCALE, None, False)
+    actual = backend.run_prefill_context_chunk(chunk_idx=1, q=query, k=key, v=value)
+    torch.testing.assert_close(actual, expected)
+
+
+# ---- graphs
+
+
+@pytest.mark.parametrize(("queries", "operator"), [([1, 1, 1], "mla_decode"), ([3, 1], "mla_prefill")])
+def test_a_batch_is_tried_with_its_operator_and_the_cache_keeps_its_contents(
+    layer: MLAFLImpl, queries: list[int], operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    for name, attribute in (("mla_decode", "fl_decode"), ("mla_prefill", "fl_prefill"), ("kv_cache_write", "fl_write")):
+        real = getattr(layer, attribute)
+        monkeypatch.setattr(layer, attribute, lambda *args, name=name, real=real: (called.append(name), real(*args))[1])
+    cache = torch.randn(41, BLOCK, RANK + ROPE)
+    before = cache.clone()
+    layer.fl_try(cache, queries, 40)
+    assert set(called) == {"kv_cache_write", operator}
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("plan", [prefill_metadata, numbered_chunks])
+def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLImpl) -> None:
+    """On PyTorch's device without memory, where reading a value raises; a captured graph can read none either."""
+    layer.kv_b_proj = lambda latent: (latent.new_empty(len(latent), HEADS * (NOPE + VALUE)), None)
+    layer.fl_write = lambda *args: None
+    layer.fl_decode, layer.fl_prefill = OPERATORS["mla_decode"].fake, OPERATORS["mla_prefill"].fake
+    metadata = on_meta(plan(8))
+    tokens, decodes = sum(NEW), len(NEW)
+    with torch.device("meta"):
+        cache, slot_mapping = torch.empty(41, BLOCK, RANK + ROPE), torch.empty(tokens, dtype=torch.int64)
+        latents, rotary = torch.empty(tokens, RANK), torch.empty(tokens, 1, ROPE)
+        query, output = torch.empty(tokens, HEADS, NOPE + ROPE), torch.empty(tokens, HEADS * VALUE)
+        absorbed = (torch.empty(decodes, HEADS, RANK), torch.empty(decodes, HEADS, ROPE))
+        block_table, lengths = torch.empty(decodes, 9, dtype=torch.int32), torch.empty(decodes, dtype=torch.int32)
+        first = torch.empty(decodes + 1, dtype=torch.int32)
+    layer.do_kv_cache_update(latents, rotary, cache, slot_mapping, "auto", None)
+    layer.forward_mha(query, latents, rotary, cache, SimpleNamespace(prefill=metadata), None, output)
+    builder = SimpleNamespace(reorder_batch_threshold=3)
+    decode = MLAFLMetadataBuilder._build_decode(
+        builder, block_table, lengths, 36, starts([1] * decodes), first, decodes, dcp_tot_seq_lens_device=None
+    )
+    assert decode.max_query_len == 3  # vLLM 0.26 does not tell it; the bound by which it divides the batch is left
+    attended, _ = layer.forward_mqa(absorbed, cache, SimpleNamespace(decode=decode, causal=True), None)
+    assert attended.shape == (decodes, HEADS, RANK)
+    with pytest.raises(RuntimeError, match="meta"):
+        lengths.max().item()
+
+
+def test_one_layer_of_a_kind_is_tried_with_every_batch_that_the_scheduler_allows(layer: MLAFLImpl) -> None:
+    compat.silence_accelerator()
+    tried: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
+    model = torch.nn.ModuleList(torch.nn.Identity() for _ in tried)
+    for place, module in enumerate(model):
+        module.kv_cache = torch.empty(0) if place == 2 else torch.zeros(41, BLOCK, RANK + ROPE)
+        module.impl = SimpleNamespace(
+            fl_kind=layer.fl_kind,
+            fl_try=lambda cache, queries, longest, place=place: tried[place].append((len(queries), longest)),
+        )
+    limits = SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4)
+    length = SimpleNamespace(max_model_len=300)
+    calls = warm_up.attention(model, SimpleNamespace(scheduler_config=limits, model_config=length))
+    assert [len(tried[place]) for place in tried] == [calls, 0, 0]
+    assert {(1, 1), (1, 256), (1, 300), (2, 300)} <= set(tried[0])
+    assert max(requests for requests, _ in tried[0]) == 2  # 5 and 40 are more than the scheduler's
+
+
+def test_layers_under_other_rules_are_of_another_kind(layer: MLAFLImpl) -> None:
+    kind = layer.fl_kind()
+    assert layer.fl_kind() == kind
+    with policy_context(SelectionPolicy.from_dict(per_op_order={"mla_decode": ["reference"]})):
+        assert layer.fl_kind() != kind
+
+
+def test_graphs_are_captured_for_batches_of_requests_with_as_many_new_tokens() -> None:
+    support = MLAFLBackend.get_builder_cls().get_cudagraph_support(None, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+
+
+# ---- what it can do
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [({"sliding_window": 8}, "a sliding window"), ({"logits_soft_cap": 30.0}, "a soft cap")],
+)
+def test_what_latent_attention_cannot_do_is_named(layer: MLAFLImpl, option: dict[str, Any], named: str) -> None:
+    with pytest.raises(NotImplementedError, match=named):
+        implementation(**option)
+
+
+def test_any_head_size_and_plain_cache_types_are_accepted_and_sparse_attention_is_not() -> None:
+    assert MLAFLBackend.is_mla()
+    assert MLAFLBackend.supports_head_size(40)
+    assert MLAFLBackend.supports_block_size(16)
+    assert not MLAFLBackend.is_sparse()
+    assert not MLAFLBackend.supports_kv_cache_dtype("fp8")
