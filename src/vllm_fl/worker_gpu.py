@@ -1,8 +1,8 @@
 """The worker on a GPU: vLLM's own model runners (V1 and V2), memory profile, compilation and graphs.
 
 vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
-choices are fixed before the former, after one small eager batch in which implementations have proven themselves. That
-batch has no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error of it ends
+choices are fixed before the former, after some eager batches in which implementations have proven themselves. Those
+batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error of it ends
 the start.
 """
 
@@ -24,8 +24,6 @@ from .worker import WorkerFL
 
 logger = get_logger(__name__)
 
-WARM_UP_TOKENS = 8
-
 
 class GPUWorkerFL(WorkerFL):
     """vLLM's worker."""
@@ -39,7 +37,8 @@ class GPUWorkerFL(WorkerFL):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, as vLLM measures them; compiles the model."""
         with compile.uncompiled(self.get_model()):
-            self._run_batch_without_cache(WARM_UP_TOKENS)
+            for tokens in warm_up.token_counts(self.vllm_config):
+                self._run_batch_without_cache(tokens)
         self._compare_ranks()
         captured = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         if compile.is_compiled(self.vllm_config) or captured:
@@ -58,21 +57,18 @@ class GPUWorkerFL(WorkerFL):
         return times
 
     def _warm_up_replaced(self) -> None:
-        """Meet sizes of batches for which FlagGems' ATen operators may run: those of graphs, else powers of two.
+        """Meet sizes of batches for which FlagGems' ATen operators may run, in the projection to the vocabulary too.
 
-        vLLM runs the model for each size that it captures, but not the projection to the vocabulary.
+        vLLM runs the model for each size that it captures, but not that projection.
         """
         sizes = self.compilation_config.cudagraph_capture_sizes or []
         if not sizes or self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
-            sizes = [1 << power for power in range(self.scheduler_config.max_num_seqs.bit_length())]
-            for size in sizes:
-                self._run_batch_without_cache(size)
+            sizes = warm_up.token_counts(self.vllm_config)
         model, width = self.get_model(), self.model_config.get_hidden_size()
         if hasattr(model, "compute_logits") and get_pp_group().is_last_rank:
             for size in sorted({min(size, self.scheduler_config.max_num_seqs) for size in sizes}):
                 model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
 
     def _run_batch_without_cache(self, tokens: int) -> None:
-        limit = self.scheduler_config.max_num_batched_tokens
         options: dict[str, Any] = {"skip_attn": True} if self.use_v2_model_runner else {}
-        self.model_runner._dummy_run(min(tokens, limit), is_profile=True, **options)
+        self.model_runner._dummy_run(tokens, is_profile=True, **options)

@@ -121,7 +121,10 @@ _launch_place = Launcher(_place)
 def moe_align_block_size(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.moe.moe_align_block_size`."""
+    """See :data:`fl_dispatch.ops.moe.moe_align_block_size`.
+
+    What is compiled follows the least power of two that is not below the number of tokens.
+    """
     pairs = topk_ids.numel()
     blocks = aligned_blocks(pairs, block_size, num_experts)
     sorted_ids = topk_ids.new_empty(blocks * block_size, dtype=torch.int32)
@@ -133,11 +136,14 @@ def moe_align_block_size(
     mapped = expert_map is not None
     other = topk_ids if expert_map is None else expert_map
     experts = power_of_two(num_experts)
-    step = max(16, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(pairs)))
-    steps = power_of_two(-(-pairs // (step * MOST_CHUNKS)))
+    most_pairs = power_of_two(topk_ids.shape[0]) * topk_ids.shape[1]
+    most_blocks = aligned_blocks(most_pairs, block_size, num_experts)
+    step = max(16, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(most_pairs)))
+    steps = power_of_two(-(-most_pairs // (step * MOST_CHUNKS)))
     chunks = -(-pairs // (step * steps))
+    most_chunks = power_of_two(-(-most_pairs // (step * steps)))
     counts = padded
-    if chunks > 1:
+    if most_chunks > 1:
         counts = topk_ids.new_empty(chunks * experts, dtype=torch.int32)
         _launch_count((chunks, 1, 1), (topk_ids, other, counts), (mapped, step, experts), sizes=(pairs, steps), warps=8)
     _launch_place(
@@ -145,12 +151,12 @@ def moe_align_block_size(
         (topk_ids, other, counts, sorted_ids, expert_ids, padded),
         (
             mapped,
-            chunks > 1,
+            most_chunks > 1,
             block_size,
             step,
             experts,
-            power_of_two(chunks),
-            max(1, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(-(-blocks // chunks)))),
+            most_chunks,
+            max(1, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(-(-most_blocks // most_chunks)))),
             power_of_two(block_size),
         ),
         sizes=(pairs, steps, chunks, blocks),

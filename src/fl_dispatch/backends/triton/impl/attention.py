@@ -145,9 +145,9 @@ def paged_attention(
                 (heads, requests, min(most_new, max_query_len)),
                 (query_start_loc, seq_lens, out, sink, partial, statistics),
                 (
-                    out.stride(0), out.stride(1), heads, dim_v, causal, window, sinks is not None, most_new, most_new,
-                    power_of_two(splits), block_n, block_dv,
+                    out.stride(0), out.stride(1), heads, dim_v, causal, window, sinks is not None, power_of_two(most),
+                    block_n, block_dv,
                 ),
-                sizes=(splits,),
+                sizes=(splits, most_new),
             )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ import triton.language as tl
 from .attention_tiles import _share, _span, _tiles
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "TABLE_ROW"])
 def _attention(
     query,
     key_cache,
@@ -166,7 +166,7 @@ def _attention(
                 tl.store(statistics + index * 2 + 1, below, mask=valid)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "most_new"])
 def _combine(
     query_starts,
     lengths,
@@ -175,6 +175,7 @@ def _combine(
     partial,
     statistics,
     splits,
+    most_new,
     OUT_TOKEN,
     OUT_HEAD,
     HEADS: tl.constexpr,
@@ -182,8 +183,6 @@ def _combine(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    MOST_NEW: tl.constexpr,
-    TOKENS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -194,13 +193,13 @@ def _combine(
     token = tl.program_id(2)
     begin = tl.load(query_starts + request)
     new = tl.load(query_starts + request + 1) - begin
-    if (token < new) & (new <= MOST_NEW):
-        low, high = _span(tl.load(lengths + request), new, 0, TOKENS, BLOCK_N, CAUSAL, WINDOW)
+    if (token < new) & (new <= most_new):
+        low, high = _span(tl.load(lengths + request), new, 0, most_new, BLOCK_N, CAUSAL, WINDOW)
         share = _share(low, high, splits, BLOCK_N)
         split = tl.arange(0, BLOCK_SPLITS)
         used = (split < splits) & (low + split * share < high)
         dim = tl.arange(0, BLOCK_DV)
-        index = ((request * TOKENS + token).to(tl.int64) * HEADS + head) * splits + split
+        index = ((request * most_new + token).to(tl.int64) * HEADS + head) * splits + split
         tops = tl.load(statistics + index * 2, mask=used, other=-1e30)
         belows = tl.load(statistics + index * 2 + 1, mask=used, other=0.0)
         top = tl.max(tops, axis=0)

@@ -10,13 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _span(length, new, first, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+def _span(length, new, first, tokens, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """The keys that some query of a program sees: from a multiple of ``BLOCK_N`` up to the end.
 
-    Args: keys of the request, its new tokens, the program's first query among them.
+    Args: keys of the request, its new tokens, the program's first query among them, and its number of queries.
     """
     begin = length - new + first
-    last = tl.minimum(begin + TOKENS, length) - 1
+    last = tl.minimum(begin + tokens, length) - 1
     low = 0
     high = length
     if WINDOW > 0:

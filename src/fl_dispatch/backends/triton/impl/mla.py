@@ -28,7 +28,7 @@ LEAST_KEYS = 128
 MOST_SPLITS = 64
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "TABLE_ROW"])
 def _decode(
     query,
     cache,
@@ -183,9 +183,9 @@ def mla_decode(
             (heads, requests, max_query_len),
             (query_start_loc, seq_lens, out, out, partial, statistics),
             (
-                out.stride(0), out.stride(1), heads, kv_lora_rank, False, 0, False, most_new, most_new,
-                power_of_two(splits), block_n, max(16, power_of_two(kv_lora_rank)),
+                out.stride(0), out.stride(1), heads, kv_lora_rank, False, 0, False, power_of_two(most), block_n,
+                max(16, power_of_two(kv_lora_rank)),
             ),
-            sizes=(splits,),
+            sizes=(splits, most_new),
         )  # fmt: skip
     return out

@@ -83,7 +83,7 @@ def _attend(
     return acc, top, below
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LSE_HEAD"])
 def _prefill(
     query,
     key,
@@ -92,6 +92,7 @@ def _prefill(
     key_starts,
     out,
     lse,
+    LSE_HEAD,
     QUERY_TOKEN,
     QUERY_HEAD,
     KEY_TOKEN,
@@ -100,7 +101,6 @@ def _prefill(
     VALUE_HEAD,
     OUT_TOKEN,
     OUT_HEAD,
-    LSE_HEAD,
     SCALE,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -205,9 +205,10 @@ def mla_prefill(
         (query, key, value, query_start_loc, key_start_loc, out, lse),
         (
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            out.stride(0), out.stride(1), lse.stride(0), scale, dim, dim_v, causal, block_m, block_n, block_d,
+            out.stride(0), out.stride(1), scale, dim, dim_v, causal, block_m, block_n, block_d,
             max(16, power_of_two(max(1, dim - block_d))), max(16, power_of_two(dim_v)), "ieee" if wide else "tf32",
         ),
+        sizes=(lse.stride(0),),
         warps=warps,
         stages=stages,
     )  # fmt: skip

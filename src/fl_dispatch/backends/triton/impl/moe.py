@@ -410,7 +410,7 @@ def fused_moe(
     mapped = expert_map is not None
     map_ = topk_ids if expert_map is None else expert_map
     numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
-    plan = _plan(pairs, numbered, hidden_states.dtype is torch.float32)
+    plan = _plan(power_of_two(tokens) * topk, numbered, hidden_states.dtype is torch.float32)
     aligned = pairs * FEW > numbered
     if aligned:
         order = moe_align_block_size(topk_ids, plan.rows, numbered, expert_map)

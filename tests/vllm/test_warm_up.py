@@ -1,0 +1,205 @@
+"""What a GPU's start calls is enough: no batch that the scheduler allows needs a kernel that was not compiled then.
+
+Triton compiles a kernel for each combination of constants, for integers that are 1 or divisible by 16, and for each
+number of warps and stages. The tests compare these keys, which the launchers get on any machine: the tensors are on
+PyTorch's meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from fl_dispatch.backends.triton.impl import alignment, attention, mla, mla_prefill, moe, routing
+from fl_dispatch.backends.triton.impl.launch import Launcher
+from vllm_fl import warm_up
+
+META = torch.device("meta")
+Keys = set[tuple[Any, ...]]
+PROCESSORS = 132
+"""An H200's."""
+LIMITS = [(512, 64, 4), (4096, 8192, 256), (8192, 2048, 64), (131072, 16384, 1024)]
+"""Longest sequence, most tokens and most requests of a batch."""
+
+
+class Recorder:
+    """In the place of a launcher: keeps what would be compiled."""
+
+    def __init__(self, launcher: Launcher, keys: Keys) -> None:
+        self.kernel, self.keys = launcher.kernel, keys
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[Any],
+        *,
+        sizes: Sequence[int] = (),
+        warps: int = 4,
+        stages: int = 3,
+    ) -> None:
+        """Keep the key of a launch."""
+        parameters = self.kernel.params[len(tensors) :]
+        values = [
+            _specialized(parameter, value) for parameter, value in zip(parameters, (*sizes, *numbers), strict=True)
+        ]
+        self.keys.add((self.kernel.__name__, warps, stages, *(tensor.dtype for tensor in tensors), *values))
+
+
+def _specialized(parameter: Any, value: Any) -> Any:
+    """What of a value decides about the compiled code."""
+    if parameter.is_constexpr:
+        return value
+    if parameter.do_not_specialize or not isinstance(value, int):
+        return None
+    return "one" if value == 1 else value % 16 == 0
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """The keys of all launches since it was emptied."""
+    found: Keys = set()
+    for module in (alignment, attention, mla, mla_prefill, moe, routing):
+        for name, launcher in vars(module).items():
+            if isinstance(launcher, Launcher):
+                monkeypatch.setattr(module, name, Recorder(launcher, found))
+    slots = attention.SHORT_PER_PROCESSOR * PROCESSORS
+    for module in (attention, mla):
+        monkeypatch.setattr(module, "_slots", lambda device: slots)
+    return found
+
+
+def config(limits: tuple[int, int, int]) -> Any:
+    """What the warm-up reads of vLLM's configuration."""
+    length, tokens, requests = limits
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=requests),
+        model_config=SimpleNamespace(max_model_len=length),
+    )
+
+
+def integers(*shape: int) -> torch.Tensor:
+    """Integers of some shape."""
+    return torch.empty(shape, dtype=torch.int32, device=META)
+
+
+def paged(shape: tuple[int, int, int], dtype: torch.dtype, queries: Sequence[int], longest: int, width: int) -> None:
+    """Call ``paged_attention``; ``shape`` is heads, key-value heads and the head's size."""
+    heads, kv_heads, dim = shape
+    cache = torch.empty(64, 16, kv_heads, dim, dtype=dtype, device=META)
+    query = torch.empty(sum(queries), heads, dim, dtype=dtype, device=META)
+    table, starts, lengths = integers(len(queries), width), integers(len(queries) + 1), integers(len(queries))
+    attention.paged_attention(query, cache, cache, table, starts, lengths, max(queries), longest, 0.1)
+
+
+def latent(heads: int, dtype: torch.dtype, queries: Sequence[int], longest: int, width: int) -> None:
+    """Call ``mla_decode`` for requests with one new token, else ``mla_prefill`` in its two forms."""
+    starts = integers(len(queries) + 1)
+    if max(queries) == 1:
+        cache = torch.empty(64, 16, 576, dtype=dtype, device=META)
+        query = torch.empty(len(queries), heads, 576, dtype=dtype, device=META)
+        table, lengths = integers(len(queries), width), integers(len(queries))
+        mla.mla_decode(query, cache, table, starts, lengths, 1, longest, 0.1, 512)
+        return
+    query = torch.empty(sum(queries), heads, 192, dtype=dtype, device=META)
+    value = torch.empty(sum(queries), heads, 128, dtype=dtype, device=META)
+    for causal in (True, False):
+        mla_prefill.mla_prefill(query, query, value, starts, starts, max(queries), longest, 0.1, causal=causal)
+
+
+def experts(shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> None:
+    """Call ``topk_softmax`` and ``fused_moe``; ``shape`` is experts and how many of them a token takes."""
+    number, chosen = shape
+    logits = torch.empty(tokens, number, dtype=dtype, device=META)
+    weights, ids = routing.topk_softmax(logits, chosen, True)[:2]
+    states = torch.empty(tokens, 256, dtype=dtype, device=META)
+    w13 = torch.empty(number, 256, 256, dtype=dtype, device=META)
+    w2 = torch.empty(number, 256, 128, dtype=dtype, device=META)
+    moe.fused_moe(states, w13, w2, weights, ids)
+
+
+def batches(limits: tuple[int, int, int]) -> st.SearchStrategy[tuple[list[int], int]]:
+    """New tokens of requests, and the number of keys that is announced: the longest request's, or the largest ever."""
+    length, tokens, requests = limits
+
+    def scheduled(wanted: list[int], longest: int) -> tuple[list[int], int]:
+        ends = [min(end, tokens) for end in accumulate(wanted)]
+        queries = [end - start for start, end in zip([0, *ends], ends, strict=False) if end > start][:requests]
+        queries = [min(new, length) for new in queries]
+        return queries, min(length, max(longest, *queries, 1))
+
+    new_tokens = st.one_of(st.just(1), st.integers(1, 16), st.integers(1, tokens))
+    wanted = st.one_of(st.lists(new_tokens, min_size=1, max_size=20), st.integers(1, requests).map(lambda n: [1] * n))
+    return st.builds(scheduled, wanted, st.one_of(st.integers(1, length), st.just(length)))
+
+
+Call = Callable[[Sequence[int], int, int], None]
+DTYPES = (torch.bfloat16, torch.float32)
+PAGED = [(32, 8, 128), (4, 2, 16), (16, 16, 64), (7, 1, 128), (64, 8, 128)]
+
+
+def compiled_at_start(keys: Keys, limits: tuple[int, int, int], call: Call) -> Keys:
+    """The keys of all calls of the warm-up."""
+    keys.clear()
+    for queries, longest in warm_up._batches(config(limits)):
+        call(queries, longest, -(-longest // 16))
+    return set(keys)
+
+
+def nothing_is_compiled_later(keys: Keys, limits: tuple[int, int, int], call: Call) -> None:
+    """Draw batches and compare."""
+    known = compiled_at_start(keys, limits, call)
+
+    @settings(max_examples=150, deadline=None)
+    @given(batch=batches(limits), width=st.integers(1, 9000))
+    def check(batch: tuple[list[int], int], width: int) -> None:
+        keys.clear()
+        call(*batch, width)
+        assert keys <= known, batch
+
+    check()
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("shape", PAGED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(keys: Keys, shape: tuple[int, int, int], dtype: torch.dtype, limits: tuple[int, int, int]) -> None:
+    nothing_is_compiled_later(keys, limits, lambda *batch: paged(shape, dtype, *batch))
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("heads", [16, 128, 2])
+def test_latent_attention(keys: Keys, heads: int, limits: tuple[int, int, int]) -> None:
+    nothing_is_compiled_later(keys, limits, lambda *batch: latent(heads, torch.bfloat16, *batch))
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("shape", [(128, 8), (64, 6), (8, 2), (256, 8), (60, 4), (100, 3)])
+def test_experts(keys: Keys, shape: tuple[int, int], limits: tuple[int, int, int]) -> None:
+    for tokens in warm_up.token_counts(config(limits)):
+        experts(shape, torch.bfloat16, tokens)
+    known = set(keys)
+
+    @settings(max_examples=300, deadline=None)
+    @given(tokens=st.integers(1, limits[1]))
+    def check(tokens: int) -> None:
+        keys.clear()
+        experts(shape, torch.bfloat16, tokens)
+        assert keys <= known, tokens
+
+    check()
+
+
+def test_a_batch_that_the_start_leaves_out_is_noticed(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_up, "QUERIES", (1,))
+    with pytest.raises(AssertionError):
+        nothing_is_compiled_later(keys, LIMITS[1], lambda *batch: paged(PAGED[0], torch.bfloat16, *batch))
