@@ -2,8 +2,8 @@
 
 vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
 choices are fixed before the former, after some eager batches in which implementations have proven themselves. Those
-batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error of it ends
-the start.
+batches have no KV cache: attention is called for the first time with fixed choices (``warm_up``), and an error of it
+ends the start.
 """
 
 from __future__ import annotations
