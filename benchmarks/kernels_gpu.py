@@ -1,76 +1,29 @@
-"""``fl bench`` and ``fl verify`` with other people's CUDA kernels beside ours, for comparison.
+"""``fl bench`` and ``fl verify`` with kernels beside those that are registered, for comparison.
 
-Registers vLLM's compiled operators and FlashAttention 3 as ``vendor.cuda``, vLLM's Triton kernels as
-``vendor.vllm.triton``, FlagGems as ``default.flagos``, as far as they are there and nobody has done so, and then runs
-``fl`` with the arguments given:
+Registers FlashAttention 3 in the way vLLM calls it (its schedule made once for all layers, and over keys in a row) as
+``vendor.vllm.fa3``, and vLLM's Triton kernels as ``vendor.vllm.triton``, as far as they are there, and then runs ``fl``
+with the arguments given:
 
     python benchmarks/kernels_gpu.py bench --output FILE --plot FILE
 
-vLLM's compiled libraries are found in the installed package ``vllm``, or in the directory ``VLLM_LIBRARIES``. Names are
-those of vLLM 0.26.
+Names are those of vLLM 0.26. Its other compiled operators and FlagGems are backends already: ``vendor.cuda``,
+``default.flagos``.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_dispatch import BackendImplKind, OpImpl, get_default_manager
+from fl_dispatch.backends.vendor.cuda import library
 from fl_dispatch.cli import main
 
-LIBRARIES = ("_C_stable_libtorch.abi3.so", "vllm_flash_attn/_vllm_fa3_C.abi3.so")
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    torch.ops._C.silu_and_mul(out, x)
-    return out
-
-
-def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    (torch.ops._C.gelu_and_mul if approximate == "none" else torch.ops._C.gelu_tanh_and_mul)(out, x)
-    return out
-
-
-def rms_norm(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6) -> Any:
-    if residual is not None:
-        torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
-        return x, residual
-    out = torch.empty_like(x)
-    torch.ops._C.rms_norm(out, x, weight, epsilon)
-    return out
-
-
-def rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> Any:
-    table = cos.as_strided((cos.shape[0], 2 * cos.shape[1]), (2 * cos.shape[1], 1))  # sines lie beside the cosines
-    torch.ops._C.rotary_embedding(position_ids, query, key, query.shape[-1], table, not rotary_interleaved)
-    return query, key
-
-
 _ONE: list[Tensor] = []
-
-
-def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    if not _ONE:
-        _ONE.append(torch.ones((), device=key.device))
-    torch.ops._C_cache_ops.reshape_and_cache_flash(
-        key, value, key_cache, value_cache, slot_mapping, "auto", _ONE[0], _ONE[0]
-    )
 
 
 _schedules: dict[tuple[int, ...], Tensor] = {}
@@ -182,71 +135,26 @@ def mla_prefill(
     return result[0], result[1]
 
 
-VENDOR = (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding, kv_cache_write, paged_attention, mla_prefill)
-TRITON = (fused_moe, mla_decode)
-
-
-def load_libraries() -> bool:
-    spec = importlib.util.find_spec("vllm")
-    found = next(iter(spec.submodule_search_locations or ()), "") if spec else ""
-    directory = Path(os.environ.get("VLLM_LIBRARIES") or found or "/nowhere")
-    present = [directory / name for name in LIBRARIES if (directory / name).exists()]
-    for path in present:
-        torch.ops.load_library(str(path))
-    complete = len(present) == len(LIBRARIES)
-    if not complete:
-        print(f"vLLM's compiled operators are left out: '{directory}' lacks one of {', '.join(LIBRARIES)}")
-    return complete
-
-
-def flaggems() -> dict[str, Callable[..., Any]]:
-    try:
-        from flag_gems.fused.fused_add_rms_norm import fused_add_rms_norm
-        from flag_gems.fused.gelu_and_mul import gelu_and_mul as gelu
-        from flag_gems.fused.rotary_embedding import apply_rotary_pos_emb
-        from flag_gems.fused.silu_and_mul import silu_and_mul as silu
-        from flag_gems.ops.rms_norm import rms_norm as norm
-    except Exception as error:  # an optional competitor: say so and go on
-        print(f"FlagGems is left out: {type(error).__name__}: {error}")
-        return {}
-
-    def silu_and_mul(x: Tensor) -> Tensor:
-        return silu(*x.chunk(2, -1))
-
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        return gelu(*x.chunk(2, -1), approximate)
-
-    def rms_norm(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6) -> Any:
-        if residual is not None:
-            return fused_add_rms_norm(x, residual, list(weight.shape), weight, epsilon)
-        return norm(x, list(weight.shape), weight, epsilon)
-
-    def rotary_embedding(
-        query: Tensor,
-        key: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor,
-        rotary_interleaved: bool = False,
-        inplace: bool = True,
-    ) -> Any:
-        return apply_rotary_pos_emb(query, key, cos, sin, position_ids, rotary_interleaved, inplace)
-
-    return {fn.__name__: fn for fn in (silu_and_mul, gelu_and_mul, rms_norm, rotary_embedding)}
+FLASH_ATTENTION: tuple[Callable[..., Any], ...] = (paged_attention, mla_prefill)
+TRITON: tuple[Callable[..., Any], ...] = (fused_moe, mla_decode)
 
 
 def register() -> None:
+    """Register what is there."""
     manager = get_default_manager()
     manager.ensure_initialized()
-    found = []
-    if load_libraries():
-        found += [OpImpl(fn.__name__, "vendor.cuda", BackendImplKind.VENDOR, fn, vendor="cuda") for fn in VENDOR]
-    if importlib.util.find_spec("vllm") is not None:
-        kind = BackendImplKind.VENDOR
-        found += [OpImpl(fn.__name__, "vendor.vllm.triton", kind, fn, vendor="vllm") for fn in TRITON]
-    found += [OpImpl(name, "default.flagos", BackendImplKind.DEFAULT, fn) for name, fn in flaggems().items()]
-    for impl in found:
-        if manager.registry.get_implementation(impl.op_name, impl.impl_id) is None:
+    found: dict[str, tuple[Callable[..., Any], ...]] = {}
+    if why := library.why_unavailable(library.ATTENTION):
+        print(f"vendor.vllm.fa3 is left out: {why}")
+    else:
+        found["vendor.vllm.fa3"] = FLASH_ATTENTION
+    if importlib.util.find_spec("vllm") is None:
+        print("vendor.vllm.triton is left out: vLLM is not installed")
+    else:
+        found["vendor.vllm.triton"] = TRITON
+    for impl_id, functions in found.items():
+        for fn in functions:
+            impl = OpImpl(fn.__name__, impl_id, BackendImplKind.VENDOR, fn, vendor="vllm")
             manager.registry.register_impl(impl)
 
 
