@@ -297,6 +297,55 @@ def test_calls_from_within_flaggems_are_no_replacement(gems: None) -> None:
     assert replacement.report()["calls"] == {"cumsum": 1, "mm": 1}  # its inner PyTorch call came through the dispatcher
 
 
+def test_a_result_in_the_memory_of_an_argument_is_wrong_where_pytorch_makes_a_copy(
+    gems: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clone(x: Tensor, *, memory_format: Any = None) -> Tensor:
+        return x
+
+    monkeypatch.setattr(flaggems_standin, "CONFIG", (("clone", clone),))
+    sys.modules.update(flaggems_standin.modules())
+    start()
+    x = torch.ones(4)
+    x.clone().zero_()
+    assert x.tolist() == [1, 1, 1, 1]
+    assert "memory of other arguments" in replacement.report()["wrong"]["clone"]
+
+
+def test_no_number_is_one_kind_of_arguments_and_nothing_wrong(gems: None) -> None:
+    start()
+    for _ in range(3):
+        assert (torch.ones(3) + float("nan")).isnan().all()
+    assert (replacement.report()["wrong"], replacement.report()["calls"]) == ({}, {"add.Tensor": 3})
+    assert log.count("add") == 4  # one of them is the check
+
+
+def test_what_a_large_unchecked_call_would_add_to_is_not_given_to_flaggems(
+    gems: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fl_dispatch.backends.flaggems.aten import guard
+
+    tuned = set()
+
+    def mul_(a: Tensor, b: Tensor | float) -> Tensor:
+        """Tunes itself on a real call, by running many times."""
+        before, runs = a.clone(), 1 if a.shape in tuned else 3
+        for _ in range(runs):
+            a.copy_(before.double() * b if a.numel() < 10 else a.double() * b)
+        tuned.add(a.shape)
+        return a
+
+    monkeypatch.setattr(flaggems_standin, "CONFIG", (("mul_.Tensor", mul_), ("mm.out", flaggems_standin.mm_out)))
+    sys.modules.update(flaggems_standin.modules())
+    monkeypatch.setattr(guard, "LARGEST_LATER", 300)
+    start()
+    assert torch.ones(4).mul_(2.0).tolist() == [2] * 4
+    assert torch.ones(1000).mul_(2.0).tolist() == [2] * 1000
+    torch.mm(A, B, out=torch.empty(3, 5))
+    torch.mm(A, torch.ones(4, 100), out=torch.empty(3, 100))  # what is only written bears it
+    assert replacement.report()["calls"] == {"mm.out": 2, "mul_.Tensor": 1}
+
+
 def test_inside_a_capture_a_new_kind_runs_pytorchs_kernel(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_dispatch.backends.flaggems.aten import guard
 
@@ -331,6 +380,45 @@ def test_random_operators_are_refused_even_when_asked_for(gems: None, caplog: py
         start(flagos_whitelist={"exponential_", "mm"})
     assert "not replaced: exponential_: its random numbers" in caplog.text
     assert start(flagos_whitelist={"exponential_"}) == "the lists leave no ATen operator"
+
+
+def test_random_operators_of_another_flaggems_are_refused_too() -> None:
+    random = ("randint", "randint_like", "poisson", "cauchy_", "log_normal_", "normal.float_Tensor", "bernoulli_.float")
+    assert all(names.why_refused(key) for key in random)
+    assert not any(names.why_refused(key) for key in ("mm.out", "sort", "no_such_operator", "mm.no_such_overload"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"),
+    [
+        ({}, logging.INFO),
+        ({"aten_replacement": False}, logging.INFO),
+        ({"flagos_whitelist": {"silu_and_mul"}}, logging.INFO),
+        ({"flagos_whitelist": {"mm"}}, logging.WARNING),
+        ({"aten_replacement": True}, logging.WARNING),
+    ],
+)
+def test_what_was_asked_for_and_is_not_done_is_a_warning(
+    settings: dict[str, Any], level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "why_missing", lambda: "flag_gems is not installed")
+    with caplog.at_level(logging.INFO):
+        start(**settings)
+    (record,) = (record for record in caplog.records if "PyTorch's own" in record.getMessage())
+    assert record.levelno == level
+
+
+def test_that_nothing_could_be_replaced_is_said_with_the_reason(gems: None) -> None:
+    for _ in range(2):
+        why = start(flagos_whitelist={"unheard_of"})
+        assert why.startswith("none of 1 ATen operators could be replaced; 'unheard_of'")
+
+
+def test_what_flaggems_leaves_out_itself_is_reported(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tuple(entry for entry in CONFIG if entry[0] != "cumsum")
+    monkeypatch.setattr(flaggems_standin, "CONFIG", left)  # the table still names it
+    start()
+    assert replacement.report()["skipped"]["cumsum"] == "FlagGems leaves it out on this device"
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

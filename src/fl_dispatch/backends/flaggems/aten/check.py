@@ -76,6 +76,13 @@ def _like(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return memory.as_strided(sizes, strides), memory
 
 
+def aliases(results: Any, arguments: Any) -> list[list[bool]]:
+    """For each tensor among results: in the memory of which tensors among arguments it lies."""
+    places = [leaf.untyped_storage().data_ptr() for leaf in leaves(arguments) if isinstance(leaf, Tensor)]
+    own = [leaf.untyped_storage().data_ptr() for leaf in leaves(results) if isinstance(leaf, Tensor)]
+    return [[bool(place) and place == other for other in places] for place in own]
+
+
 def differs(found: Any, expected: Any) -> str:
     """In words how results differ, or an empty string."""
     ours, theirs = list(leaves(found)), list(leaves(expected))
@@ -86,7 +93,7 @@ def differs(found: Any, expected: Any) -> str:
 
 def _difference(found: Any, expected: Any) -> str:
     if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-        same = type(found) is type(expected) and found == expected
+        same = found is expected or (type(found) is type(expected) and found == expected)  # a NaN is not equal
         return "" if same else f"{found!r}, not {expected!r}"
     if (found.shape, found.dtype, found.device) != (expected.shape, expected.dtype, expected.device):
         return f"{_kind(found)}, not {_kind(expected)}"

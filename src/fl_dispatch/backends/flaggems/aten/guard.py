@@ -8,6 +8,7 @@ are *sealed*, a kind that was not met before runs PyTorch's own kernel, which is
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -90,7 +91,8 @@ class Guard:
         self._kernel = torch.library.get_kernel(f"aten::{key}", state.dispatch_key)
         self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, state.dispatch_key))
         self._places = tuple(str(a.type) in ("Tensor", "Optional[Tensor]") for a in schema.arguments)
-        self._mutates = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self._mutates, self._in_place = bool(written), not all(a.is_out for a in written)
         self._known: dict[Any, bool] = {}  # kind of arguments → whether a graph may capture the call
         self._proven: set[Any] = set()
         self._inside = _Inside(state.inside)
@@ -142,7 +144,8 @@ class Guard:
             return None
         proven = dtypes in self._proven
         if check.size_of(args, kwargs) > (LARGEST_LATER if proven else LARGEST_FIRST):
-            return not self.waits if proven else None
+            # A kernel that is tuned runs many times, which what it only writes bears, and what it adds to does not.
+            return not self.waits if proven and not self._in_place else None
         try:
             with torch.inference_mode():
                 if not self._is_right(args, kwargs):
@@ -175,6 +178,9 @@ class Guard:
         found = self.run(*ours[0], **ours[1])
         if wrong := check.differs(found, expected) or check.differs(ours, theirs):
             self._disable(f"wrong: {wrong}")
+            return False
+        if not self._mutates and check.aliases(found, ours) != check.aliases(expected, theirs):
+            self._disable("wrong: its result is in the memory of other arguments, or of none")
             return False
         return True
 
@@ -226,4 +232,6 @@ def _kind_of(value: Any) -> Any:
         return tuple(map(_kind_of, value))
     if isinstance(value, Mapping):
         return tuple((name, _kind_of(part)) for name, part in value.items())
+    if isinstance(value, float) and math.isnan(value):  # which would be a new kind in every call
+        return type(value), "nan"
     return type(value), value if value.__hash__ is not None else id(value)

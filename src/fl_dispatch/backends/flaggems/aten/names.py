@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
+
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings.names import FLAGGEMS_OPERATORS, known_operators
 
@@ -20,16 +22,15 @@ Table = Mapping[str, str]
 RELATIVES: Mapping[str, tuple[str, ...]] = {"mm": ("addmm",), "bmm": ("baddbmm",), "mv": ("addmv",)}
 """Products with a sum: who does not trust a product does not want it in a linear layer with a bias either."""
 
-_RANDOM = (
-    "bernoulli", "exponential", "multinomial", "native_dropout", "normal", "rand", "rand_like", "randn", "randn_like",
-    "randperm", "uniform",
-)  # fmt: skip
 _RANDOM_REASON = "its random numbers are not PyTorch's: a seed means something else, and captured graphs repeat them"
 
 
 def why_refused(key: str) -> str:
     """Why an operator is never replaced, whatever lists say; empty for others."""
-    return _RANDOM_REASON if _base(key).rstrip("_") in _RANDOM else ""
+    packet = getattr(torch.ops.aten, _base(key), None)
+    operator = getattr(packet, key.partition(".")[2] or "default", None)
+    is_random = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
+    return _RANDOM_REASON if is_random else ""
 
 
 def expand(name: str, table: Table) -> set[str]:

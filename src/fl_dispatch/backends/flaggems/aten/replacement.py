@@ -9,6 +9,7 @@ holds calls that are no replacement. Here only calls count that came through PyT
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Replacement:
         set_replaced_operators(running)
 
     def take_out(self, *keys: str) -> None:
-        """Give operators back to PyTorch. Not from within one of their calls."""
+        """Give operators back to PyTorch. Not while any thread is in one of their calls: it would end the process."""
         for key in keys:
             self.libraries.pop(key)._destroy()  # type: ignore[no-untyped-call]
 
@@ -95,7 +96,7 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
     global _current
     reason = why_not(settings, device)
     asked = _asked(settings)
-    if not reason and _current.asked == asked and _current.state is not None:
+    if not reason and _current.asked == asked and _current.state is not None and not _current.why_not:
         _current.state.sealed = False
         return ""
     remove()
@@ -107,14 +108,15 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
             _fail(settings, error)
         _current.publish()
     if _current.why_not:
-        logger.info("ATen operators are PyTorch's own: %s", _current.why_not)
+        level = logging.WARNING if _is_asked_for(settings) else logging.INFO
+        logger.log(level, "ATen operators are PyTorch's own: %s", _current.why_not)
     else:
         logger.info("ATen operators of FlagGems %s: %d", _version(), len(_current.guards))
     return _current.why_not
 
 
 def settle() -> None:
-    """Take out what was found wrong. Not from within an operator's call."""
+    """Take out what was found wrong. Not while any thread is in an operator's call."""
     _current.take_out(*(key for key in list(_current.libraries) if _current.guards[key].why_disabled))
     _current.publish()
 
@@ -160,11 +162,17 @@ def _asked(settings: Settings) -> tuple[Any, ...]:
     return settings.aten_replacement, settings.flagos_whitelist, settings.flagos_blacklist, settings.strict
 
 
+def _is_asked_for(settings: Settings) -> bool:
+    """Whether a setting, and not the device, says that operators are to be replaced."""
+    listed = settings.flagos_whitelist
+    return bool(settings.aten_replacement) if listed is None else bool(names.aten_names(listed))
+
+
 def _fail(settings: Settings, error: Exception) -> None:
     """FlagGems raised: nothing is replaced."""
     why = f"FlagGems does not load: {type(error).__name__}: {error}"
     remove()
-    if settings.flagos_whitelist is not None or settings.aten_replacement:
+    if _is_asked_for(settings):
         raise DispatchError(f"ATen operators were to be replaced, and {why}") from error
     logger.warning("ATen operators are not replaced: %s", why)
     _current.why_not = why
@@ -186,6 +194,11 @@ def _install(replacement: Replacement, settings: Settings, device: DeviceSpec) -
             library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
         else:
             library.enable(unused=names.functions_without(wanted, table), registrar=registrar)
+    for key in wanted - replacement.guards.keys() - replacement.skipped.keys():
+        replacement.skipped[key] = "FlagGems leaves it out on this device"
+    if not replacement.guards:
+        key = min(wanted)
+        return f"none of {len(wanted)} ATen operators could be replaced; '{key}': {replacement.skipped[key]}"
     return ""
 
 
