@@ -69,4 +69,4 @@ def _batches(vllm_config: VllmConfig) -> Iterator[tuple[tuple[int, ...], int]]:
         if possible and min(queries) > 0:
             keys = DECODE_KEYS if max(queries) == 1 else KEYS
             lengths = {max(queries), length, *(min(length, most) for most in keys)}
-            yield from ((queries, longest) for longest in sorted(lengths) if max(queries) <= longest)
+            yield from ((queries, longest) for longest in sorted(lengths) if max(queries) <= longest <= length)
