@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .aten_operators import replaced_operators
 from .builder import takes_every_call, who_may_run
 from .errors import DispatchFrozenError
 from .failures import ArgumentKind
 from .locking import writers
 from .logger_manager import get_logger
-from .replaced import replaced_operators
 from .selection import Decision, condition_of
 from .types import OpImpl
 
@@ -80,7 +80,7 @@ class Manifest:
             that runs something else than the operator elsewhere.
         reasons: the same keys → why.
         versions: package → version: torch, this one, and those that the implementations come from.
-        aten: operator of PyTorch → the function that replaces it, see :mod:`.replaced`.
+        aten: operator of PyTorch → the function that replaces it, see :mod:`.aten_operators`.
         hash: of choices, versions and replaced operators; equal in processes that run the same.
     """
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .aten_operators import replaced_operators
 from .op_manager import OpManager
 from .private_file import write_private
-from .replaced import replaced_operators
 from .selection import FLAGGEMS_ID
 from .settings import Settings
 

@@ -86,7 +86,7 @@ class WorkerFL(Worker):
             logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
         get_default_manager().lockstep = get_world_group().world_size > 1
         replacement.seal()
-        if not replacement.report()["why_not"]:
+        if replacement.is_active():
             self._leave_record()  # with what was called
         set_random_seed(self.model_config.seed)
 

@@ -50,7 +50,7 @@ class GPUWorkerFL(WorkerFL):
         """Capture the graphs, and run what vLLM runs before it serves."""
         calls = warm_up.attention(self.get_model(), self.vllm_config)
         logger.info("attention is warm: %d calls", calls)
-        if not replacement.report()["why_not"]:
+        if replacement.is_active():
             self._warm_up_replaced()
         times = super().compile_or_warm_up_model()
         self._finish_start()

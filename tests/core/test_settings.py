@@ -115,9 +115,6 @@ def test_aten_replacement(platform: Write) -> None:
     assert load().aten_replacement is False
     assert str(load().origin("aten_replacement")) == "chip.yaml (platform), line 1"
     assert load(VLLM_FL_ATEN_REPLACEMENT="1").aten_replacement is True
-    assert load(VLLM_FL_FLAGOS_WHITELIST="mm").aten_replacement is None
-    assert load(VLLM_FL_FLAGOS_WHITELIST="mm", VLLM_FL_ATEN_REPLACEMENT="0").aten_replacement is False
-    assert load(VLLM_FL_FLAGOS_BLACKLIST="mm").aten_replacement is False
 
 
 @pytest.mark.parametrize("value", ["flagos", "vendor", "reference"])
@@ -620,9 +617,7 @@ def test_a_broken_platform_file_is_refused(platform: Callable[[str], None]) -> N
 def test_the_platform_files_are_right(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert name in config.list_platforms()
     found = config.load_platform_config(name)
-    assert found["prefer"] == "flagos"
-    assert found.keys() - {"aten_replacement"} == {"prefer"}
-    assert found.get("aten_replacement") is (False if name == "cuda" else None)
+    assert found == {"prefer": "flagos"}
     assert not caplog.records
 
 

@@ -128,7 +128,6 @@ def load_settings(environ: Mapping[str, str] | None = None, *, prefixes: tuple[s
             found.take(item, file)
     if config_path is None:
         _prefer_beats_tuning(environment, found)
-        _list_beats_platform(environment, found)
     return found.settings()
 
 
@@ -197,13 +196,6 @@ def _prefer_beats_tuning(environment: _Environment, found: _Found) -> None:
         logger.info("op_tuned (%s) is left out, because the %s is set", found.origins["op_tuned"], place.name)
         del found.values["op_tuned"]
         found.origins = {key: o for key, o in found.origins.items() if key.partition(".")[0] != "op_tuned"}
-
-
-def _list_beats_platform(environment: _Environment, found: _Found) -> None:
-    """Drop the platform's ``aten_replacement`` where a white-list is set: ATen's operators in it are asked for."""
-    if environment.place("flagos_whitelist") is not None and environment.place("aten_replacement") is None:
-        found.values.pop("aten_replacement", None)
-        found.origins.pop("aten_replacement", None)
 
 
 def _warn_ignored(item: Item, environment: _Environment, config_path: Path) -> None:

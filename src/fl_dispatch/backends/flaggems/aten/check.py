@@ -24,6 +24,8 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
 }
 """Of the largest element, and of each; what has another dtype must be equal."""
+CHUNK = 1 << 22
+"""Elements that are compared at once: 32 MiB in float64."""
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -37,9 +39,9 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Bytes of the tensors among arguments."""
-    return sum(t.numel() * t.element_size() for t in leaves((args, kwargs)) if isinstance(t, Tensor))
+def size_of(values: Any) -> int:
+    """Bytes of the tensors among arguments or results."""
+    return sum(t.numel() * t.element_size() for t in leaves(values) if isinstance(t, Tensor))
 
 
 def randomized(args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> Arguments:
@@ -102,27 +104,41 @@ def _difference(found: Any, expected: Any) -> str:
     if _strides(found) != _strides(expected):
         return f"strides {found.stride()}, not {expected.stride()}"
     if expected.dtype not in TOLERANCE:
-        wrong = int((found != expected).sum())
+        wrong = sum(int((ours != theirs).sum()) for ours, theirs in _chunks(found, expected))
         return f"{wrong} of {expected.numel()} elements differ" if wrong else ""
     return _distance(found, expected, TOLERANCE[expected.dtype])
 
 
 def _distance(found: Tensor, expected: Tensor, tolerance: float) -> str:
-    ours, theirs = found.double(), expected.double()
-    finite = theirs.isfinite()
-    if not torch.equal(ours.nan_to_num(0.0, 1.0, -1.0)[~finite], theirs.nan_to_num(0.0, 1.0, -1.0)[~finite]) or bool(
-        (ours.isfinite() != finite).any()
-    ):
-        return "other elements are infinite or no number"
-    if not bool(finite.any()):
-        return ""
-    ours, theirs = ours[finite], theirs[finite]
-    scale = min(float(theirs.abs().max()), 1e300)
-    distance = (ours - theirs).abs() - tolerance * theirs.abs()
-    worst = float(distance.max())
+    scale = worst = farthest = 0.0
+    for part in _chunks(found, expected):
+        ours, theirs = (tensor.double() for tensor in part)
+        finite = theirs.isfinite()
+        if not torch.equal(ours.nan_to_num(0.0, 1.0, -1.0)[~finite], theirs.nan_to_num(0.0, 1.0, -1.0)[~finite]) or (
+            bool((ours.isfinite() != finite).any())
+        ):
+            return "other elements are infinite or no number"
+        if not bool(finite.any()):
+            continue
+        ours, theirs = ours[finite], theirs[finite]
+        apart = (ours - theirs).abs()
+        scale = max(scale, float(theirs.abs().max()))
+        farthest = max(farthest, float(apart.max()))
+        worst = max(worst, float((apart - tolerance * theirs.abs()).max()))
+    scale = min(scale, 1e300)
     if worst <= tolerance * max(scale, math.ulp(0.0)):
         return ""
-    return f"{float((ours - theirs).abs().max()):.3g} off, where the largest element is {scale:.3g}"
+    return f"{farthest:.3g} off, where the largest element is {scale:.3g}"
+
+
+def _chunks(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors of one shape in pieces of about :data:`CHUNK` elements, along the longest dimension; no copies."""
+    if expected.numel() <= CHUNK:
+        yield found, expected
+        return
+    longest = max(range(expected.dim()), key=lambda dim: expected.shape[dim])
+    length = max(1, CHUNK * expected.shape[longest] // expected.numel())
+    yield from zip(torch.split(found, length, longest), torch.split(expected, length, longest), strict=True)
 
 
 def _kind(tensor: Tensor) -> str:

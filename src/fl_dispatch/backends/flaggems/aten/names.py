@@ -39,8 +39,10 @@ def expand(name: str, table: Table) -> set[str]:
     ``mm.out`` is that key, and ``mm.default`` the key ``mm``. A name without an overload is every overload of the
     operator, in place too (``add``: ``add.Tensor``, ``add_.Tensor``), without regard to a leading underscore
     (``softmax``: ``_softmax``), everything else that the same functions of FlagGems serve (``div``: ``true_divide.*``),
-    and :data:`RELATIVES`. A name that ends in ``_`` is the operator in place only.
+    and :data:`RELATIVES`. A name that ends in ``_`` is the operator in place only. ``aten::mm``, as the list of what
+    runs has it, is ``mm``.
     """
+    name = name.removeprefix("aten::")
     if "." in name:
         exact = name.removesuffix(".default")
         return {exact} & table.keys()

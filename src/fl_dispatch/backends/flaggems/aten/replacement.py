@@ -1,40 +1,39 @@
 """Puts FlagGems in the place of ATen operators, and takes it away again: state of the process, owned by a worker.
 
 FlagGems' ``enable`` and ``only_enable`` walk its table, with its exceptions for a vendor; they are given a registrar of
-ours, which puts a :class:`.guard.Guard` in the dispatcher, one library an operator. So one operator can be taken out,
-and all can. FlagGems' own record, a log of every function it runs, stays off: it is one file for all processes, and
-holds calls that are no replacement. Here only calls count that came through PyTorch's dispatcher.
+ours, which puts a :class:`.guard.Guard` in the operator's :class:`.slot.Slot`. So one operator can be taken out, and
+all can, at any time: a slot without a guard is PyTorch's own kernel. FlagGems' own record, a log of every function it
+runs, stays off: it is one file for all processes, and holds calls that are no replacement. Here only calls count that
+came through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import Any
 
-import torch
-
+from fl_dispatch.aten_operators import set_replaced_operators
 from fl_dispatch.backends.flaggems.library import gems
 from fl_dispatch.device import DeviceSpec
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.replaced import set_replaced_operators
 from fl_dispatch.settings import Settings
 
 from . import names
 from .decision import why_not
 from .guard import Guard, State
+from .slot import Slot, slot_of
 
 logger = get_logger(__name__)
 
 
 @dataclass
-class Replacement:
+class Installation:
     """What is in place.
 
     Args:
@@ -48,7 +47,7 @@ class Replacement:
     asked: Any = None
     guards: dict[str, Guard] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    libraries: dict[str, torch.library.Library] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
     state: State | None = None
 
     def publish(self) -> None:
@@ -61,9 +60,9 @@ class Replacement:
         set_replaced_operators(running)
 
     def take_out(self, *keys: str) -> None:
-        """Give operators back to PyTorch. Not while any thread is in one of their calls: it would end the process."""
+        """Give operators back to PyTorch. A call that is under way ends as it began."""
         for key in keys:
-            self.libraries.pop(key)._destroy()  # type: ignore[no-untyped-call]
+            self.slots.pop(key).guard = None
 
     def report(self) -> dict[str, Any]:
         """The state as plain data, see :func:`report`."""
@@ -72,8 +71,8 @@ class Replacement:
             "why_not": self.why_not,
             "sealed": self.state is not None and self.state.sealed,
             "replaced": sorted(running),
-            "calls": {key: guard.calls for key, guard in sorted(running.items()) if guard.calls},
-            "native": {key: guard.native for key, guard in sorted(running.items()) if guard.native},
+            "calls": {key: guard.calls for key, guard in sorted(self.guards.items()) if guard.calls},
+            "native": {key: guard.native for key, guard in sorted(self.guards.items()) if guard.native},
             "waits": sorted(key for key, guard in running.items() if guard.waits),
             "wrong": {key: g.why_disabled for key, g in sorted(self.guards.items()) if g.why_disabled},
             "skipped": dict(sorted(self.skipped.items())),
@@ -81,7 +80,7 @@ class Replacement:
 
 
 _NOTHING = "no worker has started in this process"
-_current = Replacement(_NOTHING)
+_current = Installation(_NOTHING)
 
 
 def replace(settings: Settings, device: DeviceSpec) -> str:
@@ -100,7 +99,7 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
         _current.state.sealed = False
         return ""
     remove()
-    _current = Replacement(reason, asked)
+    _current = Installation(reason, asked)
     if not reason:
         try:
             _current.why_not = _install(_current, settings, device)
@@ -116,8 +115,8 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
 
 
 def settle() -> None:
-    """Take out what was found wrong. Not while any thread is in an operator's call."""
-    _current.take_out(*(key for key in list(_current.libraries) if _current.guards[key].why_disabled))
+    """Take out what was found wrong."""
+    _current.take_out(*(key for key in list(_current.slots) if _current.guards[key].why_disabled))
     _current.publish()
 
 
@@ -133,17 +132,22 @@ def seal() -> None:
 def remove() -> None:
     """Give every operator back to PyTorch."""
     global _current
-    _current.take_out(*list(_current.libraries))
-    _current = Replacement(_NOTHING)
+    _current.take_out(*list(_current.slots))
+    _current = Installation(_NOTHING)
     set_replaced_operators({})
+
+
+def is_active() -> bool:
+    """Whether operators are replaced in this process."""
+    return not _current.why_not
 
 
 def report() -> dict[str, Any]:
     """What is in place, as plain data.
 
     ``why_not``; ``sealed``; ``replaced``: keys; ``calls``: key → how often FlagGems ran; ``native``: key → how often
-    PyTorch's kernel ran, for a kind of arguments that is new; ``waits``: keys that graphs do not capture, because
-    FlagGems waits for the device; ``wrong`` and ``skipped``: key → why it is not replaced.
+    PyTorch's kernel ran, for a kind of arguments that is new, or because FlagGems raised; ``waits``: keys that graphs
+    do not capture, because FlagGems waits for the device; ``wrong`` and ``skipped``: key → why it is not replaced.
     """
     return _current.report()
 
@@ -178,31 +182,29 @@ def _fail(settings: Settings, error: Exception) -> None:
     _current.why_not = why
 
 
-def _install(replacement: Replacement, settings: Settings, device: DeviceSpec) -> str:
+def _install(installation: Installation, settings: Settings, device: DeviceSpec) -> str:
     library = gems()
     if library.device != device.torch_type:
         return f"FlagGems works on '{library.device}', this device is '{device.torch_type}'"
     table = {item[0]: name for name, items in library.FULL_CONFIG_BY_FUNC.items() for item in items}
-    wanted = _wanted(replacement, settings, table)
+    wanted = _wanted(installation, settings, table)
     if not wanted:
         return "the lists leave no ATen operator"
-    replacement.state = State(device.dispatch_key, device.torch_type == "cuda", settings.strict, _note_disabled)
-    registrar = _registrar(frozenset(wanted), replacement)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch says that a kernel is overridden, once, for one operator
-        if settings.flagos_whitelist is not None:
-            library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
-        else:
-            library.enable(unused=names.functions_without(wanted, table), registrar=registrar)
-    for key in wanted - replacement.guards.keys() - replacement.skipped.keys():
-        replacement.skipped[key] = "FlagGems leaves it out on this device"
-    if not replacement.guards:
+    installation.state = State(device.torch_type == "cuda", settings.strict, _note_disabled)
+    registrar = _registrar(frozenset(wanted), installation, device.dispatch_key)
+    if settings.flagos_whitelist is not None:
+        library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
+    else:
+        library.enable(unused=names.functions_without(wanted, table), registrar=registrar)
+    for key in wanted - installation.guards.keys() - installation.skipped.keys():
+        installation.skipped[key] = "FlagGems leaves it out on this device"
+    if not installation.guards:
         key = min(wanted)
-        return f"none of {len(wanted)} ATen operators could be replaced; '{key}': {replacement.skipped[key]}"
+        return f"none of {len(wanted)} ATen operators could be replaced; '{key}': {installation.skipped[key]}"
     return ""
 
 
-def _wanted(replacement: Replacement, settings: Settings, table: names.Table) -> set[str]:
+def _wanted(installation: Installation, settings: Settings, table: names.Table) -> set[str]:
     """The keys that the lists leave."""
     if settings.flagos_whitelist is not None:
         source = str(settings.origin("flagos_whitelist"))
@@ -210,33 +212,32 @@ def _wanted(replacement: Replacement, settings: Settings, table: names.Table) ->
     else:
         source = str(settings.origin("flagos_blacklist"))
         wanted = table.keys() - names.expand_all(settings.flagos_blacklist, table, source, deny=True)
-    replacement.skipped = {key: why for key in wanted if (why := names.why_refused(key))}
-    if settings.flagos_whitelist is not None and replacement.skipped:
-        logger.warning("%s: not replaced: %s: %s", source, ", ".join(sorted(replacement.skipped)),
-                       next(iter(replacement.skipped.values())))  # fmt: skip
-    return set(wanted) - replacement.skipped.keys()
+    installation.skipped = {key: why for key in wanted if (why := names.why_refused(key))}
+    if settings.flagos_whitelist is not None and installation.skipped:
+        logger.warning("%s: not replaced: %s: %s", source, ", ".join(sorted(installation.skipped)),
+                       next(iter(installation.skipped.values())))  # fmt: skip
+    return set(wanted) - installation.skipped.keys()
 
 
-def _registrar(wanted: frozenset[str], replacement: Replacement) -> type:
-    """A subclass of FlagGems' ``Register`` that puts guards in the dispatcher."""
+def _registrar(wanted: frozenset[str], installation: Installation, dispatch_key: str) -> type:
+    """A subclass of FlagGems' ``Register`` that puts guards in slots."""
     register: type = importlib.import_module("flag_gems.runtime.register").Register
-    state = replacement.state
+    state = installation.state
     assert state is not None
 
     def register_impl(self: Any, key: str, fn: Callable[..., Any]) -> None:
         if key not in wanted:  # another overload that the same function serves
             return
         try:
-            guard = Guard(key, fn, state)
-            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            library.impl(key, guard, state.dispatch_key)  # type: ignore[no-untyped-call]
+            slot = slot_of(key, dispatch_key)
         except Exception as error:  # an operator or a kernel that this PyTorch does not have
-            replacement.skipped[key] = f"{type(error).__name__}: {error}"
+            installation.skipped[key] = f"{type(error).__name__}: {error}"
             logger.debug("ATen operator '%s' is not replaced: %s", key, error)
             return
         self.all_ops.append(fn.__name__)
         self.all_keys.append(key)
-        replacement.guards[key], replacement.libraries[key] = guard, library
+        guard = installation.guards[key] = Guard(slot, fn, state)
+        installation.slots[key], slot.guard = slot, guard
 
     return type("GuardingRegister", (register,), {"register_impl": register_impl})
 
