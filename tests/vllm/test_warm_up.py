@@ -159,7 +159,7 @@ def nothing_is_compiled_later(keys: Keys, limits: tuple[int, int, int], call: Ca
     """Draw batches and compare."""
     known = compiled_at_start(keys, limits, call)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(batch=batches(limits), width=st.integers(1, 9000))
     def check(batch: tuple[list[int], int], width: int) -> None:
         keys.clear()
@@ -189,7 +189,7 @@ def test_experts(keys: Keys, shape: tuple[int, int], limits: tuple[int, int, int
         experts(shape, torch.bfloat16, tokens)
     known = set(keys)
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(tokens=st.integers(1, limits[1]))
     def check(tokens: int) -> None:
         keys.clear()
