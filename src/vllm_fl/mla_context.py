@@ -41,20 +41,24 @@ class ContextChunk:
 def context_chunks(prefill: MLACommonPrefillMetadata) -> Sequence[ContextChunk]:
     """The chunks of a batch's cached context, without waiting for the device.
 
-    In vLLM 0.26 a chunk has rows of all requests, of some of them perhaps none, and is a row of the plan's tensors.
+    In vLLM 0.26 a chunk has rows of all requests, of some of them perhaps none, and is a row of the plan's tensors; its
+    description is kept on the plan, for the other layers of the step.
     """
     plan = prefill.chunked_context
     if plan is None:
         return ()
     if hasattr(plan, "chunks"):
         return plan.chunks
-    every, new = slice(None), (prefill.query_start_loc, prefill.max_query_len)
-    tensors = zip(plan.cu_seq_lens, plan.starts, plan.token_to_seq, strict=True)
-    sizes = zip(plan.seq_tot, plan.max_seq_lens, strict=True)
-    return [
-        ContextChunk(every, every, *new, row_starts, positions, longest, request[:rows])
-        for (row_starts, positions, request), (rows, longest) in zip(tensors, sizes, strict=True)
-    ]
+    chunks: list[ContextChunk] | None = getattr(plan, "fl_chunks", None)
+    if chunks is None:
+        every, new = slice(None), (prefill.query_start_loc, prefill.max_query_len)
+        tensors = zip(plan.cu_seq_lens, plan.starts, plan.token_to_seq, strict=True)
+        sizes = zip(plan.seq_tot, plan.max_seq_lens, strict=True)
+        chunks = plan.fl_chunks = [
+            ContextChunk(every, every, *new, row_starts, positions, longest, request[:rows])
+            for (row_starts, positions, request), (rows, longest) in zip(tensors, sizes, strict=True)
+        ]
+    return chunks
 
 
 def context_rows(kv_cache: Tensor, block_table: Tensor, chunk: ContextChunk) -> Tensor:
