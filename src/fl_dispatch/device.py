@@ -55,6 +55,9 @@ class DeviceSpec:
         manual_seed: seeds the random generators of all devices.
         synchronize: waits for everything that was launched.
         empty_cache: gives cached memory back.
+        is_capturing: whether a graph is being captured in this thread's current stream. Must not create a device
+            context. By default ``torch.<torch_type>.is_current_stream_capturing`` is asked; a device whose PyTorch
+            module has no such function never captures.
     """
 
     name: str
@@ -76,6 +79,17 @@ class DeviceSpec:
     manual_seed: Callable[[int], None] = _nothing
     synchronize: Callable[[], None] = _nothing
     empty_cache: Callable[[], None] = _nothing
+    is_capturing: Callable[[], bool] | None = None
+
+    def captures(self) -> bool:
+        """Whether a graph is being captured in this thread's current stream: what :attr:`is_capturing` says."""
+        if self.is_capturing is not None:
+            return self.is_capturing()
+        module = getattr(torch, self.torch_type, None)
+        ask, initialized = (getattr(module, name, None) for name in ("is_current_stream_capturing", "is_initialized"))
+        if ask is None or (initialized is not None and not initialized()):
+            return False
+        return bool(ask())
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .device import CUDA, detect_device
 from .errors import NotSupported, text_of
 from .locking import writers
 from .logger_manager import get_logger
@@ -180,10 +181,8 @@ def is_dead_device(error: BaseException) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a device graph is being captured in this thread's stream."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    return torch.cuda.is_current_stream_capturing()
+    """Whether a graph is being captured in this thread's stream, of this machine's device or of a CUDA device."""
+    return detect_device().captures() or CUDA.captures()
 
 
 def _parts(error: BaseException) -> list[BaseException]:

@@ -96,6 +96,9 @@ class Manifest:
         object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
         object.__setattr__(self, "hash", hashlib.sha256(text.encode()).hexdigest()[:16])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Manifest.from_data, (self.as_data(),)  # its mappings are views, which pickle refuses
+
     def as_data(self) -> dict[str, Any]:
         """The manifest as plain data, for other processes and files."""
         return {

@@ -1,4 +1,4 @@
-"""Whether all ranks of an engine chose the same implementations: vLLM's groups for :mod:`fl_dispatch.hosting.ranks`."""
+"""Whether all ranks of an engine run the same: vLLM's groups for :mod:`fl_dispatch.hosting.ranks`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def same_layers(model_config: ModelConfig) -> GroupCoordinator:
 def refuse_divergence(group: GroupCoordinator) -> None:
     """Compare this rank's choices with all others', and those for layers within a group. Every rank must call it."""
     ranks.refuse_divergence(get_world_group().cpu_group, group.cpu_group)
+
+
+def agree_on_replaced_operators() -> None:
+    """What FlagGems gets wrong on one rank is PyTorch's on all: ATen operators. Every rank must call it."""
+    ranks.agree_on_replaced_operators(get_world_group().cpu_group)
 
 
 def refuse_other_manifest(manifest: Manifest, group: GroupCoordinator) -> None:

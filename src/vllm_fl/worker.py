@@ -38,7 +38,7 @@ class WorkerFL(Worker):
         compat.silence_accelerator()
         startup.adopt(vllm_config.additional_config)
         startup.activate()
-        layers.register(get_settings())
+        layers.register(get_settings(), in_worker=True)
         kv_layout.choose(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 
@@ -72,7 +72,7 @@ class WorkerFL(Worker):
 
     def _freeze(self) -> None:
         """Fix every choice, before anything is compiled or captured."""
-        replacement.settle()
+        ranks.agree_on_replaced_operators()
         model, manifest = self.get_model(), freeze_dispatch()
         ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)
@@ -85,6 +85,7 @@ class WorkerFL(Worker):
         if compile.is_compiled(self.vllm_config):
             logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
         get_default_manager().lockstep = get_world_group().world_size > 1
+        ranks.agree_on_replaced_operators()  # what came after the manifest: batches that compile, sizes of graphs
         replacement.seal()
         if replacement.is_active():
             self._leave_record()  # with what was called

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib.util
 import json
 import logging
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,8 +35,9 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.settings import Settings, load_settings
 
-CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip")
-"""A device of its own whose tensors are the CPU's."""
+capturing = False
+CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip", is_capturing=lambda: capturing)
+"""A device of its own whose tensors are the CPU's, and which captures graphs while :data:`capturing` is set."""
 TABLE = {key: fn.__name__ for key, fn in CONFIG}
 A, B = torch.randn(3, 4), torch.randn(4, 5)
 
@@ -224,10 +227,17 @@ def test_what_a_wrong_kernel_would_overwrite_is_not_overwritten(gems: None) -> N
     assert list(replacement.report()["wrong"]) == ["mul_.Tensor"]
 
 
-def test_a_kernel_that_raises_is_left_to_pytorch(gems: None) -> None:
+def test_a_kernel_that_always_raises_is_left_to_pytorch_once_learning_ends(gems: None) -> None:
     start()
-    assert torch.softmax(A, -1).sum().item() == pytest.approx(3)
-    assert replacement.report()["wrong"] == {"_softmax": "ValueError: no kernel for this shape"}
+    for _ in range(2):
+        assert torch.softmax(A, -1).sum().item() == pytest.approx(3)
+    found = replacement.report()
+    assert found["declined"] == {"_softmax": "1 kind of arguments, last ValueError: no kernel for this shape"}
+    assert (found["wrong"], found["native"], log.count("softmax")) == ({}, {"_softmax": 2}, 1)
+    replacement.settle()
+    found = replacement.report()
+    assert (found["wrong"], found["declined"]) == ({"_softmax": "ValueError: no kernel for this shape"}, {})
+    assert "aten::_softmax" not in replaced_operators()
 
 
 def test_strict_ends_the_start(gems: None) -> None:
@@ -298,6 +308,28 @@ def test_what_is_read_and_written_at_once_is_pytorchs(gems: None) -> None:
     torch.mm(square, square + 1, out=square)
     found = replacement.report()
     assert (found["calls"]["mm.out"], found["native"]["mm.out"]) == (1, 1)
+
+
+def test_a_product_with_its_own_transpose_is_a_kind_of_its_own(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        log.append("one" if a.data_ptr() == b.data_ptr() else "two")
+        return flaggems_standin.mm(a, b)
+
+    monkeypatch.setattr(flaggems_standin, "CONFIG", (("mm", mm),))
+    sys.modules.update(flaggems_standin.modules())
+    start()
+    square, other = torch.randn(4, 4), torch.randn(4, 4)
+    torch.mm(square, square.T)
+    assert [entry for entry in log if entry != "mm"] == ["one", "one"]  # the check, and the call
+    replacement.remove()
+    start()
+    torch.mm(square, other.T)
+    replacement.seal()
+    log.clear()
+    torch.mm(square, square.T)
+    assert log == []
+    torch.mm(square, other.T)
+    assert log == ["two", "mm"]
 
 
 def test_calls_from_within_flaggems_are_no_replacement(gems: None) -> None:
@@ -380,15 +412,119 @@ def test_results_beyond_the_limit_exist_once(gems: None, monkeypatch: pytest.Mon
 
 
 def test_inside_a_capture_a_new_kind_runs_pytorchs_kernel(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fl_dispatch.backends.flaggems.aten import guard
-
     start()
     torch.mm(A, B)
-    monkeypatch.setattr(guard, "is_capturing", lambda: True)
+    monkeypatch.setattr(sys.modules[__name__], "capturing", True)
     torch.mm(A, B)
     torch.mm(A[:1], B)
     found = replacement.report()
     assert (found["calls"], found["native"]) == ({"mm": 2}, {"mm": 1})
+
+
+# -- kinds of arguments that FlagGems does not take -------------------------------------------------------------------
+
+
+@pytest.fixture
+def narrow(gems: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlagGems' ``cumsum`` takes even lengths only, and its ``mm`` no more than three rows."""
+
+    def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        log.append("cumsum")
+        if x.shape[0] % 2:
+            raise NotImplementedError("odd")
+        return x.flip(dim).flip(dim).cumsum(dim)
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        return flaggems_standin.mm(a, b) if a.shape[0] <= 3 else torch.zeros(a.shape[0], b.shape[1])
+
+    monkeypatch.setattr(flaggems_standin, "CONFIG", (("cumsum", cumsum), ("mm", mm)))
+    sys.modules.update(flaggems_standin.modules())
+
+
+def test_a_kind_for_which_flaggems_raises_is_pytorchs_and_others_stay(
+    narrow: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    start()
+    with caplog.at_level(logging.INFO):
+        for length in (1, 2, 3, 1, 2, 3):
+            assert torch.ones(length).cumsum(0).tolist() == list(range(1, length + 1))
+    assert log.count("cumsum") == 2 + 3  # each odd length once, and the even one for its check and for two calls
+    (record,) = (record for record in caplog.records if "cumsum" in record.getMessage())
+    assert record.levelno == logging.INFO  # every answer is right, and the operator runs
+    assert record.getMessage() == (
+        "ATen operator 'cumsum': arguments for which FlagGems' raises are PyTorch's: NotImplementedError: odd"
+    )
+    replacement.seal()
+    found = replacement.report()
+    assert (found["calls"], found["native"], found["wrong"]) == ({"cumsum": 2}, {"cumsum": 4}, {})
+    assert found["declined"] == {"cumsum": "2 kinds of arguments, last NotImplementedError: odd"}
+    assert "cumsum" in found["replaced"]
+    torch.ones(1).cumsum(0)
+    torch.ones(2).cumsum(0)
+    assert log.count("cumsum") == 6
+
+
+def test_numbers_in_the_place_of_tensors_for_which_flaggems_raises_are_one_kind(
+    gems: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(a: Tensor, b: Tensor | float, *, alpha: float = 1) -> Tensor:
+        log.append("add")
+        if isinstance(b, float):
+            raise AttributeError("'float' object has no attribute 'shape'")
+        return a - (-b)
+
+    monkeypatch.setattr(flaggems_standin, "CONFIG", (("add.Tensor", add),))
+    sys.modules.update(flaggems_standin.modules())
+    start()
+    for number in range(40):
+        assert (torch.ones(2) + number / 2).tolist() == [1 + number / 2] * 2
+    assert (torch.ones(2) + torch.ones(2)).tolist() == [2, 2]
+    assert len(log) == 3
+    found = replacement.report()
+    assert (found["native"], found["calls"], found["wrong"]) == ({"add.Tensor": 40}, {"add.Tensor": 1}, {})
+
+
+def test_a_kind_for_which_flaggems_is_wrong_bans_the_operator(narrow: None) -> None:
+    start()
+    torch.mm(A, B)
+    torch.mm(torch.ones(4, 4), B)
+    assert list(replacement.report()["wrong"]) == ["mm"]
+    log.clear()
+    torch.mm(A, B)
+    assert log == []
+
+
+def test_an_operator_that_raises_for_many_kinds_is_pytorchs_altogether(narrow: None) -> None:
+    from fl_dispatch.backends.flaggems.aten.guard import MOST_DECLINED
+
+    start()
+    torch.ones(2).cumsum(0)
+    for number in range(MOST_DECLINED + 1):
+        assert replacement.report()["wrong"] == {}
+        torch.ones(2 * number + 1).cumsum(0)
+    assert replacement.report()["wrong"] == {"cumsum": "NotImplementedError: odd (the last of 17 kinds of arguments)"}
+    assert replacement.report()["declined"] == {}
+
+
+def test_with_strict_a_kind_for_which_flaggems_raises_ends_the_start(narrow: None) -> None:
+    start(strict=True)
+    with pytest.raises(DispatchError, match="strict: FlagGems' ATen operator 'cumsum' raised NotImplementedError: odd"):
+        torch.ones(3).cumsum(0)
+
+
+def test_an_unchecked_large_kind_for_which_flaggems_raises_is_pytorchs(
+    narrow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fl_dispatch.backends.flaggems.aten import guard
+
+    start()
+    torch.ones(2).cumsum(0)
+    monkeypatch.setattr(guard, "LARGEST_LATER", 8)
+    for _ in range(2):
+        assert torch.ones(3).cumsum(0).tolist() == [1, 2, 3]
+    assert torch.ones(4).cumsum(0).tolist() == [1, 2, 3, 4]
+    found = replacement.report()
+    assert (found["calls"], found["native"], found["wrong"]) == ({"cumsum": 2}, {"cumsum": 2}, {})
 
 
 # -- errors of kinds that were right before ---------------------------------------------------------------------------
@@ -461,12 +597,10 @@ def test_with_strict_an_error_of_a_known_kind_is_the_callers(failing: list[BaseE
 def test_inside_a_capture_an_error_is_the_callers(
     failing: list[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fl_dispatch.backends.flaggems.aten import guard
-
     start()
     torch.mm(A, B)
     failing.append(ValueError("shared memory"))
-    monkeypatch.setattr(guard, "is_capturing", lambda: True)
+    monkeypatch.setattr(sys.modules[__name__], "capturing", True)
     with pytest.raises(ValueError, match="shared memory"):
         torch.mm(A, B)
 
@@ -701,3 +835,13 @@ def test_the_manifest_the_list_the_report_and_the_record_name_what_is_replaced(
     line = "2 replaced by FlagGems; called: mm 1; wrong and left to PyTorch: addmm"
     assert runs.recorded()[0].aten == line
     assert examine()["runs"][0][-1] == line
+
+
+def test_a_manifest_can_be_pickled_and_copied(gems: None) -> None:
+    start(flagos_whitelist={"mm"})
+    manifest = freeze_dispatch()
+    thaw_dispatch()
+    for other in (pickle.loads(pickle.dumps(manifest)), copy.deepcopy(manifest)):
+        assert other == manifest
+        assert (other.hash, other.as_data()) == (manifest.hash, manifest.as_data())
+        assert "aten::mm" in other.aten

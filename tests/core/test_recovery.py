@@ -23,6 +23,7 @@ from fl_dispatch import (
     with_strict_mode,
 )
 from fl_dispatch.backends.reference.reference import ReferenceBackend
+from fl_dispatch.device import CPU
 from fl_dispatch.failures import is_dead_device, is_out_of_memory
 from fl_dispatch.ops import OPERATORS, Access, Sample
 
@@ -628,6 +629,15 @@ def test_inside_a_graph_capture_nothing_falls_back(monkeypatch: pytest.MonkeyPat
         with pytest.raises(RuntimeError, match="boom"):
             manager.call("silu_and_mul", x())
         assert manager.get_failed_impls() == {}
+
+
+def test_inside_a_capture_of_a_device_that_is_not_cuda_nothing_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = two(failing(RuntimeError("boom")))
+    chip = dataclasses.replace(CPU, is_capturing=lambda: True)
+    monkeypatch.setattr("fl_dispatch.failures.detect_device", lambda: chip)
+    with pytest.raises(RuntimeError, match="boom"):
+        manager.call("silu_and_mul", x())
+    assert manager.get_failed_impls() == {}
 
 
 def test_a_failure_after_start_is_told_once_with_its_cause_and_counted() -> None:

@@ -54,3 +54,20 @@ def test_the_list_and_the_manifest_name_what_is_replaced(name: str, results: dic
         assert report["manifest"]["aten"]["aten::mm"] == "flaggems_standin.mm"
         assert set(replaced) <= report["manifest"]["aten"].keys()
     assert (report["manifest"] is not None) == (name == "compiled")
+
+
+def test_what_is_wrong_on_one_rank_is_replaced_on_none_and_the_engine_serves(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> None:
+    engine = {**ENGINES["compiled"], "tensor_parallel_size": 2}
+    uneven = {"VLLM_FL_PLUGIN_MODULES": "aten_uneven_plugin"}
+    result = start(checkpoint("qwen3"), engine=engine, variables=uneven).result()
+    assert result["steps"][0]["tokens"] == expected("qwen3")
+    first, second = (report["aten"] for report in result["reports"])
+    assert first["wrong"]["mm"].startswith("on rank 1: wrong: ")
+    assert second["wrong"]["mm"].startswith("wrong: ")
+    assert "mm.out" in first["replaced"]
+    assert first["replaced"] == second["replaced"]
+    manifests = [report["manifest"] for report in result["reports"]]
+    assert manifests[0]["hash"] == manifests[1]["hash"]
+    assert "aten::mm" not in manifests[0]["aten"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from fl_dispatch import device
+from fl_dispatch import device, failures
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,33 @@ def test_a_detection_that_raises_is_no_detection(
     monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, detect=broken), device.CPU))
     assert device.detect_device() is device.CPU
     assert "dragon" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "captures"),
+    [
+        (SimpleNamespace(is_current_stream_capturing=lambda: True), True),
+        (SimpleNamespace(is_current_stream_capturing=lambda: True, is_initialized=lambda: True), True),
+        (SimpleNamespace(is_current_stream_capturing=lambda: True, is_initialized=lambda: False), False),
+        (SimpleNamespace(is_current_stream_capturing=lambda: False), False),
+        (SimpleNamespace(), False),
+        (None, False),
+    ],
+)
+def test_a_capture_is_what_the_devices_module_says(
+    module: Any, captures: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "npu", module, raising=False)
+    assert device.ASCEND.captures() is captures
+    assert replace(device.CPU, torch_type="npu").captures() is captures
+    assert not device.CPU.captures()
+
+
+def test_a_capture_is_what_a_devices_own_hook_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(is_current_stream_capturing=lambda: False), raising=False)
+    monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, torch_type="npu", is_capturing=lambda: True),))
+    assert device.detect_device().captures()
+    assert failures.is_capturing()
 
 
 def test_detection_creates_no_context() -> None:

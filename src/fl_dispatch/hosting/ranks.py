@@ -1,4 +1,4 @@
-"""Whether all ranks of an engine chose the same implementations. Groups are those that exchange Python objects."""
+"""Whether all ranks of an engine run the same. Groups are those that exchange Python objects."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from ..backends.flaggems.aten import replacement
 from ..errors import RankDivergenceError
 from ..freezing import Manifest
 from ..manager import get_default_manager
@@ -27,6 +28,17 @@ def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> Non
     differences = [*_differences(everybody, operators), *_differences(same_layers, layers)]
     if differences:
         raise RankDivergenceError(f"the ranks chose different implementations: {'; '.join(differences)}")
+
+
+def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
+    """What FlagGems gets wrong on one rank is PyTorch's on all: ATen operators. Every rank must call it.
+
+    It belongs where learning ends, before the ranks compare their manifests, which name what is replaced.
+    """
+    replacement.settle()
+    ranks = dist.get_process_group_ranks(everybody)
+    for rank, wrong in zip(ranks, _gather(everybody, replacement.wrong()), strict=True):
+        replacement.leave({key: f"on rank {rank}: {why}" for key, why in wrong.items()})
 
 
 def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None:

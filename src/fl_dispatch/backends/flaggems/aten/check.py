@@ -1,7 +1,8 @@
 """Whether a replaced operator is right: on the arguments of a real call, with random values, against PyTorch's own.
 
 The floating point values of a warm-up batch may all be zero, and then anything is right. So they are drawn anew;
-integers and booleans keep their values, for they may be indices. Everything else stays: shapes, strides, alignment.
+integers and booleans keep their values, for they may be indices. Everything else stays: shapes, strides, alignment,
+and which tensors are one memory, for a product with its own transpose has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 Kernel = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Made = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
 
 TOLERANCE: Mapping[torch.dtype, float] = {
     torch.bfloat16: 1.6e-2,
@@ -47,11 +49,12 @@ def size_of(values: Any) -> int:
 def randomized(args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> Arguments:
     """Copies of arguments with random floating point values."""
     generators: dict[torch.device, torch.Generator] = {}
+    made: Made = {}
 
     def draw(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        copy, flat = _like(value)
+        copy, flat = _like(value, made)
         if value.dtype in TOLERANCE:
             if value.device not in generators:
                 generators[value.device] = torch.Generator(value.device).manual_seed(seed)
@@ -64,17 +67,26 @@ def randomized(args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> A
 
 def copied(arguments: Arguments) -> Arguments:
     """Copies of arguments with the same values."""
-    result: Arguments = tree_map(lambda value: _like(value)[0] if isinstance(value, Tensor) else value, arguments)
+    made: Made = {}
+    result: Arguments = tree_map(lambda part: _like(part, made)[0] if isinstance(part, Tensor) else part, arguments)
     return result
 
 
-def _like(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A copy with memory of its own, the same strides (zeros, too) and alignment; and that memory as one dimension."""
+def _like(tensor: Tensor, made: Made) -> tuple[Tensor, Tensor]:
+    """A copy with memory of its own, the same strides (zeros, too) and alignment; and that memory as one dimension.
+
+    Tensors that begin at one address and end at one have one memory: ``made`` keeps those that were copied.
+    """
     sizes, strides = tensor.shape, tensor.stride()
     length = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if tensor.numel() else 0
     shift = tensor.data_ptr() % 16 // tensor.element_size()
-    memory = torch.empty(shift + length, dtype=tensor.dtype, device=tensor.device)[shift:]
-    memory.copy_(tensor.as_strided((length,), (1,)))
+    place = tensor.data_ptr(), length, tensor.dtype, tensor.device
+    memory = made.get(place)
+    if memory is None:
+        memory = torch.empty(shift + length, dtype=tensor.dtype, device=tensor.device)[shift:]
+        memory.copy_(tensor.as_strided((length,), (1,)))
+        if length:
+            made[place] = memory
     return memory.as_strided(sizes, strides), memory
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.device import DeviceSpec
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.failures import add_note, is_capturing, is_dead_device, is_out_of_memory
+from fl_dispatch.failures import add_note, is_dead_device, is_out_of_memory
 from fl_dispatch.logger_manager import get_logger
 
 from . import check
@@ -29,6 +30,8 @@ logger = get_logger(__name__)
 LARGEST_FIRST, LARGEST_LATER = 1 << 30, 64 << 20
 """Bytes of arguments, and of results, that exist twice for a check: as long as the operator is unproven, and
 afterwards. A larger call runs FlagGems only where a smaller one of the same dtypes was right."""
+MOST_DECLINED = 16
+"""Kinds of arguments for which FlagGems may raise before the operator is left to PyTorch altogether."""
 SEED = 20_260_101
 
 
@@ -37,12 +40,12 @@ class State:
     """What all operators of a process share.
 
     Args:
-        cuda: whether the device is one that captures CUDA graphs.
+        device: whose operators are replaced; it says whether a graph is being captured.
         strict: whether a wrong or failing kernel is an error.
         disabled: told of an operator that is found wrong.
     """
 
-    cuda: bool
+    device: DeviceSpec
     strict: bool
     disabled: Callable[[Guard], None]
     sealed: bool = False
@@ -74,7 +77,9 @@ class Guard:
         calls: how often FlagGems ran; of a captured graph only the capture counts.
         native: how often PyTorch's kernel ran instead: the kind of arguments was new, or FlagGems raised.
         waits: whether it waited for the device, for some kind of arguments; no graph can capture that.
-        why_disabled: what was found wrong, or an empty string.
+        declined: kind of arguments, whatever numbers stand for tensors → what FlagGems raised before it had written
+            anything; PyTorch's kernel runs.
+        why_disabled: why every call is PyTorch's, or an empty string.
     """
 
     def __init__(self, slot: Slot, run: Callable[..., Any], state: State) -> None:
@@ -82,8 +87,10 @@ class Guard:
         self.calls = self.native = 0
         self.why_disabled = ""
         self.waits = False
+        self.declined: dict[Any, str] = {}
         written = [a for a in slot.schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self._mutates, self._in_place = bool(written), not all(a.is_out for a in written)
+        self._tensors = slot.tensors
         self._known: dict[Any, bool] = {}  # kind of arguments → whether a graph may capture the call
         self._proven: set[Any] = set()
         self._inside = _Inside(state.inside)
@@ -92,14 +99,14 @@ class Guard:
         if self.why_disabled or getattr(self.state.inside, "on", False):
             return self.run_native(*args, **kwargs)
         with self._inside:
-            kind = _kind(args), _kind(kwargs.items())
+            kind = _kind(args), _kind(kwargs.items()), _alike(args)
             capturable = self._known.get(kind)
             if self._mutates and _share_memory(args, kwargs):
                 pass  # FlagGems never looks whether what it writes is what it reads, and the check does not see it
             elif capturable is not None:
-                if capturable or not is_capturing():
-                    return self._flaggems(args, kwargs)
-            elif not self.state.sealed and not is_capturing():
+                if capturable or not self.state.device.captures():
+                    return self._flaggems(kind, args, kwargs)
+            elif not self.state.sealed and not self._declines(args, kwargs) and not self.state.device.captures():
                 return self._first(kind, args, kwargs)
             self.native += 1
             return self.run_native(*args, **kwargs)
@@ -110,13 +117,15 @@ class Guard:
         if capturable is None:
             self.native += 1
             return self.run_native(*args, **kwargs)
-        result = self._flaggems(args, kwargs)
-        if not self.why_disabled:
+        result = self._flaggems(kind, args, kwargs)
+        if not self.why_disabled and not self._declines(args, kwargs):
             self._known[kind] = capturable
         return result
 
-    def _flaggems(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FlagGems; where it raises and overwrites nothing, PyTorch's kernel now and from now on.
+    def _flaggems(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run FlagGems; where it raises and overwrites nothing, PyTorch's kernel now, and from now on as well.
+
+        For this kind of arguments if it was never right, for every kind if it was: then the arguments are not why.
 
         Raises:
             Exception: of FlagGems, where nobody knows what it has written, inside a capture, with ``strict``, or where
@@ -126,7 +135,7 @@ class Guard:
             result = self.run(*args, **kwargs)
         except Exception as error:  # FlagGems' own, for these values
             fatal = is_out_of_memory(error) or is_dead_device(error)
-            if fatal or self.state.strict or self._mutates or is_capturing():
+            if fatal or self.state.strict or self._mutates or self.state.device.captures():
                 self._note(error)
                 raise
             failed = error
@@ -135,7 +144,10 @@ class Guard:
             return result
         result = self.run_native(*args, **kwargs)
         self.native += 1
-        self._disable(f"{type(failed).__name__}: {failed}")
+        if kind in self._known:
+            self._disable(_text(failed))
+        else:
+            self._decline(args, kwargs, failed)
         return result
 
     def _learns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
@@ -157,7 +169,8 @@ class Guard:
                     return unchecked
                 if not right:
                     return None
-                waits = self.state.cuda and check.waits_for_device(self.run, args, kwargs, SEED)
+                is_cuda = self.state.device.torch_type == "cuda"
+                waits = is_cuda and check.waits_for_device(self.run, args, kwargs, SEED)
         except DispatchError:  # ours
             raise
         except Exception as error:  # FlagGems' own: it cannot take what PyTorch takes
@@ -165,7 +178,7 @@ class Guard:
                 self._note(error)
                 raise
             if not is_out_of_memory(error):
-                self._disable(f"{type(error).__name__}: {error}")
+                self._decline(args, kwargs, error)
             return None
         self._proven.add(dtypes)
         self.waits = self.waits or waits
@@ -197,6 +210,29 @@ class Guard:
     def _note(self, error: BaseException) -> None:
         add_note(error, f"in FlagGems' ATen operator '{self.key}'; a blacklist can name it")
 
+    def settle(self) -> None:
+        """Learning ends: what FlagGems raised for some kinds of arguments, and was right for none, is PyTorch's."""
+        if self.declined and not self._known and not self.why_disabled:
+            self._disable(next(reversed(self.declined.values())))
+
+    def _declines(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(self.declined) and self._form(args, kwargs) in self.declined
+
+    def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = int | float | complex
+        pairs = zip(self._tensors, args, strict=False)
+        return _kind(type(v) if tensor and isinstance(v, numbers) else v for tensor, v in pairs), _kind(kwargs.items())
+
+    def _decline(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """FlagGems raised, and wrote nothing of the caller's: it does not take such arguments."""
+        self.declined[self._form(args, kwargs)] = why = _text(error)
+        if self.state.strict:
+            self._disable(why)
+        elif len(self.declined) > MOST_DECLINED:
+            self._disable(f"{why} (the last of {len(self.declined)} kinds of arguments)")
+        elif len(self.declined) == 1:
+            logger.info("ATen operator '%s': arguments for which FlagGems' raises are PyTorch's: %s", self.key, why)
+
     def _disable(self, why: str) -> None:
         self.why_disabled = " ".join(why.split())[:300]
         verb = "is" if why.startswith("wrong") else "raised"
@@ -204,6 +240,10 @@ class Guard:
         if self.state.strict:
             raise DispatchError(f"strict: FlagGems' ATen operator '{self.key}' {verb} {self.why_disabled}")
         self.state.disabled(self)
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _has_dtype(value: Any) -> bool:
@@ -220,6 +260,12 @@ def _share_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _kind(values: Any) -> Any:
     """What decides which kernel is compiled and which of its configurations is taken."""
     return tuple(map(_kind_of, values))
+
+
+def _alike(args: tuple[Any, ...]) -> Any:
+    """Which tensors begin at one address; FlagGems has a kernel for a product with its own transpose."""
+    places = [value.data_ptr() for value in args if isinstance(value, Tensor)]
+    return tuple(map(places.index, places)) if len(set(places)) < len(places) else None
 
 
 def _kind_of(value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -64,6 +64,10 @@ class Installation:
         for key in keys:
             self.slots.pop(key).guard = None
 
+    def wrong(self) -> dict[str, str]:
+        """Key → why it was taken out; sorted."""
+        return {key: guard.why_disabled for key, guard in sorted(self.guards.items()) if guard.why_disabled}
+
     def report(self) -> dict[str, Any]:
         """The state as plain data, see :func:`report`."""
         running = {key: guard for key, guard in self.guards.items() if not guard.why_disabled}
@@ -74,7 +78,8 @@ class Installation:
             "calls": {key: guard.calls for key, guard in sorted(self.guards.items()) if guard.calls},
             "native": {key: guard.native for key, guard in sorted(self.guards.items()) if guard.native},
             "waits": sorted(key for key, guard in running.items() if guard.waits),
-            "wrong": {key: g.why_disabled for key, g in sorted(self.guards.items()) if g.why_disabled},
+            "declined": {key: _declined(guard) for key, guard in sorted(running.items()) if guard.declined},
+            "wrong": self.wrong(),
             "skipped": dict(sorted(self.skipped.items())),
         }
 
@@ -115,9 +120,26 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
 
 
 def settle() -> None:
-    """Take out what was found wrong."""
+    """Take out what was found wrong, or was right for no arguments."""
+    for guard in _current.guards.values():
+        guard.settle()
     _current.take_out(*(key for key in list(_current.slots) if _current.guards[key].why_disabled))
     _current.publish()
+
+
+def wrong() -> dict[str, str]:
+    """Key → why every call of it is PyTorch's, for what FlagGems has and was put in place."""
+    return _current.wrong()
+
+
+def leave(operators: Mapping[str, str]) -> None:
+    """Leave operators, key → why, to PyTorch; what is not in place, or was wrong here too, stays as it is."""
+    new = [key for key in operators if key in _current.slots and not _current.guards[key].why_disabled]
+    for key in new:
+        _current.guards[key].why_disabled = operators[key]
+    if new:
+        logger.warning("ATen operators are left to PyTorch: %s", "; ".join(f"{key}: {operators[key]}" for key in new))
+    settle()
 
 
 def seal() -> None:
@@ -147,7 +169,8 @@ def report() -> dict[str, Any]:
 
     ``why_not``; ``sealed``; ``replaced``: keys; ``calls``: key → how often FlagGems ran; ``native``: key → how often
     PyTorch's kernel ran, for a kind of arguments that is new, or because FlagGems raised; ``waits``: keys that graphs
-    do not capture, because FlagGems waits for the device; ``wrong`` and ``skipped``: key → why it is not replaced.
+    do not capture, because FlagGems waits for the device; ``declined``: key → for how many kinds of arguments FlagGems
+    raised, and what; those are PyTorch's; ``wrong`` and ``skipped``: key → why it is not replaced.
     """
     return _current.report()
 
@@ -190,7 +213,7 @@ def _install(installation: Installation, settings: Settings, device: DeviceSpec)
     wanted = _wanted(installation, settings, table)
     if not wanted:
         return "the lists leave no ATen operator"
-    installation.state = State(device.torch_type == "cuda", settings.strict, _note_disabled)
+    installation.state = State(device, settings.strict, _note_disabled)
     registrar = _registrar(frozenset(wanted), installation, device.dispatch_key)
     if settings.flagos_whitelist is not None:
         library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
@@ -240,6 +263,11 @@ def _registrar(wanted: frozenset[str], installation: Installation, dispatch_key:
         installation.slots[key], slot.guard = slot, guard
 
     return type("GuardingRegister", (register,), {"register_impl": register_impl})
+
+
+def _declined(guard: Guard) -> str:
+    last = next(reversed(guard.declined.values()))
+    return f"{len(guard.declined)} kind{'s' if len(guard.declined) > 1 else ''} of arguments, last {last}"
 
 
 def _note_disabled(guard: Guard) -> None:

@@ -25,6 +25,7 @@ class Slot:
 
     Attributes:
         schema: of the operator.
+        tensors: for each of its arguments, whether it is a tensor.
         guard: what runs; ``None`` is PyTorch's own kernel.
 
     Raises:
@@ -38,7 +39,7 @@ class Slot:
         self.guard: Callable[..., Any] | None = None
         self._kernel = torch.library.get_kernel(f"aten::{key}", dispatch_key)
         self._keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
-        self._places = tuple(str(a.type) in ("Tensor", "Optional[Tensor]") for a in self.schema.arguments)
+        self.tensors = tuple(str(a.type) in ("Tensor", "Optional[Tensor]") for a in self.schema.arguments)
         self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch says that a kernel is overridden, once, for one operator
@@ -55,7 +56,7 @@ class Slot:
 
     def _wrapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as a kernel takes them: PyTorch hands a function in Python numbers where a tensor was one."""
-        pairs = enumerate(zip(self._places, args, strict=False))
+        pairs = enumerate(zip(self.tensors, args, strict=False))
         numbers = [i for i, (tensor, value) in pairs if tensor and isinstance(value, int | float | complex)]
         if numbers:
             tensors = [leaf for leaf in check.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
