@@ -1,5 +1,5 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed (HOST=sglang: a real SGLang)
-# make test   all tests (make test-fast: without engine starts)
+# make test   all tests (make test-fast: without engine starts; make test-vllm, test-sglang, test-vllm-cpu: one part)
 # make lint   ruff and mypy          make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
@@ -10,10 +10,12 @@
 PYTHON ?= python3
 PIP := -m pip install -qq --disable-pip-version-check
 PYTEST := -m pytest -q
+# Tests of one file stay in one process: they share engines. One thread each, because there are two of them.
+TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-fast hosts matrix lint format bench stress lines clean help
+.PHONY: demo test test-vllm test-sglang test-vllm-cpu test-fast hosts matrix lint format bench stress lines clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -27,17 +29,27 @@ VENV_sglang := .venv-sglang
 demo: $(HOST_VENV)/.ready
 	$(HOST_VENV)/bin/fl demo --host $(HOST) $(ARGS)
 
-# More than 10,000 hostile configurations: so many for each of the ten tests in tests/core/test_settings_fuzz.py.
-test: export FL_FUZZ_EXAMPLES ?= 1200
+# All parts run, also after one that failed; then make fails at the end.
 test: .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready hosts
-	.venv/bin/python $(PYTEST) $(ARGS)
-	.venv-sglang/bin/python $(PYTEST) tests/sglang $(ARGS)
+	@$(MAKE) --no-print-directory --keep-going test-vllm test-sglang test-vllm-cpu
+
+# More than 10,000 hostile configurations: so many for each of the ten tests in tests/core/test_settings_fuzz.py.
+test-vllm: export FL_FUZZ_EXAMPLES ?= 1200
+test-vllm test-sglang test-fast: export OMP_NUM_THREADS = 1
+
+test-vllm: .venv/.ready .venv-sglang/.ready hosts
+	.venv/bin/python $(PYTEST) $(TWO_AT_ONCE) $(ARGS)
+
+test-sglang: .venv-sglang/.ready
+	.venv-sglang/bin/python $(PYTEST) $(TWO_AT_ONCE) tests/sglang $(ARGS)
+
+test-vllm-cpu: .venv-vllm-cpu/.ready
 	.venv-vllm-cpu/bin/python $(PYTEST) tests/core/test_vendor_cpu.py tests/core/test_vendor_cpu_attention.py \
 		tests/vllm/test_vendor_cpu_engine.py tests/vllm/test_tokens.py $(ARGS)
 
 test-fast: .venv/.ready .venv-sglang/.ready
-	.venv/bin/python $(PYTEST) -m "not engine" $(ARGS)
-	.venv-sglang/bin/python $(PYTEST) -m "not engine" tests/sglang $(ARGS)
+	.venv/bin/python $(PYTEST) $(TWO_AT_ONCE) -m "not engine" $(ARGS)
+	.venv-sglang/bin/python $(PYTEST) $(TWO_AT_ONCE) -m "not engine" tests/sglang $(ARGS)
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

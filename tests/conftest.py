@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from running import expected_tokens, pool
+from running import WORKERS, expected_tokens, pool
 
 HERE = Path(__file__).parent
 
@@ -22,9 +23,13 @@ collect_ignore = [host for host in ("vllm", "sglang") if getattr(find_spec(host)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of engines. Where several workers share the files, those with most of them come first."""
     for item in items:
         if HERE in item.path.parents and "checkpoint" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
+    if WORKERS > 1:
+        engines = Counter(item.path for item in items if item.get_closest_marker("engine"))
+        items.sort(key=lambda item: -engines[item.path])
 
 
 def pytest_configure() -> None:

@@ -17,7 +17,10 @@ from typing import Any
 PROMPTS = [[(7 * row + column) % 400 + 5 for column in range(length)] for row, length in enumerate((7, 27, 331, 1))]
 MAX_TOKENS = 16
 
-AT_ONCE = 2  # processes; an engine needs a core of its own
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+"""Processes of pytest that share the machine."""
+
+AT_ONCE = max(1, 2 // WORKERS)  # processes; an engine needs a core of its own
 pool = ThreadPoolExecutor(AT_ONCE)
 
 

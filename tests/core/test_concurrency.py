@@ -10,6 +10,8 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -90,7 +92,16 @@ def _child_policy(queue: Any) -> None:
     queue.put((get_policy().prefer, call_op("silu_and_mul", torch.ones(1, 2)).shape == (1, 1)))
 
 
+@pytest.fixture
+def new_forkserver() -> Iterator[None]:
+    """None is left that an earlier test started, under the environment of that time."""
+    forkserver._forkserver._stop()
+    yield
+    forkserver._forkserver._stop()
+
+
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.usefixtures("new_forkserver")
 def test_a_fresh_process_reads_the_environment_and_calls(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "reference")
     context = multiprocessing.get_context(method)

@@ -18,7 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-SLOW = ("torch._inductor.compile_fx", "transformers.modeling_layers", "transformers.processing_utils", "openai")
+SLOW = (
+    "torch._inductor.compile_fx",
+    "transformers.modeling_layers",
+    "transformers.processing_utils",
+    "openai.types.responses",
+    "compressed_tensors",
+    "aiohttp",
+    "fastapi",
+    "xgrammar",
+)
 
 
 def _fork(name: str, log: Path, job: dict[str, Any]) -> int:
@@ -64,13 +73,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for slow in (
-        "torch._inductor.compile_fx",
-        "transformers.modeling_layers",
-        "transformers.processing_utils",
-        "openai",
-    ):
+    for slow in SLOW:
         importlib.import_module(slow)
-
     result = main(json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(result))

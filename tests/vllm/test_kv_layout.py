@@ -104,7 +104,7 @@ def pages(layout: kv_layout.KVLayout) -> Tensor:
     return memory.permute([layout.stride_order.index(axis) for axis in range(4)])
 
 
-@pytest.mark.parametrize("layout", kv_layout.LAYOUTS.values(), ids=str)
+@pytest.mark.parametrize("layout", kv_layout.LAYOUTS.values(), ids=lambda layout: layout.name)
 def test_keys_and_values_fill_the_page_and_never_overlap(layout: kv_layout.KVLayout) -> None:
     cache = pages(layout)
     keys, values = layout.split(cache, KEY)
