@@ -1,8 +1,8 @@
 """``fl bench`` and ``fl verify`` with kernels beside those that are registered, for comparison.
 
 Registers FlashAttention 3 in the way vLLM calls it (its schedule made once for all layers, and over keys in a row) as
-``vendor.vllm.fa3``, and vLLM's Triton kernels as ``vendor.vllm.triton``, as far as they are there, and then runs ``fl``
-with the arguments given:
+``vendor.vllm.fa3``, vLLM's Triton kernels as ``vendor.vllm.triton``, and FlagGems' matrix product, which first tunes
+itself for every size, as ``vendor.flaggems.mm``, as far as they are there, and runs ``fl`` with the arguments given:
 
     python benchmarks/kernels_gpu.py bench --output FILE --plot FILE
 
@@ -135,8 +135,19 @@ def mla_prefill(
     return result[0], result[1]
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """FlagGems' matrix product."""
+    import flag_gems
+
+    if bias is not None:
+        raise NotImplementedError("a bias is another operator of FlagGems'")
+    result: Tensor = flag_gems.mm(x, weight.t())
+    return result
+
+
 FLASH_ATTENTION: tuple[Callable[..., Any], ...] = (paged_attention, mla_prefill)
 TRITON: tuple[Callable[..., Any], ...] = (fused_moe, mla_decode)
+PRODUCTS: tuple[Callable[..., Any], ...] = (linear,)
 
 
 def register() -> None:
@@ -152,6 +163,8 @@ def register() -> None:
         print("vendor.vllm.triton is left out: vLLM is not installed")
     else:
         found["vendor.vllm.triton"] = TRITON
+    if importlib.util.find_spec("flag_gems") is not None:
+        found["vendor.flaggems.mm"] = PRODUCTS
     for impl_id, functions in found.items():
         for fn in functions:
             impl = OpImpl(fn.__name__, impl_id, BackendImplKind.VENDOR, fn, vendor="vllm")

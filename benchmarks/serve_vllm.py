@@ -165,12 +165,16 @@ def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
 class Engine:
     """A cell's process, from here."""
 
-    def __init__(self, name: str, cell: Cell, model: Path, cache: int, logs: Path, profiled: bool) -> None:
+    def __init__(
+        self, name: str, cell: Cell, model: Path, cache: int, logs: Path, profiled: bool, parallel: int
+    ) -> None:
         self.name, self.log, self.traces = name, logs / f"{name}.log", logs / f"traces-{name}"
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_FL_", "VLLM_PLUGINS"))}
         fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
         arguments = {**COMMON, "model": str(model), "kv_cache_memory_bytes": cache, **cell.engine}
+        if parallel > 1:
+            arguments["tensor_parallel_size"] = parallel
         if profiled:
             folder = str(self.traces.resolve())
             arguments["profiler_config"] = {
@@ -237,11 +241,12 @@ def measure(
     folder: Path,
     logs: Path,
     profiled: bool,
+    parallel: int,
 ) -> dict[str, Any]:
     """Start every cell, let them take turns, and return what was measured."""
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
-    cache = shape.cache_bytes(layers, CACHED_TOKENS)
-    engines = [Engine(name, cell, folder, cache, logs, profiled) for name, cell in cells.items()]
+    cache = shape.cache_bytes(layers, CACHED_TOKENS) // parallel
+    engines = [Engine(name, cell, folder, cache, logs, profiled, parallel) for name, cell in cells.items()]
     started: dict[str, Any] = {}
     for engine in list(engines):
         try:
@@ -302,6 +307,7 @@ def main() -> None:
         "--workloads", default="", metavar="TEXT,…", help="only those whose name has one of these texts"
     )
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="divide each engine among GPUs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="time of each kernel, as JSON; printed too")
@@ -321,7 +327,7 @@ def main() -> None:
     if unknown := set(names) - set(known):
         parser.error(f"{options.shape} has no cell {', '.join(sorted(unknown))}; it has {', '.join(known)}")
     needed, gib = (
-        len(names) * shape.gib(layers, CACHED_TOKENS),
+        len(names) * shape.gib(layers, CACHED_TOKENS) / options.tensor_parallel,
         torch.cuda.get_device_properties(0).total_memory / 2**30,
     )
     if needed > gib:
@@ -334,7 +340,10 @@ def main() -> None:
         folder = Path(name)
         logs = options.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
-        found = measure(shape, cells, workloads, options.rounds, layers, folder, logs, options.profile is not None)
+        profiled = options.profile is not None
+        found = measure(
+            shape, cells, workloads, options.rounds, layers, folder, logs, profiled, options.tensor_parallel
+        )
     found["compared"] = compare(found["rates"])
     found["machine"] = {
         "gpu": torch.cuda.get_device_name(0),
@@ -344,6 +353,7 @@ def main() -> None:
         "cells": {name: dict(cells[name].variables) for name in found["started"]},
         "rounds": options.rounds,
         "layers": layers,
+        "tensor_parallel": options.tensor_parallel,
     }
     if options.profile:
         options.profile.write_text(json.dumps(found["profiles"], indent=1))

@@ -91,7 +91,7 @@ DEEPSEEK_V2_LITE: Mapping[str, Any] = {
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
 }
-LAYERS = ("rms_norm", "silu_and_mul", "rotary_embedding")
+LAYERS = ("linear", "rms_norm", "silu_and_mul", "rotary_embedding")
 """What vLLM itself leaves to PyTorch and Inductor when it compiles."""
 EXPERTS = ("topk_softmax", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 FLASH_AND_TRITON: Mapping[str, str] = {"fa3": "FLASH_ATTN", "triton": "TRITON_ATTN"}

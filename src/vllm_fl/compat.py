@@ -112,6 +112,11 @@ REPLACEMENTS = (
         "It imports fusion passes that read vLLM's compiled operators, for kernels of libraries that do not run here.",
     ),
     Replacement(
+        "vllm.distributed.parallel_state:GroupCoordinator.graph_capture",
+        "It asserts that a group's communicator is vLLM's own for CUDA or XPU, so no graph of several ranks could be "
+        "captured.",
+    ),
+    Replacement(
         f"{ROTARY_PACKAGE}:Phi3LongRoPEScaledRotaryEmbedding",
         "A plain module, which vLLM's CustomOp.register_oot does not replace; get_rope looks it up under this name.",
     ),
@@ -325,14 +330,19 @@ def warm_up_kernels(worker: Any) -> None:
 
 def do_without_library() -> None:
     """Replace what vLLM's GPU worker and its V2 model runner take from vLLM's compiled library. Idempotent."""
+    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker
+
+    from .distributed import any_communicator
 
     buffers: Any = importlib.import_module(BUFFERS)
     offer_latent_prefill()
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_view
     gpu_worker.kernel_warmup = warm_up_kernels
+    if not hasattr(GroupCoordinator.graph_capture, "fl_original"):
+        GroupCoordinator.graph_capture = any_communicator(GroupCoordinator.graph_capture)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -358,6 +368,21 @@ def make_workspace_and_runner(worker: Any) -> None:
 UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "LagunaForCausalLM")
 """For float16 vLLM divides the shared experts by the scale of the routed ones, so that sums stay small, and a decoder
 layer has to divide the rest as well. DeepSeek's do; these do not, so their tokens are wrong on every platform."""
+
+
+def multiplies_plainly(method: Any) -> bool:
+    """Whether a linear layer's method is a product with weights as they are, by PyTorch's own ``linear``.
+
+    Later versions choose the function when the method is made, 0.26 in every call.
+    """
+    from vllm.model_executor.layers import linear, utils
+
+    from vllm import envs
+
+    if type(method) is not linear.UnquantizedLinearMethod or envs.VLLM_BATCH_INVARIANT:
+        return False
+    chosen = method._gemm_impl if hasattr(method, "_gemm_impl") else utils.dispatch_unquantized_gemm()
+    return chosen is utils.default_unquantized_gemm
 
 
 def is_unbalanced(model: ModelConfig) -> bool:

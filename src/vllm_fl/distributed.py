@@ -8,6 +8,9 @@ Pipeline stages send their tensors through ``torch.distributed`` directly: vLLM 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
 from fl_dispatch.hosting.collectives import Communicator, connect
+
+Capture = Callable[..., AbstractContextManager[Any]]
 
 
 class CommunicatorFL(DeviceCommunicatorBase):
@@ -106,3 +111,29 @@ class CommunicatorFL(DeviceCommunicatorBase):
     def destroy(self) -> None:
         """Give back what the library holds for this group."""
         self.communicator.close()
+
+
+def any_communicator(
+    original: Callable[..., AbstractContextManager[Any]],
+) -> Callable[..., AbstractContextManager[Any]]:
+    """``GroupCoordinator.graph_capture`` for groups with any communicator.
+
+    vLLM's asks the communicator for what it has to do before a capture, and knows two classes of them. Ours has nothing
+    to do, so vLLM's is entered as for a group without one.
+    """
+
+    @wraps(original)
+    @contextmanager
+    def graph_capture(group: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        communicator = group.device_communicator
+        with ExitStack() as stack:
+            if isinstance(communicator, CommunicatorFL):
+                group.device_communicator = None
+            try:
+                context = stack.enter_context(original(group, *args, **kwargs))
+            finally:
+                group.device_communicator = communicator
+            yield context
+
+    graph_capture.fl_original = original  # type: ignore[attr-defined]
+    return graph_capture

@@ -16,12 +16,15 @@ from typing import Any
 from torch import nn
 from vllm.model_executor import custom_op
 
+from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import get_policy
+from fl_dispatch.selection import select
 from fl_dispatch.settings import Settings
+from fl_dispatch.types import BackendImplKind
 
-from . import compat, forwards, moe
+from . import compat, forwards, linear, moe
 from .forwards import DispatchedLayer
 
 logger = get_logger(__name__)
@@ -36,12 +39,15 @@ class LayerClass:
         mixin: our forward.
         custom_op: it is a ``CustomOp``, which vLLM replaces itself. Else its name is replaced in the package above
             ``module``, where vLLM looks it up (see ``compat``).
+        own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
+            own code is the reference too, and left as it is it is no gap.
     """
 
     module: str
     name: str
     mixin: type[DispatchedLayer]
     custom_op: bool = True
+    own_kernel: bool = False
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -57,12 +63,30 @@ class LayerClass:
 
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
+        if self.own_kernel and not any(_has_kernel(operator) for operator in self.operators):
+            return False
         return any(settings.registers(self.name, operator) for operator in self.operators)
+
+
+def _has_kernel(op_name: str) -> bool:
+    """Whether the policy puts something before the reference, under some condition at least."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    branches = select(op_name, manager.registry.get_implementations(op_name), get_policy()).branches
+    first = [branch.candidates[0].kind for branch in branches if branch.candidates]
+    return any(kind is not BackendImplKind.REFERENCE for kind in first)
 
 
 _LAYERS = "vllm.model_executor.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _MOE = f"{_LAYERS}.fused_moe"
+_LINEAR = (
+    "ReplicatedLinear",
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+)
 
 LAYER_CLASSES = (
     LayerClass(f"{_MOE}.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod", moe.ExpertsLayer),
@@ -105,6 +129,7 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.mrope_interleaved", "MRotaryEmbeddingInterleaved", forwards.ListedMRotaryLayer),
     LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
     LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer),
+    *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
 )
 """Four rotary classes compute something else and stay vLLM's: FourierRotaryEmbedding (a table for each head),
 DualChunkRotaryEmbedding (five queries), Llama4VisionRotaryEmbedding (no positions) and DeepseekV4ScalingRotaryEmbedding
@@ -112,8 +137,14 @@ DualChunkRotaryEmbedding (five queries), Llama4VisionRotaryEmbedding (no positio
 """
 
 
-def register(settings: Settings) -> None:
-    """Register the wanted classes with vLLM and take back the unwanted ones. Idempotent."""
+def register(settings: Settings, *, in_worker: bool = False) -> None:
+    """Register the wanted classes with vLLM and take back the unwanted ones. Idempotent.
+
+    Args:
+        settings: the lists.
+        in_worker: this process runs models; elsewhere rows with ``own_kernel`` are passed over, for which
+            implementations would have to be loaded.
+    """
     registered = custom_op.op_registry_oot
     known = {name for row in LAYER_CLASSES for name in (row.name, *row.operators)}
     for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
@@ -121,6 +152,8 @@ def register(settings: Settings) -> None:
             "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
         )
     for row in LAYER_CLASSES:
+        if row.own_kernel and not in_worker:
+            continue
         if not row.custom_op:
             if (base := row.in_tree()) is not None:
                 compat.replace_class(base, _replacement(row, base) if row.wanted(settings) else base)
@@ -141,10 +174,13 @@ def _replacement(row: LayerClass, base: type) -> type:
     return type(f"{row.name}FL", (row.mixin, base), {"__module__": __name__})
 
 
-def _covered_name(module: nn.Module) -> str | None:
-    """The name of the replaced class that a layer is, or inherits from."""
-    covered = {(row.module, row.name) for row in LAYER_CLASSES}
-    return next((base.__name__ for base in type(module).__mro__ if (base.__module__, base.__name__) in covered), None)
+_COVERED = {(row.module, row.name): row for row in LAYER_CLASSES}
+
+
+def _covered(module: nn.Module) -> LayerClass | None:
+    """The row of the class that a layer is, or inherits from."""
+    rows = (_COVERED.get((base.__module__, base.__name__)) for base in type(module).__mro__)
+    return next((row for row in rows if row is not None), None)
 
 
 def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -189,13 +225,13 @@ def survey(model: nn.Module) -> Survey:
     native: dict[str, int] = {}
     attention: dict[str, int] = {}
     for module in model.modules():
-        name = _covered_name(module)
-        if name is None:
+        row = _covered(module)
+        if row is None:
             continue
         if isinstance(module, DispatchedLayer) and module.fl_runs():
-            ours[name] = (module.fl_operator, ours.get(name, ("", 0))[1] + 1)
-        else:
-            native[name] = native.get(name, 0) + 1
+            ours[row.name] = (module.fl_operator, ours.get(row.name, ("", 0))[1] + 1)
+        elif not row.own_kernel:
+            native[row.name] = native.get(row.name, 0) + 1
     for _, module in _attention_layers(model):
         name = type(module.impl).__name__
         attention[name] = attention.get(name, 0) + 1

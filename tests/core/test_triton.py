@@ -39,6 +39,19 @@ print(json.dumps(rows))
 """
 
 SMALL = {
+    "linear": [
+        "1 of 256 to 6144",
+        "7 with bias",
+        "1 of 1431 to 77",
+        "3 of 1431 to 77",
+        "1, rows apart",
+        "3, rows apart",
+        "1, weights by columns",
+        "one column",
+        "a vector",
+        "3-d 2x3",
+        "empty batch",
+    ],
     "silu_and_mul": ["3-d 2x5x64", "empty batch", "odd width 67", "row stride larger than the row", "gate scale 300"],
     "gelu_and_mul": ["odd width 67, none", "odd width 67, tanh", "batch dimensions swapped, tanh"],
     "rms_norm": ["7x5120 with residual", "3-d heads 5x8x128", "no weight", "odd hidden size 67", "scale 300"],

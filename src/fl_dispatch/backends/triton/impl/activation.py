@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
+from .overlap import await_previous
 
 BLOCK = 1024
 
@@ -27,7 +28,10 @@ def _gelu_half(x):
 
 
 @triton.jit
-def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(
+    x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -47,7 +51,7 @@ def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BL
     tl.store(out + row * WIDTH + columns, (y * up.to(wide)).to(out.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_gated)
+_launch = Launcher(_gated, overlapping=True)
 
 
 def _apply(x: Tensor, activation: str) -> Tensor:

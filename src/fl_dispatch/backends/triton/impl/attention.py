@@ -42,8 +42,8 @@ LONGEST = 1 << 30
 LIMIT = 1 << 31
 
 
-_launch = Launcher(_attention)
-_launch_combine = Launcher(_combine)
+_launch = Launcher(_attention, overlapping=True)
+_launch_combine = Launcher(_combine, overlapping=True)
 
 
 @functools.cache
@@ -58,6 +58,11 @@ def _splits(slots: int, programs: int, most: int) -> int:
     """Among how many programs the keys of each request are divided: few, but so that the last wave is nearly full."""
     fill = [0.0] + [programs * splits / slots / -(-programs * splits // slots) for splits in range(1, most + 1)]
     return next((splits for splits in range(1, most + 1) if fill[splits] >= FULL), fill.index(max(fill)))
+
+
+def combining_warps(splits: int, block_dv: int) -> int:
+    """Of a program that adds up ``splits`` parts: few, for it waits for memory, and warps then wait for each other."""
+    return max(1, min(4, splits * block_dv // 4096))
 
 
 def paged_attention(
@@ -149,5 +154,6 @@ def paged_attention(
                     block_n, block_dv,
                 ),
                 sizes=(splits, most_new),
+                warps=combining_warps(power_of_two(most), block_dv),
             )  # fmt: skip
     return out

@@ -18,6 +18,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from ..availability import interpreted
+from .overlap import overlaps
 
 TESTED = ((3, 6),)
 """Versions of Triton in which the short way is tested."""
@@ -48,10 +49,13 @@ class Launcher:
 
     Args:
         kernel: decorated with ``triton.jit``; the numbers of ``sizes`` are in its ``do_not_specialize``.
+        overlapping: it may begin while the kernel before it ends; its last parameter says whether it does (see
+            :mod:`.overlap`), and is not among the numbers of a call.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, *, overlapping: bool = False) -> None:
         self.kernel = kernel
+        self._overlapping = overlapping
         self._compiled: dict[Any, Any] = {}
         self._short: bool | None = None
 
@@ -80,13 +84,20 @@ class Launcher:
         device = tensors[0].get_device()
         if device < 0 and not INTERPRETED:
             raise NotSupported("the tensors are on the CPU")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # Inductor launches it, and knows nothing of overlapping
+            numbers = (*numbers, False) if self._overlapping else numbers
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
+        options = {"num_warps": warps, "num_stages": stages}
+        if self._overlapping:
+            overlap = overlaps(device)
+            numbers = (*numbers, overlap)
+            if overlap:
+                options["launch_pdl"] = True
         if self._short is None:
             self._short = _short_way()
         if not self._short or _hooked():
-            self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
+            self.kernel[grid](*tensors, *sizes, *numbers, **options)
             return
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = 0
@@ -95,7 +106,7 @@ class Launcher:
         key = (device, warps, stages, aligned, numbers, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
+            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, **options)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import _slots, _splits
+from .attention import _slots, _splits, combining_warps
 from .attention_kernels import _combine
 from .attention_tiles import _share
 from .launch import Launcher, power_of_two
 from .mla_prefill import check_arguments, mla_prefill
+from .overlap import await_previous
 
 __all__ = ["mla_decode", "mla_prefill"]
 
@@ -59,8 +60,10 @@ def _decode(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Grid: tiles of ``BLOCK_M`` rows, requests, splits. Row ``token * HEADS + head`` of a request."""
+    await_previous(OVERLAPS)
     request = tl.program_id(1)
     split = tl.program_id(2)
     begin = tl.load(query_starts + request)
@@ -128,8 +131,8 @@ def _decode(
             tl.store(statistics + index * 2 + 1, below, mask=valid)
 
 
-_launch_decode = Launcher(_decode)
-_launch_combine = Launcher(_combine)
+_launch_decode = Launcher(_decode, overlapping=True)
+_launch_combine = Launcher(_combine, overlapping=True)
 
 
 def mla_decode(
@@ -179,13 +182,15 @@ def mla_decode(
         stages=stages,
     )  # fmt: skip
     if splits > 1:
+        block_rank = max(16, power_of_two(kv_lora_rank))
         _launch_combine(
             (heads, requests, max_query_len),
             (query_start_loc, seq_lens, out, out, partial, statistics),
             (
                 out.stride(0), out.stride(1), heads, kv_lora_rank, False, 0, False, power_of_two(most), block_n,
-                max(16, power_of_two(kv_lora_rank)),
+                block_rank,
             ),
             sizes=(splits, most_new),
+            warps=combining_warps(power_of_two(most), block_rank),
         )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, power_of_two
+from .overlap import await_previous
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""
@@ -34,7 +35,9 @@ def _norm(
     GEMMA: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_previous(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (columns < HIDDEN)
@@ -58,7 +61,7 @@ def _norm(
     tl.store(out + target, y.to(out.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_norm)
+_launch = Launcher(_norm, overlapping=True)
 
 
 def _normalized(

@@ -9,6 +9,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, power_of_two
+from .overlap import await_previous
 
 TILE = 1024
 """Pairs that a program rotates."""
@@ -94,7 +95,9 @@ def _rotary(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS
     query_heads: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS * BLOCK_HEADS
@@ -113,7 +116,7 @@ def _rotary(
         )  # fmt: skip
 
 
-_launch = Launcher(_rotary)
+_launch = Launcher(_rotary, overlapping=True)
 
 
 def rotary_embedding(

@@ -1,0 +1,164 @@
+"""Products of few rows with weights, which are bound by reading the weights; those of many rows are PyTorch's.
+
+One row: a program takes few columns and multiplies element by element, so that each of its threads has several loads
+of 16 bytes under way and nothing waits for matrix units. Two to :data:`MOST_ROWS` rows: a product on matrix units with
+the columns as its long side. That is taken for small weights alone: large ones keep the whole device busy anyhow.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher, power_of_two
+from .overlap import await_previous
+
+COLUMNS = 4
+"""Columns of a program with one row, where that makes enough programs; else one."""
+ENOUGH = 1536
+INNER = 1024
+"""Elements of a column that such a program multiplies at a time."""
+MOST_ROWS = 32
+SMALL_WEIGHTS = 1 << 25
+"""Elements of weights up to which a few rows are multiplied here."""
+TILE = (64, 128, 5)
+"""Columns, elements of them, and stages of a program with several rows."""
+SHARED_MEMORY = 128 << 10
+"""Bytes that its stages need."""
+
+
+@triton.jit
+def _row(
+    x,
+    weight,
+    bias,
+    out,
+    inner,
+    columns,
+    WEIGHT_ROW,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    await_previous(OVERLAPS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = tl.minimum(column, columns - 1)
+    element = tl.arange(0, BLOCK)
+    source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
+    acc = tl.zeros([COLUMNS, BLOCK], dtype=tl.float32)
+    for start in range(0, inner, BLOCK):
+        if EVEN:
+            a = tl.load(x + start + element)
+            b = tl.load(source + start, eviction_policy="evict_first")
+        else:
+            inside = start + element < inner
+            a = tl.load(x + start + element, mask=inside, other=0.0)
+            b = tl.load(source + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        acc += b.to(tl.float32) * a.to(tl.float32)[None, :]
+    y = tl.sum(acc, axis=1)
+    if HAS_BIAS:
+        y += tl.load(bias + there).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rows(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    inner,
+    columns,
+    X_ROW,
+    WEIGHT_ROW,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    await_previous(OVERLAPS)
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = tl.minimum(column, columns - 1)
+    element = tl.arange(0, BLOCK)
+    source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
+    right = x + row.to(tl.int64)[None, :] * X_ROW + element[:, None]
+    acc = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+    for start in tl.range(0, inner, BLOCK):
+        if EVEN:
+            a = tl.load(right + start, mask=row[None, :] < rows, other=0.0)
+            b = tl.load(source + start, eviction_policy="evict_first")
+        else:
+            inside = start + element < inner
+            a = tl.load(right + start, mask=inside[:, None] & (row[None, :] < rows), other=0.0)
+            b = tl.load(source + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        acc = tl.dot(b, a, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + there).to(tl.float32)[:, None]
+    target = out + row.to(tl.int64)[None, :] * columns + column[:, None]
+    inside = (row[None, :] < rows) & (column[:, None] < columns)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+_launch_row = Launcher(_row, overlapping=True)
+_launch_rows = Launcher(_rows, overlapping=True)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type == "cpu":
+        return SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See :data:`fl_dispatch.ops.linear.linear`."""
+    columns, inner = weight.shape
+    rows = x.numel() // inner if inner else 0
+    single = rows == 1
+    few = 1 < rows <= MOST_ROWS and columns * inner <= SMALL_WEIGHTS and x.dtype in (torch.float16, torch.bfloat16)
+    if (
+        not (single or (few and _shared_memory(x.device) >= SHARED_MEMORY))
+        or x.dtype is torch.float64
+        or not columns
+        or weight.stride(1) != 1
+        or x.stride(-1) != 1
+        or (bias is not None and bias.stride(0) != 1)
+    ):
+        return torch.nn.functional.linear(x, weight, bias)
+    out = x.new_empty((*x.shape[:-1], columns))
+    tensors = (x, weight, out if bias is None else bias, out)
+    has_bias = bias is not None
+    if single:
+        at_once = COLUMNS if columns >= COLUMNS * ENOUGH else 1
+        block = min(INNER, power_of_two(inner))
+        _launch_row(
+            (-(-columns // at_once), 1, 1),
+            tensors,
+            (inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once),
+        )
+        return out
+    if x.dim() != 2:
+        x = x.reshape(rows, inner)
+    at_once, block, stages = TILE
+    _launch_rows(
+        (-(-columns // at_once), 1, 1),
+        (x, *tensors[1:]),
+        (
+            inner, columns, x.stride(0), weight.stride(0), has_bias, inner % block == 0, max(16, power_of_two(rows)),
+            block, at_once,
+        ),
+        sizes=(rows,),
+        stages=stages,
+    )  # fmt: skip
+    return out

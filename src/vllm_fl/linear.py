@@ -1,0 +1,37 @@
+"""vLLM's linear layers over the operator ``linear``.
+
+Only products with plain weights are ours: a layer keeps what else it does (weights' loading and parts, gathering,
+summing over ranks), and calls its ``quant_method`` for the product. That object stays vLLM's too, for vLLM and LoRA ask
+for its class; its ``apply`` becomes a call of the operator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import compat
+from .forwards import DispatchedLayer
+
+
+def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What ``UnquantizedLinearMethod.apply`` computes."""
+    result: Tensor = layer.fl_call(x, layer.weight, bias)
+    return result
+
+
+class LinearLayer(DispatchedLayer):
+    """A layer whose product may be ours."""
+
+    fl_operator = "linear"
+    quant_method: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if compat.multiplies_plainly(self.quant_method):
+            self.quant_method.apply = apply
+
+    def fl_runs(self) -> bool:
+        """Whether the product is ours: not where weights are quantized, say."""
+        return getattr(self.quant_method, "apply", None) is apply

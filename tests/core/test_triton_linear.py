@@ -1,0 +1,67 @@
+"""Which products with weights are kernels of ours, and which are PyTorch's. That they are right: test_triton.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from fl_dispatch.backends.triton.impl import linear
+
+HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that would run."""
+    names: list[str] = []
+    for name in ("row", "rows"):
+        monkeypatch.setattr(linear, f"_launch_{name}", lambda *args, name=name, **options: names.append(name))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner", "dtype", "kernels"),
+    [
+        (1, 64, 2048, HALF, ["row"]),
+        (1, 64, 2048, torch.bfloat16, ["row"]),
+        (1, 1, 70, SINGLE, ["row"]),
+        (1, 64, 70, DOUBLE, []),
+        (2, 96, 384, HALF, ["rows"]),
+        (2, 96, 384, SINGLE, []),
+        (linear.MOST_ROWS, 100, 200, HALF, ["rows"]),
+        (linear.MOST_ROWS + 1, 100, 200, HALF, []),
+        (0, 96, 128, HALF, []),
+    ],
+)
+def test_few_rows_are_ours(
+    rows: int, columns: int, inner: int, dtype: torch.dtype, kernels: list[str], launched: list[str]
+) -> None:
+    found = linear.linear(torch.zeros(rows, inner, dtype=dtype), torch.zeros(columns, inner, dtype=dtype))
+    assert launched == kernels
+    assert (found.shape, found.dtype) == ((rows, columns), dtype)
+
+
+def test_large_weights_are_pytorchs_from_two_rows_on(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SMALL_WEIGHTS", 64 * 64 - 1)
+    for rows in (2, 1):
+        linear.linear(torch.zeros(rows, 64, dtype=HALF), torch.zeros(64, 64, dtype=HALF))
+    assert launched == ["row"]
+
+
+def test_a_device_with_little_shared_memory_multiplies_single_rows_alone(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_shared_memory", lambda device: 99 << 10)
+    for rows in (2, 1):
+        linear.linear(torch.zeros(rows, 64, dtype=HALF), torch.zeros(64, 64, dtype=HALF))
+    assert launched == ["row"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_elements_that_do_not_lie_side_by_side_are_pytorchs(rows: int, launched: list[str]) -> None:
+    x, weight, bias = torch.randn(rows, 8), torch.randn(6, 8), torch.randn(6)
+    strided = torch.randn(rows, 16)[:, ::2], torch.randn(8, 6).t(), torch.randn(12)[::2]
+    for arguments in ((strided[0], weight, bias), (x, strided[1], bias), (x, weight, strided[2])):
+        assert torch.equal(linear.linear(*arguments), torch.nn.functional.linear(*arguments))
+    assert launched == []

@@ -1,0 +1,54 @@
+"""How near half precision is to float32: of an engine's log-probabilities, in Hugging Face's own distance.
+
+Where two experts score almost the same, half precision may choose the other one, and then that token's probabilities
+are anything; to Hugging Face's model it happens at other tokens than to ours. So for models with experts the bounds
+hold for the nearest nine tenths of the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fl_dispatch.cli.checkpoints import VOCABULARY
+
+MEAN, LARGEST = 1.15, 1.5
+"""Bounds of the mean and of the largest difference, in Hugging Face's; seen: 0.86 to 1.03, and 0.72 to 1.25.
+
+Bloom is nearer, 0.33 and 0.10: Hugging Face rounds its ALiBi.
+"""
+EXPERTS = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "minimax_m2", "glm4_moe")
+COMPARED = 0.9
+"""The part of the tokens that the bounds hold for in a model with experts."""
+
+
+def table(rows: Iterable[Mapping[str, float]]) -> torch.Tensor:
+    """``[tokens, vocabulary]`` from what an engine returned for each token."""
+    return torch.tensor([[row[str(token)] for token in range(VOCABULARY)] for row in rows])
+
+
+def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, float]:
+    """A Hugging Face model's log-probabilities after every token but the last of each prompt, ``[tokens, vocabulary]``,
+    and the largest hidden activation."""
+    rows, largest = [], 0.0
+    with torch.no_grad():
+        for prompt in prompts:
+            output = network(torch.tensor([prompt]), output_hidden_states=True)
+            rows.append(output.logits[0, :-1].float().log_softmax(-1))
+            largest = max(largest, *(states.abs().max().item() for states in output.hidden_states))
+    return torch.cat(rows), largest
+
+
+def within(
+    found: torch.Tensor, exact: torch.Tensor, half: torch.Tensor, compared: float = 1.0, factor: float = 1.0
+) -> bool:
+    """Whether the nearest tokens, a part ``compared``, are as near as ``factor`` times Hugging Face's nearest."""
+    ours, theirs = (_nearest((values - exact).abs(), compared) for values in (found, half))
+    return bool(ours.mean() <= factor * MEAN * theirs.mean() and ours.max() <= factor * LARGEST * theirs.max())
+
+
+def _nearest(differences: torch.Tensor, part: float) -> torch.Tensor:
+    """The rows with the smallest means, a part of all."""
+    return differences[differences.mean(dim=1).argsort()[: round(part * len(differences))]]

@@ -1,0 +1,98 @@
+"""vLLM's linear layers: a product of ours where there is one, and vLLM's own code untouched where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import STEP, ran, start
+from vllm.model_executor.layers import linear as vllm_linear
+
+from vllm_fl import compat, layers, linear
+
+PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "linear_plugin", "VLLM_FL_PER_OP": "linear=vendor"}
+WRONG = {**STEP, "policy": {"per_op_order": {"linear": ["impl:vendor.wrong_products"]}}}
+COMPILED = {"enforce_eager": False, "compilation_config": {"mode": "VLLM_COMPILE", "backend": "eager"}}
+FAMILIES = ("llama", "qwen3_moe", "deepseek_v2")
+
+
+@pytest.fixture(scope="session")
+def results(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
+    no_cache = {"enable_prefix_caching": False}
+    runs = {
+        **{family: start(checkpoint(family), STEP, WRONG, variables=PLUGIN, engine=no_cache) for family in FAMILIES},
+        "compiled": start(checkpoint("llama"), variables=PLUGIN, engine=COMPILED),
+        "no kernel": start(checkpoint("llama")),
+    }
+    return {name: run.result() for name, run in runs.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_products_of_a_model_are_the_vendors(
+    family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    right, wrong = (step["tokens"] for step in results[family]["steps"])
+    assert right == expected(family)
+    assert wrong != expected(family)
+    assert ran(results[family], "linear") == {"vendor.products", "vendor.wrong_products"}
+
+
+def test_compiled_graphs_contain_them(results: dict[str, Any], expected: Callable[[str], list[list[int]]]) -> None:
+    assert results["compiled"]["steps"][0]["tokens"] == expected("llama")
+    assert ran(results["compiled"], "linear") == {"vendor.products"}
+
+
+def test_where_only_the_reference_is_there_the_layers_stay_vllms_and_no_gap_is_reported(
+    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = results["no kernel"]
+    assert result["steps"][0]["tokens"] == expected("llama")
+    assert ran(result, "linear") == set()
+    assert result["report"]["native_layers"] == {}
+    assert "QKVParallelLinear" not in result["report"]["layers"]
+
+
+def method(**attributes: Any) -> Any:
+    """An unquantized method of vLLM's, made without an engine's configuration."""
+    made = object.__new__(vllm_linear.UnquantizedLinearMethod)
+    vars(made).update(attributes)
+    return made
+
+
+def test_another_method_or_another_product_of_vllms_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import utils
+
+    plain = {"_gemm_impl": utils.default_unquantized_gemm}
+    assert compat.multiplies_plainly(method(**plain))
+    assert not compat.multiplies_plainly(method(_gemm_impl=utils.rocm_unquantized_gemm))
+    assert not compat.multiplies_plainly(SimpleNamespace(**plain))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not compat.multiplies_plainly(method(**plain))
+
+
+def test_apply_is_the_operator_on_the_layers_weights() -> None:
+    weight, bias, x = torch.randn(3, 4), torch.randn(3), torch.randn(2, 4)
+    layer = SimpleNamespace(fl_call=lambda *arguments: arguments, weight=weight)
+    assert linear.apply(layer, x, bias) == (x, weight, bias)
+    assert linear.apply(layer, x) == (x, weight, None)
+
+
+def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor import custom_op
+
+    from fl_dispatch.settings import get_settings
+
+    registered: dict[str, Any] = {}
+    monkeypatch.setattr(custom_op, "op_registry_oot", registered)
+    monkeypatch.setattr(layers, "_has_kernel", lambda op_name: True)
+    layers.register(get_settings())
+    assert "RowParallelLinear" not in registered
+    layers.register(get_settings(), in_worker=True)
+    assert registered["RowParallelLinear"].__mro__[1:3] == (linear.LinearLayer, linear.DispatchedLayer)
+    monkeypatch.setattr(layers, "_has_kernel", lambda op_name: False)
+    layers.register(get_settings(), in_worker=True)
+    assert "RowParallelLinear" not in registered
