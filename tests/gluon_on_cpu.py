@@ -1,9 +1,9 @@
 """Runs a warp-specialized Gluon kernel on the CPU, where Triton has no interpreter for it.
 
 It knows what the Hopper kernel needs. Each part of a program is a thread. What the device may do late is done late: a
-copy's bytes arrive when they are waited for, and until then the buffer holds NaN. A product reads its buffers when it
-is issued and again when it is waited for, and has to find the same. So a buffer that is taken or given back too early
-is an error or a wrong result, and so is a barrier that nobody reaches.
+copy's bytes arrive when they are waited for, products see them behind a fence, and until then the buffer holds NaN. A
+product reads its buffers when it is issued and again when it is waited for, and has to find the same. So a buffer that
+is taken or given back too early is an error or a wrong result, and so is a barrier that nobody reaches.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 PATIENCE = 20.0
 """Seconds after which a wait is taken for a deadlock."""
+LAYOUTS = ("Blocked", "Slice", "NVMMADistributed", "DotOperand", "NVMMAShared", "SwizzledShared", "DistributedLinear")
 
 
 class Pointer:
@@ -85,6 +86,12 @@ class Shared:
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.memory[start : start + length])
 
+    def store(self, value: Tensor) -> None:
+        self.memory.copy_(value)
+
+    def load(self, layout: object) -> Tensor:
+        return self.memory.clone()
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
 
@@ -140,31 +147,53 @@ class Machine:
 
         nothing = lambda *args, **kwargs: None
         number = lambda value: value if isinstance(value, Tensor) else torch.tensor(value)
+
+        def assembly(text: str, constraints: str, args: list[Tensor], **_: Any) -> Any:
+            if text == "mov.b32 {$0, $1}, $2;":
+                return args[0].view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1)
+            halves = {"cvt.rn.bf16x2.f32 $0, $2, $1;": torch.bfloat16, "cvt.rn.f16x2.f32 $0, $2, $1;": torch.float16}
+            return torch.stack(args, -1).to(halves[text]).view(torch.int32).squeeze(-1)
+
+        dtypes = ("int16", "int32", "int64", "float32", "bfloat16")
         language = SimpleNamespace(
-            constexpr=lambda value: value, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-            BlockedLayout=nothing, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
-            NVMMASharedLayout=nothing, static_range=range, convert_layout=lambda value, layout: value,
-            program_id=lambda axis: torch.tensor(self.program), num_programs=lambda axis: self.programs,
-            cdiv=lambda a, b: -(-a // b), cast=lambda value, dtype: number(value).to(dtype),
+            **{f"{name}Layout": nothing for name in LAYOUTS},
+            **{name: getattr(torch, name) for name in dtypes},
+            constexpr=lambda value: value,
+            to_tensor=torch.tensor,
+            static_range=range,
+            convert_layout=lambda value, layout: value,
+            program_id=lambda axis: torch.tensor(self.program),
+            num_programs=lambda axis: self.programs,
+            cdiv=lambda a, b: -(-a // b),
+            cast=lambda value, dtype, bitcast=False: value.view(dtype) if bitcast else number(value).to(dtype),
             maximum=lambda a, b: torch.maximum(number(a), number(b)),
             minimum=lambda a, b: torch.minimum(number(a), number(b)),
-            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), exp2=torch.exp2, log2=torch.log2,
-            where=torch.where, arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
+            max=lambda x, axis: x.amax(axis),
+            sum=lambda x, axis: x.sum(axis),
+            exp2=torch.exp2,
+            log2=torch.log2,
+            where=torch.where,
+            arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            associative_scan=lambda x, axis, combine: x.cumsum(axis),
+            reshape=torch.reshape,
+            split=lambda x: x.unbind(-1),
+            join=lambda low, high: torch.stack((low, high), -1),
+            inline_asm_elementwise=assembly,
             load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
             store=lambda pointer, value, mask: pointer.store(value, mask),
-            allocate_shared_memory=self._allocate, warp_specialize=self._specialize,
-        )  # fmt: skip
+            allocate_shared_memory=self._allocate,
+            warp_specialize=self._specialize,
+        )
         return {
             "gluon": SimpleNamespace(jit=jit),
             "gl": language,
             "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=self._init, arrive=self._arrive, wait=self._wait),
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self._copy, commit_group=self._commit, wait_group=self._wait_group,
-                mbarrier_arrive=self._copies_arrive,
             ),
-            "fence_async_shared": nothing,
+            "fence_async_shared": self._fence,
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_products,
         }  # fmt: skip
@@ -172,17 +201,18 @@ class Machine:
     def _allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers:
         if dtype is torch.int64:
             return Barriers([Barrier(self.changed) for _ in range(shape[0])])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))
+        return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
 
     def _specialize(self, parts: list[Any], warps: list[int], registers: list[int]) -> None:
         errors: list[BaseException] = []
 
         def part(fn: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-            self.local.copies, self.local.groups, self.local.products = [], [], []
+            self.local.copies, self.local.groups, self.local.arrived, self.local.products = [], [], [], []
             try:
                 fn(*arguments)
                 assert not self.local.copies
                 assert not self.local.groups
+                assert not self.local.products
             except BaseException as error:  # of a thread: it is raised again below
                 errors.append(error)
 
@@ -194,9 +224,9 @@ class Machine:
         if errors:
             raise errors[0]
 
-    def _dawdle(self) -> None:
+    def _dawdle(self, longest: float = 2e-3) -> None:
         if self.random.random() < 0.2:
-            time.sleep(self.random.random() * 2e-3)
+            time.sleep(self.random.random() * longest)
 
     def _init(self, barrier: Barriers, count: int) -> None:
         (one,) = barrier.each
@@ -224,14 +254,12 @@ class Machine:
 
     def _wait_group(self, most: int) -> None:
         while len(self.local.groups) > most:
-            for copy in self.local.groups.pop(0):
-                copy()
+            self.local.arrived += self.local.groups.pop(0)
 
-    def _copies_arrive(self, barrier: Barriers, increment_count: bool) -> None:
-        assert not increment_count
-        self._commit()
-        self._wait_group(0)
-        self._arrive(barrier, count=128)
+    def _fence(self) -> None:
+        for copy in self.local.arrived:
+            copy()
+        self.local.arrived = []
 
     def _multiply(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
@@ -247,6 +275,7 @@ class Machine:
         return self.local.products[-1]  # type: ignore[no-any-return]
 
     def _wait_products(self, most: int, deps: list[Any]) -> Any:
+        self._dawdle(2e-2)
         while len(self.local.products) > most:
             self.local.products.pop(0).finish()
         found = tuple(each.result if isinstance(each, Product) else each for each in deps)

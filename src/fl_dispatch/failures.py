@@ -181,8 +181,15 @@ def is_dead_device(error: BaseException) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a graph is being captured in this thread's stream, of this machine's device or of a CUDA device."""
-    return detect_device().captures() or CUDA.captures()
+    """Whether a graph is being captured in this thread's stream, of this machine's device or of a CUDA device.
+
+    A device that fails to answer counts as capturing: then nothing falls back, and the error at hand is the caller's.
+    """
+    try:
+        return detect_device().captures() or CUDA.captures()
+    except Exception:  # a vendor's code, asked in the middle of another failure
+        logger.warning("the device cannot say whether a graph is being captured", exc_info=True)
+        return True
 
 
 def _parts(error: BaseException) -> list[BaseException]:

@@ -373,7 +373,8 @@ layer has to divide the rest as well. DeepSeek's do; these do not, so their toke
 def multiplies_plainly(method: Any) -> bool:
     """Whether a linear layer's method is a product with weights as they are, by PyTorch's own ``linear``.
 
-    Later versions choose the function when the method is made, 0.26 in every call.
+    Later versions choose the function when the method is made, 0.26 in every call. Where the names are gone the answer
+    is no, and the layers stay vLLM's.
     """
     from vllm.model_executor.layers import linear, utils
 
@@ -381,8 +382,9 @@ def multiplies_plainly(method: Any) -> bool:
 
     if type(method) is not linear.UnquantizedLinearMethod or envs.VLLM_BATCH_INVARIANT:
         return False
-    chosen = method._gemm_impl if hasattr(method, "_gemm_impl") else utils.dispatch_unquantized_gemm()
-    return chosen is utils.default_unquantized_gemm
+    in_call = host_version() == "0.26"
+    chosen = utils.dispatch_unquantized_gemm() if in_call else getattr(method, "_gemm_impl", None)
+    return chosen is not None and chosen is getattr(utils, "default_unquantized_gemm", None)
 
 
 def is_unbalanced(model: ModelConfig) -> bool:

@@ -113,9 +113,7 @@ class CommunicatorFL(DeviceCommunicatorBase):
         self.communicator.close()
 
 
-def any_communicator(
-    original: Callable[..., AbstractContextManager[Any]],
-) -> Callable[..., AbstractContextManager[Any]]:
+def any_communicator(original: Capture) -> Capture:
     """``GroupCoordinator.graph_capture`` for groups with any communicator.
 
     vLLM's asks the communicator for what it has to do before a capture, and knows two classes of them. Ours has nothing

@@ -20,6 +20,7 @@ class DispatchedLayer:
     """A layer of vLLM whose forward is one of our operators. First base of every replacement class."""
 
     fl_operator: str
+    fl_metaclass: ClassVar[type[type]] = type  # of the replacement classes
     fl_traced: ClassVar[bool] = True  # compiled graphs contain its forward
     fl_call: Callable[..., Any]
 

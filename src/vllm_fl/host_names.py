@@ -58,6 +58,9 @@ NAMES = (
     ),
     HostNames("vllm.model_executor.custom_op:CustomOp", ("_forward_method", "forward_native"), "forwards"),
     HostNames("vllm.model_executor.custom_op", ("op_registry_oot",), "layers"),
+    HostNames("vllm.model_executor.layers.linear:UnquantizedLinearMethod", ("apply",), "linear"),
+    HostNames("vllm.model_executor.layers.linear:UnquantizedLinearMethod", ("_gemm_impl",), "compat", ("0.32", "0.33")),
+    HostNames("vllm.model_executor.layers.utils", ("default_unquantized_gemm",), "compat"),
     HostNames(f"{_ROPE}.base:RotaryEmbedding", ("_match_cos_sin_cache_dtype",), "forwards"),
     HostNames(
         f"{_ROPE}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding",

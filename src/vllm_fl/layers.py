@@ -69,12 +69,14 @@ class LayerClass:
 
 
 def _has_kernel(op_name: str) -> bool:
-    """Whether the policy puts something before the reference, under some condition at least."""
-    manager = get_default_manager()
+    """Whether the policy puts something before the reference, for some layer, under some condition at least."""
+    manager, policy = get_default_manager(), get_policy()
     manager.ensure_initialized()
-    branches = select(op_name, manager.registry.get_implementations(op_name), get_policy()).branches
-    first = [branch.candidates[0].kind for branch in branches if branch.candidates]
-    return any(kind is not BackendImplKind.REFERENCE for kind in first)
+    impls = manager.registry.get_implementations(op_name)
+    keys = [key for key, _ in (*policy.per_op_order, *policy.op_tuned)]
+    scopes = {None, *(key.partition("@")[2] for key in keys if key.startswith(f"{op_name}@"))}
+    branches = [branch for scope in scopes for branch in select(op_name, impls, policy, scope=scope).branches]
+    return any(branch.candidates and branch.candidates[0].kind is not BackendImplKind.REFERENCE for branch in branches)
 
 
 _LAYERS = "vllm.model_executor.layers"
@@ -171,7 +173,7 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
 
 @cache
 def _replacement(row: LayerClass, base: type) -> type:
-    return type(f"{row.name}FL", (row.mixin, base), {"__module__": __name__})
+    return row.mixin.fl_metaclass(f"{row.name}FL", (row.mixin, base), {"__module__": __name__})
 
 
 _COVERED = {(row.module, row.name): row for row in LAYER_CLASSES}

@@ -21,10 +21,23 @@ def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+class AsVLLMs(type):
+    """Of a replacement class: vLLM's own class and its subclasses are instances too.
+
+    vLLM asks ``isinstance`` of the class that replaces its own, to find the layers that LoRA can wrap; a subclass of
+    vLLM's is not replaced, and would be left out.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        *_, vllms = cls.__bases__
+        return isinstance(instance, vllms)
+
+
 class LinearLayer(DispatchedLayer):
     """A layer whose product may be ours."""
 
     fl_operator = "linear"
+    fl_metaclass = AsVLLMs
     quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from fl_dispatch.backends.triton.impl import attention, hopper, mla_prefill
 from fl_dispatch.errors import NotSupported
-from gluon_on_cpu import Machine
+from gluon_on_cpu import Machine, Pointer
 
 FILES = Path(hopper.__file__).parent
 NAMES = ("schedule", "producer", "consumer", "kernel")
@@ -28,7 +28,7 @@ SetUp = Callable[..., None]
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
     """The kernel runs on the CPU, with so many programs."""
 
-    def set_up(programs: int, **options: Any) -> None:
+    def set_up(programs: int) -> None:
         machine = Machine(programs)
         kernel = machine.load(FILES, NAMES)["attention"]
 
@@ -39,13 +39,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
         monkeypatch.setattr(hopper, "_launcher", lambda: launch)
         monkeypatch.setattr(hopper, "_processors", lambda device: programs)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")
-        monkeypatch.setattr(hopper, "OPTIONS", hopper.Options(**options))
 
     return set_up
 
 
-def numbers(*shape: int) -> Tensor:
-    return torch.randn(shape).to(torch.bfloat16)
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
 
 
 def starts(lengths: list[int]) -> Tensor:
@@ -66,36 +65,49 @@ def expected(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bo
 
 
 class Batch:
-    """Requests over a paged cache, whose unused slots are NaN."""
+    """Requests, each with new tokens and keys, over a paged cache, whose unused slots are NaN."""
 
-    def __init__(self, block_size: int = 16, dim: int = 64) -> None:
+    def __init__(
+        self,
+        requests: Sequence[tuple[int, int]] = PAGED,
+        block_size: int = 16,
+        dim: int = 64,
+        dim_v: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         torch.manual_seed(0)
-        pages = [-(-length // block_size) for _, length in PAGED]
+        self.requests = requests
+        pages = [-(-length // block_size) for _, length in requests]
         order = torch.randperm(sum(pages))
-        self.table = torch.full((len(PAGED), max(pages) + 1), -1, dtype=torch.int32)
-        cache = numbers(sum(pages) + 1, 2, block_size, 2 * dim).transpose(1, 2)
+        self.table = torch.full((len(requests), max(pages) + 1), -1, dtype=torch.int32)
+        cache = numbers(sum(pages) + 1, 2, block_size, dim + dim_v, dtype=dtype).transpose(1, 2)
         unused = torch.ones(len(cache), block_size, dtype=torch.bool)
         self.where = []
-        for row, mine, (_, length) in zip(self.table, torch.split(order, pages), PAGED, strict=True):
+        for row, mine, (_, length) in zip(self.table, torch.split(order, pages), requests, strict=True):
             row[: len(mine)] = mine.int()
             position = torch.arange(length)
             self.where.append((mine[position // block_size], position % block_size))
             unused[self.where[-1]] = False
         cache.masked_fill_(unused[:, :, None, None], float("nan"))
         self.key, self.value = cache[..., :dim], cache[..., dim:]
-        self.starts = starts([new for new, _ in PAGED])
-        self.lengths = torch.tensor([length for _, length in PAGED], dtype=torch.int32)
-        self.query = numbers(int(self.starts[-1]), 4, dim)
-        self.out = torch.full_like(self.query, -7.0)
+        self.starts = starts([new for new, _ in requests])
+        self.lengths = torch.tensor([length for _, length in requests], dtype=torch.int32)
+        self.query = numbers(int(self.starts[-1]), 4, dim, dtype=dtype)
+        self.out = self.query.new_full((len(self.query), 4, dim_v), -7.0)
         self.scale = dim**-0.5
 
     def arguments(self, causal: bool = True) -> tuple[Any, ...]:
-        lengths = (max(new for new, _ in PAGED), max(length for _, length in PAGED))
+        lengths = (max(new for new, _ in self.requests), max(length for _, length in self.requests))
         caches = (self.key, self.value, self.table)
         return (self.query, *caches, self.starts, self.lengths, *lengths, self.scale, self.out, causal)
 
+    def attend(self, least_new: int) -> None:
+        query, key, value, table, first, lengths, *_ = self.arguments()
+        rest: dict[str, Any] = {"causal": True, "least_new": least_new, "narrow": False}
+        hopper.attend_paged(query, key, value, table, first, lengths, self.scale, self.out, **rest)
+
     def check(self, causal: bool = True, least_new: int = 0) -> None:
-        for index, (new, _) in enumerate(PAGED):
+        for index, (new, _) in enumerate(self.requests):
             mine, there = slice(int(self.starts[index]), int(self.starts[index + 1])), self.where[index]
             if new < least_new:
                 assert (self.out[mine] == -7.0).all()
@@ -105,21 +117,21 @@ class Batch:
 
 
 @pytest.mark.parametrize(
-    ("causal", "block_size", "dim", "programs", "options"),
+    ("causal", "block_size", "dim", "dim_v", "dtype", "programs"),
     [
-        (True, 16, 64, 3, {}),
-        (False, 16, 64, 5, {}),
-        (True, 1, 64, 2, {}),
-        (True, 48, 128, 4, {"ordered": True}),
-        (True, 16, 64, 64, {"stages": 3}),
-        (True, 16, 64, 3, {"late": False}),
+        (True, 16, 64, 64, torch.bfloat16, 3),
+        (False, 16, 64, 64, torch.bfloat16, 5),
+        (True, 1, 64, 128, torch.float16, 2),
+        (True, 48, 128, 128, torch.bfloat16, 4),
+        (True, 16, 64, 64, torch.bfloat16, 64),
+        (True, 16, 192, 128, torch.bfloat16, 3),
     ],
 )
 def test_paged_keys(
-    on_cpu: SetUp, causal: bool, block_size: int, dim: int, programs: int, options: dict[str, Any]
+    on_cpu: SetUp, causal: bool, block_size: int, dim: int, dim_v: int, dtype: torch.dtype, programs: int
 ) -> None:
-    on_cpu(programs, **options)
-    batch = Batch(block_size, dim)
+    on_cpu(programs)
+    batch = Batch(PAGED, block_size, dim, dim_v, dtype)
     assert attention.paged_attention(*batch.arguments(causal)) is batch.out
     batch.check(causal)
 
@@ -127,18 +139,72 @@ def test_paged_keys(
 def test_short_requests_are_left_to_their_own_route(on_cpu: SetUp) -> None:
     on_cpu(3)
     batch = Batch()
-    query, key, value, table, first, lengths, *_ = batch.arguments()
-    hopper.attend_paged(
-        query, key, value, table, first, lengths, batch.scale, batch.out, causal=True, least_new=65, narrow=False
-    )
+    batch.attend(least_new=65)
     batch.check(least_new=65)
 
 
-@pytest.mark.parametrize(("causal", "late", "programs"), [(True, True, 3), (False, True, 7), (True, False, 4)])
-def test_keys_in_a_row(on_cpu: SetUp, causal: bool, late: bool, programs: int) -> None:
-    on_cpu(programs, late=late)
+def test_many_programs_that_end_with_short_pieces(on_cpu: SetUp) -> None:
+    on_cpu(24)
+    batch = Batch([(3, 9)] * 24)
+    batch.attend(least_new=0)
+    batch.check()
+
+
+def some_of_many() -> list[tuple[int, int]]:
+    """850 requests: one in 17 has more than a new token, but none of those from 512 on to 767; others none or one."""
+    some = [(2 + n % 5, 3 + n % 200) if n % 17 == 0 and not 512 <= n < 768 else (n % 2, n % 3) for n in range(850)]
+    some[90], some[260], some[840] = (150, 300), (260, 200), (130, 140)
+    return some
+
+
+def test_more_requests_than_are_looked_at_together(on_cpu: SetUp) -> None:
+    on_cpu(7)
+    batch = Batch(some_of_many())
+    batch.attend(least_new=2)
+    batch.check(least_new=2)
+
+
+@pytest.mark.parametrize(
+    ("requests", "causal", "heads", "programs", "share"),
+    [
+        ([(512, 512)] * 4, True, 32, 132, 1.05),
+        ([(2048, 2048)] * 4, True, 16, 132, 1.05),
+        ([(300, 2000), (700, 700), (130, 100), (0, 9), (1500, 1600)], True, 8, 9, 1.05),
+        ([(300, 2000), (700, 700), (130, 0), (0, 9), (1500, 1600)], False, 8, 9, 1.1),
+        (some_of_many(), True, 3, 5, 1.3),
+    ],
+)
+def test_programs_share_the_pieces_evenly(
+    requests: list[tuple[int, int]], causal: bool, heads: int, programs: int, share: float
+) -> None:
+    machine = Machine(programs)
+    find = machine.load(FILES, ("schedule",))["find_piece"]
+    new_starts = Pointer.of(starts([new for new, _ in requests]))
+    lengths = Pointer.of(torch.tensor([length for _, length in requests], dtype=torch.int32))
+    loads, found = [], []
+    for machine.program in range(programs):
+        turn, state, load = torch.tensor(0), (torch.tensor(0), torch.tensor(1 << 29), torch.tensor(0)), 0
+        while True:
+            *state, request, tile, head = find(new_starts, lengths, len(requests), heads, 2, turn, *state, True, causal)
+            if request == len(requests):
+                break
+            new, length = requests[int(request)]
+            seen = min(length, length - new + 128 * (int(tile) + 1)) if causal else length
+            load += 2 + max(1, -(-seen // 128))  # a piece costs as much as two tiles of keys
+            found.append((int(request), int(tile), int(head)))
+            turn += 1
+        loads.append(load)
+    tiles = [-(-new // 128) if new > 1 else 0 for new, _ in requests]
+    pieces = [(r, t, h) for r, count in enumerate(tiles) for t in range(count) for h in range(heads)]
+    assert sorted(found) == sorted(pieces)
+    assert max(loads) <= share * sum(loads) / programs
+
+
+@pytest.mark.parametrize(("causal", "programs", "dim"), [(True, 3, 192), (False, 7, 192), (True, 4, 128)])
+def test_keys_in_a_row(on_cpu: SetUp, causal: bool, programs: int, dim: int) -> None:
+    on_cpu(programs)
     torch.manual_seed(1)
-    heads, dim, dim_v = 2, 192, 128
+    heads, dim_v = 2, 128
     query_starts, key_starts = starts([new for new, _ in FLAT]), starts([length for _, length in FLAT])
     query, key = numbers(int(query_starts[-1]), heads, dim), numbers(int(key_starts[-1]), heads, dim)
     value = numbers(int(key_starts[-1]), heads, 2 * dim_v)[..., dim_v:]
@@ -176,7 +242,55 @@ def test_it_runs_for_aligned_rows_of_half_types_alone(on_cpu: SetUp) -> None:
     assert not hopper.fits(good.float(), good.float(), good.float())
 
 
+def test_what_is_compiled_depends_on_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(hopper, "_launch", lambda tensors, sizes, numbers: compiled.append(numbers))
+    for tokens in (1, 5, 16):
+        query, total = numbers(tokens, 2, 192), torch.zeros(2, tokens)
+        offsets = starts([tokens])
+        hopper.attend(query, query, query[..., :128], offsets, offsets, 1.0, query, total, causal=True)
+    assert compiled[0] == compiled[1] == compiled[2]
+
+
+@pytest.mark.parametrize(
+    ("strides", "narrow"),
+    [
+        ((1 << 20, 128, 1 << 16, 1), True),
+        ((1 << 20, 128, 1 << 29, 1), False),  # heads lie outside blocks
+        ((1 << 20, 1 << 27, 128, 1), False),
+    ],
+)
+def test_offsets_of_32_bits_hold_heads_and_slots(
+    monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...], narrow: bool
+) -> None:
+    compiled: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper, "_launch", lambda tensors, sizes, numbers: compiled.append(numbers))
+    near = torch.empty((9, 16, 8, 64), dtype=torch.bfloat16, device="meta")
+    far = torch.empty_strided(near.shape, strides, dtype=near.dtype, device="meta")
+    query, table, lengths = numbers(4, 16, 64), torch.zeros(1, 9), torch.tensor([4])
+    for key, value in ((near, far), (far, near)):
+        rest: dict[str, Any] = {"causal": True, "least_new": 0}
+        hopper.attend_paged(query, key, value, table, starts([4]), lengths, 1.0, query, narrow=True, **rest)
+        hopper.attend_paged(query, key, value, table, starts([4]), lengths, 1.0, query, narrow=False, **rest)
+    assert [numbers[-1] for numbers in compiled] == [narrow, False] * 2
+
+
 def test_a_device_that_is_not_hopper_takes_the_plain_kernel() -> None:
     tensor = numbers(4, 2, 128)
     assert hopper.why_unavailable(tensor.device)
     assert not hopper.fits(tensor, tensor, tensor)
+
+
+def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    monkeypatch.setattr(hopper, "_launcher", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for version, capability, why in (
+        ("3.6.0", (9, 0), ""),
+        ("3.6.1+git1234", (9, 0), ""),
+        ("3.9.0", (9, 0), "it is not tested with Triton 3.9.0"),
+        ("3.6.0", (10, 0), "the device is not of compute capability 9"),
+    ):
+        monkeypatch.setattr(hopper.triton, "__version__", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        assert hopper.why_unavailable.__wrapped__(torch.device("cuda", 0)) == why

@@ -65,3 +65,38 @@ def test_elements_that_do_not_lie_side_by_side_are_pytorchs(rows: int, launched:
     for arguments in ((strided[0], weight, bias), (x, strided[1], bias), (x, weight, strided[2])):
         assert torch.equal(linear.linear(*arguments), torch.nn.functional.linear(*arguments))
     assert launched == []
+
+
+X, WEIGHT, BIAS = torch.ones(2, 8, dtype=HALF), torch.ones(6, 8, dtype=HALF), torch.ones(6, dtype=HALF)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x": torch.ones(2, 4, dtype=HALF)},
+        {"x": torch.ones(2, 16, dtype=HALF)},
+        {"weight": WEIGHT.float()},
+        {"bias": BIAS[:2]},
+        {"bias": BIAS.float()},
+    ],
+    ids=["narrow", "wide", "other dtype", "short bias", "bias of another dtype"],
+)
+def test_what_pytorch_refuses_raises_its_error(rows: int, change: dict[str, torch.Tensor], launched: list[str]) -> None:
+    arguments = {"x": X, "weight": WEIGHT, "bias": BIAS, **change}
+    arguments["x"] = arguments["x"][:rows]
+    with pytest.raises(RuntimeError):
+        linear.linear(**arguments)
+    assert launched == []
+
+
+def test_a_weight_elsewhere_never_reaches_a_kernel(launched: list[str]) -> None:
+    for rows in (1, 2):
+        linear.linear(X[:rows], torch.empty(6, 8, dtype=HALF, device="meta"))
+    assert launched == []
+
+
+def test_a_bias_of_one_element_is_pytorchs_which_spreads_it(launched: list[str]) -> None:
+    found = linear.linear(X[:1], WEIGHT, BIAS[:1])
+    assert torch.equal(found, torch.full((1, 6), 9, dtype=HALF))
+    assert launched == []

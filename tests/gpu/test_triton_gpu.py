@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -67,39 +66,31 @@ def test_dynamo_traces_a_kernel_without_a_graph_break(name: str) -> None:
     torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 
-WRITTEN_FOR = (3, 6)
-
-
 @pytest.fixture
-def for_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The kernel for Hopper is taken, whether or not it is released for this version of Triton."""
-    monkeypatch.setattr(hopper, "TESTED", (WRITTEN_FOR,))
-    hopper.why_unavailable.cache_clear()
+def on_hopper() -> None:
     reason = hopper.why_unavailable(CUDA)
     if reason:
         pytest.skip(reason)
-    yield monkeypatch
-    hopper.why_unavailable.cache_clear()
 
 
-def by_both(patch: pytest.MonkeyPatch, fn: Any, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+def by_both(fn: Any, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
     """Three results of the kernel for Hopper, and the plain kernel's."""
     assert hopper.fits(*args[:3])
     special = [fn(*args) for _ in range(3)]
-    patch.setattr(hopper, "fits", lambda *tensors: False)
-    plain = fn(*args)
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "fits", lambda *tensors: False)
+        plain = fn(*args)
     return special, plain
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("dim", "block_size", "dtype"), [(128, 16, "bfloat16"), (64, 16, "float16"), (128, 1, "bfloat16")]
 )
-def test_long_requests_on_hopper(
-    for_hopper: pytest.MonkeyPatch, dim: int, block_size: int, dtype: str, causal: bool
-) -> None:
+def test_long_requests_on_hopper(dim: int, block_size: int, dtype: str, causal: bool) -> None:
     requests = [(200, 333), (1, 40), (128, 128), (257, 1000), (64, 1027), (130, 2048), (1500, 1500)]
+    requests += [(n % 5, 20 + n) for n in range(300)]  # more than are looked at together
     generator = torch.Generator(CUDA).manual_seed(0)
     pages = [-(-length // block_size) for _, length in requests]
     table = torch.full((len(requests), max(pages)), -1, dtype=torch.int32, device=CUDA)
@@ -115,14 +106,15 @@ def test_long_requests_on_hopper(
     lengths = torch.tensor([length for _, length in requests], dtype=torch.int32, device=CUDA)
     query = torch.randn(int(starts[-1]), 32, dim, device=CUDA, generator=generator).to(cache.dtype)
     args = (query, cache[..., :dim], cache[..., dim:], table, starts, lengths, 1500, 2048, dim**-0.5, None, causal)
-    special, plain = by_both(for_hopper, attention.paged_attention, args)
+    special, plain = by_both(attention.paged_attention, args)
     for result in special:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         assert torch.equal(result, special[0])
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("causal", [True, False])
-def test_latent_prefill_on_hopper(for_hopper: pytest.MonkeyPatch, causal: bool) -> None:
+def test_latent_prefill_on_hopper(causal: bool) -> None:
     requests = [(200, 333), (300, 100), (1, 7), (129, 1024), (0, 5), (512, 512)]
     torch.manual_seed(0)
     starts, key_starts = (
@@ -133,16 +125,8 @@ def test_latent_prefill_on_hopper(for_hopper: pytest.MonkeyPatch, causal: bool) 
         for each, dim in ((starts, 192), (key_starts, 192), (key_starts, 256))
     )
     args = (query, key, value[..., 128:], starts, key_starts, 512, 1024, 192**-0.5, None, causal)
-    special, (plain, plain_lse) = by_both(for_hopper, mla.mla_prefill, args)
+    special, (plain, plain_lse) = by_both(mla.mla_prefill, args)
     for result, lse in special:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         torch.testing.assert_close(lse, plain_lse, rtol=1e-3, atol=1e-3)
         assert torch.equal(result, special[0][0])
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.float32])
-@pytest.mark.parametrize("name", ["paged_attention", "mla_prefill"])
-def test_declared_inputs_on_hopper(for_hopper: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
-    manager = get_default_manager()
-    (impl,) = implementations(manager, [name], ["default.triton"])
-    assert verify(manager, impl, dtype, CUDA).problems == []

@@ -100,6 +100,14 @@ def test_a_capture_is_what_a_devices_own_hook_says(monkeypatch: pytest.MonkeyPat
     assert failures.is_capturing()
 
 
+def test_a_device_that_cannot_say_whether_it_captures_counts_as_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise OSError("driver")
+
+    monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, torch_type="npu", is_capturing=broken),))
+    assert failures.is_capturing()
+
+
 def test_detection_creates_no_context() -> None:
     assert [spec.detect() for spec in device.BUILTIN_DEVICES][-1] is True
     assert not torch.cuda.is_initialized()

@@ -12,6 +12,7 @@ import torch
 from engines import STEP, ran, start
 from vllm.model_executor.layers import linear as vllm_linear
 
+from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, policy_context
 from vllm_fl import compat, layers, linear
 
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "linear_plugin", "VLLM_FL_PER_OP": "linear=vendor"}
@@ -70,6 +71,13 @@ def test_another_method_or_another_product_of_vllms_is_left_alone(monkeypatch: p
     assert compat.multiplies_plainly(method(**plain))
     assert not compat.multiplies_plainly(method(_gemm_impl=utils.rocm_unquantized_gemm))
     assert not compat.multiplies_plainly(SimpleNamespace(**plain))
+    assert not compat.multiplies_plainly(method())  # a version that has renamed it
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "host_version", lambda: "0.26")
+        patch.setattr(utils, "dispatch_unquantized_gemm", lambda: plain["_gemm_impl"])
+        assert compat.multiplies_plainly(method())
+        patch.delattr(utils, "default_unquantized_gemm")
+        assert not compat.multiplies_plainly(method())
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not compat.multiplies_plainly(method(**plain))
 
@@ -79,6 +87,38 @@ def test_apply_is_the_operator_on_the_layers_weights() -> None:
     layer = SimpleNamespace(fl_call=lambda *arguments: arguments, weight=weight)
     assert linear.apply(layer, x, bias) == (x, weight, bias)
     assert linear.apply(layer, x) == (x, weight, None)
+
+
+def test_a_subclass_of_vllms_is_still_one_for_lora(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks ``isinstance(layer, the class that replaces ReplicatedLinear)``."""
+    (row,) = (row for row in layers.LAYER_CLASSES if row.name == "ReplicatedLinear")
+    replacement = layers._replacement(row, vllm_linear.ReplicatedLinear)
+    derived = type("Router", (vllm_linear.ReplicatedLinear,), {})
+    assert isinstance(object.__new__(derived), replacement)
+    assert isinstance(object.__new__(replacement), replacement)
+    assert not isinstance(object.__new__(vllm_linear.RowParallelLinear), replacement)
+    assert not issubclass(derived, replacement)
+
+
+@pytest.mark.parametrize(
+    ("policy", "has"),
+    [
+        ({"prefer": "reference"}, False),
+        ({"prefer": "vendor"}, True),
+        ({"prefer": "reference", "per_op_order": {"linear@model.layers.0.*": ["vendor", "reference"]}}, True),
+        ({"prefer": "vendor", "per_op_order": {"linear": ["reference"]}}, False),
+    ],
+)
+def test_a_kernel_for_a_single_layer_is_one(policy: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    impls = [
+        OpImpl("linear", "vendor.products", BackendImplKind.VENDOR, torch.nn.functional.linear, vendor="products"),
+        OpImpl("linear", "reference.torch", BackendImplKind.REFERENCE, torch.nn.functional.linear),
+    ]
+    registry = SimpleNamespace(get_implementations=lambda op_name: impls)
+    manager = SimpleNamespace(ensure_initialized=lambda: None, registry=registry)
+    monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
+    with policy_context(SelectionPolicy.from_dict(**policy)):
+        assert layers._has_kernel("linear") is has
 
 
 def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A product with weights: ``y = x @ weight.T + bias``, as ``torch.nn.functional.linear`` has it.
 
-    Products are summed in at least float32 and rounded once.
+    Products are summed as PyTorch is set to sum them, or in float32, and rounded once.
 
     Args:
         x: ``[..., inner]``, floating point.

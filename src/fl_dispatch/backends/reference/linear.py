@@ -1,4 +1,4 @@
-"""Reference of the product with weights, which PyTorch has itself; it sums half types in float32."""
+"""Reference of the product with weights: PyTorch's own, which sums as its settings say."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Launcher:
         Args:
             grid: programs along three axes, none of them empty.
             tensors: the leading arguments.
-            numbers: strides and constants; each combination of their values is kept, so few may exist.
+            numbers: strides, sizes of weights, constants; each combination of their values is kept, so few may exist.
             sizes: numbers below 2**31 that vary from call to call.
             warps, stages: of the compiled kernel.
 

@@ -27,8 +27,9 @@ SMALL_WEIGHTS = 1 << 25
 """Elements of weights up to which a few rows are multiplied here."""
 TILE = (64, 128, 5)
 """Columns, elements of them, and stages of a program with several rows."""
-SHARED_MEMORY = 128 << 10
+SHARED_MEMORY = 120 << 10
 """Bytes that its stages need."""
+HALF = (torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -121,20 +122,28 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernels read these tensors as they lie. What PyTorch would refuse does not fit, so that it does."""
+    columns, inner = weight.shape
+    return (
+        0 not in weight.shape
+        and x.shape[-1:] == (inner,)
+        and weight.dtype is x.dtype
+        and x.dtype in (torch.float32, *HALF)
+        and weight.device == x.device
+        and weight.stride(1) == 1
+        and x.stride(-1) == 1
+        and (bias is None or (bias.shape == (columns,) and bias.dtype is x.dtype and bias.stride(0) == 1))
+    )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See :data:`fl_dispatch.ops.linear.linear`."""
+    """See :data:`fl_dispatch.ops.linear.linear`. Gives no gradients where a kernel runs."""
     columns, inner = weight.shape
     rows = x.numel() // inner if inner else 0
     single = rows == 1
-    few = 1 < rows <= MOST_ROWS and columns * inner <= SMALL_WEIGHTS and x.dtype in (torch.float16, torch.bfloat16)
-    if (
-        not (single or (few and _shared_memory(x.device) >= SHARED_MEMORY))
-        or x.dtype is torch.float64
-        or not columns
-        or weight.stride(1) != 1
-        or x.stride(-1) != 1
-        or (bias is not None and bias.stride(0) != 1)
-    ):
+    few = 1 < rows <= MOST_ROWS and columns * inner <= SMALL_WEIGHTS and x.dtype in HALF
+    if not (single or (few and _shared_memory(x.device) >= SHARED_MEMORY)) or not _fits(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], columns))
     tensors = (x, weight, out if bias is None else bias, out)

@@ -5,6 +5,7 @@ about a microsecond, in graphs too; a step of decoding is hundreds of kernels. W
 
 The rule that keeps this right: a kernel that is launched so calls :func:`await_previous` before anything else, in every
 program. So nothing is read or written before the kernel before it has ended, which by the same rule means all of them.
+A kernel of somebody else's that is launched so has to keep the rule too; one that is launched as usual waits anyhow.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ capability 9, with a tested version, for shapes and options that it has. Everyth
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -22,9 +21,9 @@ from ..launch import INTERPRETED, Launcher
 
 logger = get_logger(__name__)
 
-TESTED: tuple[tuple[int, int], ...] = ()
-"""Versions of Triton with which the kernel in its present form is tested and measured on a GPU: none yet, so nothing
-takes it. Written for 3.6, where it compiles; 3.9 has renamed what it uses."""
+TESTED = ((3, 6),)
+"""Versions of Triton with which the kernel is tested and measured on a GPU. Of the others 3.9, for one, has renamed
+what it uses."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Sizes of a head's key, as a power of two and the rest."""
@@ -33,26 +32,7 @@ ALIGNMENT = 16
 """What strides have to be multiples of, and pointers' bytes: copies move 16 bytes, and the compiler has to know it."""
 WARPS = 4
 """Of each of the three groups; the launch names those of the first."""
-
-
-class Options(NamedTuple):
-    """What the compiled kernel is made of.
-
-    Args:
-        stages: tiles of keys, and of values, that fit the shared memory.
-        ordered: the groups take turns in issuing their products.
-        late: the loading warps fence, not those that multiply.
-        registers, registers_producer: of a thread of the second group, and of the one that loads.
-    """
-
-    stages: int = 2
-    ordered: bool = False
-    late: bool = True
-    registers: int = 224
-    registers_producer: int = 56
-
-
-OPTIONS = Options()
+LIMIT = 1 << 31
 
 
 @functools.cache
@@ -121,19 +101,21 @@ def attend_paged(
     """Attention of the requests with at least ``least_new`` new tokens. Where :func:`fits`, without window, cap, bias.
 
     Args:
-        narrow: the caches have fewer than 2**31 elements.
+        narrow: the blocks of both caches lie within 2**31 elements.
         others: as those of :data:`fl_dispatch.ops.attention.paged_attention`.
     """
     heads = query.shape[1]
+    slots, kv_heads = key_cache.shape[1:3]
+    for _, slot, head, _ in (key_cache.stride(), value_cache.stride()):
+        narrow = narrow and max(slots * slot, kv_heads * head) < LIMIT
     _launch(
         (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, out),
-        (seq_lens.shape[0], heads, least_new),
+        (seq_lens.shape[0], heads, least_new, 0),
         (
             query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], out.stride(0),
-            out.stride(1), block_table.stride(0), 0, scale, heads // key_cache.shape[2], True, key_cache.shape[1],
-            causal, False, *DIMENSIONS[query.shape[2]], value_cache.shape[3],
+            out.stride(1), block_table.stride(0), scale, heads // kv_heads, True, slots, causal, False,
+            *DIMENSIONS[query.shape[2]], value_cache.shape[3], narrow,
         ),
-        narrow,
     )  # fmt: skip
 
 
@@ -152,17 +134,13 @@ def attend(
     """Attention over keys in a row, with as many heads as queries have; see :data:`fl_dispatch.ops.mla.mla_prefill`."""
     _launch(
         (query, key, value, key_start_loc, query_start_loc, key_start_loc, out, lse),
-        (query_start_loc.shape[0] - 1, query.shape[1], 0),
+        (query_start_loc.shape[0] - 1, query.shape[1], 0, lse.stride(0)),
         (
             query.stride(0), query.stride(1), 0, *key.stride()[:2], 0, *value.stride()[:2], out.stride(0),
-            out.stride(1), 0, lse.stride(0), scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]],
-            value.shape[2],
+            out.stride(1), 0, scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]], value.shape[2], False,
         ),
-        False,
     )  # fmt: skip
 
 
-def _launch(tensors: tuple[Tensor, ...], sizes: tuple[int, ...], numbers: tuple[object, ...], narrow: bool) -> None:
-    options = OPTIONS
-    tail = (options.stages, narrow, options.ordered, options.late, options.registers, options.registers_producer)
-    _launcher()((_processors(tensors[0].device), 1, 1), tensors, (*numbers, *tail), sizes=sizes, warps=WARPS)
+def _launch(tensors: tuple[Tensor, ...], sizes: tuple[int, ...], numbers: tuple[object, ...]) -> None:
+    _launcher()((_processors(tensors[0].device), 1, 1), tensors, numbers, sizes=sizes, warps=WARPS)

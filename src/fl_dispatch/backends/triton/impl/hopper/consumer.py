@@ -2,25 +2,18 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .schedule import BLOCK_N, key_tiles, piece, request_span
+from .schedule import BLOCK_N, STAGES, key_tiles, told
 
 ROWS = gl.constexpr(64)
 """Queries of a group."""
 
 
 @gluon.jit
-def _wait_full(barrier, number, there, STAGES: gl.constexpr, LATE: gl.constexpr):
+def _wait_full(barrier, number, there):
     """Wait until the buffer of tile ``number`` is full."""
     mbarrier.wait(barrier, (number // STAGES) & 1, pred=there)
-    if not LATE:
-        fence_async_shared()
 
 
 @gluon.jit
@@ -54,6 +47,24 @@ def _softmax(scores, top, below, start, place, length, factor, CAUSAL: gl.conste
 
 
 @gluon.jit
+def _pack(weights, dtype: gl.constexpr):
+    """Weights as they are carried around a loop: two in a number of 32 bits, which is how a product takes them."""
+    low, high = gl.split(gl.reshape(weights, [ROWS, BLOCK_N // 2, 2]))
+    CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(CVT, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _unpack(packed, dtype: gl.constexpr, P: gl.constexpr):
+    """The operand of a product."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    half = gl.cast(gl.reshape(gl.join(low, high), [ROWS, BLOCK_N]), dtype, bitcast=True)
+    return gl.convert_layout(half, P)
+
+
+@gluon.jit
 def _steps(
     acc,
     top,
@@ -61,7 +72,6 @@ def _steps(
     weights,
     i,
     tile,
-    turns,
     stop,
     q,
     q_rest,
@@ -71,138 +81,132 @@ def _steps(
     length,
     factor,
     S: gl.constexpr,
-    WHICH: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     REST: gl.constexpr,
-    STAGES: gl.constexpr,
-    ORDERED: gl.constexpr,
-    LATE: gl.constexpr,
 ):
-    """Tiles ``tile``, ``tile - 1`` … ``stop``. ``weights`` are those of the tile before, whose values are still to be
-    added: that product runs beside the softmax of this tile. The keys of tile ``i`` have been waited for.
+    """Tiles ``tile``, ``tile - 1`` … ``stop``, the first of which is the program's tile ``i``; its keys are there.
+
+    ``weights`` are packed, and those of the tile before, whose values are still to be added to the sums: that product
+    runs beside the softmax of this tile.
     """
     A: gl.constexpr = acc.type.layout
-    _, _, k_bufs, k_rest_bufs, v_bufs = buffers
-    full, k_free, v_free, _, turn_a, turn_b = barriers
+    P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
+    _, _, _, k_bufs, k_rest_bufs, v_bufs = buffers
+    full, k_free, v_free = barriers
     while tile >= stop:
         stage = i % STAGES
         before = (i - 1) % STAGES
-        if ORDERED:
-            mbarrier.wait(turn_a if WHICH == 0 else turn_b, (turns & 1) ^ (1 - WHICH))
-            turns += 1
+        half = _unpack(weights, v_bufs.dtype, P)
         pending = _scores(q, q_rest, k_bufs.index(stage), k_rest_bufs.index(stage), S, REST)
-        _wait_full(full.index(STAGES + before), i - 1, True, STAGES, LATE)
-        adding = warpgroup_mma(weights, v_bufs.index(before), acc, is_async=True)
-        if ORDERED:
-            mbarrier.arrive(turn_b if WHICH == 0 else turn_a)
+        _wait_full(full.index(STAGES + before), i - 1, True)
+        adding = warpgroup_mma(half, v_bufs.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[pending])
         mbarrier.arrive(k_free.index(stage))
         new, top, below, decay = _softmax(scores, top, below, tile * BLOCK_N, place, length, factor, CAUSAL, MASKED)
         # This wait ends a basic block. Without it ptxas moves the softmax behind the product that it shall run beside.
-        _wait_full(full.index((i + 1) % STAGES), i + 1, tile > 0, STAGES, LATE)
-        acc, weights, new, below, decay = warpgroup_mma_wait(0, deps=[adding, weights, new, below, decay])
+        _wait_full(full.index((i + 1) % STAGES), i + 1, tile > 0)
+        acc, half, new, below, decay = warpgroup_mma_wait(0, deps=[adding, half, new, below, decay])
         mbarrier.arrive(v_free.index(before))
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None]
-        weights = gl.convert_layout(new.to(weights.dtype), weights.type.layout)
+        weights = _pack(new, v_bufs.dtype)
         tile -= 1
         i += 1
-    return acc, top, below, weights, i, tile, turns
+    return acc, top, below, weights, i, tile
+
+
+@gluon.jit
+def _store(out, acc, begin, new, row, head, OUT_TOKEN, OUT_HEAD, DIM_V: gl.constexpr):
+    """Write a group's results."""
+    # As products leave them, but with 16 bytes in a row a thread: four threads swap what they have, and write 64 bytes.
+    W: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]]
+        if DIM_V == 128
+        else [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [ROWS, DIM_V],
+    )
+    token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
+    dim = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, W))
+    rows = (begin + token).to(gl.int64) * OUT_TOKEN + head.to(gl.int64) * OUT_HEAD
+    target = out + rows[:, None] + dim[None, :]
+    gl.store(target, gl.convert_layout(acc.to(out.dtype.element_ty), W), mask=(token < new)[:, None])
 
 
 @gluon.jit
 def consume(
-    query_starts,
-    key_lengths,
     out,
     lse,
     buffers,
     barriers,
-    requests,
-    heads,
-    least_new,
     OUT_TOKEN,
     OUT_HEAD,
     LSE_HEAD,
     SCALE,
     WHICH: gl.constexpr,
-    PAGED: gl.constexpr,
     CAUSAL: gl.constexpr,
     LSE: gl.constexpr,
     REST: gl.constexpr,
     DIM_V: gl.constexpr,
-    STAGES: gl.constexpr,
-    ORDERED: gl.constexpr,
-    LATE: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):
     """All pieces of a program, for its queries ``64 * WHICH`` to ``64 * WHICH + 63``."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM_V, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, A, 2)
-    q_full: gl.constexpr = 2 * STAGES
-    q_buf, q_rest_buf, k_bufs, k_rest_bufs, v_bufs = buffers
-    full, k_free, v_free, q_free, _, _ = barriers
-    q = q_buf.slice(ROWS * WHICH, ROWS)
-    q_rest = q
-    if REST > 0:
-        q_rest = q_rest_buf.slice(ROWS * WHICH, ROWS)
-    programs = gl.num_programs(0)
+    piece_bufs, q_bufs, q_rest_bufs, k_bufs, k_rest_bufs, v_bufs = buffers
+    full, k_free, v_free = barriers
     factor = SCALE * 1.4426950408889634  # takes a score to base 2
-    turns = 0
-    i = 0
-    done = 0
-    count = 0
-    for request in range(requests):
-        begin, new, length, _key_begin, tiles_m = request_span(query_starts, key_lengths, request, least_new, PAGED)
-        works = tiles_m * heads
-        for turn in range(count // programs, gl.cdiv(count + works, programs)):
-            work, first, head = piece(turn, count, tiles_m, heads)
-            tiles, whole = key_tiles(new, length, first, CAUSAL)
-            if (work >= 0) & (work < works):
-                row = first + ROWS * WHICH
-                acc = gl.zeros([ROWS, DIM_V], gl.float32, A)
-                top = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, S))
-                below = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-                if tiles > 0:
-                    place = length - new + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-                    stage = i % STAGES
-                    mbarrier.wait(full.index(q_full), done & 1)
-                    _wait_full(full.index(stage), i, True, STAGES, LATE)
-                    pending = _scores(q, q_rest, k_bufs.index(stage), k_rest_bufs.index(stage), S, REST)
-                    scores = warpgroup_mma_wait(0, deps=[pending])
-                    mbarrier.arrive(k_free.index(stage))
-                    start = (tiles - 1) * BLOCK_N
-                    new_weights, top, below, _decay = _softmax(
-                        scores, top, below, start, place, length, factor, CAUSAL, True
-                    )
-                    weights = gl.convert_layout(new_weights.to(v_bufs.dtype), P)
-                    i += 1
-                    tile = tiles - 2
-                    _wait_full(full.index(i % STAGES), i, tile >= 0, STAGES, LATE)
-                    acc, top, below, weights, i, tile, turns = _steps(
-                        acc, top, below, weights, i, tile, turns, whole, q, q_rest, buffers, barriers, place, length,
-                        factor, S, WHICH, CAUSAL, True, REST, STAGES, ORDERED, LATE,
-                    )  # fmt: skip
-                    acc, top, below, weights, i, tile, turns = _steps(
-                        acc, top, below, weights, i, tile, turns, 0, q, q_rest, buffers, barriers, place, length,
-                        factor, S, WHICH, CAUSAL, False, REST, STAGES, ORDERED, LATE,
-                    )  # fmt: skip
-                    mbarrier.arrive(q_free)
-                    last = (i - 1) % STAGES
-                    _wait_full(full.index(STAGES + last), i - 1, True, STAGES, LATE)
-                    adding = warpgroup_mma(weights, v_bufs.index(last), acc, is_async=True)
-                    acc, weights = warpgroup_mma_wait(0, deps=[adding, weights])
-                    mbarrier.arrive(v_free.index(last))
-                    done += 1
-                some = top > -1e29
-                inverse = gl.where(some, 1.0 / below, 0.0)
-                acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, A))[:, None]
-                token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, A))
-                dim_v = gl.arange(0, DIM_V, layout=gl.SliceLayout(0, A))
-                target = out + ((begin + token).to(gl.int64) * OUT_TOKEN + head * OUT_HEAD)[:, None]
-                gl.store(target + dim_v[None, :], acc.to(out.dtype.element_ty), mask=(token < new)[:, None])
-                if LSE:
-                    token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-                    total = gl.where(some, (top + gl.log2(below)) * 0.6931471805599453, float("-inf"))
-                    gl.store(lse + head.to(gl.int64) * LSE_HEAD + begin + token, total, mask=token < new)
-        count += works
+    i = 0  # tiles so far
+    done = 0  # pieces so far
+    mbarrier.wait(full.index(2 * STAGES), 0)
+    begin, new, length, first, head = told(piece_bufs.index(0))
+    while head >= 0:
+        tiles, whole = key_tiles(new, length, first, CAUSAL)
+        row = first + ROWS * WHICH
+        q = q_bufs.index(done % QUERIES).slice(ROWS * WHICH, ROWS)
+        q_rest = q
+        if REST > 0:
+            q_rest = q_rest_bufs.index(done % QUERIES).slice(ROWS * WHICH, ROWS)
+        acc = gl.zeros([ROWS, DIM_V], gl.float32, A)
+        top = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(1, S))
+        below = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        place = length - new + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+        stage = i % STAGES
+        _wait_full(full.index(stage), i, True)
+        pending = _scores(q, q_rest, k_bufs.index(stage), k_rest_bufs.index(stage), S, REST)
+        scores = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(k_free.index(stage))
+        start = (tiles - 1) * BLOCK_N
+        new_weights, top, below, _ = _softmax(scores, top, below, start, place, length, factor, CAUSAL, True)
+        weights = _pack(new_weights, v_bufs.dtype)
+        i += 1
+        tile = tiles - 2
+        _wait_full(full.index(i % STAGES), i, tile >= 0)
+        acc, top, below, weights, i, tile = _steps(
+            acc, top, below, weights, i, tile, whole, q, q_rest, buffers, barriers, place, length, factor, S, CAUSAL,
+            True, REST,
+        )  # fmt: skip
+        acc, top, below, weights, i, tile = _steps(
+            acc, top, below, weights, i, tile, 0, q, q_rest, buffers, barriers, place, length, factor, S, CAUSAL, False,
+            REST,
+        )  # fmt: skip
+        last = (i - 1) % STAGES
+        half = _unpack(weights, v_bufs.dtype, P)
+        _wait_full(full.index(STAGES + last), i - 1, True)
+        adding = warpgroup_mma(half, v_bufs.index(last), acc, is_async=True)
+        acc, half = warpgroup_mma_wait(0, deps=[adding, half])
+        mbarrier.arrive(v_free.index(last))
+        some = top > -1e29
+        inverse = gl.where(some, 1.0 / below, 0.0)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, A))[:, None]
+        _store(out, acc, begin, new, row, head, OUT_TOKEN, OUT_HEAD, DIM_V)
+        if LSE:
+            token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+            total = gl.where(some, (top + gl.log2(below)) * 0.6931471805599453, float("-inf"))
+            gl.store(lse + head.to(gl.int64) * LSE_HEAD + begin + token, total, mask=token < new)
+        done += 1
+        mbarrier.wait(full.index(2 * STAGES + done % QUERIES), (done // QUERIES) & 1)
+        begin, new, length, first, head = told(piece_bufs.index(done % QUERIES))
