@@ -26,7 +26,7 @@ LAUNCHERS = {
     for name, value in vars(module).items()
     if isinstance(value, Launcher)
 }
-OVERLAPPING = [name for name, launcher in LAUNCHERS.items() if launcher._overlapping]
+OVERLAPPING = [name for name, launcher in LAUNCHERS.items() if launcher.overlapping]
 
 
 def test_there_are_such_kernels() -> None:

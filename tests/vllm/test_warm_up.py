@@ -35,7 +35,7 @@ class Recorder:
     """In the place of a launcher: keeps what would be compiled."""
 
     def __init__(self, launcher: Launcher, keys: Keys) -> None:
-        self.kernel, self.keys = launcher.kernel, keys
+        self.kernel, self.overlapping, self.keys = launcher.kernel, launcher.overlapping, keys
 
     def __call__(
         self,
@@ -49,9 +49,8 @@ class Recorder:
     ) -> None:
         """Keep the key of a launch."""
         parameters = self.kernel.params[len(tensors) :]
-        values = [
-            _specialized(parameter, value) for parameter, value in zip(parameters, (*sizes, *numbers), strict=True)
-        ]
+        given = (*sizes, *numbers, *((True,) if self.overlapping else ()))
+        values = [_specialized(parameter, value) for parameter, value in zip(parameters, given, strict=True)]
         self.keys.add((self.kernel.__name__, warps, stages, *(tensor.dtype for tensor in tensors), *values))
 
 
@@ -155,11 +154,11 @@ def compiled_at_start(keys: Keys, limits: tuple[int, int, int], call: Call) -> K
     return set(keys)
 
 
-def nothing_is_compiled_later(keys: Keys, limits: tuple[int, int, int], call: Call) -> None:
+def nothing_is_compiled_later(keys: Keys, limits: tuple[int, int, int], call: Call, drawn: int = 60) -> None:
     """Draw batches and compare."""
     known = compiled_at_start(keys, limits, call)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=drawn, deadline=None)
     @given(batch=batches(limits), width=st.integers(1, 9000))
     def check(batch: tuple[list[int], int], width: int) -> None:
         keys.clear()
@@ -202,4 +201,4 @@ def test_experts(keys: Keys, shape: tuple[int, int], limits: tuple[int, int, int
 def test_a_batch_that_the_start_leaves_out_is_noticed(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "QUERIES", (1,))
     with pytest.raises(AssertionError):
-        nothing_is_compiled_later(keys, LIMITS[1], lambda *batch: paged(PAGED[0], torch.bfloat16, *batch))
+        nothing_is_compiled_later(keys, LIMITS[1], lambda *batch: paged(PAGED[0], torch.bfloat16, *batch), drawn=1000)

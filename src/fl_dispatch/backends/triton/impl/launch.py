@@ -55,7 +55,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, *, overlapping: bool = False) -> None:
         self.kernel = kernel
-        self._overlapping = overlapping
+        self.overlapping = overlapping
         self._compiled: dict[Any, Any] = {}
         self._short: bool | None = None
 
@@ -85,11 +85,11 @@ class Launcher:
         if device < 0 and not INTERPRETED:
             raise NotSupported("the tensors are on the CPU")
         if torch.compiler.is_compiling():  # Inductor launches it, and knows nothing of overlapping
-            numbers = (*numbers, False) if self._overlapping else numbers
+            numbers = (*numbers, False) if self.overlapping else numbers
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         options = {"num_warps": warps, "num_stages": stages}
-        if self._overlapping:
+        if self.overlapping:
             overlap = overlaps(device)
             numbers = (*numbers, overlap)
             if overlap:

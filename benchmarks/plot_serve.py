@@ -1,0 +1,53 @@
+"""A picture of what ``serve_vllm.py`` measured: engines side by side, as shares of the better vanilla.
+
+    python benchmarks/plot_serve.py RESULT.json PICTURE.png
+
+Bars are medians over the rounds, lines reach from the least to the largest. Needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def draw(found: dict[str, Any], picture: Path) -> None:
+    """Draw one result: a panel a workload, a bar a cell, with its tokens a second."""
+    compared, machine = found["compared"], found["machine"]
+    figure, panels = pyplot.subplots(1, len(compared), figsize=(3.4 * len(compared), 3.6), sharey=True, squeeze=False)
+    for panel, (workload, cells) in zip(panels[0], compared.items(), strict=True):
+        for place, (name, row) in enumerate(cells.items()):
+            below, above = row["ratio"] - row["least"], row["largest"] - row["ratio"]
+            colour = "tab:gray" if name.startswith("vanilla") else f"C{place}"
+            panel.bar(place, row["ratio"], yerr=[[below], [above]], color=colour, capsize=3, width=0.8)
+            label = f"{row['tokens_per_s']:,.0f}"
+            panel.text(place, 0.72, label, ha="center", va="bottom", rotation=90, color="white", fontsize=8)
+        panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        panel.set_title(workload, fontsize=10)
+        panel.set_xticks(range(len(cells)), list(cells), rotation=60, ha="right", fontsize=8)
+        panel.set_ylim(0.7, 1.15)
+    panels[0][0].set_ylabel("tokens a second,\nshare of the better vanilla")
+    gpus = machine.get("tensor_parallel") or 1
+    where = machine["gpu"] if gpus == 1 else f"{gpus} x {machine['gpu']}"
+    figure.suptitle(f"{machine['shape']}, vLLM {machine['vllm']}, {where}, {machine['rounds']} rounds", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    draw(json.loads(options.result.read_text()), options.picture)
+
+
+if __name__ == "__main__":
+    main()
