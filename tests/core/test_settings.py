@@ -617,7 +617,8 @@ def test_a_broken_platform_file_is_refused(platform: Callable[[str], None]) -> N
 def test_the_platform_files_are_right(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert name in config.list_platforms()
     found = config.load_platform_config(name)
-    assert found == {"prefer": "flagos"}
+    rules = {"cuda": {"linear": [{"order": ["vendor", "reference"]}]}}
+    assert found == {"prefer": "flagos", **({"op_tuned": rules[name]} if name in rules else {})}
     assert not caplog.records
 
 
