@@ -9,12 +9,12 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 PARTS = {
-    "core": "fl_dispatch/*.py",
-    "settings": "fl_dispatch/settings/*.py",
-    "operators": "fl_dispatch/ops/*.py",
-    "backends": "fl_dispatch/backends/**/*.py",
-    "command": "fl_dispatch/cli/*.py",
-    "vLLM plugin": "vllm_fl/*.py",
+    "core": ("fl_dispatch/*.py",),
+    "settings": ("fl_dispatch/settings/*.py",),
+    "operators": ("fl_dispatch/ops/*.py",),
+    "backends": ("fl_dispatch/backends/**/*.py",),
+    "command": ("fl_dispatch/cli/*.py",),
+    "vLLM plugin": ("vllm_fl/*.py", "vllm_fl/compat/*.py"),
 }
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
@@ -34,8 +34,8 @@ def lines_of_code(path: Path) -> int:
 
 
 def main() -> None:
-    for part, pattern in PARTS.items():
-        files = sorted(SOURCE.glob(pattern))
+    for part, patterns in PARTS.items():
+        files = [file for pattern in patterns for file in sorted(SOURCE.glob(pattern))]
         print(f"{part:12} {sum(map(lines_of_code, files)):5} lines in {len(files):2} files")
 
 

@@ -27,7 +27,8 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 
-from . import compat, kv_layout, warm_up
+from . import kv_layout, warm_up
+from .compat.attention_class import CacheQuestions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -263,7 +264,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         return output
 
 
-class AttentionFLBackend(compat.CacheQuestions, AttentionBackend):
+class AttentionFLBackend(CacheQuestions, AttentionBackend):
     """The attention class that the operator ``attention_backend`` selects unless a vendor's is preferred."""
 
     forward_includes_kv_cache_update: bool = False

@@ -26,7 +26,8 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.selection import select
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compat, compile, startup
+from . import compile, startup
+from .compat import attention_class, models
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -101,7 +102,7 @@ def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
-            compat.is_unbalanced(model),
+            models.is_unbalanced(model),
             f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",
         ),
     ]
@@ -176,7 +177,7 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
     """Why an attention class cannot serve a layer, in its own words."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    return compat.attention_refusals(resolve_obj_by_qualname(path), config, capability)
+    return attention_class.attention_refusals(resolve_obj_by_qualname(path), config, capability)
 
 
 # -- changes ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class HostNames:
     Args:
         owner: ``module:Class``, or ``module`` for attributes that its functions give to objects.
         names: attributes of the class or of its instances.
-        user: which of our modules relies on them.
+        user: which of our modules relies on them, below ``vllm_fl``.
         versions: the host versions that have them, as vLLM's major.minor; empty for all.
     """
 
@@ -40,7 +40,7 @@ _SUPPORTS = ("current_device", "no_act_and_mul", "activation", "quant_scheme", "
 
 NAMES = (
     HostNames(f"{_WORKER}.gpu_worker:Worker", ("_make_model_runner",), "worker_cpu", ("0.32", "0.33")),
-    HostNames(f"{_WORKER}.gpu_worker:Worker", ("_init_workspace_and_model_runner",), "compat", ("0.32", "0.33")),
+    HostNames(f"{_WORKER}.gpu_worker:Worker", ("_init_workspace_and_model_runner",), "compat.runner", ("0.32", "0.33")),
     HostNames(f"{_WORKER}.gpu_worker:Worker", ("_maybe_get_memory_pool_context",), "worker"),
     HostNames(f"{_WORKER}.gpu_model_runner:GPUModelRunner", ("_dummy_run",), "worker_cpu"),
     HostNames(f"{_WORKER}.gpu.model_runner:GPUModelRunner", ("_dummy_run",), "worker_gpu"),
@@ -59,8 +59,13 @@ NAMES = (
     HostNames("vllm.model_executor.custom_op:CustomOp", ("_forward_method", "forward_native"), "forwards"),
     HostNames("vllm.model_executor.custom_op", ("op_registry_oot",), "layers"),
     HostNames("vllm.model_executor.layers.linear:UnquantizedLinearMethod", ("apply",), "linear"),
-    HostNames("vllm.model_executor.layers.linear:UnquantizedLinearMethod", ("_gemm_impl",), "compat", ("0.32", "0.33")),
-    HostNames("vllm.model_executor.layers.utils", ("default_unquantized_gemm",), "compat"),
+    HostNames(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod",
+        ("_gemm_impl",),
+        "compat.layer_classes",
+        ("0.32", "0.33"),
+    ),
+    HostNames("vllm.model_executor.layers.utils", ("default_unquantized_gemm",), "compat.layer_classes"),
     HostNames(f"{_ROPE}.base:RotaryEmbedding", ("_match_cos_sin_cache_dtype",), "forwards"),
     HostNames(
         f"{_ROPE}.phi3_long_rope_scaled_rope:Phi3LongRoPEScaledRotaryEmbedding",
@@ -88,7 +93,7 @@ NAMES = (
         ("0.32", "0.33"),
     ),
     HostNames("vllm.v1.attention.backend:AttentionMetadataBuilder", ("_cudagraph_support",), "attention"),
-    HostNames(f"{_MLA}:MLACommonMetadataBuilder", ("_build_decode",), "mla"),
+    HostNames(f"{_MLA}:MLACommonMetadataBuilder", ("_build_decode",), "mla_metadata"),
     HostNames(
         f"{_MLA}:MLACommonImpl",
         ("_concat_k_nope_k_pe", "_use_flashinfer_concat_mla_k", "supports_quant_query_input"),

@@ -24,7 +24,8 @@ from fl_dispatch.selection import select
 from fl_dispatch.settings import Settings
 from fl_dispatch.types import BackendImplKind
 
-from . import compat, forwards, linear, moe
+from . import forwards, linear, moe
+from .compat import layer_classes
 from .forwards import DispatchedLayer
 
 logger = get_logger(__name__)
@@ -38,7 +39,7 @@ class LayerClass:
         module, name: where it is.
         mixin: our forward.
         custom_op: it is a ``CustomOp``, which vLLM replaces itself. Else its name is replaced in the package above
-            ``module``, where vLLM looks it up (see ``compat``).
+            ``module``, where vLLM looks it up (see ``compat.layer_classes``).
         own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
             own code is the reference too, and left as it is it is no gap.
     """
@@ -158,7 +159,7 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
             continue
         if not row.custom_op:
             if (base := row.in_tree()) is not None:
-                compat.replace_class(base, _replacement(row, base) if row.wanted(settings) else base)
+                layer_classes.replace_class(base, _replacement(row, base) if row.wanted(settings) else base)
             continue
         present = registered.get(row.name)
         ours = present is not None and issubclass(present, DispatchedLayer)

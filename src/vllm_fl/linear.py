@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import compat
+from .compat import layer_classes
 from .forwards import DispatchedLayer
 
 
@@ -42,7 +42,7 @@ class LinearLayer(DispatchedLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if compat.multiplies_plainly(self.quant_method):
+        if layer_classes.multiplies_plainly(self.quant_method):
             self.quant_method.apply = apply
 
     def fl_runs(self) -> bool:

@@ -15,7 +15,8 @@ from fl_dispatch.device import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
-from . import compat, compile, config, startup
+from . import compile, config, startup
+from .compat import accelerator, kernels
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,7 +76,7 @@ class Dispatching:
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        compat.silence_accelerator()
+        accelerator.silence_accelerator()
         startup.activate()
 
     @classmethod
@@ -84,7 +85,7 @@ class Dispatching:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        compat.silence_accelerator()
+        accelerator.silence_accelerator()
         startup.activate()
         config.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE, native=cls.native)
@@ -152,7 +153,7 @@ class PlatformFL(Dispatching, Platform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         if DEVICE.torch_type == "cpu":
-            compat.replace_kernels()
+            kernels.replace_kernels()
 
     # -- what vLLM may use --------------------------------------------------------------------------------------------
 

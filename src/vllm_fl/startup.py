@@ -16,7 +16,7 @@ from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compat
+from .compat import detection, versions
 
 logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ def detect() -> str | None:
 def _decide() -> str | None:
     global _stored
     try:
-        compat.declare_variables()
+        detection.declare_variables()
         active, reason = _judge()
     except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
         _stored = error
@@ -61,7 +61,7 @@ def _judge() -> tuple[bool, str]:
         served = ", ".join(SERVED_DEVICES)
         return False, f"device '{device.name}' is not served yet (served: {served}); vLLM's own platform runs"
     if not settings.enabled:
-        in_tree = compat.in_tree_platform()
+        in_tree = detection.in_tree_platform()
         if in_tree is not None:
             return False, f"dispatch is switched off, and vLLM's own platform '{in_tree}' covers this machine"
         return True, f"dispatch is switched off, but no platform of vLLM's own covers device '{device.name}'"
@@ -104,7 +104,7 @@ def register_ops() -> None:
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     raise_stored()
-    compat.warn_of_untested_host()
+    versions.warn_of_untested_host()
     from .attention import register_backend
 
     manager = get_default_manager()

@@ -24,7 +24,8 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compat, compile, kv_layout, layers, ranks, startup
+from . import compile, kv_layout, layers, ranks, startup
+from .compat import accelerator, versions
 
 logger = get_logger(__name__)
 
@@ -35,7 +36,7 @@ class WorkerFL(Worker):
     fl_counts_before: Mapping[str, int]
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        compat.silence_accelerator()
+        accelerator.silence_accelerator()
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         layers.register(get_settings(), in_worker=True)
@@ -62,7 +63,7 @@ class WorkerFL(Worker):
 
     def _leave_record(self) -> None:
         """For ``fl doctor``, and the list of operators that FlagGems runs."""
-        runs.record(f"vLLM {compat.host_version()}", self.model_config.model, self.fl_survey, {})
+        runs.record(f"vLLM {versions.host_version()}", self.model_config.model, self.fl_survey, {})
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     def _compare_ranks(self) -> None:

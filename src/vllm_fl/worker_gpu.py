@@ -19,7 +19,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.logger_manager import get_logger
 
-from . import compat, compile, warm_up
+from . import compile, warm_up
+from .compat import library
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -30,7 +31,7 @@ class GPUWorkerFL(WorkerFL):
 
     def init_device(self) -> None:
         if current_platform.is_out_of_tree():
-            compat.do_without_library()
+            library.do_without_library()
         super().init_device()
 
     @torch.inference_mode()

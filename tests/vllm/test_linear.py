@@ -13,7 +13,8 @@ from engines import STEP, ran, start
 from vllm.model_executor.layers import linear as vllm_linear
 
 from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, policy_context
-from vllm_fl import compat, layers, linear
+from vllm_fl import layers, linear
+from vllm_fl.compat import layer_classes, versions
 
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "linear_plugin", "VLLM_FL_PER_OP": "linear=vendor"}
 WRONG = {**STEP, "policy": {"per_op_order": {"linear": ["impl:vendor.wrong_products"]}}}
@@ -68,18 +69,18 @@ def test_another_method_or_another_product_of_vllms_is_left_alone(monkeypatch: p
     from vllm.model_executor.layers import utils
 
     plain = {"_gemm_impl": utils.default_unquantized_gemm}
-    assert compat.multiplies_plainly(method(**plain))
-    assert not compat.multiplies_plainly(method(_gemm_impl=utils.rocm_unquantized_gemm))
-    assert not compat.multiplies_plainly(SimpleNamespace(**plain))
-    assert not compat.multiplies_plainly(method())  # a version that has renamed it
+    assert layer_classes.multiplies_plainly(method(**plain))
+    assert not layer_classes.multiplies_plainly(method(_gemm_impl=utils.rocm_unquantized_gemm))
+    assert not layer_classes.multiplies_plainly(SimpleNamespace(**plain))
+    assert not layer_classes.multiplies_plainly(method())  # a version that has renamed it
     with monkeypatch.context() as patch:
-        patch.setattr(compat, "host_version", lambda: "0.26")
+        patch.setattr(versions, "host_version", lambda: "0.26")
         patch.setattr(utils, "dispatch_unquantized_gemm", lambda: plain["_gemm_impl"])
-        assert compat.multiplies_plainly(method())
+        assert layer_classes.multiplies_plainly(method())
         patch.delattr(utils, "default_unquantized_gemm")
-        assert not compat.multiplies_plainly(method())
+        assert not layer_classes.multiplies_plainly(method())
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not compat.multiplies_plainly(method(**plain))
+    assert not layer_classes.multiplies_plainly(method(**plain))
 
 
 def test_apply_is_the_operator_on_the_layers_weights() -> None:

@@ -18,7 +18,8 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import compat, startup, warm_up
+from vllm_fl import startup, warm_up
+from vllm_fl.compat import accelerator
 from vllm_fl.mla import MLAFLBackend, MLAFLImpl
 from vllm_fl.mla_context import context_chunks
 from vllm_fl.mla_metadata import MLAFLMetadataBuilder
@@ -250,7 +251,7 @@ def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLIm
 
 
 def test_one_layer_of_a_kind_is_tried_with_every_batch_that_the_scheduler_allows(layer: MLAFLImpl) -> None:
-    compat.silence_accelerator()
+    accelerator.silence_accelerator()
     tried: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
     model = torch.nn.ModuleList(torch.nn.Identity() for _ in tried)
     for place, module in enumerate(model):

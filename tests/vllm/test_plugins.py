@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from engines import Finished, background, python, start
 
-from vllm_fl import compat, startup
+from vllm_fl import startup
+from vllm_fl.compat import detection
 
 ENTRY_POINTS = """
 [vllm.platform_plugins]
@@ -116,5 +117,5 @@ def test_switched_off_it_leaves_a_machine_to_vllm_that_vllm_covers(monkeypatch: 
     off = replace(get_settings(), enabled=False)
     monkeypatch.setattr(startup, "get_settings", lambda: off)
     for in_tree, active in (("cpu", False), (None, True)):
-        monkeypatch.setattr(compat, "in_tree_platform", lambda found=in_tree: found)
+        monkeypatch.setattr(detection, "in_tree_platform", lambda found=in_tree: found)
         assert startup._judge()[0] is active

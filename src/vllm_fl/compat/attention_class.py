@@ -1,0 +1,44 @@
+"""What vLLM asks an attention class: how the KV cache lies in memory, and why it cannot serve a layer."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from .. import kv_layout
+
+if TYPE_CHECKING:
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+
+class CacheQuestions:
+    """What vLLM asks an attention class about the KV cache, which :mod:`vllm_fl.kv_layout` decides."""
+
+    # vLLM 0.32 and later: the physical layouts that it can read.
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout[kv_layout.in_force().host_name],)
+
+    # vLLM 0.26: the shape, and the order of its axes in memory.
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        order = kv_layout.in_force().stride_order
+        return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order
+
+
+def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:
+    """Why an attention class cannot serve a layer, in its own words; the fields to be judged differ by version."""
+    known = inspect.signature(backend.validate_configuration).parameters
+    fields = {name: value for name, value in config._asdict().items() if name in known}
+    reasons: list[str] = backend.validate_configuration(**fields, device_capability=capability)
+    return reasons

@@ -1,0 +1,31 @@
+"""Layers of vLLM: whether a linear one multiplies plainly, and how a class that is no ``CustomOp`` is replaced."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from . import versions
+
+
+def multiplies_plainly(method: Any) -> bool:
+    """Whether a linear layer's method is a product with weights as they are, by PyTorch's own ``linear``.
+
+    Later versions choose the function when the method is made, 0.26 in every call. Where the names are gone the answer
+    is no, and the layers stay vLLM's.
+    """
+    from vllm.model_executor.layers import linear, utils
+
+    from vllm import envs
+
+    if type(method) is not linear.UnquantizedLinearMethod or envs.VLLM_BATCH_INVARIANT:
+        return False
+    in_call = versions.host_version() == "0.26"
+    chosen = utils.dispatch_unquantized_gemm() if in_call else getattr(method, "_gemm_impl", None)
+    return chosen is not None and chosen is getattr(utils, "default_unquantized_gemm", None)
+
+
+def replace_class(base: type, replacement: type) -> None:
+    """Put a class in the place of ``base`` in the package that holds its module; ``base`` itself undoes it."""
+    package = importlib.import_module(base.__module__.rpartition(".")[0])
+    setattr(package, base.__name__, replacement)

@@ -1,0 +1,75 @@
+"""What takes the place of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
+
+Host memory that a GPU reads, references that do not keep memory alive, the warm-up of kernels, and what a group of
+ranks does before a capture.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from . import latent
+from .replacements import BUFFERS
+
+
+class _HostMemory:
+    """Pinned memory as CUDA's array interface describes it; a tensor made of it keeps it alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "version": 2,
+            "shape": tuple(tensor.shape),
+            "typestr": tensor.numpy().dtype.str,
+            "strides": tuple(step * tensor.element_size() for step in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the current GPU over the memory of a pinned one, which has one address on both sides.
+
+    Raises:
+        ValueError: the tensor is not pinned.
+    """
+    if not cpu_tensor.is_pinned():
+        raise ValueError("a GPU can only read host memory that is pinned")
+    return torch.as_tensor(_HostMemory(cpu_tensor), device=f"cuda:{torch.cuda.current_device()}")
+
+
+def unowned_view(tensor: Any) -> Any:
+    """The same memory, without keeping it alive: the memory pool of captured graphs does that."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or not tensor.numel():
+        return tensor
+    memory = tensor.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def warm_up_kernels(worker: Any) -> None:
+    """Compile the Triton kernels of the V1 model runner's block table; the other runners' are warm after a batch."""
+    if not worker.use_v2_model_runner and not worker.model_runner.is_pooling_model:
+        from vllm.model_executor.warmup.v1_block_table_warmup import warm_v1_block_table_kernels
+
+        warm_v1_block_table_kernels(worker.device, worker.scheduler_config.max_num_batched_tokens)
+
+
+def do_without_library() -> None:
+    """Replace what vLLM's GPU worker and its V2 model runner take from vLLM's compiled library. Idempotent."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.utils import torch_utils
+    from vllm.v1.worker import gpu_worker
+
+    from ..distributed import any_communicator
+
+    buffers: Any = importlib.import_module(BUFFERS)
+    latent.offer_latent_prefill()
+    buffers.get_accelerator_view_from_cpu_tensor = gpu_view
+    torch_utils.weak_ref_tensor = unowned_view
+    gpu_worker.kernel_warmup = warm_up_kernels
+    if not hasattr(GroupCoordinator.graph_capture, "fl_original"):
+        GroupCoordinator.graph_capture = any_communicator(GroupCoordinator.graph_capture)

@@ -1,0 +1,20 @@
+"""Models that vLLM itself gets wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+UNBALANCED_IN_FLOAT16 = ("Glm4MoeForCausalLM", "Glm4vMoeForConditionalGeneration", "LagunaForCausalLM")
+"""For float16 vLLM divides the shared experts by the scale of the routed ones, so that sums stay small, and a decoder
+layer has to divide the rest as well. DeepSeek's do; these do not, so their tokens are wrong on every platform."""
+
+
+def is_unbalanced(model: ModelConfig) -> bool:
+    """Whether vLLM would give wrong tokens for this model in float16."""
+    scale = getattr(model.hf_text_config, "routed_scaling_factor", None)
+    return model.dtype == torch.float16 and model.architecture in UNBALANCED_IN_FLOAT16 and scale != 1.0
