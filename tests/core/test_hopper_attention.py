@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from fl_dispatch.backends.triton.impl import attention, hopper, mla_prefill
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.settings import reset_settings
 from gluon_on_cpu import Machine, Pointer
 
 FILES = Path(hopper.__file__).parent
@@ -294,3 +295,9 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
         monkeypatch.setattr(hopper.triton, "__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         assert hopper.why_unavailable.__wrapped__(torch.device("cuda", 0)) == why
+    monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("VLLM_FL_CHIP_FEATURES", "0")
+    reset_settings()
+    why = "chip_features is off (environment variable VLLM_FL_CHIP_FEATURES)"
+    assert hopper.why_unavailable.__wrapped__(torch.device("cuda", 0)) == why

@@ -107,6 +107,15 @@ def test_booleans(variable: str, field: str) -> None:
     refused(f"environment variable {variable}: '2' is no boolean", **{variable: "2"})
 
 
+def test_chip_features(platform: Write) -> None:
+    assert load().chip_features is True
+    assert load(VLLM_FL_CHIP_FEATURES="off").chip_features is False
+    refused("environment variable VLLM_FL_CHIP_FEATURES: '2' is no boolean", VLLM_FL_CHIP_FEATURES="2")
+    platform("chip_features: false\n")
+    assert load().chip_features is False
+    assert load(VLLM_FL_CHIP_FEATURES="1").chip_features is True
+
+
 def test_aten_replacement(platform: Write) -> None:
     assert load().aten_replacement is None
     assert load(VLLM_FL_ATEN_REPLACEMENT="1").aten_replacement is True
@@ -451,6 +460,7 @@ op_backends:
 flagos_blacklist: [to_copy, zeros, mm]
 oot_blacklist: [fused_moe]
 aten_replacement: true
+chip_features: false
 op_tuned:
   silu_and_mul:
     - when: {dtype: bfloat16, tokens: [1, 256], phase: decode}
@@ -472,6 +482,7 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
         flagos_blacklist=frozenset({"to_copy", "zeros", "mm"}),
         oot_blacklist=frozenset({"fused_moe"}),
         aten_replacement=True,
+        chip_features=False,
         op_tuned=(
             (
                 "silu_and_mul",
@@ -736,7 +747,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variable_is_not_ours() -> None:
     assert "VLLM_BATCH_INVARIANT" not in variable_names()
-    assert len(variable_names()) == len(set(variable_names())) == 22
+    assert len(variable_names()) == len(set(variable_names())) == 23
 
 
 def rows() -> dict[str, list[str]]:

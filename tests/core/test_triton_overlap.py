@@ -16,8 +16,9 @@ import torch
 
 pytest.importorskip("triton")
 from fl_dispatch.backends.triton import impl
-from fl_dispatch.backends.triton.impl import launch, linear, normalization
+from fl_dispatch.backends.triton.impl import launch, linear, normalization, overlap
 from fl_dispatch.backends.triton.impl.launch import Launcher
+from fl_dispatch.settings import reset_settings
 
 MODULES = [importlib.import_module(f"{impl.__name__}.{found.name}") for found in pkgutil.iter_modules(impl.__path__)]
 LAUNCHERS = {
@@ -77,6 +78,22 @@ def test_a_kernel_waits_if_and_only_if_it_is_launched_so(
     for arguments in ran:
         assert arguments[-1] is (waits if overlapping else arguments[-1])
     assert len(ran) == (way == "short")
+
+
+@pytest.mark.parametrize(
+    ("capability", "setting", "device", "expected"),
+    [(9, None, 0, True), (10, None, 0, True), (8, None, 0, False), (9, "0", 0, False), (9, None, -1, False)],
+)
+def test_where_kernels_are_launched_so(
+    capability: int, setting: str | None, device: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (capability, 0))
+    if setting is not None:
+        monkeypatch.setenv("VLLM_FL_CHIP_FEATURES", setting)
+        reset_settings()
+    assert overlap.overlaps.__wrapped__(device) is expected
 
 
 HALF, NUMBER = "*fp16", "i32"

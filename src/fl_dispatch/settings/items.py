@@ -136,6 +136,11 @@ ITEMS: tuple[Item, ...] = (
         "whether FlagGems replaces PyTorch's own operators in workers; unset, the device decides",
         yaml="aten_replacement",
     ),
+    _flag(
+        "chip_features", "VLLM_FL_CHIP_FEATURES",
+        "whether our Triton kernels use what one kind of chip alone has; off, they are the same on every chip",
+        yaml="chip_features",
+    ),
     _flag("oot_enabled", "VLLM_FL_OOT_ENABLED", "whether layers are registered with the host"),
     _name_list(
         "oot_whitelist", "VLLM_FL_OOT_WHITELIST", names.check_layer,

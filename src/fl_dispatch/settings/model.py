@@ -70,6 +70,7 @@ class Settings:
     flagos_whitelist: frozenset[str] | None = None
     flagos_blacklist: frozenset[str] = frozenset()
     aten_replacement: bool | None = None
+    chip_features: bool = True
     oot_enabled: bool = True
     oot_whitelist: frozenset[str] | None = None
     oot_blacklist: frozenset[str] = frozenset()

@@ -6,6 +6,7 @@ about a microsecond, in graphs too; a step of decoding is hundreds of kernels. W
 The rule that keeps this right: a kernel that is launched so calls :func:`await_previous` before anything else, in every
 program. So nothing is read or written before the kernel before it has ended, which by the same rule means all of them.
 A kernel of somebody else's that is launched so has to keep the rule too; one that is launched as usual waits anyhow.
+``VLLM_FL_CHIP_FEATURES=0`` launches all kernels as usual.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import functools
 import torch
 import triton
 import triton.language as tl
+
+from fl_dispatch.settings import get_settings
 
 from ..availability import interpreted
 
@@ -31,6 +34,8 @@ CAPABILITY = 9
 def overlaps(device: int) -> bool:
     """Whether kernels on a device, of which this is the index, are launched so."""
     if gdc_wait is None or interpreted() or torch.version.cuda is None or device < 0:
+        return False
+    if not get_settings().chip_features:
         return False
     return torch.cuda.get_device_capability(device)[0] >= CAPABILITY
 

@@ -4,7 +4,8 @@ The plain kernels compute a tile's softmax and its products one after the other.
 load, and two groups of 64 queries each multiply; each issues the products of the next keys and of the last values
 before its softmax, and neither waits for the other. So matrix units work while weights are computed. That needs
 instructions of one chip and an experimental part of Triton, so it is only taken where both are known: on compute
-capability 9, with a tested version, for shapes and options that it has. Everything else takes the plain kernel.
+capability 9, with a tested version, for shapes and options that it has. Everything else takes the plain kernel, and
+``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton
 from torch import Tensor
 
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
 
 from ..launch import INTERPRETED, Launcher
 
@@ -44,7 +46,10 @@ def why_unavailable(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device)[0] != CAPABILITY:
         return f"the device is not of compute capability {CAPABILITY}"
     reason = ""
-    if version not in TESTED:
+    settings = get_settings()
+    if not settings.chip_features:
+        reason = f"chip_features is off ({settings.origin('chip_features')})"
+    elif version not in TESTED:
         reason = f"it is not tested with Triton {triton.__version__}"
     else:
         try:

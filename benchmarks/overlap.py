@@ -1,0 +1,170 @@
+"""What overlapping launches gain: the layers of a decoding step as one CUDA graph, with them and without.
+
+A step has the norms, products, rotary embedding, cache write, attention and activations of a dense model of 32 layers,
+all but the products in our Triton kernels. In *opaque* only those overlap that compiled code calls whole (attention
+and the cache), as in an engine with ``torch.compile``; in *all* every small kernel does, as in an eager one. The graphs
+take turns, so that a change of the clock hits all alike, and their results must be equal, bit for bit.
+
+    python benchmarks/overlap.py [--rounds 30] [--json FILE]
+
+Needs an NVIDIA GPU since Hopper and its Triton. ``VLLM_FL_CHIP_FEATURES=0`` is the switch that a server has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from fl_dispatch.backends.triton.impl import activation, attention, cache, launch, normalization, rotary
+from fl_dispatch.backends.triton.impl.launch import Launcher
+from fl_dispatch.backends.triton.impl.overlap import overlaps
+
+LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, SLOTS = 32, 4096, 14336, 32, 8, 128, 16
+QKV = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+EPSILON = 1e-6
+BATCHES = ((1, 1024), (32, 1024), (256, 512))
+"""Requests, and the tokens that each has in the cache."""
+
+
+def launchers(*modules: Any) -> set[Launcher]:
+    """Those of the modules whose kernels can overlap."""
+    return {found for module in modules for found in vars(module).values() if isinstance(found, Launcher)}
+
+
+OPAQUE = launchers(attention, cache)
+MODES = {"none": set[Launcher](), "opaque": OPAQUE, "all": OPAQUE | launchers(normalization, rotary, activation)}
+
+
+@contextmanager
+def only(chosen: set[Launcher]) -> Iterator[None]:
+    """Within it kernels of no other launcher overlap."""
+    call = Launcher.__call__
+
+    def watched(self: Launcher, *args: Any, **kwargs: Any) -> None:
+        launch.overlaps = overlaps if self in chosen else lambda device: False  # type: ignore[assignment]
+        call(self, *args, **kwargs)
+
+    Launcher.__call__ = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Launcher.__call__, launch.overlaps = call, overlaps  # type: ignore[method-assign]
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(torch.bfloat16)
+
+
+def weights() -> list[dict[str, Tensor]]:
+    """Of each layer its own, so that they are read from memory, not from the cache."""
+    sizes = {"qkv": (HIDDEN, sum(QKV)), "o": (HIDDEN, HIDDEN), "gate_up": (HIDDEN, 2 * INNER), "down": (INNER, HIDDEN)}
+    norms = ("before", "after")
+    return [
+        {name: normal(*size, scale=0.02) for name, size in sizes.items()} | {name: normal(HIDDEN) for name in norms}
+        for _ in range(LAYERS)
+    ]
+
+
+def step(layers: list[dict[str, Tensor]], batch: int, context: int) -> Callable[[], Tensor]:
+    """All layers of a decoding step, for so many requests of so many tokens."""
+    pages = -(-context // SLOTS)
+    both = normal(batch * pages, KV_HEADS, SLOTS, 2 * HEAD_DIM).transpose(1, 2)
+    keys, values = both[..., :HEAD_DIM], both[..., HEAD_DIM:]
+    table = torch.arange(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
+    starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+    lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
+    slots = table[:, -1].long() * SLOTS + (context - 1) % SLOTS
+    cos, sin = normal(2 * context, HEAD_DIM // 2), normal(2 * context, HEAD_DIM // 2)
+    positions = torch.full((batch,), context - 1, device="cuda")
+    x, residual = normal(batch, HIDDEN), normal(batch, HIDDEN)
+
+    def run() -> Tensor:
+        hidden, total = x.clone(), residual.clone()
+        for layer in layers:
+            hidden, total = normalization.rms_norm(hidden, total, layer["before"], EPSILON)
+            q, k, v = (part.view(batch, -1, HEAD_DIM) for part in (hidden @ layer["qkv"]).split(QKV, -1))
+            rotary.rotary_embedding(q, k, cos, sin, positions)
+            cache.kv_cache_write(k, v, keys, values, slots)
+            attended = attention.paged_attention(q, keys, values, table, starts, lengths, 1, context, HEAD_DIM**-0.5)
+            hidden = attended.view(batch, HIDDEN) @ layer["o"]
+            hidden, total = normalization.rms_norm(hidden, total, layer["after"], EPSILON)
+            hidden = activation.silu_and_mul(hidden @ layer["gate_up"]) @ layer["down"]
+        return hidden
+
+    return run
+
+
+def measure(layers: list[dict[str, Tensor]], batch: int, context: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Mode → microseconds a step: median, least and largest over the rounds; and the median gain in a round.
+
+    Raises:
+        RuntimeError: two modes compute different values.
+    """
+    run = step(layers, batch, context)
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    results: dict[str, Tensor] = {}
+    for mode, chosen in MODES.items():
+        with only(chosen):
+            run()  # compiles
+            torch.cuda.synchronize()
+            graphs[mode] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[mode]):
+                out = run()
+        graphs[mode].replay()
+        results[mode] = out.clone()
+    if unequal := [mode for mode, result in results.items() if not torch.equal(result, results["none"])]:
+        raise RuntimeError(f"{', '.join(unequal)} and none compute different values with batch {batch}")
+    times: dict[str, list[float]] = {mode: [] for mode in graphs}
+    for _ in range(rounds):
+        for mode, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            begin.record()
+            graph.replay()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[mode].append(begin.elapsed_time(end) * 500)
+    return {
+        mode: {
+            "us": statistics.median(found),
+            "least": min(found),
+            "largest": max(found),
+            "gain_us": statistics.median(none - one for none, one in zip(times["none"], found, strict=True)),
+        }
+        for mode, found in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or not overlaps(0):
+        parser.error("kernels overlap on NVIDIA GPUs since Hopper, with VLLM_FL_CHIP_FEATURES on; not here")
+    layers = weights()
+    found: dict[str, Any] = {}
+    for batch, context in BATCHES:
+        name = f"{batch} requests, {context} tokens"
+        found[name] = measure(layers, batch, context, options.rounds)
+        for mode, row in found[name].items():
+            spread = f"[{row['least']:.1f}, {row['largest']:.1f}]"
+            print(f"{name}: {mode:6} {row['us']:8.1f} us {spread}, gains {row['gain_us']:+.1f}", flush=True)
+    if options.json:
+        machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
+        data = {"machine": machine, "rounds": options.rounds, "measured": found}
+        options.json.write_text(json.dumps(data, indent=1))
+
+
+if __name__ == "__main__":
+    main()
