@@ -14,6 +14,7 @@ from test_cli import fl
 
 from builders import impl
 from fl_dispatch import DispatchError, get_default_manager
+from fl_dispatch.cli import bench as command
 from fl_dispatch.evidence.bench import bench
 from fl_dispatch.evidence.cases import Case, Place, cases
 from fl_dispatch.evidence.plot import plot
@@ -113,8 +114,25 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     assert (row["op_name"], row["tokens"], row["width"]) == ("silu_and_mul", 2, 64)
 
 
-def test_a_plot_to_nowhere_is_refused_before_anything_is_measured() -> None:
-    done = fl("bench", "--plot", "/no/such/directory/x.png")
+def test_an_interrupted_run_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any) -> Any:
+        if given[2].tokens == 4:
+            raise KeyboardInterrupt
+        return one(*given)
+
+    one = command.bench_one
+    monkeypatch.setattr(command, "bench_one", interrupted)
+    file = tmp_path / "bench.json"
+    chosen = {"op": ["silu_and_mul"], "impl": ["reference.torch"], "tokens": [2, 4], "hidden": [64]}
+    with pytest.raises(KeyboardInterrupt):
+        command.bench(**chosen, seconds=0.001, dtype="float32", output=file)
+    assert [row["tokens"] for row in json.loads(file.read_text())["results"]] == [2]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("option", ["--plot", "--output"])
+def test_a_file_in_no_directory_is_refused_before_anything_is_measured(option: str) -> None:
+    done = fl("bench", option, "/no/such/directory/x.png")
     assert done.returncode == 2
     assert "there is no directory /no/such/directory" in done.stderr
 

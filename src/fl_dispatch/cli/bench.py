@@ -43,8 +43,9 @@ def bench(
 
     The share is that of the floor: for an operator that only moves bytes, of the copy rate measured in the same run.
     """
-    if plot is not None and not plot.parent.is_dir():
-        raise DispatchError(f"there is no directory {plot.parent} to draw to")
+    for file in (output, plot):
+        if file is not None and not file.parent.is_dir():
+            raise DispatchError(f"there is no directory {file.parent} for {file.name}")
     wanted = dtype_named(dtype)
     place = Place(wanted, torch.device(device or detect_device().torch_type))
     work = _planned(op, impl)
@@ -60,25 +61,40 @@ def bench(
         task = progress.add_task("measuring", total=sum(len(candidates) for _, candidates in todo))
         for case, candidates in todo:
             for candidate in candidates:
-                progress.update(task, description=f"{case.op_name} {case.tokens}x{case.width} {candidate.impl_id}")
+                what = f"{case.op_name} {case.tokens}x{case.width} {candidate.impl_id}"
+                progress.update(task, description=what)
+                if not progress.console.is_terminal:  # a log has no bar
+                    progress.console.print(f"measuring {what}", highlight=False)
                 results.append(bench_one(get_default_manager(), candidate, case, wanted, yardstick))
                 progress.advance(task)
-    rates = yardstick.rates
-    data: dict[str, Any] = {
-        "machine": machine(place.device),
-        "dtype": dtype,
-        "copy_bytes_per_s": rates.copy_bytes_per_s,
-        "operations_per_s": rates.operations_per_s,
-        "results": [result.as_data() for result in results],
-    }
+            if output is not None:  # after every case, so that an interrupted run keeps what it has
+                _write(output, _data(place, dtype, yardstick, results))
+    data = _data(place, dtype, yardstick, results)
     if output is not None:
-        output.write_text(dumps(data, indent=1) + "\n", encoding="utf-8")
+        _write(output, data)
     if json:
         print_json(data)
     else:
         _print(data, results)
     if plot is not None:
         draw(data["results"], f"{data['machine']['device']}, {dtype}, {data['machine']['date']}", plot)
+
+
+def _data(place: Place, dtype: str, yardstick: Yardstick, results: list[Result]) -> dict[str, Any]:
+    return {
+        "machine": machine(place.device),
+        "dtype": dtype,
+        "copy_bytes_per_s": yardstick.rates.copy_bytes_per_s,
+        "operations_per_s": yardstick.rates.operations_per_s,
+        "results": [result.as_data() for result in results],
+    }
+
+
+def _write(output: Path, data: dict[str, Any]) -> None:
+    """Replace the file by one that is whole, whenever this process ends."""
+    partial = output.with_name(f"{output.name}.partial")
+    partial.write_text(dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(output)
 
 
 def _planned(op: list[str] | None, impl: list[str] | None) -> dict[str, list[OpImpl]]:

@@ -82,16 +82,23 @@ class Clock:
             self.synchronize()
 
     def host(self, call: Call) -> Timing:
-        """How long a call keeps the host; without a device of its own there is no difference, and none is made."""
+        """How long a call keeps the host; without a device of its own there is no difference, and none is made.
+
+        A round is fewer calls where they are slow, as those that wait for the device are.
+        """
         for _ in range(WARMUPS):
             call()
+        self.synchronize()
+        started = time.perf_counter()
+        call()
+        calls = max(1, min(HOST_CALLS, int(self.seconds / (time.perf_counter() - started))))
         seconds = []
         for _ in range(LEAST_ROUNDS):
             self.synchronize()
             started = time.perf_counter()
-            for _ in range(HOST_CALLS):
+            for _ in range(calls):
                 call()
-            seconds.append((time.perf_counter() - started) / HOST_CALLS)
+            seconds.append((time.perf_counter() - started) / calls)
         self.synchronize()
         return Timing.of(seconds, "wall")
 
