@@ -48,19 +48,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="module")
 def runs(checkpoint: Callable[[str], Path]) -> Mapping[tuple[str, str], dict[str, Any]]:
-    """Mode and family → what the engine says; a process a mode."""
+    """Mode and family → what the engine says. A process each: vLLM 0.26 refuses captures of its V2 runner in a process
+    in which its V1 runner has captured before.
+    """
     sampling = {"max_tokens": TOKENS, "logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY}
     ask = [{"do": "generate", "prompts": PROMPTS, "sampling": sampling}]
     common = {"dtype": "bfloat16", "max_logprobs": VOCABULARY, "gpu_memory_utilization": 0.1}
     jobs = {
-        mode: start_features(*((checkpoint(family), ask, {**common, **engine}) for family in FAMILIES), **variables)
+        (mode, family): start_features((checkpoint(family), ask, {**common, **engine}), **variables)
         for mode, (engine, variables) in MODES.items()
+        for family in FAMILIES
     }
-    return {
-        (mode, family): run
-        for mode, job in jobs.items()
-        for family, run in zip(FAMILIES, job.result()["runs"], strict=True)
-    }
+    return {key: job.result()["runs"][0] for key, job in jobs.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,7 +19,13 @@ def _normalized(x: Tensor, residual: Tensor | None, epsilon: float) -> tuple[Ten
 
 def _result(y: Tensor, total: Tensor, x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     y = y.to(x.dtype).contiguous()
-    return y if residual is None else (y, total.to(x.dtype).contiguous())
+    if residual is None:
+        return y
+    total = total.to(x.dtype).contiguous()
+    if torch.compiler.is_compiling():
+        # Inductor would add the two again in the next norm. It has to have the sum in memory for a view like this.
+        total = total.as_strided(tuple(total.shape), total.stride())
+    return y, total
 
 
 def rms_norm(
