@@ -2,10 +2,11 @@
 
 A step has the norms, products, rotary embedding, cache write, attention and activations of a dense model of 32 layers,
 all but the products in our Triton kernels. In *opaque* only those overlap that compiled code calls whole (attention
-and the cache), as in an engine with ``torch.compile``; in *all* every small kernel does, as in an eager one. The graphs
-take turns, so that a change of the clock hits all alike, and their results must be equal, bit for bit.
+and the cache), as in an engine with ``torch.compile``; in *all* every small kernel does, as in an eager one. Graphs of
+the same kernels differ in time too, for their buffers lie elsewhere, so of each mode there are several, captured in
+turns; all graphs take turns as well, so that a change of the clock hits all alike. Results must be equal, bit for bit.
 
-    python benchmarks/overlap.py [--rounds 30] [--json FILE]
+    python benchmarks/overlap.py [--graphs 4] [--rounds 20] [--json FILE]
 
 Needs an NVIDIA GPU since Hopper and its Triton. ``VLLM_FL_CHIP_FEATURES=0`` is the switch that a server has.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,29 +105,33 @@ def step(layers: list[dict[str, Tensor]], batch: int, context: int) -> Callable[
     return run
 
 
-def measure(layers: list[dict[str, Tensor]], batch: int, context: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Mode → microseconds a step: median, least and largest over the rounds; and the median gain in a round.
+def measure(
+    layers: list[dict[str, Tensor]], batch: int, context: int, rounds: int, graphs: int
+) -> dict[str, dict[str, Any]]:
+    """Mode → microseconds a step: the median of each graph, and the median of these.
 
     Raises:
         RuntimeError: two modes compute different values.
     """
     run = step(layers, batch, context)
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    results: dict[str, Tensor] = {}
-    for mode, chosen in MODES.items():
-        with only(chosen):
-            run()  # compiles
-            torch.cuda.synchronize()
-            graphs[mode] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[mode]):
-                out = run()
-        graphs[mode].replay()
-        results[mode] = out.clone()
-    if unequal := [mode for mode, result in results.items() if not torch.equal(result, results["none"])]:
-        raise RuntimeError(f"{', '.join(unequal)} and none compute different values with batch {batch}")
-    times: dict[str, list[float]] = {mode: [] for mode in graphs}
+    captured: list[tuple[str, torch.cuda.CUDAGraph]] = []
+    expected: Tensor | None = None
+    for _ in range(graphs):
+        for mode, chosen in MODES.items():
+            with only(chosen):
+                run()  # compiles
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = run()
+            graph.replay()
+            captured.append((mode, graph))
+            expected = out.clone() if expected is None else expected
+            if not torch.equal(out, expected):
+                raise RuntimeError(f"'{mode}' computes other values with batch {batch}")
+    times: list[list[float]] = [[] for _ in captured]
     for _ in range(rounds):
-        for mode, graph in graphs.items():
+        for (_, graph), found in zip(captured, times, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             graph.replay()
             begin.record()
@@ -133,21 +139,17 @@ def measure(layers: list[dict[str, Tensor]], batch: int, context: int, rounds: i
             graph.replay()
             end.record()
             end.synchronize()
-            times[mode].append(begin.elapsed_time(end) * 500)
-    return {
-        mode: {
-            "us": statistics.median(found),
-            "least": min(found),
-            "largest": max(found),
-            "gain_us": statistics.median(none - one for none, one in zip(times["none"], found, strict=True)),
-        }
-        for mode, found in times.items()
-    }
+            found.append(begin.elapsed_time(end) * 500)
+    medians: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for (mode, _), found in zip(captured, times, strict=True):
+        medians[mode].append(round(statistics.median(found), 1))
+    return {mode: {"us": statistics.median(found), "graphs_us": found} for mode, found in medians.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--graphs", type=int, default=4, help="of each mode")
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if not torch.cuda.is_available() or not overlaps(0):
@@ -156,13 +158,14 @@ def main() -> None:
     found: dict[str, Any] = {}
     for batch, context in BATCHES:
         name = f"{batch} requests, {context} tokens"
-        found[name] = measure(layers, batch, context, options.rounds)
+        found[name] = measure(layers, batch, context, options.rounds, options.graphs)
         for mode, row in found[name].items():
-            spread = f"[{row['least']:.1f}, {row['largest']:.1f}]"
-            print(f"{name}: {mode:6} {row['us']:8.1f} us {spread}, gains {row['gain_us']:+.1f}", flush=True)
+            gain = found[name]["none"]["us"] - row["us"]
+            graphs = ", ".join(f"{one:.1f}" for one in row["graphs_us"])
+            print(f"{name}: {mode:6} {row['us']:8.1f} us, gains {gain:+.1f}; graphs {graphs}", flush=True)
     if options.json:
         machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": triton.__version__}
-        data = {"machine": machine, "rounds": options.rounds, "measured": found}
+        data = {"machine": machine, "date": time.strftime("%Y-%m-%d"), "rounds": options.rounds, "measured": found}
         options.json.write_text(json.dumps(data, indent=1))
 
 

@@ -98,9 +98,10 @@ def _rotary(
     OVERLAPS: tl.constexpr,
 ):
     await_previous(OVERLAPS)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS
     query_heads: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS * BLOCK_HEADS
+    blocks: tl.constexpr = (query_heads + KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    head = tl.program_id(0) % blocks * BLOCK_HEADS
     position = positions + token * POSITION_STRIDE
     if head < query_heads:
         _rotate(
@@ -145,7 +146,7 @@ def rotary_embedding(
     block_heads = min(power_of_two(heads), max(1, TILE // block_half))
     blocks = -(-heads // block_heads) - (-kv_heads // block_heads)
     _launch(
-        (tokens, blocks, 1),
+        (tokens * blocks, 1, 1),
         (query, other, cos, sin, position_ids, query_out, other_out),
         (
             query.stride(0),
