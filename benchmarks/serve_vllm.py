@@ -3,10 +3,12 @@
 Each cell is an engine in a process of its own. All of them live at once and take turns, workload by workload, so that a
 change of the machine's speed hits all alike; one that waits uses no time of the GPU. The model has a published shape
 (``--shape``) and random weights. ``torch.compile`` and CUDA graphs (FULL_AND_PIECEWISE) are on, prefix caching is off,
-generation is greedy and ignores the end token. A round of a cell is compared with the better vanilla of that round and
-workload; the interval over the rounds is from the least to the largest of these ratios, which holds the median with
-probability ``1 - 2 ** (1 - rounds)``. With ``--profile`` each cell then runs each workload once more under PyTorch's
-profiler, and the time of every kernel goes to a file: it says where a difference comes from.
+generation ignores the end token. It is greedy, but shapes with experts sample, and their routers get weights that tell
+tokens apart (:func:`spread_routing`), or how many experts a step reads would be an accident. A round of a cell is
+compared with the better vanilla of that round and workload; the interval over the rounds is from the least to the
+largest of these ratios, which holds the median with probability ``1 - 2 ** (1 - rounds)``. With ``--profile`` each cell
+then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to a file: it says where a
+difference comes from.
 
     python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
         [--layers 32] [--json FILE] [--profile FILE]
@@ -132,14 +134,17 @@ def serve(arguments: dict[str, Any]) -> None:
     begun = time.perf_counter()
     from vllm import LLM, SamplingParams
 
+    spread = arguments.pop("spread_routing")
     llm = LLM(**arguments)
+    if spread:
+        llm.apply_model(spread_routing)
     report = llm.collective_rpc("fl_report")[0] if "fl_dispatch" in sys.modules else None
     answers.write(json.dumps({"start_s": time.perf_counter() - begun, "report": _essence(report)}) + "\n")
     draw = random.Random(0)
     for line in sys.stdin:
-        batch, prompt, new, profiled = json.loads(line)
+        batch, prompt, new, temperature, profiled = json.loads(line)
         prompts = [{"prompt_token_ids": draw.choices(range(10, 100_000), k=prompt)} for _ in range(batch)]
-        sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True, detokenize=False)
         if profiled:
             llm.start_profile()
         start = time.perf_counter()
@@ -149,6 +154,22 @@ def serve(arguments: dict[str, Any]) -> None:
             llm.stop_profile()
         assert all(len(output.outputs[0].token_ids) == new for output in outputs)
         answers.write(json.dumps(seconds) + "\n")
+
+
+def spread_routing(model: Any) -> None:
+    """Give routers weights that choose different experts for different tokens, in place.
+
+    With vLLM's random weights, which are all near zero, every score is the same number in bfloat16. A host that
+    compares those takes the first experts for every token, and reads a tenth of the weights.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if name.endswith(".mlp.gate.weight"):
+            weight.data.normal_(std=weight.shape[1] ** -0.5)
+        elif name.endswith(".post_attention_layernorm.weight"):
+            weight.data.fill_(1.0)
 
 
 def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -166,13 +187,24 @@ class Engine:
     """A cell's process, from here."""
 
     def __init__(
-        self, name: str, cell: Cell, model: Path, cache: int, logs: Path, profiled: bool, parallel: int
+        self,
+        name: str,
+        cell: Cell,
+        model: Path,
+        cache: int,
+        experts: bool,
+        logs: Path,
+        profiled: bool,
+        parallel: int,
     ) -> None:
+        self.temperature = 1.0 if experts else 0.0
         self.name, self.log, self.traces = name, logs / f"{name}.log", logs / f"traces-{name}"
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_FL_", "VLLM_PLUGINS"))}
         fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        fixed["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to send it a function
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
         arguments = {**COMMON, "model": str(model), "kv_cache_memory_bytes": cache, **cell.engine}
+        arguments["spread_routing"] = experts
         if parallel > 1:
             arguments["tensor_parallel_size"] = parallel
         if profiled:
@@ -205,7 +237,11 @@ class Engine:
 
     def run(self, work: Workload, new: int | None = None, profiled: bool = False) -> float:
         """Seconds for a workload."""
-        print(json.dumps([work.batch, work.prompt, new or work.new, profiled]), file=self.process.stdin, flush=True)
+        print(
+            json.dumps([work.batch, work.prompt, new or work.new, self.temperature, profiled]),
+            file=self.process.stdin,
+            flush=True,
+        )
         return float(self.answer())
 
     def profile(self, work: Workload) -> dict[str, Any]:
@@ -246,7 +282,8 @@ def measure(
     """Start every cell, let them take turns, and return what was measured."""
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
     cache = shape.cache_bytes(layers, CACHED_TOKENS) // parallel
-    engines = [Engine(name, cell, folder, cache, logs, profiled, parallel) for name, cell in cells.items()]
+    experts = bool(shape.experts)
+    engines = [Engine(name, cell, folder, cache, experts, logs, profiled, parallel) for name, cell in cells.items()]
     started: dict[str, Any] = {}
     for engine in list(engines):
         try:

@@ -154,6 +154,8 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
         logger.warning(
             "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
         )
+    if in_worker:
+        _warn_of_lists_without_kernels(settings)
     for row in LAYER_CLASSES:
         if row.own_kernel and not in_worker:
             continue
@@ -170,6 +172,19 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
             del registered[row.name]
         elif not ours and row.wanted(settings) and (base := row.in_tree()) is not None:
             custom_op.CustomOp.register_oot(name=row.name)(_replacement(row, base))
+
+
+def _warn_of_lists_without_kernels(settings: Settings) -> None:
+    """Layers that are asked for by name stay the host's where the host's own code is what would run."""
+    for operator in sorted({operator for row in LAYER_CLASSES if row.own_kernel for operator in row.operators}):
+        asked = {row.name for row in LAYER_CLASSES if operator in row.operators} | {operator}
+        listed = sorted(asked & (settings.oot_whitelist or frozenset()))
+        if listed and settings.enabled and settings.oot_enabled and not _has_kernel(operator):
+            logger.warning(
+                "'%s' in the white-list of out-of-tree layers has no effect: for '%s' nothing comes before the "
+                "reference, which is vLLM's own code, so its layers stay vLLM's. VLLM_FL_PER_OP='%s=...' chooses",
+                "', '".join(listed), operator, operator,
+            )  # fmt: skip
 
 
 @cache

@@ -49,6 +49,15 @@ def test_large_weights_are_pytorchs_from_two_rows_on(launched: list[str], monkey
     assert launched == ["row"]
 
 
+def test_long_columns_are_pytorchs_unless_they_are_many(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SHORT", 63)
+    monkeypatch.setattr(linear, "MANY_COLUMNS", 65)
+    for rows, columns, inner in ((2, 64, 64), (2, 65, 64), (2, 64, 63), (1, 64, 64)):
+        launched.append(f"{rows} {columns} {inner}")
+        linear.linear(torch.zeros(rows, inner, dtype=HALF), torch.zeros(columns, inner, dtype=HALF))
+    assert launched == ["2 64 64", "2 65 64", "rows", "2 64 63", "rows", "1 64 64", "row"]
+
+
 def test_a_device_with_little_shared_memory_multiplies_single_rows_alone(
     launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from engines import STEP, ran, start
 from vllm.model_executor.layers import linear as vllm_linear
 
 from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, policy_context
+from fl_dispatch.settings import Settings
 from vllm_fl import layers, linear
 from vllm_fl.compat import layer_classes, versions
 
@@ -137,3 +138,33 @@ def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layers, "_has_kernel", lambda op_name: False)
     layers.register(get_settings(), in_worker=True)
     assert "RowParallelLinear" not in registered
+
+
+@pytest.mark.parametrize(
+    ("listed", "has_kernel", "told"),
+    [
+        ({"linear"}, False, "'linear'"),
+        ({"RowParallelLinear", "rms_norm"}, False, "'RowParallelLinear'"),
+        ({"linear"}, True, None),
+        ({"rms_norm"}, False, None),
+        (None, False, None),
+    ],
+)
+def test_a_list_that_asks_for_layers_without_a_kernel_is_told(
+    listed: set[str] | None,
+    has_kernel: bool,
+    told: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from vllm.model_executor import custom_op
+
+    monkeypatch.setattr(custom_op, "op_registry_oot", {})
+    monkeypatch.setattr(layers, "_has_kernel", lambda op_name: has_kernel)
+    settings = Settings(oot_whitelist=None if listed is None else frozenset(listed))
+    with caplog.at_level("WARNING", "vllm_fl"):
+        layers.register(settings)
+        assert "has no effect" not in caplog.text
+        layers.register(settings, in_worker=True)
+    assert ("has no effect" in caplog.text) is (told is not None)
+    assert told is None or f"{told} in the white-list" in caplog.text

@@ -35,7 +35,7 @@ class Recorder:
     """In the place of a launcher: keeps what would be compiled."""
 
     def __init__(self, launcher: Launcher, keys: Keys) -> None:
-        self.kernel, self.overlapping, self.keys = launcher.kernel, launcher.overlapping, keys
+        self.kernel, self.keys = launcher.kernel, keys
 
     def __call__(
         self,
@@ -49,7 +49,7 @@ class Recorder:
     ) -> None:
         """Keep the key of a launch."""
         parameters = self.kernel.params[len(tensors) :]
-        given = (*sizes, *numbers, *((True,) if self.overlapping else ()))
+        given = (*sizes, *numbers)
         values = [_specialized(parameter, value) for parameter, value in zip(parameters, given, strict=True)]
         self.keys.add((self.kernel.__name__, warps, stages, *(tensor.dtype for tensor in tensors), *values))
 

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
-from .overlap import await_previous
 
 BLOCK = 1024
 
@@ -28,10 +27,7 @@ def _gelu_half(x):
 
 
 @triton.jit
-def _gated(
-    x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
-):
-    await_previous(OVERLAPS)
+def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -51,7 +47,7 @@ def _gated(
     tl.store(out + row * WIDTH + columns, (y * up.to(wide)).to(out.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_gated, overlapping=True)
+_launch = Launcher(_gated)
 
 
 def _apply(x: Tensor, activation: str) -> Tensor:

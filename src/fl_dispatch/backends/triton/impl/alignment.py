@@ -15,7 +15,6 @@ from torch import Tensor
 from fl_dispatch.ops.moe import aligned_blocks
 
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 ELEMENTS = 8192
 """Comparisons of a pair with an expert that a program makes at a time."""
@@ -43,10 +42,8 @@ def _count(
     MAPPED: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Grid: chunks of ``steps`` times ``STEP`` pairs."""
-    await_previous(OVERLAPS)
     expert = tl.arange(0, BLOCK_EXPERTS)
     count = tl.zeros([BLOCK_EXPERTS], dtype=tl.int32)
     for step in range(steps):
@@ -76,10 +73,8 @@ def _place(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Grid: chunks. Every program also fills up some blocks, ``BLOCKS`` at a time."""
-    await_previous(OVERLAPS)
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_EXPERTS)
     before = tl.zeros([BLOCK_EXPERTS], dtype=tl.int32)
@@ -119,8 +114,8 @@ def _place(
         tl.store(sorted_ids + free, pairs, mask=free_here & (place < BLOCK_SIZE) & (block < blocks)[:, None])
 
 
-_launch_count = Launcher(_count, overlapping=True)
-_launch_place = Launcher(_place, overlapping=True)
+_launch_count = Launcher(_count)
+_launch_place = Launcher(_place)
 
 
 def moe_align_block_size(

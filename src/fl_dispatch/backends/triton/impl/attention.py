@@ -42,8 +42,8 @@ LONGEST = 1 << 30
 LIMIT = 1 << 31
 
 
-_launch = Launcher(_attention, overlapping=True)
-_launch_combine = Launcher(_combine, overlapping=True)
+_launch = Launcher(_attention)
+_launch_combine = Launcher(_combine)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import _share, _span, _tiles
-from .overlap import await_previous
 
 
 @triton.jit(do_not_specialize=["splits", "TABLE_ROW"])
@@ -60,13 +59,11 @@ def _attention(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     NARROW: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Grid: heads (``SHORT``: of the keys, else of the queries), requests, tiles of queries times ``splits``.
 
     A tile has ``BLOCK_M`` rows, ``PACKED`` for each query: with ``SHORT`` the heads that share a key-value head.
     """
-    await_previous(OVERLAPS)
     TOKENS: tl.constexpr = BLOCK_M // PACKED
     request = tl.program_id(1)
     # The last tiles of a prompt see the most keys, so they start first.
@@ -189,10 +186,8 @@ def _combine(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Add up the partial results of one query and head. Grid: heads, requests, queries."""
-    await_previous(OVERLAPS)
     head = tl.program_id(0)
     request = tl.program_id(1)
     token = tl.program_id(2)

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 
 @triton.jit
@@ -59,9 +58,7 @@ def _write(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token * SLOT_STRIDE).to(tl.int64)
     if slot >= 0:
@@ -76,7 +73,7 @@ def _write(
         )  # fmt: skip
 
 
-_launch = Launcher(_write, overlapping=True)
+_launch = Launcher(_write)
 
 
 def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from ..availability import interpreted
-from .overlap import overlaps
 
 TESTED = ((3, 6),)
 """Versions of Triton in which the short way is tested."""
@@ -49,13 +48,10 @@ class Launcher:
 
     Args:
         kernel: decorated with ``triton.jit``; the numbers of ``sizes`` are in its ``do_not_specialize``.
-        overlapping: it may begin while the kernel before it ends; its last parameter says whether it does (see
-            :mod:`.overlap`), and is not among the numbers of a call.
     """
 
-    def __init__(self, kernel: Any, *, overlapping: bool = False) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.overlapping = overlapping
         self._compiled: dict[Any, Any] = {}
         self._short: bool | None = None
 
@@ -84,20 +80,13 @@ class Launcher:
         device = tensors[0].get_device()
         if device < 0 and not INTERPRETED:
             raise NotSupported("the tensors are on the CPU")
-        if torch.compiler.is_compiling():  # Inductor launches it, and knows nothing of overlapping
-            numbers = (*numbers, False) if self.overlapping else numbers
+        if torch.compiler.is_compiling():
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
-        options = {"num_warps": warps, "num_stages": stages}
-        if self.overlapping:
-            overlap = overlaps(device)
-            numbers = (*numbers, overlap)
-            if overlap:
-                options["launch_pdl"] = True
         if self._short is None:
             self._short = _short_way()
         if not self._short or _hooked():
-            self.kernel[grid](*tensors, *sizes, *numbers, **options)
+            self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = 0
@@ -106,7 +95,7 @@ class Launcher:
         key = (device, warps, stages, aligned, numbers, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, **options)
+            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(

@@ -2,7 +2,8 @@
 
 One row: a program takes few columns and multiplies element by element, so that each of its threads has several loads
 of 16 bytes under way and nothing waits for matrix units. Two to :data:`MOST_ROWS` rows: a product on matrix units with
-the columns as its long side. That is taken for small weights alone: large ones keep the whole device busy anyhow.
+the columns as its long side. That is taken for small weights alone, for large ones keep the whole device busy anyhow,
+and where a program's way along its columns is short, or there are many programs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 COLUMNS = 4
 """Columns of a program with one row, where that makes enough programs; else one."""
@@ -25,6 +25,8 @@ INNER = 1024
 MOST_ROWS = 32
 SMALL_WEIGHTS = 1 << 25
 """Elements of weights up to which a few rows are multiplied here."""
+SHORT, MANY_COLUMNS = 3072, 4096
+"""Columns longer than the first need as many as the second."""
 TILE = (64, 128, 5)
 """Columns, elements of them, and stages of a program with several rows."""
 SHARED_MEMORY = 120 << 10
@@ -45,9 +47,7 @@ def _row(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    await_previous(OVERLAPS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1)
     element = tl.arange(0, BLOCK)
@@ -84,9 +84,7 @@ def _rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    await_previous(OVERLAPS)
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1)
@@ -110,8 +108,8 @@ def _rows(
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
 
-_launch_row = Launcher(_row, overlapping=True)
-_launch_rows = Launcher(_rows, overlapping=True)
+_launch_row = Launcher(_row)
+_launch_rows = Launcher(_rows)
 
 
 @functools.cache
@@ -142,7 +140,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     columns, inner = weight.shape
     rows = x.numel() // inner if inner else 0
     single = rows == 1
-    few = 1 < rows <= MOST_ROWS and columns * inner <= SMALL_WEIGHTS and x.dtype in HALF
+    few = (
+        1 < rows <= MOST_ROWS
+        and columns * inner <= SMALL_WEIGHTS
+        and (inner <= SHORT or columns >= MANY_COLUMNS)
+        and x.dtype in HALF
+    )
     if not (single or (few and _shared_memory(x.device) >= SHARED_MEMORY)) or not _fits(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], columns))

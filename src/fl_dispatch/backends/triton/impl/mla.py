@@ -16,7 +16,6 @@ from .attention_kernels import _combine
 from .attention_tiles import _share
 from .launch import Launcher, power_of_two
 from .mla_prefill import check_arguments, mla_prefill
-from .overlap import await_previous
 
 __all__ = ["mla_decode", "mla_prefill"]
 
@@ -60,10 +59,8 @@ def _decode(
     BLOCK_RANK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Grid: tiles of ``BLOCK_M`` rows, requests, splits. Row ``token * HEADS + head`` of a request."""
-    await_previous(OVERLAPS)
     request = tl.program_id(1)
     split = tl.program_id(2)
     begin = tl.load(query_starts + request)
@@ -131,8 +128,8 @@ def _decode(
             tl.store(statistics + index * 2 + 1, below, mask=valid)
 
 
-_launch_decode = Launcher(_decode, overlapping=True)
-_launch_combine = Launcher(_combine, overlapping=True)
+_launch_decode = Launcher(_decode)
+_launch_combine = Launcher(_combine)
 
 
 def mla_decode(

@@ -11,7 +11,6 @@ from fl_dispatch.errors import NotSupported
 
 from . import hopper
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 PREFILL_TILE, PREFILL_TILE_WIDE = (128, 64, 8, 3), (32, 32, 4, 2)
 """Queries, keys, warps, stages; for half types, and for float32."""
@@ -112,10 +111,8 @@ def _prefill(
     BLOCK_REST: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Grid: heads, requests, tiles of queries. The head's dimensions are cut into a power of two and the rest."""
-    await_previous(OVERLAPS)
     head = tl.program_id(0)
     request = tl.program_id(1)
     tile = tl.num_programs(2) - 1 - tl.program_id(2)  # the last tiles see the most keys, so they start first
@@ -164,7 +161,7 @@ def _prefill(
         tl.store(lse + head.to(tl.int64) * LSE_HEAD + begin + token, total, mask=valid)
 
 
-_launch = Launcher(_prefill, overlapping=True)
+_launch = Launcher(_prefill)
 
 
 def check_arguments(tensors: tuple[Tensor, ...], out: Tensor | None, scale: float) -> None:

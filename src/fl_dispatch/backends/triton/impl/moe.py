@@ -21,7 +21,6 @@ from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 from .alignment import moe_align_block_size
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 SUM_BLOCK, SUM_BLOCK_WIDE = 1024, 512
 """Columns that a program adds up; the smaller number for float32."""
@@ -149,10 +148,8 @@ def _up(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Rows of ``hidden_states`` times ``w13``, activated. Grid: blocks times tiles of weights."""
-    await_previous(OVERLAPS)
     ROWS: tl.constexpr = 2 * INNER if GATED else INNER
     block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(ROWS, BLOCK_N), TOGETHER)
     row = tl.arange(0, BLOCK_M)
@@ -232,10 +229,8 @@ def _down(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Sorted rows of ``inner_states`` times ``w2``, one output row a pair. Grid: blocks times tiles of weights."""
-    await_previous(OVERLAPS)
     block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(HIDDEN, BLOCK_N), TOGETHER)
     row = tl.arange(0, BLOCK_M)
     if SORTED:
@@ -290,10 +285,8 @@ def _sum(
     MAPPED: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """With ``CHOSEN`` only the choices that have an expert here count. Grid: tokens, tiles of columns."""
-    await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_TOPK)
@@ -310,9 +303,9 @@ def _sum(
     tl.store(out + token * OUT_ROW + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-_launch_up = Launcher(_up, overlapping=True)
-_launch_down = Launcher(_down, overlapping=True)
-_launch_sum = Launcher(_sum, overlapping=True)
+_launch_up = Launcher(_up)
+_launch_down = Launcher(_down)
+_launch_sum = Launcher(_sum)
 
 
 def _result(like: Tensor, shape: tuple[int, int], out: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""
@@ -35,9 +34,7 @@ def _norm(
     GEMMA: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    await_previous(OVERLAPS)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (columns < HIDDEN)
@@ -61,7 +58,7 @@ def _norm(
     tl.store(out + target, y.to(out.dtype.element_ty), mask=inside)
 
 
-_launch = Launcher(_norm, overlapping=True)
+_launch = Launcher(_norm)
 
 
 def _normalized(

@@ -9,7 +9,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 TILE = 1024
 """Pairs that a program rotates."""
@@ -95,9 +94,7 @@ def _rotary(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    await_previous(OVERLAPS)
     query_heads: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS * BLOCK_HEADS
     blocks: tl.constexpr = (query_heads + KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = (tl.program_id(0) // blocks).to(tl.int64)
@@ -117,7 +114,7 @@ def _rotary(
         )  # fmt: skip
 
 
-_launch = Launcher(_rotary, overlapping=True)
+_launch = Launcher(_rotary)
 
 
 def rotary_embedding(

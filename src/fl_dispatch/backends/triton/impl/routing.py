@@ -10,7 +10,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, power_of_two
-from .overlap import await_previous
 
 MANY_TOKENS = 1024
 """From so many tokens on a program takes several, a warp each."""
@@ -36,10 +35,8 @@ def _route(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """Experts lie in a tile as ``[groups, members of a group]``; without groups there is one, of all experts."""
-    await_previous(OVERLAPS)
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -94,7 +91,7 @@ def _route(
     tl.store(ids + target, chosen, mask=inside)
 
 
-_launch = Launcher(_route, overlapping=True)
+_launch = Launcher(_route)
 
 
 def _chosen(
