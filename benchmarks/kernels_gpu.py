@@ -1,8 +1,10 @@
 """``fl bench`` and ``fl verify`` with kernels beside those that are registered, for comparison.
 
 Registers FlashAttention 3 in the way vLLM calls it (its schedule made once for all layers, and over keys in a row) as
-``vendor.vllm.fa3``, vLLM's Triton kernels as ``vendor.vllm.triton``, and FlagGems' matrix product, which first tunes
-itself for every size, as ``vendor.flaggems.mm``, as far as they are there, and runs ``fl`` with the arguments given:
+``vendor.vllm.fa3``, vLLM's Triton kernels as ``vendor.vllm.triton``, FlagGems' matrix product, which first tunes itself
+for every size, as ``vendor.flaggems.mm``, as far as they are there, and what Inductor makes of the references of
+operators that move bytes, compiled for each shape, as ``vendor.torch.inductor``. Then it runs ``fl`` with the arguments
+given:
 
     python benchmarks/kernels_gpu.py bench --output FILE --plot FILE
 
@@ -12,11 +14,14 @@ Names are those of vLLM 0.26. Its other compiled operators and FlagGems are back
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from fl_dispatch import BackendImplKind, OpImpl, get_default_manager
@@ -148,6 +153,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 FLASH_ATTENTION: tuple[Callable[..., Any], ...] = (paged_attention, mla_prefill)
 TRITON: tuple[Callable[..., Any], ...] = (fused_moe, mla_decode)
 PRODUCTS: tuple[Callable[..., Any], ...] = (linear,)
+MOVE_BYTES = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding")
+
+
+def inductor(op_name: str) -> Callable[..., Any]:
+    """The operator's reference, compiled by Inductor for each shape.
+
+    What it could overwrite it returns anew, which moves as many bytes: query and key are parts of one tensor, and code
+    for parts that are overwritten holds for one form of the whole, which PyTorch does not check.
+    """
+    reference = get_default_manager().registry.get_implementation(op_name, "reference.torch").fn
+    compiled = torch.compile(reference, dynamic=False, fullgraph=True)
+
+    signature = inspect.signature(reference)
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return compiled(**{name: False if name == "inplace" else value for name, value in given.items()})
+
+    return run
 
 
 def register() -> None:
@@ -169,6 +194,10 @@ def register() -> None:
         for fn in functions:
             impl = OpImpl(fn.__name__, impl_id, BackendImplKind.VENDOR, fn, vendor="vllm")
             manager.registry.register_impl(impl)
+    torch._dynamo.config.recompile_limit = 1024  # each shape is compiled
+    for name in MOVE_BYTES:
+        impl = OpImpl(name, "vendor.torch.inductor", BackendImplKind.VENDOR, inductor(name), vendor="torch")
+        manager.registry.register_impl(impl)
 
 
 if __name__ == "__main__":
