@@ -2,7 +2,7 @@
 
     python benchmarks/plot_serve.py RESULT.json PICTURE.png
 
-Bars are medians over the rounds, lines reach from the least to the largest. Needs matplotlib.
+Points are medians over the rounds, lines reach from the least to the largest. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from matplotlib import pyplot
 
 
 def draw(found: dict[str, Any], picture: Path) -> None:
-    """Draw one result: a panel a workload, a bar a cell, with its tokens a second."""
+    """Draw one result: a panel a workload, a point a cell, with its tokens a second."""
     compared, machine = found["compared"], found["machine"]
+    rows = [row for cells in compared.values() for row in cells.values()]
+    lowest, highest = min(row["least"] for row in rows), max(row["largest"] for row in rows)
+    margin = 0.15 * (highest - lowest)
     figure, panels = pyplot.subplots(1, len(compared), figsize=(3.4 * len(compared), 3.6), sharey=True, squeeze=False)
     for panel, (workload, cells) in zip(panels[0], compared.items(), strict=True):
         for place, (name, row) in enumerate(cells.items()):
             below, above = row["ratio"] - row["least"], row["largest"] - row["ratio"]
             colour = "tab:gray" if name.startswith("vanilla") else f"C{place}"
-            panel.bar(place, row["ratio"], yerr=[[below], [above]], color=colour, capsize=3, width=0.8)
+            panel.errorbar(place, row["ratio"], yerr=[[below], [above]], color=colour, fmt="o", capsize=4)
             label = f"{row['tokens_per_s']:,.0f}"
-            panel.text(place, 0.72, label, ha="center", va="bottom", rotation=90, color="white", fontsize=8)
+            over = (0, 6)  # points of the page, above the line
+            panel.annotate(
+                label, (place, row["largest"]), over, textcoords="offset points", ha="center", fontsize=8, color=colour
+            )
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+        panel.grid(axis="y", linewidth=0.3)
+        panel.set_xlim(-0.6, len(cells) - 0.4)
         panel.set_title(workload, fontsize=10)
         panel.set_xticks(range(len(cells)), list(cells), rotation=60, ha="right", fontsize=8)
-        panel.set_ylim(0.7, 1.15)
+        panel.set_ylim(lowest - margin, highest + margin)
     panels[0][0].set_ylabel("tokens a second,\nshare of the better vanilla")
     gpus = machine.get("tensor_parallel") or 1
     where = machine["gpu"] if gpus == 1 else f"{gpus} x {machine['gpu']}"

@@ -165,11 +165,15 @@ def spread_routing(model: Any) -> None:
     import torch
 
     torch.manual_seed(0)
+    routers = 0
     for name, weight in model.named_parameters():
         if name.endswith(".mlp.gate.weight"):
             weight.data.normal_(std=weight.shape[1] ** -0.5)
+            routers += 1
         elif name.endswith(".post_attention_layernorm.weight"):
             weight.data.fill_(1.0)
+    if not routers:
+        raise ValueError("no weights of a router were found, by the end '.mlp.gate.weight' of their names")
 
 
 def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -390,6 +394,7 @@ def main() -> None:
         "cells": {name: dict(cells[name].variables) for name in found["started"]},
         "rounds": options.rounds,
         "layers": layers,
+        "sampled, routers spread": bool(shape.experts),
         "tensor_parallel": options.tensor_parallel,
     }
     if options.profile:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fl_dispatch.evidence.bench import bench
 from fl_dispatch.evidence.cases import Case, Place, cases
 from fl_dispatch.evidence.plot import plot
 from fl_dispatch.evidence.rates import Rates, sets_to_rotate
-from fl_dispatch.evidence.timing import Clock
+from fl_dispatch.evidence.timing import HOST_CALLS, LEAST_ROUNDS, WARMUPS, Clock
 from fl_dispatch.ops import OPERATORS
 
 CPU = torch.device("cpu")
@@ -114,7 +116,9 @@ def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     assert (row["op_name"], row["tokens"], row["width"]) == ("silu_and_mul", 2, 64)
 
 
-def test_an_interrupted_run_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_keeps_what_it_has_and_an_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*given: Any) -> Any:
         if given[2].tokens == 4:
             raise KeyboardInterrupt
@@ -123,11 +127,63 @@ def test_an_interrupted_run_keeps_what_it_has_measured(tmp_path: Path, monkeypat
     one = command.bench_one
     monkeypatch.setattr(command, "bench_one", interrupted)
     file = tmp_path / "bench.json"
+    file.write_text("older")
     chosen = {"op": ["silu_and_mul"], "impl": ["reference.torch"], "tokens": [2, 4], "hidden": [64]}
     with pytest.raises(KeyboardInterrupt):
         command.bench(**chosen, seconds=0.001, dtype="float32", output=file)
-    assert [row["tokens"] for row in json.loads(file.read_text())["results"]] == [2]
+    assert file.read_text() == "older"
+    partial = tmp_path / "bench.json.partial"
+    assert [row["tokens"] for row in json.loads(partial.read_text())["results"]] == [2]
+    monkeypatch.setattr(command, "bench_one", one)
+    command.bench(**chosen, seconds=0.001, dtype="float32", output=file)
+    assert [row["tokens"] for row in json.loads(file.read_text())["results"]] == [2, 4]
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_results_go_through_links_and_into_pipes(tmp_path: Path) -> None:
+    chosen = {"op": ["silu_and_mul"], "impl": ["reference.torch"], "tokens": [2], "hidden": [64]}
+    link, target, pipe = (tmp_path / name for name in ("link", "target", "pipe"))
+    target.touch()
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
+    for output in (link, pipe):
+        command.bench(**chosen, seconds=0.001, dtype="float32", output=output)
+    assert json.loads(target.read_text())["results"]
+    assert link.is_symlink()
+    assert json.loads(reader.communicate(timeout=30)[0])["results"]
+    assert pipe.is_fifo()
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "target", "pipe"}
+
+
+def test_a_log_says_what_is_measured_in_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--op", "silu_and_mul", "--impl", "reference.torch", "--tokens", "2", "--hidden", "64"]
+    done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32")
+    assert "measuring silu_and_mul 2x64 reference.torch" in done.stderr.splitlines()
+
+
+def test_slow_code_is_called_few_times_for_its_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        now[0] += 0.01 if calls > WARMUPS else 0.02
+
+    now = [0.0]
+    monkeypatch.setattr("fl_dispatch.evidence.timing.time.perf_counter", lambda: now[0])
+    assert Clock(CPU, 0.05).host(call).median == pytest.approx(0.01)
+    assert calls == WARMUPS + LEAST_ROUNDS * 2
+    calls = 0
+    assert Clock(CPU, 10.0).host(call).median == pytest.approx(0.01)
+    assert calls == WARMUPS + LEAST_ROUNDS * HOST_CALLS
+
+
+def test_a_directory_is_no_file_for_results(tmp_path: Path) -> None:
+    done = fl("bench", "--output", str(tmp_path))
+    assert done.returncode == 2
+    assert "is a directory" in done.stderr
+    assert not tmp_path.with_name(f"{tmp_path.name}.partial").exists()
 
 
 @pytest.mark.parametrize("option", ["--plot", "--output"])

@@ -294,10 +294,21 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
     ):
         monkeypatch.setattr(hopper.triton, "__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        assert hopper.why_unavailable.__wrapped__(torch.device("cuda", 0)) == why
+        hopper._why_unavailable.cache_clear()
+        assert hopper.why_unavailable(torch.device("cuda", 0)) == why
+    hopper._why_unavailable.cache_clear()
+
+
+def test_chip_features_off_takes_the_plain_kernel_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    monkeypatch.setattr(hopper, "_launcher", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper._why_unavailable.cache_clear()
+    assert hopper.why_unavailable(torch.device("cuda", 0)) == ""
     monkeypatch.setenv("VLLM_FL_CHIP_FEATURES", "0")
     reset_settings()
     why = "chip_features is off (environment variable VLLM_FL_CHIP_FEATURES)"
-    assert hopper.why_unavailable.__wrapped__(torch.device("cuda", 0)) == why
+    assert hopper.why_unavailable(torch.device("cuda", 0)) == why
+    hopper._why_unavailable.cache_clear()

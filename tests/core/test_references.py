@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.testing import assert_close
 
-from fl_dispatch.backends.reference import attention
+from fl_dispatch.backends.reference import attention, normalization
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS, Mode, Sample
 
@@ -510,3 +513,22 @@ def test_inline_references_are_traced_without_a_graph_break(name: str) -> None:
     assert chosen
     for sample, again in chosen:
         torch.testing.assert_close(compiled(*sample.args), getattr(REFERENCE, name)(*again.args), rtol=0, atol=0)
+
+
+def test_norms_in_a_row_read_the_sum_with_the_residual_once_when_compiled() -> None:
+    """Inductor would compute the sum again in the second norm, whose kernel would then read four tensors, not three."""
+    norm, dtype = normalization.rms_norm, torch.bfloat16
+
+    def two(x: Tensor, residual: Tensor, weight: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
+        y, residual = norm(x, residual, weight)
+        return norm(y @ product, residual, weight)
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 64), (3, 64), (64,), (64, 64))
+    given = [(torch.randn(shape, generator=generator) / 4).to(dtype) for shape in shapes]
+    torch._dynamo.reset()
+    found, sources = run_and_get_code(torch.compile(two, fullgraph=True), *given)
+    source = "\n".join(sources)
+    assert source.count("async_compile.cpp_pybinding(") == 1  # both norms are the same kernel
+    for one, other in zip(found, two(*given), strict=True):
+        assert_close(one, other, atol=0.05, rtol=0.02)

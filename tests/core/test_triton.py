@@ -57,6 +57,7 @@ SMALL = {
     "rms_norm": ["7x5120 with residual", "3-d heads 5x8x128", "no weight", "odd hidden size 67", "scale 300"],
     "gemma_rms_norm": ["3-d heads 5x8x128", "row stride larger than the row", "odd hidden size 67", "empty batch"],
     "rotary_embedding": [
+        "decode, 32 tokens",
         "interleaved, 16 tokens",
         "no key",
         "not in place, half of the head, interleaved",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,9 @@ def bench(
     hidden: Annotated[list[int] | None, typer.Option(help="Hidden sizes (repeatable).")] = None,
     device: Annotated[str | None, typer.Option(help="PyTorch device; this machine's by default.")] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure each row.")] = 0.05,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Also write the JSON to this file; until it is complete, to FILE.partial.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw to this image file (needs matplotlib).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -46,11 +49,14 @@ def bench(
     for file in (output, plot):
         if file is not None and not file.parent.is_dir():
             raise DispatchError(f"there is no directory {file.parent} for {file.name}")
+        if file is not None and file.is_dir():
+            raise DispatchError(f"{file} is a directory, not a file")
     wanted = dtype_named(dtype)
     place = Place(wanted, torch.device(device or detect_device().torch_type))
     work = _planned(op, impl)
     yardstick = Yardstick(Clock(place.device, seconds), wanted)
     results: list[Result] = []
+    partial = None if output is None else _partial(output)
     todo = [
         (case, candidates)
         for name, candidates in work.items()
@@ -64,14 +70,16 @@ def bench(
                 what = f"{case.op_name} {case.tokens}x{case.width} {candidate.impl_id}"
                 progress.update(task, description=what)
                 if not progress.console.is_terminal:  # a log has no bar
-                    progress.console.print(f"measuring {what}", highlight=False)
+                    progress.console.print(f"measuring {what}", highlight=False, markup=False, soft_wrap=True)
                 results.append(bench_one(get_default_manager(), candidate, case, wanted, yardstick))
                 progress.advance(task)
-            if output is not None:  # after every case, so that an interrupted run keeps what it has
-                _write(output, _data(place, dtype, yardstick, results))
+            if partial is not None:  # after every case, so that an interrupted run keeps what it has
+                _write(partial, _data(place, dtype, yardstick, results))
     data = _data(place, dtype, yardstick, results)
     if output is not None:
         _write(output, data)
+    if partial is not None:
+        partial.unlink(missing_ok=True)
     if json:
         print_json(data)
     else:
@@ -90,11 +98,14 @@ def _data(place: Place, dtype: str, yardstick: Yardstick, results: list[Result])
     }
 
 
-def _write(output: Path, data: dict[str, Any]) -> None:
-    """Replace the file by one that is whole, whenever this process ends."""
-    partial = output.with_name(f"{output.name}.partial")
-    partial.write_text(dumps(data, indent=1) + "\n", encoding="utf-8")
-    partial.replace(output)
+def _partial(output: Path) -> Path | None:
+    """Where results lie until all are there; nowhere beside a device or a pipe, or in a directory that is read only."""
+    regular = output.is_file() or not output.exists()
+    return output.with_name(f"{output.name}.partial") if regular and os.access(output.parent, os.W_OK) else None
+
+
+def _write(file: Path, data: dict[str, Any]) -> None:
+    file.write_text(dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _planned(op: list[str] | None, impl: list[str] | None) -> dict[str, list[OpImpl]]:

@@ -86,12 +86,13 @@ class Clock:
 
         A round is fewer calls where they are slow, as those that wait for the device are.
         """
+        probes = []
         for _ in range(WARMUPS):
+            self.synchronize()
+            started = time.perf_counter()
             call()
-        self.synchronize()
-        started = time.perf_counter()
-        call()
-        calls = max(1, min(HOST_CALLS, int(self.seconds / (time.perf_counter() - started))))
+            probes.append(time.perf_counter() - started)
+        calls = max(1, min(HOST_CALLS, int(self.seconds / max(min(probes), 1e-9))))
         seconds = []
         for _ in range(LEAST_ROUNDS):
             self.synchronize()

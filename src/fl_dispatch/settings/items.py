@@ -138,7 +138,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _flag(
         "chip_features", "VLLM_FL_CHIP_FEATURES",
-        "whether our Triton kernels use what one kind of chip alone has; off, they are the same on every chip",
+        "whether kernels of ours that are for one kind of chip alone are taken; off, the hardware-neutral ones are",
         yaml="chip_features",
     ),
     _flag("oot_enabled", "VLLM_FL_OOT_ENABLED", "whether layers are registered with the host"),

@@ -118,7 +118,10 @@ def check_targets(version: str) -> list[str]:
         module, _, attribute = row.target.partition(":")
         if module == "torch.accelerator" and torch.accelerator.is_available():
             continue
-        found: Any = importlib.import_module(module)
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError:
+            found = None
         for name in attribute.split("."):
             found = getattr(found, name, None)
         if found is None:

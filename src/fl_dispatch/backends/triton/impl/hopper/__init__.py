@@ -37,18 +37,21 @@ WARPS = 4
 LIMIT = 1 << 31
 
 
-@functools.cache
 def why_unavailable(device: torch.device) -> str:
     """In words why the kernel cannot run on a device, or an empty string; logged once."""
+    return _why_unavailable(device, get_settings().chip_features)
+
+
+@functools.cache
+def _why_unavailable(device: torch.device, chip_features: bool) -> str:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     if INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
         return "not a CUDA device"
     if torch.cuda.get_device_capability(device)[0] != CAPABILITY:
         return f"the device is not of compute capability {CAPABILITY}"
     reason = ""
-    settings = get_settings()
-    if not settings.chip_features:
-        reason = f"chip_features is off ({settings.origin('chip_features')})"
+    if not chip_features:
+        reason = f"chip_features is off ({get_settings().origin('chip_features')})"
     elif version not in TESTED:
         reason = f"it is not tested with Triton {triton.__version__}"
     else:
