@@ -159,8 +159,8 @@ def serve(arguments: dict[str, Any]) -> None:
 def spread_routing(model: Any) -> None:
     """Give routers weights that choose different experts for different tokens, in place.
 
-    With vLLM's random weights, which are all near zero, every score is the same number in bfloat16. A host that
-    compares those takes the first experts for every token, and reads a tenth of the weights.
+    With vLLM's random weights, which are all near zero, scores are nearly equal. How many experts a step reads then
+    depends on how a host compares them, and the time on that more than on its kernels.
     """
     import torch
 
@@ -204,8 +204,12 @@ class Engine:
         self.temperature = 1.0 if experts else 0.0
         self.name, self.log, self.traces = name, logs / f"{name}.log", logs / f"traces-{name}"
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_FL_", "VLLM_PLUGINS"))}
-        fixed = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        fixed["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # to send it a function
+        fixed = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # spread_routing is sent to the worker
+        }
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
         arguments = {**COMMON, "model": str(model), "kv_cache_memory_bytes": cache, **cell.engine}
         arguments["spread_routing"] = experts

@@ -156,7 +156,7 @@ def test_results_go_through_links_and_into_pipes(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"link", "target", "pipe"}
 
 
-def test_a_log_says_what_is_measured_in_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_says_what_is_measured_in_a_line_each() -> None:
     options = ["--op", "silu_and_mul", "--impl", "reference.torch", "--tokens", "2", "--hidden", "64"]
     done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32")
     assert "measuring silu_and_mul 2x64 reference.torch" in done.stderr.splitlines()

@@ -68,7 +68,7 @@ FIRST: dict[str, Any] = {"tensors": (ROW[:32], ROW[32:]), "numbers": (5, True)}
         {"tensors": (ROW[1:33], ROW[32:])},
         {"tensors": (ROW[:32], ROW[33:])},
     ],
-    ids=str,
+    ids=["a number", "a flag", "warps", "stages", "float64", "float16", "first misaligned", "second misaligned"],
 )
 def test_what_the_compiled_code_depends_on_is_compiled_anew(other: dict[str, Any], kernel: Kernel) -> None:
     launcher = Launcher(kernel)
