@@ -119,9 +119,10 @@ class Clock:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         graph = torch.cuda.CUDAGraph()
+        results = []  # alive until all calls are captured, or one call's results would lie where the last one's did
         with torch.cuda.graph(graph):
             for call in calls:
-                call()
+                results.append(call())
         return graph
 
     def _rounds(self, round_: Callable[[], float], calls: int, how: str) -> Timing:

@@ -1,4 +1,4 @@
-"""Gated activations: one program a row and a block of columns; a value is read once and written once."""
+"""Gated activations: a program for a row and a block of columns, a row's side by side; a value moves once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def _gelu_half(x):
 
 @triton.jit
 def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     start = x + row * ROW_STRIDE
     gate = tl.load(start + columns, mask=inside, other=0.0)
@@ -51,16 +52,17 @@ _launch = Launcher(_gated)
 
 
 def _apply(x: Tensor, activation: str) -> Tensor:
-    width = x.shape[-1] // 2
-    out = x.new_empty((*x.shape[:-1], width))
-    if x.dim() != 2:
-        x = x.reshape(-1, x.shape[-1])
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    *leading, double = x.shape
+    width = double // 2
+    out = x.new_empty((*leading, width))
+    if len(leading) != 1:
+        x = x.reshape(-1, double)
+    row_stride, stride = x.stride()
+    if stride != 1:
+        x, row_stride = x.contiguous(), double
     rows = x.shape[0]
     if rows and width:
-        grid = (rows, -(-width // BLOCK), 1)
-        _launch(grid, (x, out), (x.stride(0), width, activation, BLOCK))
+        _launch((rows * -(-width // BLOCK), 1, 1), (x, out), (row_stride, width, activation, BLOCK))
     return out
 
 

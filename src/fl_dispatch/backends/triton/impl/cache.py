@@ -10,26 +10,6 @@ from .launch import Launcher, power_of_two
 
 
 @triton.jit
-def _copy(
-    source,
-    target,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SOURCE_HEAD,
-    SOURCE_DIM,
-    TARGET_HEAD,
-    TARGET_DIM,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    head = tl.arange(0, BLOCK_HEADS)[:, None]
-    column = tl.arange(0, BLOCK_DIM)[None, :]
-    inside = (head < HEADS) & (column < DIM)
-    new = tl.load(source + head * SOURCE_HEAD + column * SOURCE_DIM, mask=inside)
-    tl.store(target + head * TARGET_HEAD + column * TARGET_DIM, new.to(target.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def _write(
     key,
     value,
@@ -60,17 +40,21 @@ def _write(
     BLOCK_DIM_V: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    column_v = tl.arange(0, BLOCK_DIM_V)[None, :]
+    inside, inside_v = (head < HEADS) & (column < DIM), (head < HEADS) & (column_v < DIM_V)
+    # All loads are under way before the slot is there, and only the stores depend on it.
+    new = tl.load(key + token * KEY_TOKEN + head * KEY_HEAD + column * KEY_DIM, mask=inside)
+    new_v = tl.load(value + token * VALUE_TOKEN + head * VALUE_HEAD + column_v * VALUE_DIM, mask=inside_v)
     slot = tl.load(slots + token * SLOT_STRIDE).to(tl.int64)
-    if slot >= 0:
-        block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        _copy(
-            key + token * KEY_TOKEN, key_cache + block * KEY_BLOCK + place * KEY_SLOT, HEADS, DIM,
-            KEY_HEAD, KEY_DIM, KEY_CACHE_HEAD, KEY_CACHE_DIM, BLOCK_HEADS, BLOCK_DIM,
-        )  # fmt: skip
-        _copy(
-            value + token * VALUE_TOKEN, value_cache + block * VALUE_BLOCK + place * VALUE_SLOT, HEADS, DIM_V,
-            VALUE_HEAD, VALUE_DIM, VALUE_CACHE_HEAD, VALUE_CACHE_DIM, BLOCK_HEADS, BLOCK_DIM_V,
-        )  # fmt: skip
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    target = key_cache + block * KEY_BLOCK + place * KEY_SLOT + head * KEY_CACHE_HEAD
+    target_v = value_cache + block * VALUE_BLOCK + place * VALUE_SLOT + head * VALUE_CACHE_HEAD
+    there = slot + tl.zeros([1, 1], tl.int64) >= 0  # a scalar's bit is no mask to the interpreter
+    inside, inside_v = inside & there, inside_v & there
+    tl.store(target + column * KEY_CACHE_DIM, new.to(key_cache.dtype.element_ty), mask=inside)
+    tl.store(target_v + column_v * VALUE_CACHE_DIM, new_v.to(value_cache.dtype.element_ty), mask=inside_v)
 
 
 _launch = Launcher(_write)

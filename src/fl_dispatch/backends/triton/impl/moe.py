@@ -286,9 +286,10 @@ def _sum(
     BLOCK_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """With ``CHOSEN`` only the choices that have an expert here count. Grid: tokens, tiles of columns."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """With ``CHOSEN`` only the choices that have an expert here count. A program for a token and a tile of columns."""
+    blocks: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_TOPK)
     counts = choice < TOPK
     if CHOSEN:
@@ -332,7 +333,7 @@ def _add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor 
     tokens, topk, hidden = x.shape
     block = SUM_BLOCK_WIDE if x.dtype is torch.float32 else SUM_BLOCK
     _launch_sum(
-        (tokens, -(-hidden // block), 1),
+        (tokens * -(-hidden // block), 1, 1),
         (x, x if topk_ids is None else topk_ids, x if expert_map is None else expert_map, out),
         (
             x.stride(0),

@@ -41,14 +41,16 @@ def _norm(
     source = (row // INNER) * OUTER_STRIDE + (row % INNER) * INNER_STRIDE + columns
     target = row * HIDDEN + columns
     wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    total = tl.load(x + source, mask=inside, other=0.0).to(wide)
+    if HAS_WEIGHT:  # asked for first, or its latency would come after the reduction's
+        scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
+    # Without evict_last 16,384 tokens take 3 to 5 % longer (docs/kernels.md, notes).
+    total = tl.load(x + source, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
     if HAS_RESIDUAL:
-        total += tl.load(residual + target, mask=inside, other=0.0).to(wide)
+        total += tl.load(residual + target, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
         tl.store(total_out + target, total.to(total_out.dtype.element_ty), mask=inside)
     mean = tl.sum(total * total, axis=1)[:, None] / HIDDEN
     y = total * tl.rsqrt(mean + EPSILON)
     if HAS_WEIGHT:
-        scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
         if GEMMA:
             y = y * (1.0 + scale.to(wide))
         else:

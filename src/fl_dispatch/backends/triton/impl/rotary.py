@@ -45,11 +45,11 @@ def _rotate(
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
         inside_both = (head < HEADS) & (column < 2 * HALF)
-        both = tl.load(read + column, mask=inside_both, other=0.0).to(wide)
+        both = tl.load(read + column, mask=inside_both, other=0.0, eviction_policy="evict_last").to(wide)
         a, b = tl.split(tl.reshape(both, (BLOCK_HEADS, BLOCK_HALF, 2)))
     else:
-        a = tl.load(read + pair, mask=inside, other=0.0).to(wide)
-        b = tl.load(read + HALF + pair, mask=inside, other=0.0).to(wide)
+        a = tl.load(read + pair, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
+        b = tl.load(read + HALF + pair, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
     place = tl.load(position).to(tl.int64)
     c = tl.load(cos + place * COS_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
     s = tl.load(sin + place * SIN_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
@@ -128,7 +128,9 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor | None]:
     """See :data:`fl_dispatch.ops.rotary.rotary_embedding`."""
     tokens, heads, dim = query.shape
-    if query.stride(2) != 1 or cos.stride(1) != 1 or sin.stride(1) != 1 or (key is not None and key.stride(2) != 1):
+    query_strides, cos_strides, sin_strides = query.stride(), cos.stride(), sin.stride()
+    key_strides = query_strides if key is None else key.stride()
+    if query_strides[2] != 1 or key_strides[2] != 1 or cos_strides[1] != 1 or sin_strides[1] != 1:
         raise NotSupported("the elements of a head or of a table row do not lie side by side")
     query_out, key_out = query, key
     if not inplace:
@@ -146,16 +148,12 @@ def rotary_embedding(
         (tokens * blocks, 1, 1),
         (query, other, cos, sin, position_ids, query_out, other_out),
         (
-            query.stride(0),
-            query.stride(1),
-            other.stride(0),
-            other.stride(1),
-            query_out.stride(0),
-            query_out.stride(1),
-            other_out.stride(0),
-            other_out.stride(1),
-            cos.stride(0),
-            sin.stride(0),
+            *query_strides[:2],
+            *key_strides[:2],
+            *(query_strides if inplace else query_out.stride())[:2],
+            *(key_strides if inplace else other_out.stride())[:2],
+            cos_strides[0],
+            sin_strides[0],
             position_ids.stride(0),
             heads,
             kv_heads,
