@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,20 +118,27 @@ class Product:
 
 
 class Machine:
-    """What a kernel finds in the modules that it imports."""
+    """What a kernel finds in the modules that it imports.
+
+    Args:
+        programs: along the first axis of the grid.
+        seed: of how threads dawdle.
+    """
 
     def __init__(self, programs: int, seed: int = 0) -> None:
-        self.programs, self.program = programs, 0
+        self.programs, self.program, self.others = programs, 0, (0, 0)
         self.changed = threading.Condition()
         self.local = threading.local()
         self.random = random.Random(seed)
 
-    def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
-        """All programs, one after the other."""
+    def run(self, kernel: Callable[..., None], *arguments: Any, more: tuple[int, int] = (1, 1)) -> None:
+        """All programs, one after the other; ``more`` is how many the grid has along its other axes."""
         given = [Pointer.of(value) if isinstance(value, Tensor) else value for value in arguments]
-        for program in range(self.programs):
-            self.program = program
-            kernel(*given)
+        for others in product(*map(range, more)):
+            self.others = others
+            for program in range(self.programs):
+                self.program = program
+                kernel(*given)
 
     def load(self, directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
         """The names that a kernel's files define, in an order in which each knows the ones before."""
@@ -162,7 +170,7 @@ class Machine:
             to_tensor=torch.tensor,
             static_range=range,
             convert_layout=lambda value, layout: value,
-            program_id=lambda axis: torch.tensor(self.program),
+            program_id=lambda axis: torch.tensor((self.program, *self.others)[axis]),
             num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
             cast=lambda value, dtype, bitcast=False: value.view(dtype) if bitcast else number(value).to(dtype),

@@ -19,7 +19,7 @@ from fl_dispatch.settings import reset_settings
 from gluon_on_cpu import Machine, Pointer
 
 FILES = Path(hopper.__file__).parent
-NAMES = ("schedule", "producer", "consumer", "kernel")
+NAMES = ("schedule", "softmax", "producer", "consumer", "kernel")
 PAGED = ((200, 333), (1, 40), (128, 128), (0, 100), (130, 700), (64, 257), (0, 0))
 FLAT = ((200, 333), (300, 100), (1, 7), (129, 520), (0, 5), (130, 130))
 SetUp = Callable[..., None]
@@ -285,6 +285,7 @@ def test_a_device_that_is_not_hopper_takes_the_plain_kernel() -> None:
 def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "INTERPRETED", False)
     monkeypatch.setattr(hopper, "_launcher", lambda: None)
+    monkeypatch.setattr(hopper, "_latent_launcher", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for version, capability, why in (
         ("3.6.0", (9, 0), ""),
@@ -302,6 +303,7 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
 def test_chip_features_off_takes_the_plain_kernel_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "INTERPRETED", False)
     monkeypatch.setattr(hopper, "_launcher", lambda: None)
+    monkeypatch.setattr(hopper, "_latent_launcher", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

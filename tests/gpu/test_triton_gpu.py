@@ -73,12 +73,12 @@ def on_hopper() -> None:
         pytest.skip(reason)
 
 
-def by_both(fn: Any, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Three results of the kernel for Hopper, and the plain kernel's."""
-    assert hopper.fits(*args[:3])
+def by_both(fn: Any, args: tuple[Any, ...], fits: str = "fits", where: tuple[int, ...] = (0, 1, 2)) -> Any:
+    """Three results of the kernel for Hopper, and the plain kernel's; ``fits`` asks for the arguments at ``where``."""
+    assert getattr(hopper, fits)(*[args[index] for index in where])
     special = [fn(*args) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "fits", lambda *tensors: False)
+        patch.setattr(hopper, fits, lambda *tensors: False)
         plain = fn(*args)
     return special, plain
 
@@ -130,3 +130,36 @@ def test_latent_prefill_on_hopper(causal: bool) -> None:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         torch.testing.assert_close(lse, plain_lse, rtol=1e-3, atol=1e-3)
         assert torch.equal(result, special[0][0])
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "requests", "block_size", "dtype"),
+    [
+        (128, 9, 64, "bfloat16"),
+        (128, 90, 64, "bfloat16"),  # keys are not divided
+        (64, 9, 16, "float16"),
+        (96, 90, 1, "bfloat16"),
+    ],
+)
+def test_latent_decoding_on_hopper(heads: int, requests: int, block_size: int, dtype: str, causal: bool) -> None:
+    generator = torch.Generator(CUDA).manual_seed(0)
+    new, length = [1 + n % 3 for n in range(requests)], [3 + n * 997 % 2048 for n in range(requests)]
+    pages = [-(-each // block_size) for each in length]
+    table = torch.full((requests, max(pages)), -1, dtype=torch.int32, device=CUDA)
+    cache = torch.full((sum(pages) + 1, block_size, 576), float("nan"), dtype=getattr(torch, dtype), device=CUDA)
+    order = torch.randperm(sum(pages), device=CUDA, generator=generator).split(pages)
+    for row, mine, keys in zip(table, order, length, strict=True):
+        row[: len(mine)] = mine
+        position = torch.arange(keys, device=CUDA)
+        filled = torch.randn(keys, 576, device=CUDA, generator=generator).to(cache.dtype)
+        cache[mine[position // block_size], position % block_size] = filled
+    starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=CUDA)
+    lengths = torch.tensor(length, dtype=torch.int32, device=CUDA)
+    query = torch.randn(sum(new), heads, 576, device=CUDA, generator=generator).to(cache.dtype)
+    args = (query, cache, table, starts, lengths, 3, 2048, 192**-0.5, 512, None, causal)
+    special, plain = by_both(mla.mla_decode, args, "fits_latent", (0, 1, 8))
+    for result in special:
+        torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
+        assert torch.equal(result, special[0])

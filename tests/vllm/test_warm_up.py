@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from fl_dispatch.backends.triton.impl import alignment, attention, mla, mla_prefill, moe, routing
+from fl_dispatch.backends.triton.impl import alignment, attention, hopper, mla, mla_prefill, moe, routing
 from fl_dispatch.backends.triton.impl.launch import Launcher
 from vllm_fl import warm_up
 
@@ -179,6 +179,26 @@ def test_attention(keys: Keys, shape: tuple[int, int, int], dtype: torch.dtype, 
 @pytest.mark.parametrize("heads", [16, 128, 2])
 def test_latent_attention(keys: Keys, heads: int, limits: tuple[int, int, int]) -> None:
     nothing_is_compiled_later(keys, limits, lambda *batch: latent(heads, torch.bfloat16, *batch))
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_latent_attention_on_hopper(keys: Keys, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int, int]) -> None:
+    def record(
+        tensors: Sequence[torch.Tensor], numbers: Sequence[Any], *, splits: int, most_new: int, **others: Any
+    ) -> None:
+        *strides, _table_row, scale, heads = numbers
+        keys.add(
+            ("decode_latent", *strides, scale, heads, others["block_size"], others["causal"], most_new, splits > 1)
+        )
+
+    monkeypatch.setattr(hopper, "fits_latent", lambda *tensors: True)
+    monkeypatch.setattr(hopper, "latent_slots", lambda device: PROCESSORS)
+    monkeypatch.setattr(hopper, "decode_latent", record)
+    nothing_is_compiled_later(keys, limits, lambda *batch: latent(128, torch.bfloat16, *batch))
+    assert any(
+        key[0] == "decode_latent"
+        for key in compiled_at_start(keys, limits, lambda *batch: latent(128, torch.bfloat16, *batch))
+    )
 
 
 @pytest.mark.parametrize("limits", LIMITS)

@@ -1,7 +1,8 @@
 """Decoding of latent attention, over the latent cache itself; prefill is in :mod:`.mla_prefill`.
 
 All heads share the latent rows, so a program takes rows of several heads and tokens, and loads each latent row once, as
-a key and as a value. A request's keys are split among programs, as in :mod:`.attention`.
+a key and as a value. A request's keys are split among programs, as in :mod:`.attention`. On Hopper many rows have a
+kernel of their own, in :mod:`.hopper`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import hopper
 from .attention import _slots, _splits, combining_warps
 from .attention_kernels import _combine
 from .attention_tiles import _share
@@ -157,27 +159,40 @@ def mla_decode(
     rows = max_query_len * heads
     tile = DECODE_TILE_WIDE if wide else DECODE_TILE if rows < MANY_ROWS else DECODE_TILE_LARGE
     block_m, block_n, warps, stages = tile
+    slots = _slots(query.device)
+    special = rows >= MANY_ROWS and hopper.fits_latent(query, kv_cache, kv_lora_rank)
+    if special:
+        block_m, block_n, slots = hopper.LATENT_ROWS, hopper.LATENT_KEYS, hopper.latent_slots(query.device)
     tiles = -(-rows // block_m)
     most = min(MOST_SPLITS, -(-max_seq_len // LEAST_KEYS))
-    splits = _splits(_slots(query.device), requests * tiles, most)
+    splits = _splits(slots, requests * tiles, most)
     most_new = power_of_two(max_query_len)
     parts = requests * most_new * heads * splits if splits > 1 else 0
     partial = query.new_empty(parts * (kv_lora_rank + 2), dtype=torch.float32) if parts else out
     statistics = partial[parts * kv_lora_rank :] if parts else out
     rope = width - kv_lora_rank
-    _launch_decode(
-        (tiles, requests, splits),
-        (query, kv_cache, block_table, query_start_loc, seq_lens, out, partial, statistics),
-        (
-            query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), out.stride(0), out.stride(1),
-            block_table.stride(0), scale, heads, kv_lora_rank, rope, kv_cache.shape[1], causal, most_new, splits > 1,
-            block_m, block_n, max(16, power_of_two(kv_lora_rank)), max(16, power_of_two(rope)),
-            "ieee" if wide else "tf32",
-        ),
-        sizes=(splits,),
-        warps=warps,
-        stages=stages,
+    tensors = (query, kv_cache, block_table, query_start_loc, seq_lens, out, partial, statistics)
+    numbers = (
+        query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), out.stride(0), out.stride(1),
+        block_table.stride(0), scale, heads,
     )  # fmt: skip
+    if special:
+        hopper.decode_latent(
+            tensors, numbers, tiles=tiles, requests=requests, splits=splits, block_size=kv_cache.shape[1],
+            causal=causal, most_new=most_new,
+        )  # fmt: skip
+    else:
+        _launch_decode(
+            (tiles, requests, splits),
+            tensors,
+            (
+                *numbers, kv_lora_rank, rope, kv_cache.shape[1], causal, most_new, splits > 1, block_m, block_n,
+                max(16, power_of_two(kv_lora_rank)), max(16, power_of_two(rope)), "ieee" if wide else "tf32",
+            ),
+            sizes=(splits,),
+            warps=warps,
+            stages=stages,
+        )  # fmt: skip
     if splits > 1:
         block_rank = max(16, power_of_two(kv_lora_rank))
         _launch_combine(

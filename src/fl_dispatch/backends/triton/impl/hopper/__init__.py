@@ -1,8 +1,9 @@
-"""Prefill attention for Hopper alone, in Gluon: where it applies, and its launch.
+"""Attention for Hopper alone, in Gluon: where its kernels apply, and their launch.
 
 The plain kernels compute a tile's softmax and its products one after the other. Here a group of warps does nothing but
 load, and two groups of 64 queries each multiply; each issues the products of the next keys and of the last values
-before its softmax, and neither waits for the other. So matrix units work while weights are computed. That needs
+before its softmax, and neither waits for the other. So matrix units work while weights are computed. Decoding of latent
+attention, where all heads share the keys, has a kernel of the same parts for many rows of a request. That needs
 instructions of one chip and an experimental part of Triton, so it is only taken where both are known: on compute
 capability 9, with a tested version, for shapes and options that it has. Everything else takes the plain kernel, and
 ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
@@ -30,6 +31,10 @@ CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Sizes of a head's key, as a power of two and the rest."""
 VALUE_DIMENSIONS = (64, 128)
+LATENT_RANK, LATENT_ROPE = 512, 64
+"""What the kernel for latent attention has; all published models do."""
+LATENT_ROWS, LATENT_KEYS = 64, 64
+"""Its tile."""
 ALIGNMENT = 16
 """What strides have to be multiples of, and pointers' bytes: copies move 16 bytes, and the compiler has to know it."""
 WARPS = 4
@@ -38,7 +43,7 @@ LIMIT = 1 << 31
 
 
 def why_unavailable(device: torch.device) -> str:
-    """In words why the kernel cannot run on a device, or an empty string; logged once."""
+    """In words why the kernels cannot run on a device, or an empty string; logged once."""
     return _why_unavailable(device, get_settings().chip_features)
 
 
@@ -57,10 +62,11 @@ def _why_unavailable(device: torch.device, chip_features: bool) -> str:
     else:
         try:
             _launcher()
+            _latent_launcher()
         except ImportError as error:
             reason = f"Triton's Gluon lacks something: {error}"
     if reason:
-        logger.info("Prefill attention on %s takes the plain Triton kernel, not the one for Hopper: %s", device, reason)
+        logger.info("Attention on %s takes the plain Triton kernels, not those for Hopper: %s", device, reason)
     return reason
 
 
@@ -73,6 +79,14 @@ def _launcher() -> Launcher:
 
 
 @functools.cache
+def _latent_launcher() -> Launcher:
+    """Imports Gluon, which not every Triton has."""
+    from .latent_kernel import latent_attention
+
+    return Launcher(latent_attention)
+
+
+@functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -81,11 +95,26 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the kernel runs for these tensors, whose last dimension is a head's and whose rows are side by side."""
     if why_unavailable(query.device):
         return False
-    if query.dtype not in (torch.float16, torch.bfloat16) or key.dtype != query.dtype or value.dtype != query.dtype:
-        return False
     if query.shape[-1] not in DIMENSIONS or value.shape[-1] not in VALUE_DIMENSIONS:
         return False
-    for tensor in (query, key, value):
+    return _aligned_halves(query, key, value)
+
+
+def fits_latent(query: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+    """Whether the kernel for decoding of latent attention runs for these tensors."""
+    if why_unavailable(query.device):
+        return False
+    if kv_lora_rank != LATENT_RANK or query.shape[-1] != LATENT_RANK + LATENT_ROPE:
+        return False
+    return _aligned_halves(query, kv_cache)
+
+
+def _aligned_halves(*tensors: Tensor) -> bool:
+    """Whether all have one half type, and rows that the kernels can copy."""
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float16, torch.bfloat16) or any(tensor.dtype != dtype for tensor in tensors):
+        return False
+    for tensor in tensors:
         *strides, last = tensor.stride()
         if last != 1 or tensor.data_ptr() % ALIGNMENT or any(stride % ALIGNMENT for stride in strides):
             return False
@@ -147,6 +176,37 @@ def attend(
             query.stride(0), query.stride(1), 0, *key.stride()[:2], 0, *value.stride()[:2], out.stride(0),
             out.stride(1), 0, scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]], value.shape[2], False,
         ),
+    )  # fmt: skip
+
+
+def latent_slots(device: torch.device) -> int:
+    """How many programs of the kernel for latent attention the device runs at a time."""
+    return _processors(device)
+
+
+def decode_latent(
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[object, ...],
+    *,
+    tiles: int,
+    requests: int,
+    splits: int,
+    block_size: int,
+    causal: bool,
+    most_new: int,
+) -> None:
+    """Decoding of latent attention where :func:`fits_latent`.
+
+    Args:
+        tensors, numbers: query, cache, block table, query starts, lengths, out, partial results, their statistics; then
+            strides, scale and heads, as the plain kernel takes them.
+        tiles: of ``LATENT_ROWS`` rows.
+        splits: programs that share a request's keys; more than one write parts, each of some tiles of ``LATENT_KEYS``.
+        block_size, causal, most_new: slots of a block of the cache, and what the plain kernel knows of the queries.
+    """
+    _latent_launcher()(
+        (tiles, requests, splits), tensors, (*numbers, block_size, causal, most_new, splits > 1), sizes=(splits,),
+        warps=WARPS,
     )  # fmt: skip
 
 

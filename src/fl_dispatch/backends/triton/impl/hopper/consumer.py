@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .schedule import BLOCK_N, STAGES, key_tiles, told
+from .softmax import pack, softmax, unpack
 
 ROWS = gl.constexpr(64)
 """Queries of a group."""
@@ -24,44 +25,6 @@ def _scores(q, q_rest, k, k_rest, S: gl.constexpr, REST: gl.constexpr):
     if REST > 0:
         scores = warpgroup_mma(q_rest, k_rest.permute((1, 0)), scores, is_async=True)
     return scores
-
-
-@gluon.jit
-def _softmax(scores, top, below, start, place, length, factor, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Weights of a tile, and what its largest scores make of the sums before it."""
-    if MASKED:
-        column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
-        seen = (start + column < length)[None, :]
-        if CAUSAL:
-            seen = seen & (start + column[None, :] <= place[:, None])
-        # Finite, so that rows which see nothing here have no NaN; tiles come from the last to the first, and what such
-        # a row adds is scaled by 0 once it sees a key.
-        scores = gl.where(seen, scores * factor, -1e30)
-        new_top = gl.maximum(top, gl.max(scores, axis=1))
-        weights = gl.exp2(scores - new_top[:, None])
-    else:
-        new_top = gl.maximum(top, gl.max(scores, axis=1) * factor)
-        weights = gl.exp2(scores * factor - new_top[:, None])
-    decay = gl.exp2(top - new_top)
-    return weights, new_top, below * decay + gl.sum(weights, axis=1), decay
-
-
-@gluon.jit
-def _pack(weights, dtype: gl.constexpr):
-    """Weights as they are carried around a loop: two in a number of 32 bits, which is how a product takes them."""
-    low, high = gl.split(gl.reshape(weights, [ROWS, BLOCK_N // 2, 2]))
-    CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(CVT, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _unpack(packed, dtype: gl.constexpr, P: gl.constexpr):
-    """The operand of a product."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    half = gl.cast(gl.reshape(gl.join(low, high), [ROWS, BLOCK_N]), dtype, bitcast=True)
-    return gl.convert_layout(half, P)
 
 
 @gluon.jit
@@ -97,19 +60,19 @@ def _steps(
     while tile >= stop:
         stage = i % STAGES
         before = (i - 1) % STAGES
-        half = _unpack(weights, v_bufs.dtype, P)
+        half = unpack(weights, v_bufs.dtype, P)
         pending = _scores(q, q_rest, k_bufs.index(stage), k_rest_bufs.index(stage), S, REST)
         _wait_full(full.index(STAGES + before), i - 1, True)
         adding = warpgroup_mma(half, v_bufs.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[pending])
         mbarrier.arrive(k_free.index(stage))
-        new, top, below, decay = _softmax(scores, top, below, tile * BLOCK_N, place, length, factor, CAUSAL, MASKED)
+        new, top, below, decay = softmax(scores, top, below, tile * BLOCK_N, place, length, factor, CAUSAL, MASKED)
         # This wait ends a basic block. Without it ptxas moves the softmax behind the product that it shall run beside.
         _wait_full(full.index((i + 1) % STAGES), i + 1, tile > 0)
         acc, half, new, below, decay = warpgroup_mma_wait(0, deps=[adding, half, new, below, decay])
         mbarrier.arrive(v_free.index(before))
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, A))[:, None]
-        weights = _pack(new, v_bufs.dtype)
+        weights = pack(new, v_bufs.dtype)
         tile -= 1
         i += 1
     return acc, top, below, weights, i, tile
@@ -180,8 +143,8 @@ def consume(
         scores = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(k_free.index(stage))
         start = (tiles - 1) * BLOCK_N
-        new_weights, top, below, _ = _softmax(scores, top, below, start, place, length, factor, CAUSAL, True)
-        weights = _pack(new_weights, v_bufs.dtype)
+        new_weights, top, below, _ = softmax(scores, top, below, start, place, length, factor, CAUSAL, True)
+        weights = pack(new_weights, v_bufs.dtype)
         i += 1
         tile = tiles - 2
         _wait_full(full.index(i % STAGES), i, tile >= 0)
@@ -194,7 +157,7 @@ def consume(
             REST,
         )  # fmt: skip
         last = (i - 1) % STAGES
-        half = _unpack(weights, v_bufs.dtype, P)
+        half = unpack(weights, v_bufs.dtype, P)
         _wait_full(full.index(STAGES + last), i - 1, True)
         adding = warpgroup_mma(half, v_bufs.index(last), acc, is_async=True)
         acc, half = warpgroup_mma_wait(0, deps=[adding, half])

@@ -45,7 +45,7 @@ def _pages(block_table, request, start, length, TABLE_ROW, PAGED: gl.constexpr, 
 
 
 @gluon.jit
-def _copy(buffer, source, rows, inside, FIRST: gl.constexpr, SIZE: gl.constexpr, L: gl.constexpr):
+def copy_rows(buffer, source, rows, inside, FIRST: gl.constexpr, SIZE: gl.constexpr, L: gl.constexpr):
     """Start to copy ``SIZE`` elements, from ``FIRST`` on, of each row."""
     column = FIRST + gl.arange(0, SIZE, layout=gl.SliceLayout(0, L))
     async_copy.async_copy_global_to_shared(buffer, source + rows[:, None] + column[None, :], mask=inside[:, None])
@@ -98,9 +98,9 @@ def _keys(
     stage = i % STAGES
     inside = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L)) < length
     mbarrier.wait(k_free.index(stage), ((i // STAGES) & 1) ^ 1)
-    _copy(k_bufs.index(stage), key, rows, inside, 0, DIM, L)
+    copy_rows(k_bufs.index(stage), key, rows, inside, 0, DIM, L)
     if REST > 0:
-        _copy(k_rest_bufs.index(stage), key, rows, inside, DIM, REST, L)
+        copy_rows(k_rest_bufs.index(stage), key, rows, inside, DIM, REST, L)
     return _hand_over(full, pending, stage)
 
 
@@ -109,7 +109,7 @@ def _values(v_bufs, full, v_free, pending, i, value, rows, DIM_V: gl.constexpr, 
     """Start to copy the values of tile ``i``."""
     stage = i % STAGES
     mbarrier.wait(v_free.index(stage), ((i // STAGES) & 1) ^ 1)
-    _copy(v_bufs.index(stage), value, rows, rows >= 0, 0, DIM_V, L)
+    copy_rows(v_bufs.index(stage), value, rows, rows >= 0, 0, DIM_V, L)
     return _hand_over(full, pending, STAGES + stage)
 
 
@@ -146,9 +146,9 @@ def _queries(
     tell(piece_bufs.index(slot), begin, new, length, first, head)
     token = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     rows = (begin + token).to(gl.int64) * QUERY_TOKEN + head.to(gl.int64) * QUERY_HEAD
-    _copy(q_bufs.index(slot), query, rows, token < new, 0, DIM, L)
+    copy_rows(q_bufs.index(slot), query, rows, token < new, 0, DIM, L)
     if REST > 0:
-        _copy(q_rest_bufs.index(slot), query, rows, token < new, DIM, REST, L)
+        copy_rows(q_rest_bufs.index(slot), query, rows, token < new, DIM, REST, L)
     return _hand_over(full, pending, 2 * STAGES + slot)
 
 
