@@ -54,7 +54,14 @@ SMALL = {
     ],
     "silu_and_mul": ["3-d 2x5x64", "empty batch", "odd width 67", "row stride larger than the row", "gate scale 300"],
     "gelu_and_mul": ["odd width 67, none", "odd width 67, tanh", "batch dimensions swapped, tanh"],
-    "rms_norm": ["7x5120 with residual", "3-d heads 5x8x128", "no weight", "odd hidden size 67", "scale 300"],
+    "rms_norm": [
+        "7x5120 with residual",
+        "3-d heads 5x8x128",
+        "no weight",
+        "odd hidden size 67",
+        "scale 300",
+        "5000 short rows",
+    ],
     "gemma_rms_norm": ["3-d heads 5x8x128", "row stride larger than the row", "odd hidden size 67", "empty batch"],
     "rotary_embedding": [
         "decode, 32 tokens",

@@ -57,6 +57,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield Sample("row stride larger than the row", (normal(4, 160)[:, :96], None, normal(96), 1e-6), serving=False)
     for scale in (1e-4, 300.0):
         yield Sample(f"scale {scale:g}", (normal(4, 128, scale=scale), None, normal(128), 1e-6), serving=False)
+    yield Sample("5000 short rows", (normal(5000, 64), normal(5000, 64), normal(64), 1e-6), serving=False)
 
 
 def _layer_norm_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
