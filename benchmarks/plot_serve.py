@@ -2,7 +2,7 @@
 
     python benchmarks/plot_serve.py RESULT.json PICTURE.png
 
-Points are medians over the rounds, lines reach from the least to the largest. Needs matplotlib.
+Points are medians over the rounds, lines the intervals that ``serve_vllm.py`` gives. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ def draw(found: dict[str, Any], picture: Path) -> None:
     """Draw one result: a panel a workload, a point a cell, with its tokens a second."""
     compared, machine = found["compared"], found["machine"]
     rows = [row for cells in compared.values() for row in cells.values()]
-    lowest, highest = min(row["least"] for row in rows), max(row["largest"] for row in rows)
+    lowest, highest = min(row["low"] for row in rows), max(row["high"] for row in rows)
     margin = 0.15 * (highest - lowest)
     figure, panels = pyplot.subplots(1, len(compared), figsize=(3.4 * len(compared), 3.6), sharey=True, squeeze=False)
     for panel, (workload, cells) in zip(panels[0], compared.items(), strict=True):
         for place, (name, row) in enumerate(cells.items()):
-            below, above = row["ratio"] - row["least"], row["largest"] - row["ratio"]
+            below, above = row["ratio"] - row["low"], row["high"] - row["ratio"]
             colour = "tab:gray" if name.startswith("vanilla") else f"C{place}"
             panel.errorbar(place, row["ratio"], yerr=[[below], [above]], color=colour, fmt="o", capsize=4)
             label = f"{row['tokens_per_s']:,.0f}"
             over = (0, 6)  # points of the page, above the line
             panel.annotate(
-                label, (place, row["largest"]), over, textcoords="offset points", ha="center", fontsize=8, color=colour
+                label, (place, row["high"]), over, textcoords="offset points", ha="center", fontsize=8, color=colour
             )
         panel.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
         panel.grid(axis="y", linewidth=0.3)

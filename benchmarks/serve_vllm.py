@@ -5,8 +5,9 @@ change of the machine's speed hits all alike; one that waits uses no time of the
 (``--shape``) and random weights. ``torch.compile`` and CUDA graphs (FULL_AND_PIECEWISE) are on, prefix caching is off,
 generation ignores the end token. It is greedy, but shapes with experts sample, and their routers get weights that tell
 tokens apart (:func:`spread_routing`), or how many experts a step reads would be an accident. A round of a cell is
-compared with the better vanilla of that round and workload; the interval over the rounds is from the least to the
-largest of these ratios, which holds the median with probability ``1 - 2 ** (1 - rounds)``. With ``--profile`` each cell
+compared with the better vanilla of that round and workload; the interval over the rounds is of ratios that were
+measured and holds the true median with a probability of at least 0.9 (:func:`interval`; fewer than five rounds cannot
+say so much, and their interval is from the least to the largest ratio). With ``--profile`` each cell
 then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to a file: it says where a
 difference comes from.
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -318,8 +320,22 @@ def measure(
     return {"rates": rates, "started": started, "late_compilations": late, "profiles": profiles}
 
 
+def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
+    """The shortest interval between ordered values that holds the median of their distribution so surely.
+
+    The ``k``-th least and largest of ``n`` do so with probability ``1 - 2 * P(Binomial(n, 1/2) < k)``, whatever the
+    distribution is.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, rank = 0.5**n, 0
+    while rank + 1 < n // 2 and 1 - 2 * (outside + math.comb(n, rank + 1) * 0.5**n) >= confidence:
+        rank += 1
+        outside += math.comb(n, rank) * 0.5**n
+    return ordered[rank], ordered[-1 - rank]
+
+
 def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Workload → cell → median tokens a second, and its ratio to the better vanilla: median, least, largest."""
+    """Workload → cell → median tokens a second, and its ratio to the better vanilla: median and interval."""
     result: dict[str, dict[str, dict[str, float]]] = {}
     for work, cells in rates.items():
         vanilla = [values for name, values in cells.items() if name.startswith(VANILLA)]
@@ -328,7 +344,8 @@ def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[st
             row = {"tokens_per_s": statistics.median(values)}
             if vanilla:
                 ratios = [value / max(best) for value, *best in zip(values, *vanilla, strict=True)]
-                row |= {"ratio": statistics.median(ratios), "least": min(ratios), "largest": max(ratios)}
+                low, high = interval(ratios)
+                row |= {"ratio": statistics.median(ratios), "low": low, "high": high}
             result[work][name] = row
     return result
 
@@ -338,7 +355,7 @@ def table(result: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     lines = ["| workload | cell | tokens/s | of the better vanilla |", "|---|---|---|---|"]
     for work, cells in result.items():
         for name, row in cells.items():
-            ratio = f"{row['ratio']:.3f} [{row['least']:.3f}, {row['largest']:.3f}]" if "ratio" in row else ""
+            ratio = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" if "ratio" in row else ""
             lines.append(f"| {work} | {name} | {row['tokens_per_s']:,.0f} | {ratio} |")
     return "\n".join(lines)
 

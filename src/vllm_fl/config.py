@@ -202,7 +202,10 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     if parallel.worker_cls == "auto":
         parallel.worker_cls = CPU_WORKER if device.torch_type == "cpu" else GPU_WORKER
     if not native:
-        _set(parallel, "disable_custom_all_reduce", True, "it is a CUDA kernel")
+        reason = "it is a CUDA kernel"
+        if device.vendor == "cuda" and parallel.tensor_parallel_size > 1:
+            reason += "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which decodes faster with several GPUs (docs/gpu.md)"
+        _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
     if device.torch_type == "cpu":

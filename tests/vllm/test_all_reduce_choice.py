@@ -1,0 +1,40 @@
+"""What the out-of-tree platform says about vLLM's own all-reduce, which it cannot have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fl_dispatch.device import CUDA
+from vllm_fl import compile, config
+
+
+@pytest.fixture(autouse=True)
+def _nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "is_compiled", lambda vllm_config: False)
+    monkeypatch.setattr(config, "_adapt_graphs", lambda vllm_config: None)
+
+
+def parallel(ranks: int) -> Any:
+    return SimpleNamespace(worker_cls="given", disable_custom_all_reduce=False, tensor_parallel_size=ranks)
+
+
+@pytest.mark.parametrize(("ranks", "advised"), [(1, False), (2, True)])
+def test_several_gpus_are_told_of_the_platform_that_keeps_it(
+    caplog: pytest.LogCaptureFixture, ranks: int, advised: bool
+) -> None:
+    given = parallel(ranks)
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        config.adapt(SimpleNamespace(parallel_config=given), CUDA)  # type: ignore[arg-type]
+    assert given.disable_custom_all_reduce
+    assert ("VLLM_FL_NATIVE_PLATFORM=1" in caplog.text) is advised
+
+
+def test_the_native_platform_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    given = parallel(2)
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        config.adapt(SimpleNamespace(parallel_config=given), CUDA, native=True)  # type: ignore[arg-type]
+    assert not given.disable_custom_all_reduce
+    assert not caplog.text
