@@ -321,7 +321,7 @@ def measure(
 
 
 def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
-    """The shortest interval between ordered values that holds the median of their distribution so surely.
+    """The shortest symmetric interval between ordered values that holds the median of their distribution so surely.
 
     The ``k``-th least and largest of ``n`` do so with probability ``1 - 2 * P(Binomial(n, 1/2) < k)``, whatever the
     distribution is.

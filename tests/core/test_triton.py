@@ -52,7 +52,14 @@ SMALL = {
         "3-d 2x3",
         "empty batch",
     ],
-    "silu_and_mul": ["3-d 2x5x64", "empty batch", "odd width 67", "row stride larger than the row", "gate scale 300"],
+    "silu_and_mul": [
+        "7x1536",
+        "3-d 2x5x64",
+        "empty batch",
+        "odd width 67",
+        "row stride larger than the row",
+        "gate scale 300",
+    ],
     "gelu_and_mul": ["odd width 67, none", "odd width 67, tanh", "batch dimensions swapped, tanh"],
     "rms_norm": [
         "7x5120 with residual",
@@ -84,7 +91,7 @@ SMALL = {
         "blocks of one",
         "empty batch",
     ],
-    "moe_sum": ["row stride larger than the row", "one expert, odd hidden size", "empty batch"],
+    "moe_sum": ["one token", "row stride larger than the row", "one expert, odd hidden size", "empty batch"],
     "fused_moe": [
         "one token",
         "swigluoai, biases",

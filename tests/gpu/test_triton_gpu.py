@@ -136,14 +136,19 @@ def test_latent_prefill_on_hopper(causal: bool) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("heads", "requests", "block_size", "dtype"),
-    [
-        (128, 9, 64, "bfloat16"),
-        (128, 90, 64, "bfloat16"),  # keys are not divided
-        (64, 9, 16, "float16"),
-        (96, 90, 1, "bfloat16"),
-    ],
+    [(128, 9, 64, "bfloat16"), (128, 88, 64, "bfloat16"), (64, 9, 16, "float16"), (96, 90, 1, "bfloat16")],
 )
-def test_latent_decoding_on_hopper(heads: int, requests: int, block_size: int, dtype: str, causal: bool) -> None:
+@pytest.mark.parametrize("divided", [True, False])
+def test_latent_decoding_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    requests: int,
+    block_size: int,
+    dtype: str,
+    divided: bool,
+    causal: bool,
+) -> None:
+    monkeypatch.setattr(mla, "_splits", lambda slots, programs, most: 3 if divided else 1)
     generator = torch.Generator(CUDA).manual_seed(0)
     new, length = [1 + n % 3 for n in range(requests)], [3 + n * 997 % 2048 for n in range(requests)]
     pages = [-(-each // block_size) for each in length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,14 @@ def test_several_gpus_are_told_of_the_platform_that_keeps_it(
         config.adapt(SimpleNamespace(parallel_config=given), CUDA)  # type: ignore[arg-type]
     assert given.disable_custom_all_reduce
     assert ("VLLM_FL_NATIVE_PLATFORM=1" in caplog.text) is advised
+
+
+def test_other_chips_have_no_such_platform(caplog: pytest.LogCaptureFixture) -> None:
+    given = parallel(2)
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        config.adapt(SimpleNamespace(parallel_config=given), replace(CUDA, vendor="other"))  # type: ignore[arg-type]
+    assert given.disable_custom_all_reduce
+    assert "VLLM_FL_NATIVE_PLATFORM" not in caplog.text
 
 
 def test_the_native_platform_keeps_it(caplog: pytest.LogCaptureFixture) -> None:

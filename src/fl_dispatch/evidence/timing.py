@@ -47,8 +47,9 @@ class Clock:
     """Times calls on one device.
 
     On a device with graphs, all calls of a round are captured in one graph and its replays are timed with events: no
-    host time enters. Calls that cannot be captured are launched between events. Elsewhere a round is one call after the
-    other by the wall clock.
+    host time enters, and each call's results have memory of their own. Calls that cannot be captured are launched
+    between events, and their results may lie where those of the call before did. Elsewhere a round is one call after
+    the other by the wall clock.
 
     Args:
         device: where the calls run.

@@ -175,8 +175,8 @@ def mla_decode(
         causal: a query sees no token behind its own position.
 
     Returns:
-        ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Rows that no request covers are
-        unspecified in a new tensor.
+        ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Rows that see no cached token are
+        unspecified, and so are those that no request covers, in a new tensor.
     """
     raise NotImplementedError
 

@@ -3,8 +3,8 @@
 The plain kernels compute a tile's softmax and its products one after the other. Here a group of warps does nothing but
 load, and two groups of 64 queries each multiply; each issues the products of the next keys and of the last values
 before its softmax, and neither waits for the other. So matrix units work while weights are computed. Decoding of latent
-attention, where all heads share the keys, has a kernel of the same parts for many rows of a request. That needs
-instructions of one chip and an experimental part of Triton, so it is only taken where both are known: on compute
+attention, where all heads share the keys, has a kernel of the same parts for many rows of a request. Both kernels need
+instructions of one chip and an experimental part of Triton, so they are only taken where both are known: on compute
 capability 9, with a tested version, for shapes and options that it has. Everything else takes the plain kernel, and
 ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
 """
@@ -25,20 +25,20 @@ from ..launch import INTERPRETED, Launcher
 logger = get_logger(__name__)
 
 TESTED = ((3, 6),)
-"""Versions of Triton with which the kernel is tested and measured on a GPU. Of the others 3.9, for one, has renamed
+"""Versions of Triton with which the kernels are tested and measured on a GPU. Of the others 3.9, for one, has renamed
 what it uses."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Sizes of a head's key, as a power of two and the rest."""
 VALUE_DIMENSIONS = (64, 128)
 LATENT_RANK, LATENT_ROPE = 512, 64
-"""What the kernel for latent attention has; all published models do."""
+"""What the kernel for latent attention has: those of DeepSeek-V2 and V3."""
 LATENT_ROWS, LATENT_KEYS = 64, 64
 """Its tile."""
 ALIGNMENT = 16
 """What strides have to be multiples of, and pointers' bytes: copies move 16 bytes, and the compiler has to know it."""
 WARPS = 4
-"""Of each of the three groups; the launch names those of the first."""
+"""Of the first group, which multiplies, as the second one; the kernels say how many load."""
 LIMIT = 1 << 31
 
 

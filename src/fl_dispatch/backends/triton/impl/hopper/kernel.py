@@ -9,7 +9,8 @@ from .producer import produce
 from .schedule import BLOCK_M, BLOCK_N, FIELDS, STAGES
 
 REGISTERS = gl.constexpr(216)
-"""Of a thread that multiplies: what a thread that loads leaves of a processor's, which are 504 for three threads."""
+"""Of a thread that multiplies: what a thread that loads leaves of a processor's, which are 504 for three
+threads. Two half groups that load, as in the kernel for latent attention, count as one."""
 REGISTERS_LOADING = gl.constexpr(72)
 """Of a thread that loads."""
 
