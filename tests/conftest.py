@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -14,22 +14,22 @@ from pathlib import Path
 
 import pytest
 
-from running import WORKERS, expected_tokens, pool
+from processes import pool
+from running import expected_tokens
 
 HERE = Path(__file__).parent
 
 # A host that is not installed; its folder here would pass for a namespace package of that name.
 collect_ignore = [host for host in ("vllm", "sglang") if getattr(find_spec(host), "origin", None) is None]
 
+_records: list[dict[str, object]] = []
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of engines. Where several workers share the files, those with most of them come first."""
+    """Mark the tests of engines."""
     for item in items:
         if HERE in item.path.parents and "checkpoint" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.engine)
-    if WORKERS > 1:
-        engines = Counter(item.path for item in items if item.get_closest_marker("engine"))
-        items.sort(key=lambda item: -engines[item.path])
 
 
 def pytest_configure() -> None:
@@ -37,25 +37,67 @@ def pytest_configure() -> None:
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fl-state-")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _records.append({"test": report.nodeid, "part": report.when, "outcome": report.outcome, "seconds": report.duration})
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped:  # a whole file
+        _records.append({"test": report.nodeid, "part": "setup", "outcome": "skipped", "seconds": 0.0})
+
+
 def pytest_sessionfinish() -> None:
-    """Engines that are still waiting for their turn are not started any more."""
+    """Engines that still wait for their turn are not started any more; the suite reads what each test took."""
     pool.shutdown(wait=False, cancel_futures=True)
     shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
+    if "FL_SUITE_RECORDS" in os.environ:
+        Path(os.environ["FL_SUITE_RECORDS"]).write_text(json.dumps(_records))
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what is made once: in a run of the whole suite, once for all tests of an environment."""
+    if "FL_SUITE" not in os.environ:
+        return tmp_path_factory.mktemp("scratch")
+    folder = Path(os.environ["FL_SUITE"])
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _once(target: Path, make: Callable[[Path], object]) -> Path:
+    """What ``make`` puts at a path, unless another process has done so."""
+    from filelock import FileLock
+
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            part = target.with_name(f"{target.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            make(part)
+            part.rename(target)
+    return target
+
+
+@pytest.fixture(scope="session")
+def checkpoint(scratch: Path) -> Callable[[str], Path]:
     """Model family → its small checkpoint."""
     from fl_dispatch.cli.checkpoints import build_checkpoint
 
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return cache(lambda family: build_checkpoint(family, folder / family))
+    return cache(lambda family: _once(scratch / family, lambda folder: build_checkpoint(family, folder)))
 
 
 @pytest.fixture(scope="session")
-def expected(checkpoint: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
+def expected(checkpoint: Callable[[str], Path], scratch: Path) -> Callable[[str], list[list[int]]]:
     """Model family → Hugging Face's tokens for the standard prompts."""
-    return cache(lambda family: expected_tokens(checkpoint(family)))
+
+    def of(family: str) -> list[list[int]]:
+        tokens = _once(
+            scratch / f"{family}.tokens.json",
+            lambda file: file.write_text(json.dumps(expected_tokens(checkpoint(family)))),
+        )
+        found: list[list[int]] = json.loads(tokens.read_text())
+        return found
+
+    return cache(of)
 
 
 @pytest.fixture(scope="session")

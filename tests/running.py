@@ -1,70 +1,13 @@
-"""What tests of real engines share, whatever the host: processes of their own, and what they should generate."""
+"""What tests of real engines share, whatever the host: what they are asked, and what they should generate."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PROMPTS = [[(7 * row + column) % 400 + 5 for column in range(length)] for row, length in enumerate((7, 27, 331, 1))]
 MAX_TOKENS = 16
-
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-"""Processes of pytest that share the machine."""
-
-AT_ONCE = max(1, 2 // WORKERS)  # processes; an engine needs a core of its own
-pool = ThreadPoolExecutor(AT_ONCE)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A process that ended."""
-
-    returncode: int
-    log: str
-
-    @property
-    def last_line(self) -> str:
-        """The last line that it wrote, usually the error."""
-        return self.log.strip().rpartition("\n")[2]
-
-
-def python(*arguments: str, environment: Mapping[str, str], timeout: float = 300) -> Finished:
-    """Run Python in a process of its own; if its time is up, or the test is interrupted, its children end with it."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        env=dict(environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    return Finished(process.returncode, output)
-
-
-def finish(script: Path, job: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run a script on a job; its result, with the log."""
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder, "job.json"), Path(folder, "result.json")
-        request.write_text(json.dumps(job))
-        ended = python(str(script), str(request), str(answer), environment=environment, timeout=600)
-        if ended.returncode != 0 or not answer.exists():
-            raise AssertionError(f"the engine ended with {ended.returncode}:\n{ended.log[-8000:]}")
-        return {**json.loads(answer.read_text()), "log": ended.log}
 
 
 def reference_network(model: Path, dtype: Any) -> Any:

@@ -29,6 +29,7 @@ def main() -> None:
     if GUARDED not in text:
         if PLAIN not in text:
             sys.exit(f"{file} has changed: nothing to guard is found")
+        file.unlink()  # it may be one file with that of an installer's cache
         file.write_text(text.replace(PLAIN, GUARDED), encoding="utf-8")
 
 

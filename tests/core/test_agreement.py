@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+import sampling
 from builders import impl, manager_of
 from fl_dispatch import (
     NoImplementationError,
@@ -125,11 +125,7 @@ def inside(context: str) -> Any:
     return contextlib.nullcontext() if context == "none" else with_preference(context)
 
 
-@settings(
-    max_examples=int(os.environ.get("FL_FUZZ_EXAMPLES", "100")) // 5,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@sampling.fuzz(100, 240, suppress_health_check=list(HealthCheck))
 @given(script=st.lists(steps, min_size=5, max_size=25))
 def test_all_ways_of_asking_agree_at_every_step(script: list[tuple[Any, ...]]) -> None:
     logging.getLogger("fl_dispatch").setLevel(logging.ERROR)

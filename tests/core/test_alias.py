@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import fl_dispatch
+import processes
 import vllm_fl
 
 SOURCES = Path(vllm_fl.__file__).parents[1]
@@ -19,22 +19,18 @@ INNER = ("backends", "config", "ops", "settings")  # packages whose parts are no
 DOCUMENTED = ("backends.base",)  # ... but this one is
 
 
-def fresh(code: str, *options: str) -> str:
-    """What a new interpreter prints."""
-    done = subprocess.run(
-        [sys.executable, *options, *(["-c", code] if code else [])],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={"PYTHONPATH": str(SOURCES), "HOME": "/nonexistent"},
+def fresh(code: str, *arguments: str, cold: bool = False) -> str:
+    """What an interpreter prints that has nothing of ours imported yet; ``cold``: nothing at all."""
+    given = arguments or ("-c", code)
+    done = processes.python(
+        *given, environment={"PYTHONPATH": str(SOURCES), "HOME": "/nonexistent"}, timeout=120, cold=cold
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == 0, done.log
+    return done.log
 
 
 def test_importing_the_plugin_imports_neither_host_nor_torch() -> None:
-    fresh("import sys, vllm_fl; assert not {'vllm', 'torch', 'fl_dispatch'} & set(sys.modules)")
+    fresh("import sys, vllm_fl; assert not {'vllm', 'torch', 'fl_dispatch'} & set(sys.modules)", cold=True)
 
 
 def test_the_plugin_and_the_core_have_one_version() -> None:
@@ -140,7 +136,7 @@ assert callable(fl_dispatch.types.match_token)
 
 @pytest.mark.parametrize("name", ["types", "errors"])
 def test_python_dash_m_runs_the_real_code(name: str) -> None:
-    fresh("", "-W", "ignore", "-m", f"vllm_fl.dispatch.{name}")
+    fresh("", "-W", "ignore", "-m", f"vllm_fl.dispatch.{name}", cold=True)
 
 
 def test_pkgutil_walks_the_alias() -> None:

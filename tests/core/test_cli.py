@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 from typing import Any
 
 import pytest
 
+import processes
 
-def fl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in its own process, as a user does."""
+
+def fl(*arguments: str, cold: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in its own process; ``cold``: as a user does."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_FL_")}
-    command = [sys.executable, "-c", "from fl_dispatch.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**clean, **environment})
+    command = ["-c", "from fl_dispatch.cli import main; main()", *arguments]
+    with tempfile.TemporaryFile() as errors:
+        ended = processes.python(*command, environment={**clean, **environment}, cold=cold, errors=errors)
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, ended.returncode, ended.log, errors.read().decode())
 
 
 def data(*arguments: str, **environment: str) -> Any:
@@ -27,7 +32,7 @@ def test_ops_lists_every_operator_with_its_choice() -> None:
     rows = {row["operator"]: row for row in data("ops")}
     assert rows["rms_norm"]["chosen"] == "reference.torch"
     assert "kv_cache_write" in rows
-    assert "rms_norm" in fl("ops").stdout
+    assert "rms_norm" in fl("ops", cold=True).stdout
 
 
 def test_explain_says_why_for_each_implementation_and_where_the_setting_is_from() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import host_cases
 import pytest
 import torch
 
-from running import pool
+from processes import Runs, pool
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -41,18 +42,18 @@ def _run(host: str, tensors: Path, results: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
     """Both hosts, each in its own environment, on the same tensors."""
     folder = tmp_path_factory.mktemp("two_hosts")
     torch.save(host_cases.make_tensors(), folder / "tensors.pt")
     runs: dict[str, Future[dict[str, Any]]] = {
         host: pool.submit(_run, host, folder / "tensors.pt", folder / f"{host}.pt") for host in HOSTS
     }
-    return {host: run.result() for host, run in runs.items()}
+    return Runs(runs)
 
 
 @pytest.mark.parametrize("label", OPERATORS)
-def test_both_hosts_give_the_same_bits(label: str, results: dict[str, dict[str, Any]]) -> None:
+def test_both_hosts_give_the_same_bits(label: str, results: Mapping[str, dict[str, Any]]) -> None:
     ours, theirs = (results[host]["results"][label] for host in HOSTS)
     assert len(ours) == len(theirs) > 0
     for first, second in zip(ours, theirs, strict=True):
@@ -62,7 +63,7 @@ def test_both_hosts_give_the_same_bits(label: str, results: dict[str, dict[str, 
 
 
 @pytest.mark.parametrize("label", OPERATORS)
-def test_both_hosts_call_the_same_methods_of_the_backend(label: str, results: dict[str, dict[str, Any]]) -> None:
+def test_both_hosts_call_the_same_methods_of_the_backend(label: str, results: Mapping[str, dict[str, Any]]) -> None:
     expected = {OPERATORS[label]: 1}
     if label.startswith("paged_attention"):
         expected = {"kv_cache_write": 2, "paged_attention": 2}

@@ -1,13 +1,12 @@
-"""Starts of SGLang in forks of one process: ``python run_starts.py job.json result.json``.
+"""Starts of SGLang in forks of this process: ``python run_starts.py job.json result.json``.
 
-That process has imported what takes long. SGLang itself, and all of ours, is imported in the fork. A job is
+It is a fork of a warm one. SGLang itself, and all of ours, is imported in the fork. A job is
 ``{"server": command line, "engine": arguments of sglang.Engine, "starts": name → {"how": "server" or "engine",
 "variables": of the environment}}``; the result is name → ``{"code": exit code, "log": output}``.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import runpy
@@ -17,17 +16,6 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-SLOW = (
-    "torch._inductor.compile_fx",
-    "transformers.modeling_layers",
-    "transformers.processing_utils",
-    "openai.types.responses",
-    "compressed_tensors",
-    "aiohttp",
-    "fastapi",
-    "xgrammar",
-)
 
 
 def _fork(name: str, log: Path, job: dict[str, Any]) -> int:
@@ -73,7 +61,5 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for slow in SLOW:
-        importlib.import_module(slow)
     result = main(json.loads(Path(sys.argv[1]).read_text()))
     Path(sys.argv[2]).write_text(json.dumps(result))

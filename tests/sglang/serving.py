@@ -8,8 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import running
-from running import MAX_TOKENS, PROMPTS, Finished
+import processes
+from processes import Finished, pool
+from running import MAX_TOKENS, PROMPTS
 
 HERE = Path(__file__).parent
 PLUGINS = (HERE.parent / "vllm" / "plugins", HERE / "plugins")  # the first are backends, which know no host
@@ -25,9 +26,9 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, **fixed, **variables}
 
 
-def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
-    """Run Python in an engine's environment."""
-    return running.python(*arguments, environment=environment(**variables), timeout=timeout)
+def python(*arguments: str, timeout: float = 300, cold: bool = False, **variables: str) -> Finished:
+    """Run Python in an engine's environment; ``cold``: see ``processes``."""
+    return processes.python(*arguments, environment=environment(**variables), timeout=timeout, cold=cold)
 
 
 def engine_arguments(model: Path, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -51,10 +52,11 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
     Args:
         model: the checkpoint.
         steps: see ``run_sglang``; one with the standard prompts by default.
-        options: ``variables``, ``policy_before``, ``engine``: further arguments of ``sglang.Engine``, and ``doctor``:
-            whether ``fl doctor`` is asked while the engine serves.
+        options: ``variables``, ``policy_before``, ``engine``: further arguments of ``sglang.Engine``, ``doctor``:
+            whether ``fl doctor`` is asked while the engine serves, and ``cold``: whether its processes are really
+            started (see ``processes``).
     """
-    return running.pool.submit(_run, model, steps or (STEP,), **options)
+    return pool.submit(_run, model, steps or (STEP,), **options)
 
 
 def _run(
@@ -64,15 +66,16 @@ def _run(
     policy_before: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
     doctor: bool = False,
+    cold: bool = False,
 ) -> dict[str, Any]:
     arguments = engine_arguments(model, engine)
     job = {"engine": arguments, "policy_before": policy_before, "steps": steps, "doctor": doctor}
-    return running.finish(HERE / "run_sglang.py", job, environment(**(variables or {})))
+    return processes.finish(HERE / "run_sglang.py", job, environment(**(variables or {})), cold)
 
 
-def background(*arguments: str, **variables: str) -> Future[Finished]:
+def background(*arguments: str, cold: bool = False, **variables: str) -> Future[Finished]:
     """Run Python beside other engines."""
-    return running.pool.submit(lambda: python(*arguments, **variables))
+    return pool.submit(lambda: python(*arguments, cold=cold, **variables))
 
 
 def server_arguments(model: Path) -> tuple[str, ...]:

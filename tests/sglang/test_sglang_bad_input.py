@@ -14,8 +14,8 @@ import pytest
 from serving import HERE, background, distribution, engine_arguments, environment, server_arguments
 
 import bad_settings
-import running
-from running import Finished
+import processes
+from processes import Finished, pool
 
 CASES = bad_settings.cases("SGLANG_FL") | {
     "vllm_variable": ({"VLLM_FL_PREFER": "vendr"}, r"ConfigError: .*VLLM_FL_PREFER.*vendr.*vendor"),
@@ -31,20 +31,20 @@ BROKEN = r"RuntimeError: .*did not apply hooks.*GroupCoordinator\.all_gatherv"
 
 
 @pytest.fixture(scope="module")
-def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    """Every case, as a server and as an engine."""
+def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finished]:
+    """Name of a case → its process: each case as a server and as an engine, and whole servers as a user starts them."""
     folder = tmp_path_factory.mktemp("config")
     bad_settings.write(folder)
     model = checkpoint("qwen3")
     serve = ("-m", "sglang.launch_server", *server_arguments(model))
+
+    def broken(kind: str) -> str:
+        return distribution(tmp_path_factory.mktemp(kind), f"break_hook:{kind}")
+
     whole = {
-        "whole_server": background(*serve, **CASES["missing_file"][0]),
-        "broken_hook": background(
-            *serve, PYTHONPATH=distribution(tmp_path_factory.mktemp("everywhere"), "break_hook:everywhere")
-        ),
-        "hook_broken_in_scheduler": background(
-            *serve, PYTHONPATH=distribution(tmp_path_factory.mktemp("children"), "break_hook:in_children")
-        ),
+        "whole_server": background(*serve, cold=True, **CASES["missing_file"][0]),
+        "broken_hook": background(*serve, PYTHONPATH=broken("everywhere")),
+        "hook_broken_in_scheduler": background(*serve, cold=True, PYTHONPATH=broken("in_children")),
     }
     job = {
         "server": server_arguments(model),
@@ -55,42 +55,47 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
             for way in WAYS
         },
     }
-    forks = running.pool.submit(running.finish, HERE / "run_starts.py", job, environment()).result()
-    del forks["log"]
-    finished = {name: Finished(result["code"], result["log"]) for name, result in forks.items()}
-    return finished | {name: process.result() for name, process in whole.items()}
+    forks = pool.submit(processes.finish, HERE / "run_starts.py", job, environment())
+
+    def find(case: str) -> Finished:
+        if case in whole:
+            return whole[case].result()
+        found = forks.result()[case]
+        return Finished(found["code"], found["log"])
+
+    return find
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(
-    case: str, way: str, ended: dict[str, Finished]
+    case: str, way: str, ended: Callable[[str], Finished]
 ) -> None:
-    _refused(ended[f"{way} {case}"], CASES[case][1])
+    _refused(ended(f"{way} {case}"), CASES[case][1])
 
 
-def test_a_server_in_a_process_of_its_own_is_refused_alike(ended: dict[str, Finished]) -> None:
-    _refused(ended["whole_server"], CASES["missing_file"][1])
+def test_a_server_in_a_process_of_its_own_is_refused_alike(ended: Callable[[str], Finished]) -> None:
+    _refused(ended("whole_server"), CASES["missing_file"][1])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sglangs_compiled_cpu_kernels_are_refused_even_where_sglang_stops_first(
-    way: str, ended: dict[str, Finished]
+    way: str, ended: Callable[[str], Finished]
 ) -> None:
     """Importing its engine needs them, so there ours can only be the first error."""
-    finished = ended[f"{way} cpu_engine"]
+    finished = ended(f"{way} cpu_engine")
     assert finished.returncode != 0
     assert re.search(r"ConfigError: environment variable SGLANG_USE_CPU_ENGINE: .*unset it", finished.log)
     assert finished.log.index("SGLANG_USE_CPU_ENGINE") < finished.log.index("Traceback")
 
 
-def test_a_hook_whose_target_does_not_exist_is_refused(ended: dict[str, Finished]) -> None:
-    assert "Failed to apply hooks to" in ended["broken_hook"].log
-    _refused(ended["broken_hook"], BROKEN)
+def test_a_hook_whose_target_does_not_exist_is_refused(ended: Callable[[str], Finished]) -> None:
+    assert "Failed to apply hooks to" in ended("broken_hook").log
+    _refused(ended("broken_hook"), BROKEN)
 
 
-def test_a_hook_that_only_the_scheduler_could_not_apply_is_refused(ended: dict[str, Finished]) -> None:
-    finished = ended["hook_broken_in_scheduler"]
+def test_a_hook_that_only_the_scheduler_could_not_apply_is_refused(ended: Callable[[str], Finished]) -> None:
+    finished = ended("hook_broken_in_scheduler")
     assert finished.returncode != 0
     assert re.search(BROKEN, finished.log), finished.log[-3000:]
     assert "Load weight begin" not in finished.log

@@ -49,6 +49,7 @@ def result(
         "code": {
             "variables": {"SGLANG_FL_PLUGIN_MODULES": "probe_plugin"},
             "policy_before": {"per_op_order": {"silu_and_mul": ["impl:vendor.probe"]}, "deny_vendors": ["nobody"]},
+            "cold": True,  # only a direct child of this process may take its policy over
         },
         "off": {"variables": {"SGLANG_FL_PREFER_ENABLED": "false", "VLLM_FL_PLATFORM": "cuda"}},
     }

@@ -9,15 +9,20 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import running
-from running import AT_ONCE, MAX_TOKENS, PROMPTS, Finished, expected_tokens, pool, ran
+import processes
+from processes import AT_ONCE, Finished, Runs, pool
+from running import MAX_TOKENS, PROMPTS, expected_tokens, ran
+from sampling import drawn
 
-__all__ = ["AT_ONCE", "MAX_TOKENS", "PROMPTS", "Finished", "expected_tokens", "pool", "ran"]
+__all__ = ["AT_ONCE", "MAX_TOKENS", "PROMPTS", "Finished", "Runs", "expected_tokens", "pool", "ran"]
 
 HERE = Path(__file__).parent
 PLUGINS = HERE / "plugins"
 
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+
+OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray"), 1, "other hosts")
+"""Those that ``make hosts`` brings and this run tests."""
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -35,13 +40,15 @@ def environment(**variables: str) -> dict[str, str]:
     return {**kept, **fixed, **variables}
 
 
-def python(*arguments: str, timeout: float = 300, **variables: str) -> Finished:
-    """Run Python in an engine's environment."""
-    return running.python(*arguments, environment=environment(**variables), timeout=timeout)
+def python(*arguments: str, timeout: float = 300, cold: bool = False, **variables: str) -> Finished:
+    """Run Python in an engine's environment; ``cold``: see ``processes``."""
+    return processes.python(*arguments, environment=environment(**variables), timeout=timeout, cold=cold)
 
 
-def _finish(script: str, job: Mapping[str, Any], variables: Mapping[str, str] | None) -> dict[str, Any]:
-    return running.finish(HERE / script, job, environment(**(variables or {})))
+def _finish(
+    script: str, job: Mapping[str, Any], variables: Mapping[str, str] | None, cold: bool = False
+) -> dict[str, Any]:
+    return processes.finish(HERE / script, job, environment(**(variables or {})), cold)
 
 
 def serve_command(model: str) -> tuple[str, ...]:
@@ -62,7 +69,8 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
     Args:
         model: the checkpoint.
         steps: see ``run_engine``; one with the standard prompts by default.
-        options: ``variables``, ``policy_before``, and ``engine``: further arguments of ``LLM``.
+        options: ``variables``, ``policy_before``, ``engine``: further arguments of ``LLM``, and ``cold``: whether its
+            processes are really started (see ``processes``).
     """
     return pool.submit(_run, model, steps or (STEP,), **options)
 
@@ -80,19 +88,43 @@ def start_features(
     return pool.submit(_finish, "run_features.py", job, variables)
 
 
-def start_compiled(engines: Mapping[str, Mapping[str, Any]], **variables: str) -> Future[dict[str, Any]]:
-    """Start compiled engines one after the other in one process; the result has what each one answered, by name.
+def start_compiled(
+    engines: Mapping[str, Mapping[str, Any]], after: Future[Any] | None = None, **variables: str
+) -> dict[str, Future[dict[str, Any]]]:
+    """Start compiled engines one after the other in one process; name → what that engine answered.
 
     Args:
         engines: name → ``model``, ``engine`` (further arguments of ``LLM``), ``policy``, ``afterwards``; see
             ``run_compiled``.
+        after: what must have ended before.
         variables: of the environment.
     """
     job = {}
     for name, given in engines.items():
         rest = {key: value for key, value in given.items() if key not in ("model", "engine")}
         job[name] = {"arguments": engine_arguments(given["model"], given["engine"]), **rest}
-    return pool.submit(_finish, "run_compiled.py", {"engines": job, **STEP}, variables)
+
+    def run() -> dict[str, Any]:
+        if after is not None:
+            after.exception()
+        return _finish("run_compiled.py", {"engines": job, **STEP}, variables)
+
+    process = pool.submit(run)
+    return {name: _part(process, name) for name in engines}
+
+
+def _part(process: Future[dict[str, Any]], name: str) -> Future[dict[str, Any]]:
+    """One of the answers of a process."""
+    part: Future[dict[str, Any]] = Future()
+
+    def answer(ended: Future[dict[str, Any]]) -> None:
+        if (error := ended.exception()) is not None:
+            part.set_exception(error)
+        else:
+            part.set_result(ended.result()[name])
+
+    process.add_done_callback(answer)
+    return part
 
 
 def start_data_parallel(
@@ -126,9 +158,9 @@ def start_on_ray(model: Path, library: Path, **variables: str) -> Future[dict[st
     return pool.submit(_finish, "run_ray.py", {"engine": engine, "steps": [STEP]}, {**fixed, **variables})
 
 
-def background(*arguments: str, **variables: str) -> Future[Finished]:
+def background(*arguments: str, cold: bool = False, **variables: str) -> Future[Finished]:
     """Run Python beside other engines."""
-    return pool.submit(lambda: python(*arguments, **variables))
+    return pool.submit(lambda: python(*arguments, cold=cold, **variables))
 
 
 def _run(
@@ -137,9 +169,10 @@ def _run(
     variables: Mapping[str, str] | None = None,
     policy_before: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
+    cold: bool = False,
 ) -> dict[str, Any]:
     job = {"engine": engine_arguments(model, engine), "policy_before": policy_before, "steps": steps}
-    return _finish("run_engine.py", job, variables)
+    return _finish("run_engine.py", job, variables, cold)
 
 
 def engine_arguments(model: Path, engine: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """One engine in a process of its own: ``python run_engine.py job.json result.json``.
 
 A job is ``{"engine": arguments of LLM, "policy_before": a policy, "steps": [...]}``, a step ``{"prompts": token ids,
-"max_tokens": n, "policy": a policy}``; a policy is the arguments of ``SelectionPolicy.from_dict``, or null. A step's
-policy is set in this process, so it reaches the engine only where the engine is in this process.
+"max_tokens": n, "policy": a policy, "reset": whether the prefix cache is emptied before}``; a policy is the arguments
+of ``SelectionPolicy.from_dict``, or null. A step's policy is set in this process, so it reaches the engine only where
+the engine is in this process.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     for step in job["steps"]:
         if step.get("policy") is not None:
             set_global_policy(SelectionPolicy.from_dict(**step["policy"]))
+        if step.get("reset"):
+            assert llm.reset_prefix_cache()
         sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True)
         prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

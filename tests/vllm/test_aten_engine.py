@@ -5,12 +5,12 @@ The device is the CPU and FlagGems a stand-in of which some kernels are wrong; w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import STEP, start
+from engines import STEP, Runs, start
 
 VARIABLES = {"VLLM_FL_PLUGIN_MODULES": "aten_plugin"}
 ENGINES: dict[str, dict[str, Any]] = {
@@ -20,19 +20,23 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("aten")
+def lists(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for each engine's list of replaced operators."""
+    return tmp_path_factory.mktemp("aten")
+
+
+@pytest.fixture(scope="session")
+def results(checkpoint: Callable[[str], Path], lists: Path) -> Mapping[str, Any]:
     runs = {}
     for name, engine in ENGINES.items():
-        variables = {**VARIABLES, "FLAGGEMS_ENABLE_OPLIST_PATH": str(folder / name)}
+        variables = {**VARIABLES, "FLAGGEMS_ENABLE_OPLIST_PATH": str(lists / name)}
         runs[name] = start(checkpoint("qwen3"), STEP, STEP, engine=engine, variables=variables)
-    found: dict[str, Any] = {name: run.result() for name, run in runs.items()}
-    return {name: {**result, "list": (folder / name).read_text().split()} for name, result in found.items()}
+    return Runs(runs)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_answers_are_right_although_kernels_are_wrong(
-    name: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    name: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     tokens = expected("qwen3")
     assert [step["tokens"] for step in results[name]["steps"]] == [tokens, tokens]
@@ -46,10 +50,10 @@ def test_answers_are_right_although_kernels_are_wrong(
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_list_and_the_manifest_name_what_is_replaced(name: str, results: dict[str, Any]) -> None:
+def test_the_list_and_the_manifest_name_what_is_replaced(name: str, results: Mapping[str, Any], lists: Path) -> None:
     report = results[name]["report"]
     replaced = [f"aten::{key}" for key in report["aten"]["replaced"]]
-    assert results[name]["list"] == replaced
+    assert (lists / name).read_text().split() == replaced
     if report["manifest"] is not None:
         assert report["manifest"]["aten"]["aten::mm"] == "flaggems_standin.mm"
         assert set(replaced) <= report["manifest"]["aten"].keys()

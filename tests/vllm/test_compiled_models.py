@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import start, start_compiled
+from engines import Runs, ran, start, start_compiled
 
 from fl_dispatch import Manifest, RankDivergenceError
 from fl_dispatch.cli.checkpoints import FAMILIES
 from fl_dispatch.device import CPU
+from sampling import drawn
 
 RIGHT = {"prefer": "reference"}
 MOODY = {"per_op_order": {"silu_and_mul": ["impl:vendor.moody", "reference"]}}
 WRONG = ("silu_and_mul", "rms_norm", "rotary_embedding")
 DENSE, SLIDING, MOE = "qwen3", "gemma3", "qwen3_moe"
 MODELS = [family for family in (DENSE, SLIDING, MOE) if family in FAMILIES]
+BY_INDUCTOR = [DENSE, *drawn(MODELS[1:], 1, "models that Inductor compiles")]
 PIECES = {DENSE: 4, SLIDING: 7, MOE: 4}
 """One before each attention layer, and one after the last."""
 
@@ -35,7 +37,7 @@ def engine(
 
 
 @pytest.fixture(scope="session")
-def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """Every compiled engine by name, in five processes; two of them share a compile cache, one after the other."""
     fresh, shared = (str(tmp_path_factory.mktemp("cache")) for _ in range(2))
     dense = checkpoint(DENSE)
@@ -55,37 +57,38 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         {
             **{f"eager {family}": engine(checkpoint(family)) for family in MODELS},
             **{f"wrong {operator}": engine(dense, wrong(operator)) for operator in WRONG},
+            "linear": engine(checkpoint("llama"), {**RIGHT, "per_op_order": {"linear": ["vendor"]}}),
             "sizes": engine(dense, compile_sizes=[4, 2]),
             DYNAMO_ONCE: engine(dense, mode=DYNAMO_ONCE),
             STOCK: engine(dense, mode=STOCK),
         },
         VLLM_CACHE_ROOT=fresh,
-        VLLM_FL_PLUGIN_MODULES="wrong_plugin",
+        VLLM_FL_PLUGIN_MODULES="wrong_plugin,linear_plugin",
     )
     models = start_compiled(
-        {f"inductor {family}": inductor(family) for family in MODELS if family != DENSE}, VLLM_CACHE_ROOT=fresh
+        {f"inductor {family}": inductor(family) for family in BY_INDUCTOR if family != DENSE}, VLLM_CACHE_ROOT=fresh
     )
     two_ranks = start(
         checkpoint("llama"),
         engine={"tensor_parallel_size": 2, **engine(dense)["engine"]},
         variables={"VLLM_CACHE_ROOT": fresh},
     )
-    found: dict[str, Any] = {**first.result(), "two ranks": two_ranks}
     second = start_compiled(
         {"again": {**inductor(DENSE), "afterwards": MOODY}, "moody fails": inductor(DENSE, MOODY)},
+        after=first["moody"],
         VLLM_CACHE_ROOT=shared,
         VLLM_FL_PLUGIN_MODULES="moody_plugin",
         MOODY_FAILS="1",
     )
-    for run in (eager, models, second):
-        found.update(run.result())
-    return {**found, "two ranks": two_ranks.result()}
+    return Runs({**first, **eager, **models, **second, "two ranks": two_ranks})
 
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [*(("eager", family) for family in MODELS), *(("inductor", family) for family in BY_INDUCTOR)],
+)
 def test_compiled_tokens_equal_hugging_face(
-    backend: str, family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    backend: str, family: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     result = results[f"{backend} {family}"]
     assert result["tokens"] == expected(family)
@@ -98,7 +101,7 @@ def test_compiled_tokens_equal_hugging_face(
 
 @pytest.mark.parametrize("operator", WRONG)
 def test_a_wrong_implementation_is_in_the_graph(
-    operator: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    operator: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     result = results[f"wrong {operator}"]
     assert result["report"]["compiled"]["pieces"] == PIECES[DENSE]
@@ -107,7 +110,7 @@ def test_a_wrong_implementation_is_in_the_graph(
 
 @pytest.mark.parametrize("mode", [DYNAMO_ONCE, STOCK])
 def test_the_other_modes_compile_too(
-    mode: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    mode: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     assert results[mode]["tokens"] == expected(DENSE)
     assert results[mode]["report"]["compiled"]["mode"] == mode
@@ -115,21 +118,21 @@ def test_the_other_modes_compile_too(
 
 
 def test_sizes_that_the_user_names_are_compiled_besides(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     assert results["sizes"]["tokens"] == expected(DENSE)
     assert results["sizes"]["report"]["compiled"]["compilations"] == 3 * PIECES[DENSE]
 
 
 def test_another_policy_does_not_load_the_graph_of_the_first(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     assert results["moody"]["tokens"] != expected(DENSE)
     assert results["moody"]["report"]["compiled"]["loaded"] == 0
 
 
 def test_the_first_policy_again_loads_its_graph_from_the_cache(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     first, again = results["inductor qwen3"]["report"], results["again"]["report"]
     assert first["pid"] != again["pid"]
@@ -140,7 +143,7 @@ def test_the_first_policy_again_loads_its_graph_from_the_cache(
 
 
 def test_a_ban_under_the_same_policy_does_not_load_the_graph_of_what_is_banned(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     before, after = results["moody"]["report"], results["moody fails"]["report"]
     assert before["policy"] == after["policy"]
@@ -150,25 +153,32 @@ def test_a_ban_under_the_same_policy_does_not_load_the_graph_of_what_is_banned(
     assert results["moody fails"]["tokens"] == expected(DENSE)
 
 
-def test_a_policy_that_would_change_the_compiled_choice_is_refused(results: dict[str, Any]) -> None:
+def test_a_policy_that_would_change_the_compiled_choice_is_refused(results: Mapping[str, Any]) -> None:
     refusal = results["again"]["refusal"]
     assert "dispatch is frozen" in refusal
     assert "silu_and_mul: reference.torch would become vendor.moody" in refusal
 
 
-def test_the_manifest_names_what_was_compiled(results: dict[str, Any]) -> None:
+def test_the_manifest_names_what_was_compiled(results: Mapping[str, Any]) -> None:
     manifest = results["moody"]["report"]["manifest"]
     assert manifest["choices"]["silu_and_mul"] == [{"runs": ["vendor.moody"]}]
     assert manifest["versions"]["torch"] == torch.__version__
 
 
-def test_attention_stays_outside_the_graph_and_is_counted(results: dict[str, Any]) -> None:
+def test_attention_stays_outside_the_graph_and_is_counted(results: Mapping[str, Any]) -> None:
     counts = results["inductor qwen3"]["report"]["counts"]
     assert {key.split(" ")[0] for key in counts} == {"kv_cache_write", "paged_attention"}
 
 
+def test_products_of_a_vendors_are_in_the_graph(
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert results["linear"]["tokens"] == expected("llama")
+    assert ran(results["linear"], "linear") == {"vendor.products"}
+
+
 def test_two_ranks_compile_the_same_choices(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     result = results["two ranks"]
     assert result["steps"][0]["tokens"] == expected("llama")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import background, ran, start
+from engines import Runs, background, ran, start
 
 from vllm_fl.compat import detection
 
@@ -19,7 +19,15 @@ ALONE = detection.in_tree_platform() is None
 
 
 @pytest.fixture(scope="session")
-def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def oplist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file for FlagGems' operators."""
+    return tmp_path_factory.mktemp("oplist") / "oplist.txt"
+
+
+@pytest.fixture(scope="session")
+def results(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, oplist: Path
+) -> Mapping[str, Any]:
     """One engine for each way to select, each in a process of its own, and two with an engine process below it."""
     file = tmp_path_factory.mktemp("config") / "fl.yaml"
     file.write_text("prefer: vendor\nop_backends:\n  silu_and_mul: [impl:vendor.probe]\n")
@@ -36,20 +44,19 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
             variables={
                 **PROBE,
                 "VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference",
-                "FLAGGEMS_ENABLE_OPLIST_PATH": str(file.with_name("oplist.txt")),
+                "FLAGGEMS_ENABLE_OPLIST_PATH": str(oplist),
             },
         ),
         "platform": start(model, variables={**PROBE, "VLLM_FL_PLATFORM": "cuda", **(SWITCHED_OFF if ALONE else {})}),
         "spawn": start(model, variables=engine_process("spawn"), policy_before=in_code),
         "fork": start(model, variables=engine_process("fork"), policy_before=in_code),
     }
-    found: dict[str, Any] = {name: run.result() for name, run in runs.items()}
-    return {**found, "oplist": file.with_name("oplist.txt").read_text()}
+    return Runs(runs)
 
 
 @pytest.mark.parametrize("way", ["file", "variable", "spawn", "fork"])
 def test_the_selected_implementation_runs(
-    way: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    way: str, results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     assert ran(results[way], "silu_and_mul") == {"vendor.probe"}
     assert results[way]["steps"][0]["tokens"] == expected("qwen3")
@@ -65,14 +72,14 @@ def test_the_selected_implementation_runs(
     ],
 )
 def test_the_engine_knows_where_each_value_came_from(
-    way: str, field: str, origin: str, results: dict[str, Any]
+    way: str, field: str, origin: str, results: Mapping[str, Any]
 ) -> None:
     origins = json.loads(results[way]["report"]["policy"])["origins"]
     assert origin in json.dumps(origins[field])
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_policy_set_in_code_reaches_the_engine_process(method: str, results: dict[str, Any]) -> None:
+def test_a_policy_set_in_code_reaches_the_engine_process(method: str, results: Mapping[str, Any]) -> None:
     report = results[method]["report"]
     assert report["pid"] != results[method]["pid"]
     policy = json.loads(report["policy"])
@@ -81,7 +88,7 @@ def test_a_policy_set_in_code_reaches_the_engine_process(method: str, results: d
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_an_engine_process_runs_our_layers_and_operators(method: str, results: dict[str, Any]) -> None:
+def test_an_engine_process_runs_our_layers_and_operators(method: str, results: Mapping[str, Any]) -> None:
     report = results[method]["report"]
     assert report["native_layers"] == {}
     assert set(report["layers"]) == {"RMSNorm", "SiluAndMul", "RotaryEmbedding"}
@@ -89,13 +96,14 @@ def test_an_engine_process_runs_our_layers_and_operators(method: str, results: d
         assert ran(results[method], operator)
 
 
-def test_the_worker_writes_the_list_of_flaggems_operators(results: dict[str, Any]) -> None:
-    assert results["oplist"] == "", "FlagGems is not installed here, so it runs nothing"
+def test_the_worker_writes_the_list_of_flaggems_operators(results: Mapping[str, Any], oplist: Path) -> None:
+    assert results["variable"]["report"]["failed"] == {}
+    assert oplist.read_text() == "", "FlagGems is not installed here, so it runs nothing"
 
 
 @pytest.mark.skipif(not ALONE, reason="a platform of vLLM's own covers this machine: the next test's case")
 def test_switched_off_it_leaves_the_layers_to_vllm_and_runs_references(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     result = results["platform"]
     assert result["report"]["layers"] == {}

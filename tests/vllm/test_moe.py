@@ -1,8 +1,8 @@
-"""Mixture of experts: vLLM's modular kernel with our experts and routers, in one process and over several."""
+"""Mixture of experts: vLLM's modular kernel with our experts and routers; in one process also ``test_families.py``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,98 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, STEP, ran, start
+from engines import Runs, start
 
 from fl_dispatch.settings import get_settings
-
-ROUTING = {
-    "qwen3_moe": "topk_softmax",
-    "mixtral": "topk_softmax",
-    "minimax_m2": "topk_sigmoid",
-    "glm4_moe": "grouped_topk",
-}
-EXPERT_LAYERS = {"qwen3_moe": 3, "mixtral": 3, "minimax_m2": 3, "glm4_moe": 2}  # of three; the others are dense
-ONE_LAYER = "fused_moe@model.layers.2.mlp.experts"
-
-
-def wrong(operator: str) -> dict[str, Any]:
-    policy = {"prefer": "reference", "per_op_order": {operator: ["impl:vendor.wrong"]}}
-    return {"prompts": PROMPTS, "max_tokens": MAX_TOKENS, "policy": policy}
-
-
-@pytest.fixture(scope="session")
-def results(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
-    """Of each family two right passes, the second from the prefix cache, then one for each wrong implementation."""
-    plugin = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_PREFER": "reference"}
-    runs = {}
-    for family, operator in ROUTING.items():
-        steps = [STEP, STEP, wrong("fused_moe"), wrong(operator)]
-        one_layer = [wrong(ONE_LAYER)] if family == "qwen3_moe" else []
-        runs[family] = start(checkpoint(family), *steps, *one_layer, variables=plugin)
-    return {family: run.result() for family, run in runs.items()}
-
-
-each_family = pytest.mark.parametrize("family", ROUTING)
-
-
-@each_family
-def test_tokens_equal_hugging_face_also_from_the_prefix_cache(
-    family: str, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
-) -> None:
-    first, second = results[family]["steps"][:2]
-    assert first["tokens"] == second["tokens"] == expected(family)
-    assert second["cached"] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
-
-
-@each_family
-def test_experts_and_routing_run_through_our_operators_once_a_layer_and_step(
-    family: str, results: dict[str, Any]
-) -> None:
-    report = results[family]["report"]
-    calls: dict[str, int] = {}
-    for key, count in report["counts"].items():
-        calls[key.split(" ")[0]] = calls.get(key.split(" ")[0], 0) + count
-    steps, rest = divmod(calls["paged_attention"], 3)
-    assert rest == 0
-    assert calls["fused_moe"] == calls[ROUTING[family]] == steps * EXPERT_LAYERS[family]
-    assert set(calls) & set(ROUTING.values()) == {ROUTING[family]}
-    assert report["native_layers"] == report["failed"] == {}
-    assert report["layers"]["UnquantizedFusedMoEMethod"] == report["layers"]["MoERunner"] == EXPERT_LAYERS[family]
-
-
-@each_family
-@pytest.mark.parametrize("position", [2, 3], ids=["experts", "routing"])
-def test_a_wrong_implementation_changes_the_tokens(
-    family: str, position: int, results: dict[str, Any], expected: Callable[[str], list[list[int]]]
-) -> None:
-    assert results[family]["steps"][position]["tokens"] != expected(family)
-    assert "vendor.wrong" in ran(results[family], ("fused_moe", ROUTING[family])[position - 2])
-
-
-def test_a_rule_can_name_the_experts_of_one_layer(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
-) -> None:
-    everywhere, one_layer = (results["qwen3_moe"]["steps"][position]["tokens"] for position in (2, 4))
-    assert one_layer not in (everywhere, expected("qwen3_moe"))
-
 
 # ---- several processes
 
 
 @pytest.fixture(scope="session")
-def ranks(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
+def ranks(checkpoint: Callable[[str], Path]) -> Mapping[str, Any]:
     """Two tensor-parallel ranks over gloo: each expert divided between them, or the experts divided."""
     model, divided = checkpoint("qwen3_moe"), {"enable_expert_parallel": True}
     runs = {
         "tensor": start(model, engine={"tensor_parallel_size": 2}),
         "expert": start(model, engine={"tensor_parallel_size": 2, **divided}),
     }
-    return {name: run.result() for name, run in runs.items()}
+    return Runs(runs)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "expert"])
 def test_two_ranks_give_the_same_tokens_through_the_same_implementations(
-    kind: str, ranks: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    kind: str, ranks: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     assert ranks[kind]["steps"][0]["tokens"] == expected("qwen3_moe")
     first, second = ranks[kind]["reports"]

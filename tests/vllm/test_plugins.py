@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Finished, background, python, start
+from engines import Finished, Runs, background, python, start
 
 from vllm_fl import startup
 from vllm_fl.compat import detection
@@ -41,7 +41,7 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def results(checkpoint: Callable[[str], Path], distribution: str) -> dict[str, Any]:
+def results(checkpoint: Callable[[str], Path], distribution: str) -> Mapping[str, Any]:
     model = checkpoint("qwen3")
     alone = {"VLLM_PLUGINS": "only_platform", "PYTHONPATH": distribution}
     variables = {"VLLM_FL_PREFER": "reference", "VLLM_FL_STRICT": "1", "VLLM_FL_LOG_LEVEL": "INFO"}
@@ -51,11 +51,11 @@ def results(checkpoint: Callable[[str], Path], distribution: str) -> dict[str, A
         "ops": background("-c", OURS_REGISTERED, VLLM_PLUGINS="only_ops", PYTHONPATH=distribution),
         "none": background("-c", OURS_REGISTERED, VLLM_PLUGINS="", PYTHONPATH=distribution),
     }
-    return {name: run.result() for name, run in runs.items()}
+    return Runs(runs)
 
 
 def test_with_only_the_platform_listed_our_layers_run(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     report = results["platform"]["report"]
     assert set(report["layers"]) == {"RMSNorm", "SiluAndMul", "RotaryEmbedding"}
@@ -64,19 +64,19 @@ def test_with_only_the_platform_listed_our_layers_run(
     assert results["platform"]["steps"][0]["tokens"] == expected("qwen3")
 
 
-def test_our_variables_raise_no_warning(results: dict[str, Any]) -> None:
+def test_our_variables_raise_no_warning(results: Mapping[str, Any]) -> None:
     assert "Unknown vLLM environment variable" not in results["platform"]["log"]
 
 
 @pytest.mark.parametrize("listed", ["ops", "none"])
-def test_without_the_platform_no_layer_of_ours_is_registered(listed: str, results: dict[str, Any]) -> None:
+def test_without_the_platform_no_layer_of_ours_is_registered(listed: str, results: Mapping[str, Any]) -> None:
     finished: Finished = results[listed]
     assert finished.returncode == 0, finished.log
     assert "registered: []" in finished.log
 
 
 def test_a_list_names_layers_by_operator_or_by_class(
-    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     report = results["some"]["report"]
     assert set(report["layers"]) == {"SiluAndMul", "RotaryEmbedding"}

@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ran, start, start_data_parallel, start_on_ray
+from engines import OTHER_HOSTS, Runs, ran, start, start_data_parallel, start_on_ray
 
 RAY = Path(__file__).parents[2] / ".venv-hosts/ray"
+WITH_RAY = ["ray"] if "Ray" in OTHER_HOSTS and RAY.exists() else []
 LAYERS = 3
 SHAPES = {"tensor": {"tensor_parallel_size": 2}, "pipeline": {"pipeline_parallel_size": 2}}
 METHODS = ("spawn", "fork")
+COLD = "tensor-spawn"
+"""Its processes are really started, as a user's."""
 CASES = [f"{shape}-{method}" for shape in SHAPES for method in METHODS]
 RULES = [f"rms_norm@model.layers.{number}.*" for number in (0, LAYERS - 1, LAYERS)]
 """Of the first stage, of the last one, of none."""
 OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
 ON_RAY = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference", "VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
-
-Runs = dict[str, Future[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
@@ -32,26 +33,28 @@ def runs(checkpoint: Callable[[str], Path]) -> Runs:
         shape, _, method = case.partition("-")
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "VLLM_FL_PREFER": "reference"}
         rules = {"VLLM_FL_PER_OP": ";".join(f"{rule}=reference" for rule in RULES)} if shape == "pipeline" else {}
-        return start(model, engine=SHAPES[shape], variables={**variables, **rules})
+        return start(model, engine=SHAPES[shape], variables={**variables, **rules}, cold=case == COLD)
 
-    return {
-        **{case: share(case) for case in CASES},
-        "data": start_data_parallel(model),
-        "experts": start_data_parallel(checkpoint("qwen3_moe"), enable_expert_parallel=True),
-        **({"ray": start_on_ray(model, RAY, **ON_RAY)} if RAY.exists() else {}),
-    }
+    return Runs(
+        {
+            **{case: share(case) for case in CASES},
+            "data": start_data_parallel(model),
+            "experts": start_data_parallel(checkpoint("qwen3_moe"), enable_expert_parallel=True),
+            **{case: start_on_ray(model, RAY, **ON_RAY) for case in WITH_RAY},
+        }
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_tokens_are_those_of_hugging_face(
     case: str, runs: Runs, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    assert runs[case].result()["steps"][0]["tokens"] == expected("qwen3")
+    assert runs[case]["steps"][0]["tokens"] == expected("qwen3")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_worker_is_a_process_and_runs_every_operator_of_ours(case: str, runs: Runs) -> None:
-    result = runs[case].result()
+    result = runs[case]
     first, second = result["reports"]
     assert len({first["pid"], second["pid"], result["pid"]}) == 3
     for report in (first, second):
@@ -62,7 +65,7 @@ def test_each_worker_is_a_process_and_runs_every_operator_of_ours(case: str, run
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tensor_parallel_ranks_run_alike_and_meet_in_our_communicator(method: str, runs: Runs) -> None:
-    first, second = runs[f"tensor-{method}"].result()["reports"]
+    first, second = runs[f"tensor-{method}"]["reports"]
     assert first["counts"] == second["counts"]
     calls = first["communication"]["tp:0"]
     assert calls == second["communication"]["tp:0"]
@@ -74,7 +77,7 @@ def test_tensor_parallel_ranks_run_alike_and_meet_in_our_communicator(method: st
 
 @pytest.mark.parametrize("method", METHODS)
 def test_pipeline_stages_share_the_layers(method: str, runs: Runs) -> None:
-    layers = [report["layers"]["SiluAndMul"] for report in runs[f"pipeline-{method}"].result()["reports"]]
+    layers = [report["layers"]["SiluAndMul"] for report in runs[f"pipeline-{method}"]["reports"]]
     assert sum(layers) == LAYERS
     assert min(layers) > 0
 
@@ -83,14 +86,14 @@ def test_pipeline_stages_share_the_layers(method: str, runs: Runs) -> None:
 def test_a_rule_for_layers_of_one_stage_is_no_mistake_and_one_for_no_layer_at_all_is_told_once(
     method: str, runs: Runs
 ) -> None:
-    log = runs[f"pipeline-{method}"].result()["log"]
+    log = runs[f"pipeline-{method}"]["log"]
     assert [log.count(f"'{rule}' fits no layer") for rule in RULES] == [0, 0, 1]
 
 
 def test_data_parallel_ranks_each_give_the_tokens_of_hugging_face_with_our_operators(
     runs: Runs, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    result = runs["data"].result()
+    result = runs["data"]
     assert result["tokens"] == [expected("qwen3")] * 2
     first, second = result["reports"]
     assert first["pid"] != second["pid"]
@@ -102,7 +105,7 @@ def test_data_parallel_ranks_each_give_the_tokens_of_hugging_face_with_our_opera
 def test_two_ranks_with_half_of_the_experts_each_exchange_tokens_through_our_communicator(
     runs: Runs, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    result = runs["experts"].result()
+    result = runs["experts"]
     assert result["tokens"] == [expected("qwen3_moe")] * 2
     for report in result["reports"]:
         calls = report["communication"]["ep:0"]
@@ -111,11 +114,11 @@ def test_two_ranks_with_half_of_the_experts_each_exchange_tokens_through_our_com
         assert report["communication"]["dp:0"] == exchanged
 
 
-@pytest.mark.skipif(not RAY.exists(), reason="Ray is not installed: make hosts")
+@pytest.mark.parametrize("case", WITH_RAY)
 def test_workers_of_ray_have_our_settings_and_give_the_tokens_of_hugging_face(
-    runs: Runs, expected: Callable[[str], list[list[int]]]
+    case: str, runs: Runs, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    result = runs["ray"].result()
+    result = runs[case]
     assert result["steps"][0]["tokens"] == expected("qwen3")
     assert len({report["pid"] for report in result["reports"]} | {result["pid"]}) == 3
     for report in result["reports"]:

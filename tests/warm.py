@@ -1,0 +1,198 @@
+"""A process that has imported what takes long, and runs each command line of Python that it is given in a fork.
+
+    python warm.py SOCKET
+
+Importing PyTorch and what the hosts need takes five seconds of processor time, a fork none. No module of a host and
+none of ours is imported here, so every fork resolves its platform and reads its settings from its own environment.
+
+A process that a fork *spawns* is a fork too, of a copy of this process, with spawn's meaning: it inherits no state,
+gets its parent's environment, and imports its parent's main module again. ``processes.python`` is the other side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing import connection as mp_connection
+from multiprocessing import context, forkserver, spawn
+from typing import Any, NoReturn
+
+SLOW = (
+    "torch._inductor.compile_fx",
+    "transformers.modeling_layers",
+    "transformers.processing_utils",
+    "transformers.models.auto.modeling_auto",
+    "openai.types.responses",
+    "compressed_tensors",
+    "fastapi",
+    "aiohttp",
+    "xgrammar",
+    "pytest",
+)
+"""Of the hosts' requirements; an environment has those that its host needs."""
+
+FORBIDDEN = ("vllm", "sglang", "fl_dispatch", "vllm_fl", "sglang_fl")
+"""They keep state of the process that imported them."""
+
+ENVIRONMENT = "environment of the parent"
+"""Added to what multiprocessing tells a spawned process."""
+
+
+def main(address: str) -> None:
+    """Serve until standard input ends."""
+    paths = sys.path[1:]  # without this folder
+    for name in SLOW:
+        if find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    assert not set(FORBIDDEN) & set(sys.modules), "a fork could not import it anew"
+    assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, "a fork keeps one thread only"
+    gc.freeze()  # else every fork copies what its collector looks at
+    _end(_become, _serve(address), paths)
+
+
+def _serve(address: str) -> dict[str, Any]:
+    """Fork for each connection; returns the request, in the fork that shall run it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                os._exit(0)
+            accepted, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                return _keep(accepted)
+            accepted.close()
+
+
+def _keep(connection: socket.socket) -> dict[str, Any]:
+    """Fork once more and wait for that process; tell the client its number and then its exit status."""
+    text, (output, errors), _, _ = socket.recv_fds(connection, 1 << 16, 2)
+    while not text.endswith(b"\n"):
+        text += connection.recv(1 << 16)
+    pid = os.fork()
+    if pid == 0:
+        connection.close()
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        os.close(output)
+        os.close(errors)
+        request: dict[str, Any] = json.loads(text)
+        return request
+    os.close(output)
+    os.close(errors)
+    connection.sendall(b"%d\n" % pid)
+    ended = os.pidfd_open(pid)
+    ready, _, _ = select.select([ended, connection], [], [])
+    if ended not in ready:  # the client is gone
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _become(request: dict[str, Any], paths: list[str]) -> None:
+    """Be the process that Python would have started."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _spawn_by_forking()
+    first, *rest = request["arguments"]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    script_folder = {"-c": "", "-m": os.getcwd()}.get(first, os.path.dirname(os.path.abspath(first)))
+    sys.path[:] = [script_folder, *given, *paths]
+    if first == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    if first == "-c":
+        sys.argv, code = ["-c", *rest[1:]], compile(rest[0], "<string>", "exec")
+    else:
+        sys.argv, module.__file__ = [first, *rest], first
+        with open(first, "rb") as file:
+            code = compile(file.read(), first, "exec")
+    exec(code, module.__dict__)
+
+
+def _end(run: Callable[..., None], *arguments: Any) -> NoReturn:
+    """End as Python does, but for taking its modules apart, which takes longer than all else that a short one does."""
+    try:
+        run(*arguments)
+        code = 0
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _spawn_by_forking() -> None:
+    """Let multiprocessing's "spawn" fork a copy that is made now, as its "forkserver" would a process of its own."""
+    listener, (alive, held) = socket.socket(socket.AF_UNIX), os.pipe()
+    address = mp_connection.arbitrary_address("AF_UNIX")
+    listener.bind(address)
+    listener.listen()
+    pid = os.fork()
+    if pid == 0:
+        os.close(held)
+        _copy(listener, alive)
+    os.close(alive)
+    listener.close()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, held, pid
+    contexts: Any = context._concrete_contexts  # type: ignore[attr-defined]
+    forking = type(contexts["forkserver"])()
+    forking._name = "spawn"
+    contexts["spawn"] = forking
+    describe = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: {**describe(name), ENVIRONMENT: dict(os.environ)}
+
+
+def _copy(listener: socket.socket, alive: int) -> NoReturn:
+    """Fork what is spawned, until the process that spawns has ended. What is sent to it as a parent is passed on."""
+    prepare = spawn.prepare
+
+    def prepare_environment(data: dict[str, Any]) -> None:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+        environment = data.pop(ENVIRONMENT)
+        os.environ.clear()
+        os.environ.update(environment)
+        prepare(data)
+
+    spawn.prepare = prepare_environment
+    signal.signal(signal.SIGQUIT, lambda *_: os.kill(os.getppid(), signal.SIGQUIT))
+    try:
+        forkserver.main(listener.fileno(), alive, [])
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

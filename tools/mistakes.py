@@ -1,0 +1,184 @@
+"""Does the suite notice? Makes deliberate mistakes in a copy of the sources, and runs a test that must fail.
+
+    python tools/mistakes.py [NAME ...]
+
+A mistake whose tests pass is a hole in them: the exit status is the number of these.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FAMILIES = "tests/vllm/test_families.py"
+COMPILED = "tests/vllm/test_compiled_models.py"
+TESTS_FAILED = 1
+"""pytest's exit status."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A text in a file of the sources that is replaced, and a test that must fail then.
+
+    Args:
+        name: what went wrong.
+        file: below ``src``.
+        right: the text; it stands there once.
+        wrong: instead.
+        test: its node id.
+        venv: the environment that the test runs in.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+    venv: str = ".venv"
+
+
+MISTAKES = (
+    Mistake(
+        "no window",
+        "vllm_fl/attention.py",
+        "self.sliding_window = sliding_window",
+        "self.sliding_window = None",
+        f"{FAMILIES}::test_tokens_equal_hugging_face[gemma3]",
+    ),
+    Mistake(
+        "no soft cap",
+        "vllm_fl/attention.py",
+        "self.softcap = float(logits_soft_cap or 0.0)",
+        "self.softcap = 0.0",
+        f"{FAMILIES}::test_tokens_equal_hugging_face[gemma2]",
+    ),
+    Mistake(
+        "latent context from the first block only",
+        "vllm_fl/mla_context.py",
+        "[request, position // block_size]",
+        "[request, 0 * position]",
+        f"{FAMILIES}::test_a_pass_from_the_prefix_cache_gives_the_same_tokens[deepseek_v2]",
+    ),
+    Mistake(
+        "a router's factor is forgotten",
+        "vllm_fl/moe.py",
+        "(weights if self.route.factor == 1.0 else weights * self.route.factor)",
+        "weights",
+        f"{FAMILIES}::test_tokens_equal_hugging_face[minimax_m2]",
+    ),
+    Mistake(
+        "experts forget their layer",
+        "vllm_fl/moe.py",
+        "        super().fl_bind(scope)\n        self._hand_over()",
+        "        super().fl_bind(None)\n        self._hand_over()",
+        f"{FAMILIES}::test_a_rule_can_name_the_experts_of_one_layer",
+    ),
+    Mistake(
+        "products stay the host's",
+        "vllm_fl/linear.py",
+        "            self.quant_method.apply = apply",
+        "            pass",
+        f"{FAMILIES}::test_the_products_of_a_model_are_the_vendors[qwen3]",
+    ),
+    Mistake(
+        "a binding that follows no policy",
+        "vllm_fl/attention.py",
+        'self.fl_attend = bind_op("paged_attention", scope)',
+        'from fl_dispatch import resolve_op; self.fl_attend = resolve_op("paged_attention")',
+        f"{FAMILIES}::test_a_wrong_implementation_changes_the_tokens[qwen3-paged_attention]",
+    ),
+    Mistake(
+        "graphs of other choices are loaded",
+        "vllm_fl/compile.py",
+        "    vllm_config.additional_config[MANIFEST_KEY] = manifest_hash",
+        "    vllm_config.additional_config[MANIFEST_KEY] = 'the same'",
+        f"{COMPILED}::test_a_ban_under_the_same_policy_does_not_load_the_graph_of_what_is_banned",
+    ),
+    Mistake(
+        "the policy stays in the parent",
+        "fl_dispatch/hosting/handover.py",
+        '    if "policy" in packed and packed["policy"] != mine:',
+        "    if False:",
+        "tests/vllm/test_engine_selection.py::test_a_policy_set_in_code_reaches_the_engine_process[spawn]",
+    ),
+    Mistake(
+        "ranks are not compared",
+        "vllm_fl/ranks.py",
+        "    ranks.refuse_divergence(get_world_group().cpu_group, group.cpu_group)",
+        "    pass",
+        "tests/vllm/test_ranks.py::test_pipeline_stages_of_which_one_has_another_implementation_refuse_to_serve",
+    ),
+    Mistake(
+        "norms in half precision",
+        "fl_dispatch/backends/reference/normalization.py",
+        "    wide = torch.promote_types(x.dtype, torch.float32)\n    total",
+        "    wide = x.dtype\n    total",
+        "tests/vllm/test_half_precision.py::test_log_probabilities_are_as_near_to_float32_as_hugging_faces",
+    ),
+    Mistake(
+        "what detection found wrong is swallowed",
+        "vllm_fl/startup.py",
+        "    if _stored is not None:",
+        "    if False:",
+        "tests/vllm/test_bad_input.py::test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero",
+    ),
+    Mistake(
+        "a window one token short",
+        "sglang_fl/attention.py",
+        "window + 1 if window",
+        "window if window",
+        "tests/sglang/test_sglang_tokens.py::test_tokens_equal_hugging_face[gemma2]",
+        venv=".venv-sglang",
+    ),
+)
+
+
+def noticed(mistake: Mistake) -> bool:
+    """Whether the test fails with the mistake in a copy of the sources."""
+    with tempfile.TemporaryDirectory(prefix="fl-mistake-") as folder:
+        source = Path(folder, "src")
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+        file = source / mistake.file
+        text = file.read_text()
+        if text.count(mistake.right) != 1:
+            sys.exit(f"mistakes.py: '{mistake.right}' stands {text.count(mistake.right)} times in {mistake.file}")
+        file.write_text(text.replace(mistake.right, mistake.wrong))
+        ended = subprocess.run(
+            [ROOT / mistake.venv / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", mistake.test],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    if ended.returncode not in (0, TESTS_FAILED):
+        sys.exit(f"mistakes.py: pytest ended with {ended.returncode}\n{ended.stdout}")
+    return ended.returncode == TESTS_FAILED
+
+
+def main(names: list[str]) -> int:
+    unknown = set(names) - {mistake.name for mistake in MISTAKES}
+    if unknown:
+        sys.exit(f"mistakes.py: no mistake is called '{unknown.pop()}'")
+    missed = 0
+    for mistake in MISTAKES:
+        if names and mistake.name not in names:
+            continue
+        began = time.monotonic()
+        found = noticed(mistake)
+        missed += not found
+        state = "noticed" if found else "NOT NOTICED"
+        print(f"{state:12} {time.monotonic() - began:4.0f} s  {mistake.name}: {mistake.test}", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
