@@ -67,10 +67,10 @@ MISTAKES = (
         f"{FAMILIES}::test_a_pass_from_the_prefix_cache_gives_the_same_tokens[deepseek_v2]",
     ),
     Mistake(
-        "a router's factor is forgotten",
+        "a router's bias is forgotten",
         "vllm_fl/moe.py",
-        "(weights if self.route.factor == 1.0 else weights * self.route.factor)",
-        "weights",
+        "    arguments = (router.top_k, router.renormalize, router.e_score_correction_bias)",
+        "    arguments = (router.top_k, router.renormalize, None)",
         f"{FAMILIES}::test_tokens_equal_hugging_face[minimax_m2]",
     ),
     Mistake(
