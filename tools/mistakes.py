@@ -123,11 +123,11 @@ MISTAKES = (
         "tests/vllm/test_half_precision.py::test_log_probabilities_are_as_near_to_float32_as_hugging_faces",
     ),
     Mistake(
-        "what detection found wrong is swallowed",
-        "vllm_fl/startup.py",
-        "    if _stored is not None:",
-        "    if False:",
-        "tests/vllm/test_bad_input.py::test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero",
+        "lists of layers are ignored",
+        "vllm_fl/layers.py",
+        "        return any(settings.registers(self.name, operator) for operator in self.operators)",
+        "        return True",
+        "tests/vllm/test_plugins.py::test_a_list_names_layers_by_operator_or_by_class",
     ),
     Mistake(
         "a window one token short",
