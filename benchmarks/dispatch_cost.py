@@ -31,13 +31,13 @@ from fl_dispatch import (
     call_op,
     freeze_dispatch,
     get_default_manager,
-    opaque,
     policy_context,
     resolve_op,
     set_global_policy,
     thaw_dispatch,
 )
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.compiled import views as opaque
 from fl_dispatch.ops import OPERATORS
 
 ROUNDS, CALLS = 41, 20_000

@@ -6,6 +6,7 @@ falls back where that is safe. See docs/architecture.md.
 
 from __future__ import annotations
 
+from .compiled.freezing import Manifest
 from .discovery import (
     PLUGIN_GROUP,
     PLUGIN_MODULES_ENV,
@@ -23,7 +24,6 @@ from .errors import (
     RankDivergenceError,
     RegistrationError,
 )
-from .freezing import Manifest
 from .logger_manager import get_logger, set_log_level
 from .manager import (
     OpManager,
@@ -55,7 +55,7 @@ from .policy import (
     with_strict_mode,
 )
 from .registry import OpRegistry, OpRegistrySnapshot
-from .selection import Decision
+from .selection.decision import Decision
 from .types import BackendImplKind, BackendPriority, OpImpl, match_token
 
 __version__ = "0.1.0"

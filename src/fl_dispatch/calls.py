@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import recovery
-from .entries import LAYER_SUFFIX, is_layer_first, may_be_layer
 from .errors import NoImplementationError, NotSupported
 from .ops import OPERATORS
-from .table import ROOT, DispatchTable
+from .run import recovery
+from .run.generated import LAYER_SUFFIX, is_layer_first, may_be_layer
+from .run.table import ROOT, DispatchTable
 
 if TYPE_CHECKING:
     from .manager import OpManager
-    from .selection import Decision
+    from .selection.decision import Decision
 
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 
 from .calls import bind_op, call_op, explain, resolve_op
+from .compiled.freezing import Manifest, frozen_ones
 from .errors import DispatchFrozenError
-from .freezing import Manifest, frozen_ones
 from .locking import writers
 from .op_manager import OpManager, managers
 from .policy import PolicyManager, SelectionPolicy, policy_from_settings
+from .run.table import ROOT
 from .settings import peek_settings
-from .table import ROOT
 
 _default: OpManager | None = None
 

@@ -11,24 +11,26 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import entries, recovery, rules
-from .availability import Availability
-from .builder import direct_function, frozen_function
-from .call import Call
 from .calls import call_through, recover, unknown
-from .counting import CallCounter
+from .compiled.freezing import Freezer
 from .errors import DispatchFrozenError, NoImplementationError
-from .failures import FailureLog, Proofs
-from .freezing import Freezer
+from .knowledge.availability import Availability
+from .knowledge.counting import CallCounter
+from .knowledge.failures import FailureLog, Proofs
 from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
 from .policy import PolicyManager, SelectionPolicy
 from .registry import OpRegistry
-from .selection import Decision, select
+from .run import generated as entries
+from .run import recovery
+from .run.arguments import Call
+from .run.keeper import TableKeeper
+from .run.plan import direct_function, frozen_function
+from .run.table import DispatchTable
+from .selection import checks as rules
+from .selection.decision import Decision, select
 from .settings import get_settings
-from .table import DispatchTable
-from .tables import TableKeeper
 from .types import OpImpl
 
 logger = get_logger(__name__)

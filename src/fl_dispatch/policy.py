@@ -17,7 +17,8 @@ from typing import Any
 
 from .errors import ConfigError
 from .locking import writers
-from .selection_policy import (
+from .run.table import ROOT, DispatchTable, scope_variable
+from .selection.selection_policy import (
     CODE,
     PREFER_DEFAULT,
     PREFER_REFERENCE,
@@ -26,7 +27,6 @@ from .selection_policy import (
     SelectionPolicy,
 )
 from .settings import Settings, get_settings, load_config_file, peek_settings, reset_settings
-from .table import ROOT, DispatchTable, scope_variable
 
 
 def policy_from_settings(settings: Settings) -> SelectionPolicy:

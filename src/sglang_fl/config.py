@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch.device import DeviceSpec
+from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives, handover
 from fl_dispatch.logger_manager import get_logger
 

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from fl_dispatch.device import detect_device
+from fl_dispatch.devices import detect_device
 
 from . import config, startup
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fl_dispatch import get_default_manager, oplist
+from fl_dispatch import get_default_manager
 from fl_dispatch.backends.flaggems.aten import replacement
-from fl_dispatch.device import detect_device
-from fl_dispatch.hosting import runs
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting import oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 

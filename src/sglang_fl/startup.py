@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from fl_dispatch import ConfigError, get_default_manager
-from fl_dispatch.device import detect_device
+from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import PolicyManager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fl_dispatch.device import DeviceSpec
+from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from fl_dispatch import (
     get_default_manager,
     get_policy,
 )
-from fl_dispatch.device import DeviceSpec
+from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives, handover
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.selection import select
+from fl_dispatch.selection.decision import select
 from fl_dispatch.settings import Settings, get_settings
 
 from . import compile, startup

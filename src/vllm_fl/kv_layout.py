@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_dispatch import get_default_manager, get_policy
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.selection import select
+from fl_dispatch.selection.decision import select
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

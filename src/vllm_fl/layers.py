@@ -20,7 +20,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import get_policy
-from fl_dispatch.selection import select
+from fl_dispatch.selection.decision import select
 from fl_dispatch.settings import Settings
 from fl_dispatch.types import BackendImplKind
 

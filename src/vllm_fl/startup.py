@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.device import detect_device
+from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings

@@ -16,10 +16,10 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
-from fl_dispatch import freeze_dispatch, get_default_manager, oplist
+from fl_dispatch import freeze_dispatch, get_default_manager
 from fl_dispatch.backends.flaggems.aten import replacement
-from fl_dispatch.device import detect_device
-from fl_dispatch.hosting import runs
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting import oplist, runs
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings

@@ -10,7 +10,7 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from fl_dispatch.device import detect_device
+from fl_dispatch.devices import detect_device
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, config

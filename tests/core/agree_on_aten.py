@@ -16,7 +16,7 @@ import two_ranks
 from fl_dispatch import RankDivergenceError, freeze_dispatch, thaw_dispatch
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import replacement
-from fl_dispatch.device import CPU
+from fl_dispatch.devices import CPU
 from fl_dispatch.hosting import ranks
 from fl_dispatch.settings import Settings
 

@@ -21,16 +21,16 @@ import torch
 from flaggems_standin import CONFIG, log
 from torch import Tensor
 
-from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, oplist, thaw_dispatch
-from fl_dispatch.aten_operators import replaced_operators
+from fl_dispatch import DispatchError, freeze_dispatch, get_default_manager, thaw_dispatch
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import names, replacement
 from fl_dispatch.backends.flaggems.aten.decision import why_not
 from fl_dispatch.backends.flaggems.aten.slot import slot_of
 from fl_dispatch.cli.doctor import examine
-from fl_dispatch.device import CPU, CUDA
-from fl_dispatch.freezing import Manifest
-from fl_dispatch.hosting import runs
+from fl_dispatch.compiled.freezing import Manifest
+from fl_dispatch.devices import CPU, CUDA
+from fl_dispatch.hosting import oplist, runs
+from fl_dispatch.hosting.aten_operators import replaced_operators
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.settings import Settings, load_settings

@@ -21,13 +21,13 @@ from fl_dispatch import (
     call_op,
     freeze_dispatch,
     get_default_manager,
-    opaque,
     policy_context,
     resolve_op,
     set_global_policy,
     thaw_dispatch,
     with_preference,
 )
+from fl_dispatch.compiled import views as opaque
 from fl_dispatch.ops import OPERATORS, Mode, Sample
 from fl_dispatch.settings import TunedRule
 

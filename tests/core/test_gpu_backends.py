@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fl_dispatch import BackendImplKind, config, device, get_default_manager, nvml
+from fl_dispatch import BackendImplKind, config, get_default_manager
+from fl_dispatch import devices as device
 from fl_dispatch.backends.flaggems import library as flaggems
 from fl_dispatch.backends.flaggems.flaggems import FlagGemsBackend
 from fl_dispatch.backends.vendor.cuda import library
 from fl_dispatch.backends.vendor.cuda.cuda import CudaBackend, CudaExpertsBackend, FlashAttentionBackend
+from fl_dispatch.devices import nvml
 
 BACKENDS = {
     "vendor.cuda": (CudaBackend, CudaExpertsBackend),

@@ -23,8 +23,8 @@ from fl_dispatch import (
     with_strict_mode,
 )
 from fl_dispatch.backends.reference.reference import ReferenceBackend
-from fl_dispatch.device import CPU
-from fl_dispatch.failures import is_dead_device, is_out_of_memory
+from fl_dispatch.devices import CPU
+from fl_dispatch.knowledge.failures import is_dead_device, is_out_of_memory
 from fl_dispatch.ops import OPERATORS, Access, Sample
 
 Tensor = torch.Tensor

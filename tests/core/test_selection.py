@@ -21,7 +21,7 @@ from fl_dispatch import (
     reset_default_manager,
     reset_global_policy,
 )
-from fl_dispatch.selection import CHOSEN, SKIPPED, select
+from fl_dispatch.selection.decision import CHOSEN, SKIPPED, select
 from fl_dispatch.settings import TunedRule
 
 VENDORS = ["a", "b", "c"]

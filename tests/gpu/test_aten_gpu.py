@@ -27,7 +27,7 @@ from few_configurations import few
 
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import replacement
-from fl_dispatch.device import detect_device
+from fl_dispatch.devices import detect_device
 from fl_dispatch.settings import Settings
 
 if library.why_missing():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fl_dispatch.device import CUDA
+from fl_dispatch.devices import CUDA
 from vllm_fl import compile, config
 
 

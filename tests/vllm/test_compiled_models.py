@@ -14,7 +14,7 @@ from engines import Runs, ran, start, start_compiled
 
 from fl_dispatch import Manifest, RankDivergenceError
 from fl_dispatch.cli.checkpoints import FAMILIES
-from fl_dispatch.device import CPU
+from fl_dispatch.devices import CPU
 from sampling import drawn
 
 RIGHT = {"prefer": "reference"}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fl_dispatch import device, failures
+from fl_dispatch import devices as device
+from fl_dispatch.knowledge import failures
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import torch
 
 from fl_dispatch import ConfigError, SelectionPolicy, policy_context
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
-from fl_dispatch.device import CPU
+from fl_dispatch.devices import CPU
 from fl_dispatch.settings import reset_settings
 from vllm_fl import config, startup
 

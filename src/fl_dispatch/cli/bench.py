@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..device import detect_device
+from ..devices import detect_device
 from ..errors import DispatchError
 from ..evidence.bench import Result, machine
 from ..evidence.bench import bench as bench_one

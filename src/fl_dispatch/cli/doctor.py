@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..device import detect_device, device_specs
+from ..devices import detect_device, device_specs
 from ..discovery import get_discovered_plugins
 from ..errors import DispatchError
 from ..hosting.runs import recorded

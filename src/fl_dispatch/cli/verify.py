@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..device import detect_device
+from ..devices import detect_device
 from ..errors import DispatchError
 from ..evidence.verify import DTYPES, Verification, implementations
 from ..evidence.verify import verify as verify_one

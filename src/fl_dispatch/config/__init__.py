@@ -43,7 +43,7 @@ def detect_platform() -> str | None:
     A file for one chip is named after the platform and a word of the chip's name: ``cuda-h200.yaml`` is for an
     ``NVIDIA H200``.
     """
-    from fl_dispatch.device import detect_device
+    from fl_dispatch.devices import detect_device
 
     device = detect_device()
     base = device.platform_config

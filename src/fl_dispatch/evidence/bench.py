@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..builder import direct_function
-from ..device import detect_device
+from ..devices import detect_device
 from ..manager import OpManager
 from ..ops import OPERATORS
+from ..run.plan import direct_function
 from ..types import OpImpl
 from .arguments import Arguments, copied
 from .cases import Case

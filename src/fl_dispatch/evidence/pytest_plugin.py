@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..device import detect_device
+from ..devices import detect_device
 from ..manager import get_default_manager
 from .verify import DTYPES, implementations, verify
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..builder import direct_function
 from ..errors import DispatchError
 from ..manager import OpManager
 from ..ops import OPERATORS, Access, Operator, Sample, Tolerance
+from ..run.plan import direct_function
 from ..types import BackendImplKind, OpImpl
 from .arguments import Arguments, changed, copied, double, meta, poisoned_memory, same_bits
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..backends.flaggems.aten import replacement
+from ..compiled.freezing import Manifest
 from ..errors import RankDivergenceError
-from ..freezing import Manifest
 from ..manager import get_default_manager
 
 Choices = dict[str, Any]

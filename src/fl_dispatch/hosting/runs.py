@@ -14,7 +14,7 @@ from platformdirs import user_state_path
 from ..backends.flaggems.aten import replacement
 from ..errors import DispatchError
 from ..logger_manager import get_logger
-from ..private_file import write_private
+from .private_file import write_private
 from .survey import Survey
 
 logger = get_logger(__name__)

@@ -1,1 +1,1 @@
-from fl_dispatch.aten_operators import *
+from fl_dispatch.hosting.aten_operators import *

@@ -1,1 +1,1 @@
-from fl_dispatch.availability import *
+from fl_dispatch.knowledge.availability import *

@@ -1,1 +1,1 @@
-from fl_dispatch.builder import *
+from fl_dispatch.run.plan import *

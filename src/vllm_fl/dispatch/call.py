@@ -1,1 +1,1 @@
-from fl_dispatch.call import *
+from fl_dispatch.run.arguments import *

@@ -1,1 +1,1 @@
-from fl_dispatch.counting import *
+from fl_dispatch.knowledge.counting import *

@@ -1,1 +1,1 @@
-from fl_dispatch.device import *
+from fl_dispatch.devices import *

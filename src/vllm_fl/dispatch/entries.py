@@ -1,1 +1,1 @@
-from fl_dispatch.entries import *
+from fl_dispatch.run.generated import *

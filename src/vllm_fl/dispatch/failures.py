@@ -1,1 +1,1 @@
-from fl_dispatch.failures import *
+from fl_dispatch.knowledge.failures import *

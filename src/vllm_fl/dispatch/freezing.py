@@ -1,1 +1,1 @@
-from fl_dispatch.freezing import *
+from fl_dispatch.compiled.freezing import *

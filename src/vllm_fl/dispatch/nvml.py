@@ -1,1 +1,1 @@
-from fl_dispatch.nvml import *
+from fl_dispatch.devices.nvml import *

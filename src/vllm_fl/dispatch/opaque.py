@@ -1,1 +1,1 @@
-from fl_dispatch.opaque import *
+from fl_dispatch.compiled.views import *

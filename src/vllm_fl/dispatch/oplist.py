@@ -1,1 +1,1 @@
-from fl_dispatch.oplist import *
+from fl_dispatch.hosting.oplist import *

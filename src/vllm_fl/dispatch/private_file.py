@@ -1,1 +1,1 @@
-from fl_dispatch.private_file import *
+from fl_dispatch.hosting.private_file import *

@@ -1,1 +1,1 @@
-from fl_dispatch.recovery import *
+from fl_dispatch.run.recovery import *

@@ -1,1 +1,1 @@
-from fl_dispatch.rules import *
+from fl_dispatch.selection.checks import *

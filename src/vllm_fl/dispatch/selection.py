@@ -1,1 +1,1 @@
-from fl_dispatch.selection import *
+from fl_dispatch.selection.decision import *

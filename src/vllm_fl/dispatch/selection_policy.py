@@ -1,1 +1,1 @@
-from fl_dispatch.selection_policy import *
+from fl_dispatch.selection.selection_policy import *

@@ -1,1 +1,1 @@
-from fl_dispatch.table import *
+from fl_dispatch.run.table import *

@@ -1,1 +1,1 @@
-from fl_dispatch.tables import *
+from fl_dispatch.run.keeper import *

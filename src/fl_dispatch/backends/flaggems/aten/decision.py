@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fl_dispatch.backends.flaggems import library
-from fl_dispatch.device import DeviceSpec
+from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.settings import Settings
 
 from .names import aten_names

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch.device import DeviceSpec
+from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.failures import add_note, is_dead_device, is_out_of_memory
+from fl_dispatch.knowledge.failures import add_note, is_dead_device, is_out_of_memory
 from fl_dispatch.logger_manager import get_logger
 
 from . import check

@@ -17,10 +17,10 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from fl_dispatch.aten_operators import set_replaced_operators
 from fl_dispatch.backends.flaggems.library import gems
-from fl_dispatch.device import DeviceSpec
+from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
+from fl_dispatch.hosting.aten_operators import set_replaced_operators
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from fl_dispatch.device import CUDA
+from fl_dispatch.devices import CUDA
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from . import entries
-from .failures import ArgumentKind
-from .ops import OPERATORS, Access, Operator
-from .selection import Branch, Decision
-from .signatures import Convention
+from ..knowledge.failures import ArgumentKind
+from ..ops import OPERATORS, Access, Operator
+from ..selection.decision import Branch, Decision
+from ..signatures import Convention
+from . import generated as entries
 
 
 class Call:

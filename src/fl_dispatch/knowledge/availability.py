@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .locking import writers
-from .types import OpImpl
+from ..locking import writers
+from ..types import OpImpl
 
 Answer = tuple[bool, str]
 

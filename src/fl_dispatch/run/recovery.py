@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import entries
-from .call import Call
-from .errors import NoImplementationError, NotSupported, RankDivergenceError, text_of
-from .failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
-from .logger_manager import get_logger
-from .selection import Decision
-from .types import OpImpl
+from ..errors import NoImplementationError, NotSupported, RankDivergenceError, text_of
+from ..knowledge.failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
+from ..logger_manager import get_logger
+from ..selection.decision import Decision
+from ..types import OpImpl
+from . import generated as entries
+from .arguments import Call
 
 if TYPE_CHECKING:
-    from .op_manager import OpManager
-    from .selection_policy import SelectionPolicy
+    from ..op_manager import OpManager
+    from ..selection.selection_policy import SelectionPolicy
     from .table import DispatchTable
 
 logger = get_logger(__name__)

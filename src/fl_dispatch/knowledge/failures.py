@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .device import CUDA, detect_device
-from .errors import NotSupported, text_of
-from .locking import writers
-from .logger_manager import get_logger
-from .ops.declaration import leading_tensor
-from .types import OpImpl
+from ..devices import CUDA, detect_device
+from ..errors import NotSupported, text_of
+from ..locking import writers
+from ..logger_manager import get_logger
+from ..ops.declaration import leading_tensor
+from ..types import OpImpl
 
 logger = get_logger(__name__)
 

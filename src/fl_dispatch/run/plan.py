@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import entries, opaque, recovery
-from .call import Call
-from .errors import NoImplementationError, NotSupported
-from .failures import ArgumentKind
-from .ops import OPERATORS, Access, Mode, Operator
+from ..compiled import views as opaque
+from ..errors import NoImplementationError, NotSupported
+from ..knowledge.failures import ArgumentKind
+from ..ops import OPERATORS, Access, Mode, Operator
+from ..selection.decision import Branch, Decision, admits
+from ..signatures import Convention
+from ..types import OpImpl
+from . import generated as entries
+from . import recovery
+from .arguments import Call
 from .recovery import Settled
-from .selection import Branch, Decision, admits
-from .signatures import Convention
 from .table import ROOT, Built
-from .types import OpImpl
 
 if TYPE_CHECKING:
-    from .op_manager import OpManager
-    from .selection_policy import SelectionPolicy
+    from ..op_manager import OpManager
+    from ..selection.selection_policy import SelectionPolicy
 
 Function = Callable[..., Any]
 

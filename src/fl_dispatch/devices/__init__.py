@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from ..logger_manager import get_logger
 from . import nvml
-from .logger_manager import get_logger
 
 logger = get_logger(__name__)
 

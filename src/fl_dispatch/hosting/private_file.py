@@ -7,8 +7,8 @@ import stat
 import tempfile
 from pathlib import Path
 
-from .errors import DispatchError
-from .settings.place import printable
+from ..errors import DispatchError
+from ..settings.place import printable
 
 
 def write_private(path: Path, text: str, what: str) -> None:

@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from .builder import Key, bound_key, build_entries, keys_of
-from .locking import writers
-from .policy import PolicyManager
-from .selection_policy import SelectionPolicy
+from ..locking import writers
+from ..policy import PolicyManager
+from ..selection.selection_policy import SelectionPolicy
+from .plan import Key, bound_key, build_entries, keys_of
 from .table import Built, DispatchTable, PrivateTable
 
 if TYPE_CHECKING:
-    from .op_manager import OpManager
+    from ..op_manager import OpManager
 
 Value = TypeVar("Value")
 

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .aten_operators import replaced_operators
-from .builder import takes_every_call, who_may_run
-from .errors import DispatchFrozenError
-from .failures import ArgumentKind
-from .locking import writers
-from .logger_manager import get_logger
-from .selection import Decision, condition_of
-from .types import OpImpl
+from ..errors import DispatchFrozenError
+from ..hosting.aten_operators import replaced_operators
+from ..knowledge.failures import ArgumentKind
+from ..locking import writers
+from ..logger_manager import get_logger
+from ..run.plan import takes_every_call, who_may_run
+from ..selection.decision import Decision, condition_of
+from ..types import OpImpl
 
 if TYPE_CHECKING:
-    from .op_manager import OpManager
-    from .selection_policy import SelectionPolicy
-    from .settings import TunedRule
+    from ..op_manager import OpManager
+    from ..selection.selection_policy import SelectionPolicy
+    from ..settings import TunedRule
 
 logger = get_logger(__name__)
 
@@ -276,7 +276,7 @@ def _manifest(
 
 
 def _versions(impls: set[OpImpl]) -> dict[str, str]:
-    from . import __version__
+    from .. import __version__
 
     versions = {"fl_dispatch": __version__, "torch": str(torch.__version__)}
     distributions = metadata.packages_distributions()

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import recover, unknown
-from .errors import DispatchError
-from .locking import writers
-from .ops import Operator
-from .selection import Decision
-from .table import ROOT
+from ..calls import recover, unknown
+from ..errors import DispatchError
+from ..locking import writers
+from ..ops import Operator
+from ..run.table import ROOT
+from ..selection.decision import Decision
 
 NAMESPACE = "fl_dispatch"
 SEEN_ENTRIES = 64  # entries whose results were checked; a table makes new ones when something changes

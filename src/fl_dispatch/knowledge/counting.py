@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .types import OpImpl
+from ..types import OpImpl
 
 
 class CallCounter:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .ops import Workload
-from .types import BackendImplKind, OpImpl, match_token
+from ..ops import Workload
+from ..types import BackendImplKind, OpImpl, match_token
 
 if TYPE_CHECKING:
+    from ..settings import Origin, TunedRule
     from .selection_policy import SelectionPolicy
-    from .settings import Origin, TunedRule
 
 CHOSEN, FALLBACK, SKIPPED = "chosen", "fallback", "skipped"
 FLAGGEMS_ID = "default.flagos"

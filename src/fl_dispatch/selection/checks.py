@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError
-from .logger_manager import get_logger
-from .ops import OPERATORS
+from ..errors import ConfigError
+from ..logger_manager import get_logger
+from ..ops import OPERATORS
 
 if TYPE_CHECKING:
-    from .op_manager import OpManager
+    from ..op_manager import OpManager
     from .selection_policy import SelectionPolicy
 
 logger = get_logger(__name__)

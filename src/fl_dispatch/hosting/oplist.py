@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..op_manager import OpManager
+from ..selection.decision import FLAGGEMS_ID
+from ..settings import Settings
 from .aten_operators import replaced_operators
-from .op_manager import OpManager
 from .private_file import write_private
-from .selection import FLAGGEMS_ID
-from .settings import Settings
 
 
 def flaggems_operators(manager: OpManager) -> list[str]:

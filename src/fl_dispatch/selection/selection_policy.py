@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from .settings import Origin, TunedRule
+from ..settings import Origin, TunedRule
 
 PREFER_DEFAULT = "flagos"
 PREFER_VENDOR = "vendor"

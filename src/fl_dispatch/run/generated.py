@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .ops import Operator
-from .signatures import Convention
+from ..ops import Operator
+from ..signatures import Convention
+from ..types import OpImpl
 from .table import DispatchTable
-from .types import OpImpl
 
 CALL, BOUND, LAYER = "call", "bound", "layer"
 LAYER_SUFFIX = ":layer"  # of the table key for calls with a layer first

@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .op_manager import OpManager
-    from .selection import Decision
-    from .selection_policy import SelectionPolicy
+    from ..op_manager import OpManager
+    from ..selection.decision import Decision
+    from ..selection.selection_policy import SelectionPolicy
 
 scope_variable: ContextVar[DispatchTable] = ContextVar("fl_dispatch_scope")
 

@@ -1,0 +1,1 @@
+"""Compiled code: opaque views, and choices that stay as they are."""
