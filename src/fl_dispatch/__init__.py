@@ -6,7 +6,7 @@ falls back where that is safe. See docs/architecture.md.
 
 from __future__ import annotations
 
-from .compiled.freezing import Manifest
+from .compiled.manifest import Manifest
 from .discovery import (
     PLUGIN_GROUP,
     PLUGIN_MODULES_ENV,
@@ -57,8 +57,7 @@ from .policy import (
 from .registry import OpRegistry, OpRegistrySnapshot
 from .selection.decision import Decision
 from .types import BackendImplKind, BackendPriority, OpImpl, match_token
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "PLUGIN_GROUP",
@@ -85,6 +84,7 @@ __all__ = [
     "RankDivergenceError",
     "RegistrationError",
     "SelectionPolicy",
+    "__version__",
     "bind_op",
     "call_op",
     "clear_discovered_plugins",

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .errors import NoImplementationError, NotSupported
-from .ops import OPERATORS
-from .run import recovery
-from .run.generated import LAYER_SUFFIX, is_layer_first, may_be_layer
-from .run.table import ROOT, DispatchTable
-
-if TYPE_CHECKING:
-    from .manager import OpManager
-    from .selection.decision import Decision
+from .process import ROOT, get_default_manager
+from .run.dispatch import LAYER_KEYS, key_of
+from .run.generated import may_be_layer
+from .run.recovery import recover
+from .run.table import DispatchTable
+from .selection.decision import Decision
+from .state import unknown
 
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
-_LAYER_KEYS = {
-    operator.name: f"{operator.name}{LAYER_SUFFIX}" for operator in OPERATORS.values() if operator.layer is not None
-}
 _KNOWN_LAYERS = 256  # some libraries make a class for every module
 _layers: set[type] = set()  # classes of first arguments that are no tensors: asking each time would double the cost
 
@@ -56,7 +50,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         if kind is _Tensor:
             fn = table.entries[op_name]
         elif not _is_compiling() and kind in _layers:  # a trace would be made anew for every class that is added
-            fn = table.entries[_LAYER_KEYS.get(op_name, op_name)]
+            fn = table.entries[LAYER_KEYS.get(op_name, op_name)]
         else:
             fn = _entry_for(table, op_name, args[0])
     except (KeyError, IndexError):
@@ -77,64 +71,16 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 
 def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., Any]:
     """The entry of a call whose first argument is no plain tensor: a layer, or a tensor of another class."""
-    if op_name not in _LAYER_KEYS or not may_be_layer(first):
+    if op_name not in LAYER_KEYS or not may_be_layer(first):
         return table.entries[op_name]
     if not _is_compiling() and len(_layers) < _KNOWN_LAYERS:
         _layers.add(first.__class__)
-    return table.entries[_LAYER_KEYS[op_name]]
-
-
-def call_through(
-    root: DispatchTable, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str = ""
-) -> Any:
-    """The same as :func:`call_op` through any manager's root table, and for any key."""
-    if not root.settled:
-        root.start()
-    table = root if root.plain else root.current
-    key = key or key_of(op_name, args)
-    fn = table.entries.get(key)
-    if fn is None:
-        raise unknown(op_name)
-    try:
-        return fn(*args, **kwargs)
-    except Exception as error:
-        failure = error
-    try:
-        return recover(key, table, fn, failure, args, kwargs)
-    finally:
-        del failure  # its traceback holds this frame, and with it the arguments
-
-
-def recover(
-    key: str,
-    table: DispatchTable,
-    fn: Callable[..., Any],
-    error: Exception,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Go on after an entry raised; an error that is settled already goes to the caller unchanged."""
-    if _is_compiling():  # while it was traced: the next one is, if it is known that nothing was written
-        if isinstance(error, NotSupported):
-            return table.declined[key](*args, **kwargs)
-        raise error
-    try:
-        if type(error) is recovery.Settled:
-            raise error.error
-        return recovery.recover(table.owner, key, table, fn, error, args, kwargs)
-    finally:
-        del error
-
-
-def key_of(op_name: str, args: tuple[Any, ...]) -> str:
-    """The table key of a call by name."""
-    operator = OPERATORS.get(op_name)
-    return _LAYER_KEYS[op_name] if operator is not None and is_layer_first(operator, args) else op_name
+    return table.entries[LAYER_KEYS[op_name]]
 
 
 def resolve_op(op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The implementation that :func:`call_op` would run; see :meth:`fl_dispatch.manager.OpManager.resolve`."""
-    return _default_manager().resolve(op_name, *args, **kwargs)
+    """The implementation that :func:`call_op` would run; see :meth:`fl_dispatch.op_manager.OpManager.resolve`."""
+    return get_default_manager().resolve(op_name, *args, **kwargs)
 
 
 def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
@@ -149,22 +95,9 @@ def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
     >>> bind_op("silu_and_mul")(torch.zeros(1, 4))
     tensor([[0., 0.]])
     """
-    return _default_manager().bind(op_name, scope)
+    return get_default_manager().bind(op_name, scope)
 
 
 def explain(op_name: str, *args: Any, scope: str | None = None, **kwargs: Any) -> Decision:
-    """Which implementation of an operator runs, and why; see :meth:`fl_dispatch.manager.OpManager.explain`."""
-    return _default_manager().explain(op_name, *args, scope=scope, **kwargs)
-
-
-def _default_manager() -> OpManager:
-    from .manager import get_default_manager
-
-    return get_default_manager()
-
-
-def unknown(op_name: str) -> NoImplementationError:
-    """The error for an operator that nobody registered."""
-    near = difflib.get_close_matches(op_name, OPERATORS, 1)
-    hint = f"; did you mean '{near[0]}'?" if near and near[0] != op_name else ""
-    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'{hint}"])
+    """Which implementation of an operator runs, and why; see :meth:`fl_dispatch.op_manager.OpManager.explain`."""
+    return get_default_manager().explain(op_name, *args, scope=scope, **kwargs)

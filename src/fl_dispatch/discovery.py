@@ -7,6 +7,7 @@ fails leaves nothing half-registered.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
@@ -41,7 +42,34 @@ class DiscoveredPlugin(NamedTuple):
     detail: str
 
 
+class Target(NamedTuple):
+    """A backend that is to be loaded.
+
+    Args:
+        name: its entry point's, package's or module's name.
+        source: where it was found.
+        load: returns a function taking the registry, or a module that has one.
+        named: the user asked for it by name, so a failure is an error.
+    """
+
+    name: str
+    source: str
+    load: Callable[[], object]
+    named: bool
+
+
 _discovered: dict[str, DiscoveredPlugin] = {}
+
+
+def plugins() -> list[Target]:
+    """The plugins of the entry point group ``vllm_fl.plugin``, and the modules that the user named."""
+    points = sorted(entry_points(group=PLUGIN_GROUP), key=lambda point: (point.name, point.value))
+    settings = get_settings()
+    source = str(settings.origin("plugin_modules"))
+    return [
+        *(Target(point.name, f"entry point {point.value}", point.load, False) for point in points),
+        *(Target(name, source, partial(importlib.import_module, name), True) for name in settings.plugin_modules),
+    ]
 
 
 def discover_plugins(registry: OpRegistry) -> int:
@@ -56,17 +84,42 @@ def discover_plugins(registry: OpRegistry) -> int:
         PluginLoadError: a module that the user named does not load, or has no registration function.
         RegistrationError: a module that the user named registers something wrong.
     """
-    loaded = 0
-    for point in sorted(entry_points(group=PLUGIN_GROUP), key=lambda point: (point.name, point.value)):
-        loaded += load_backend(registry, point.name, f"entry point {point.value}", point.load, named=False)
-    settings = get_settings()
-    for name in settings.plugin_modules:
-        source = str(settings.origin("plugin_modules"))
-        loaded += load_backend(registry, name, source, partial(importlib.import_module, name), named=True)
-    return loaded
+    return sum(load_backend(registry, *target) for target in plugins())
 
 
-def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[], object], *, named: bool) -> bool:
+def imported(target: Target) -> Target | None:
+    """The same backend with its module imported, whatever came of that; ``None`` while this thread is importing it.
+
+    An import takes the module's lock, and its module may dispatch, so nobody imports while he holds the writers' lock.
+    """
+    try:
+        found = target.load()
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
+        if isinstance(error, AttributeError | ImportError) and _being_imported(target):
+            return None
+        return target._replace(load=partial(_raise, error))
+    if isinstance(found, ModuleType) and _is_incomplete(found):
+        return None
+    return target._replace(load=lambda: found)
+
+
+def _raise(error: BaseException) -> object:
+    raise error
+
+
+def _being_imported(target: Target) -> bool:
+    """Whether an entry point's module lacks its target because it is still being imported."""
+    name = target.source.removeprefix("entry point ").partition(":")[0]
+    return _is_incomplete(sys.modules.get(name))
+
+
+def _is_incomplete(module: ModuleType | None) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[], object], named: bool) -> bool:
     """Load one backend and register what it offers: all of it, or nothing.
 
     Args:

@@ -11,12 +11,8 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from typing import TYPE_CHECKING
 
 from .errors import ConfigError
-
-if TYPE_CHECKING:
-    from .settings import Settings
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
@@ -76,11 +72,6 @@ def set_log_level(level: str | int, name: str | None = None) -> None:
             _apply(logger, number)
         else:
             logger.setLevel(logging.NOTSET)
-
-
-def apply_log_level(settings: Settings) -> None:
-    """Set the level that the user's settings ask for."""
-    set_log_level(settings.log_level)
 
 
 def _level_number(level: str | int) -> int:

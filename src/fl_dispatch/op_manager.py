@@ -1,41 +1,53 @@
-"""The manager: it starts the backends, decides, and keeps the tables up to date.
+"""The manager: it starts the backends, answers questions, and takes changes.
 
 A call reads one table entry and runs it (:mod:`fl_dispatch.calls`); what else a call may need happens in the entry, or
-after an exception in :mod:`fl_dispatch.recovery`. Writers (a registration, a policy change, a ban, a first success)
-change their own state and then rebuild the entries concerned.
+after an exception in :mod:`fl_dispatch.run.recovery`. Writers (a registration, a policy change, a ban, a first success)
+change the :class:`~fl_dispatch.state.State` and then have the entries concerned rebuilt.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .calls import call_through, recover, unknown
+from . import builtin_ops, checks, discovery
 from .compiled.freezing import Freezer
 from .errors import DispatchFrozenError, NoImplementationError
-from .knowledge.availability import Availability
-from .knowledge.counting import CallCounter
-from .knowledge.failures import FailureLog, Proofs
+from .global_policy import GLOBAL
 from .locking import writers
 from .logger_manager import get_logger
-from .ops import OPERATORS
-from .policy import PolicyManager, SelectionPolicy
+from .ops import OPERATORS, Operator
 from .registry import OpRegistry
-from .run import generated as entries
-from .run import recovery
+from .run import generated, recovery
 from .run.arguments import Call
+from .run.dispatch import call_through
 from .run.keeper import TableKeeper
 from .run.plan import direct_function, frozen_function
-from .run.table import DispatchTable
-from .selection import checks as rules
-from .selection.decision import Decision, select
+from .run.table import DispatchTable, scope_variable
+from .selection.decision import Decision
 from .settings import get_settings
+from .state import State, unknown
 from .types import OpImpl
 
 logger = get_logger(__name__)
 managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 """All managers that live."""
+
+
+class PrivateTable(DispatchTable):
+    """Root table of a manager that is not the process's: its context tables are looked up by policy."""
+
+    __slots__ = ("keeper",)
+
+    keeper: TableKeeper
+
+    @property
+    def current(self) -> DispatchTable:
+        """The table that a call here reads."""
+        in_force = scope_variable.get(self)
+        return self.keeper.table_for(in_force.policy) if in_force.of_context else self
 
 
 class OpManager:
@@ -45,15 +57,12 @@ class OpManager:
         registry: the implementations; a new empty registry by default.
         register_builtins: register the built-in backends and discover plugins at the first use.
         root: the table for the global policy; a private one by default.
+        view: what compiled code calls, see :class:`~fl_dispatch.state.State`; only the process's manager has views.
 
     Attributes:
-        failures: the bans.
-        proofs: which implementations have succeeded.
-        availability: which implementations can run here, each asked once.
-        counter: calls by implementation, while counting is on.
-        freezer: what is fixed while dispatch is frozen.
+        state: what it knows.
         tables: what calls read, kept up to date.
-        lockstep: set by a host whose ranks run in step; a fallback then aborts the step instead of diverging.
+        freezer: freezes dispatch.
     """
 
     def __init__(
@@ -62,24 +71,28 @@ class OpManager:
         *,
         register_builtins: bool = True,
         root: DispatchTable | None = None,
+        view: Callable[[Operator, str], Callable[..., Any]] | None = None,
     ) -> None:
-        self.failures = FailureLog()
-        self.proofs = Proofs()
-        self.counter = CallCounter()
-        self.lockstep = False
-        self._registry = OpRegistry() if registry is None else registry
+        self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
         self._register_builtins = register_builtins
         self._started = False
-        self._starting = False
-        self.availability = Availability()
+        self._registering = False
+        self._importing: set[int] = set()
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
-        self._facts: Mapping[str, Any] = {}
         self._epoch = 0
-        self.tables = TableKeeper(self, root)
-        self.freezer = Freezer(self)
-        self._registry.subscribe(self._on_registration, self._admit_registration)
+        self.tables = TableKeeper(self.state, self.private_table() if root is None else root)
+        if isinstance(self.tables.root, PrivateTable):
+            self.tables.root.keeper = self.tables
+        self.freezer = Freezer(self.state, self.tables)
+        self.registry.subscribe(self._on_registration, self._admit_registration)
         with writers:
             managers.add(self)
+
+    def private_table(self) -> PrivateTable:
+        """A root table that only this manager fills."""
+        table = PrivateTable(self.ensure_initialized)
+        table.scoped = True
+        return table
 
     # ---- calling
 
@@ -95,11 +108,12 @@ class OpManager:
         root = self.tables.root
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
-        if self.frozen and key in root.decisions and not self.counter.on:
-            fixed = self.freezer.fix(root.decisions[key])
+        plan = root.plans.get(key)
+        if self.frozen and plan is not None and not self.state.counter.on:
+            fixed = self.state.fix_one((plan.op_name, plan.scope), plan.decision)
             if fixed[0].sole:
-                return frozen_function(self, root.policy, root.decisions[key])
-        return entries.bound(operator, key, root, recover, unknown)
+                return frozen_function(self.state, root.policy, plan.decision)
+        return generated.bound(operator, key, root, recovery.recover, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         """The implementation that a call would run, without fallback.
@@ -114,7 +128,7 @@ class OpManager:
         impl = self._selected(op_name, args, kwargs)
         function = self._resolved.get(impl)
         if function is None:
-            function = self._resolved[impl] = direct_function(self, impl)
+            function = self._resolved[impl] = direct_function(self.state, impl)
         return function
 
     def get_selected_impl_id(self, op_name: str, *args: Any, **kwargs: Any) -> str:
@@ -139,35 +153,44 @@ class OpManager:
             NoImplementationError: nobody registered the operator.
         """
         self.ensure_initialized()
-        decision = self.decide(op_name, scope, self.tables.policy_of(self.tables.current()))
+        decision = self.state.decide(op_name, scope, self.tables.policy_of(self._current()))
         if not args and not kwargs:
             return decision
         call = Call.of(op_name, scope, args, kwargs)
-        return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self, impl, call))
+        return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self.state, impl, call))
 
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
         """The implementations that are banned for some or all calls: operator → ids."""
         failed: dict[str, set[str]] = {}
-        for op, impl_id in self.failures.failures():
+        for op, impl_id in self.state.failures.failures():
             if op_name in (None, op):
                 failed.setdefault(op, set()).add(impl_id)
         return failed
 
     def call_counts(self) -> dict[tuple[str, str], int]:
         """Calls by (operator, implementation id) while counting was on."""
-        return self.counter.counts()
+        return self.state.counter.counts()
 
     # ---- state
 
     @property
     def registry(self) -> OpRegistry:
         """The implementations."""
-        return self._registry
+        return self.state.registry
 
     @property
     def frozen(self) -> bool:
         """Whether dispatch is frozen."""
-        return self.freezer.manifest is not None
+        return self.state.frozen
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether this process runs in step with others; a fallback then aborts the step instead of diverging."""
+        return self.state.lockstep
+
+    @lockstep.setter
+    def lockstep(self, value: bool) -> None:
+        self.state.lockstep = value
 
     @property
     def policy_epoch(self) -> int:
@@ -192,10 +215,10 @@ class OpManager:
             DispatchFrozenError: the answers would change what is frozen.
         """
         with writers:
-            with self.availability.asked_again():
-                self.freezer.check("asking everything again", bans=False)
+            with self.state.availability.asked_again():
+                self._check("asking everything again", bans=False)
             self._epoch += 1
-            self.failures.clear()
+            self.state.failures.clear()
             self._republish_if_settled(None)
 
     def clear_failed_impls(self, op_name: str | None = None) -> None:
@@ -205,8 +228,8 @@ class OpManager:
             DispatchFrozenError: a banned implementation would run again where another one is frozen.
         """
         with writers:
-            self.freezer.check("lifting bans", bans=False, only=op_name)
-            self.failures.clear(op_name)
+            self._check("lifting bans", bans=False, only=op_name)
+            self.state.failures.clear(op_name)
             self._republish_if_settled(None if op_name is None else {op_name})
 
     def set_facts(self, **facts: Any) -> None:
@@ -216,17 +239,17 @@ class OpManager:
             DispatchFrozenError: the facts would change what is frozen.
         """
         with writers:
-            before, self._facts = self._facts, {**self._facts, **facts}
+            before, self.state.facts = self.state.facts, {**self.state.facts, **facts}
             try:
-                self.freezer.check("stating facts")
+                self._check("stating facts")
             except DispatchFrozenError:
-                self._facts = before
+                self.state.facts = before
                 raise
             self._republish_if_settled(None)
 
     def unmatched_scopes(self) -> dict[str, list[str]]:
         """The layer patterns of the policy that fit no layer that was bound, each with the operator's layers."""
-        return rules.unmatched_scopes(self, PolicyManager.get_instance().get_global_policy())
+        return checks.unmatched_scopes(self.state, GLOBAL.get())
 
     def warn_of_unmatched_scopes(self, *elsewhere: Mapping[str, list[str]]) -> None:
         """Log each layer pattern of the policy that fits no layer; a host calls it once all are bound.
@@ -234,7 +257,7 @@ class OpManager:
         Args:
             elsewhere: the :meth:`unmatched_scopes` of processes that have other layers of the same model.
         """
-        rules.warn_of_unmatched_scopes(self.unmatched_scopes(), *elsewhere)
+        checks.warn_of_unmatched_scopes(self.unmatched_scopes(), *elsewhere)
 
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.
@@ -243,56 +266,20 @@ class OpManager:
         are calls of operators that were bound while dispatch was frozen: they are the implementation itself.
         """
         with writers:
-            self.counter.on = on
+            self.state.counter.on = on
             self._republish_if_settled(None)
 
     def reset_counts(self) -> None:
         """Start counting from zero."""
-        self.counter.reset()
-
-    # ---- what recovery tells and asks
-
-    def prove(self, impl: OpImpl, *, wrote: bool) -> None:
-        """An implementation succeeded; ``wrote`` when it was free to overwrite arguments."""
-        if self.proofs.holds(impl, wrote=wrote):
-            return
-        with writers:
-            first = self.proofs.add(impl, wrote=wrote)
-            self.republish({impl.op_name})
-        if first:
-            logger.info("Op '%s' using %s", impl.op_name, impl)
-
-    def watch(self, impl: OpImpl) -> None:
-        """Keep copies of what an implementation overwrites from now on."""
-        with writers:
-            self.proofs.watch(impl)
-        self.republish({impl.op_name})
+        self.state.counter.reset()
 
     # ---- decisions
 
-    def decide(self, op_name: str, scope: str | None, policy: SelectionPolicy, *, bans: bool = True) -> Decision:
-        """Rank an operator's implementations under a policy, with or without the bans.
-
-        Raises:
-            NoImplementationError: nobody registered the operator.
-        """
-        impls = self._registry.get_implementations(op_name)
-        if not impls:
-            raise unknown(op_name)
-        return select(
-            op_name,
-            impls,
-            policy,
-            scope=scope,
-            available=self.availability.of,
-            banned=self.failures.as_a_whole if bans else lambda impl: "",
-            facts=self._facts,
-        )
-
     def _selected(self, op_name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpImpl:
         self.ensure_initialized()
-        table = self.tables.current()
-        decision = table.decisions.get(op_name) or self.decide(op_name, None, self.tables.policy_of(table))
+        table = self._current()
+        plan = table.plans.get(op_name)
+        decision = plan.decision if plan else self.state.decide(op_name, None, self.tables.policy_of(table))
         if not args and not kwargs:
             if decision.chosen is None:
                 raise NoImplementationError(op_name, decision.reasons())
@@ -300,67 +287,106 @@ class OpManager:
         call = Call.of(op_name, None, args, kwargs)
         reasons = []
         for impl in call.branch(decision).candidates:
-            reason = recovery.refusal(self, impl, call)
+            reason = recovery.refusal(self.state, impl, call)
             if not reason:
                 return impl
             reasons.append(f"{impl.impl_id}: {reason}")
         raise NoImplementationError(op_name, [*reasons, *decision.skipped_reasons()])
 
+    def _current(self) -> DispatchTable:
+        """The table that a call here reads."""
+        root: DispatchTable = self.tables.root
+        current: DispatchTable = root if root.plain else root.current
+        return current
+
     # ---- start
 
     def _bring_up(self) -> None:
+        thread = threading.get_ident()
+        complete = not self._register_builtins or self._started
+        targets: list[discovery.Target | None] = []
+        if not complete and thread not in self._importing and not (self._registering and writers.mine):
+            self._importing.add(thread)  # a module that dispatches while it is imported gets what is there so far
+            try:
+                targets = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
+            finally:
+                self._importing.discard(thread)
+            complete = None not in targets
         with writers:
-            if self.tables.root.settled:
+            if self.tables.root.settled and (self._started or not self._register_builtins):
                 return  # another thread did
-            if self._register_builtins and not self._started and not self._starting:
-                self._starting = True  # a plugin that dispatches while it registers gets what is there so far
+            if targets and not self._started and not self._registering:
+                self._registering = True  # a backend that dispatches while it registers gets what is there so far
                 try:
-                    self._start()
+                    self._start([target for target in targets if target is not None])
                 finally:
-                    self._starting = False
-                self._started = True
+                    self._registering = False
+                self._started = complete
             self.republish(None)
+            if not (self._started or not self._register_builtins or self._registering):
+                self.tables.root.unsettle()  # the next call tries again
 
-    def _start(self) -> None:
-        from .builtin_ops import register_builtins
-        from .discovery import discover_plugins
-
+    def _start(self, targets: Iterable[discovery.Target]) -> None:
         settings = get_settings()
-        register_builtins(self._registry)
-        discover_plugins(self._registry)
-        policy = PolicyManager.get_instance().get_global_policy()
-        rules.check(self, policy)
+        for target in targets:
+            discovery.load_backend(self.registry, *target)
+        policy = GLOBAL.get()
+        checks.check(self.state, policy)
         if settings.dispatch_debug:
-            self.counter.on = True
-            for op_name in self._registry.list_operators():
-                logger.info("%s", self.decide(op_name, None, policy))
+            self.state.counter.on = True
+            for op_name in self.registry.list_operators():
+                logger.info("%s", self.state.decide(op_name, None, policy))
 
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table; if frozen, fix what is new."""
-        self.tables.republish(op_names)
+        self.tables.rebuild(op_names)
+        self._fix_new()
+
+    def _fix_new(self) -> None:
         if self.frozen:
-            for decision in self.tables.root.decisions.values():
-                self.freezer.fix(decision)
+            for plan in self.tables.root.plans.values():
+                self.state.fix_one((plan.op_name, plan.scope), plan.decision)
 
     # ---- changes from elsewhere
 
+    def _check(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
+        """Whether everything fixed would be decided the same after a change that is in place already."""
+        if self.frozen:
+            contexts = [table.policy for table in self.tables.tables()]
+            self.state.check(change, [self.tables.root.policy, *contexts], bans=bans, only=only)
+
     def _admit_registration(self) -> None:
-        self.freezer.check("a registration")
+        self._check("a registration")
 
     def _on_registration(self, op_names: frozenset[str]) -> None:
         self._republish_if_settled(op_names)
 
-    def on_policy_change(self) -> None:
-        """The global policy is another one: lift the bans and rebuild."""
+    def on_policy_change(self) -> Callable[[], None]:
+        """The global policy is another one: lift the bans and rebuild. Returns what takes that back."""
         with writers:
-            self.failures.clear()
-            self._republish_if_settled(None)
+            before = self.state.failures.clear()
+
+            def take_back() -> None:
+                self.state.failures.restore(before)
+                self.tables.unsettle()
+
+            try:
+                if before:
+                    self._republish_if_settled(None)
+                elif self.tables.root.settled:
+                    self.tables.rebuild_root()
+                    self._fix_new()
+            except BaseException:
+                take_back()
+                raise
+            return take_back
 
     def after_fork_in_child(self) -> None:
         """Start anew what another thread of the parent was doing: it does not exist here."""
         if not writers.mine:
-            self._starting = False
-            self.availability.forget_who_asks()
+            self._registering = False
+            self.state.availability.forget_who_asks()
+        self._importing &= {threading.get_ident()}
         self.tables.unsettle()
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:

@@ -1,14 +1,13 @@
 """What is wanted now: the selection policy in force, globally and in contexts.
 
 A context belongs to its thread or task. What the context variable holds is the dispatch *table* of the context's policy
-(see :mod:`fl_dispatch.table`), so that a call reads one attribute and no policy.
+(see :mod:`fl_dispatch.run.table`), so that a call reads one attribute and no policy.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,8 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigError
+from .global_policy import GLOBAL, policy_from_settings
 from .locking import writers
-from .run.table import ROOT, DispatchTable, scope_variable
+from .process import ROOT, admit_policy, change_policy, get_default_manager, reread_settings
+from .run.table import DispatchTable, scope_variable
 from .selection.selection_policy import (
     CODE,
     PREFER_DEFAULT,
@@ -26,22 +27,7 @@ from .selection.selection_policy import (
     VALID_PREFER_VALUES,
     SelectionPolicy,
 )
-from .settings import Settings, get_settings, load_config_file, peek_settings, reset_settings
-
-
-def policy_from_settings(settings: Settings) -> SelectionPolicy:
-    """The policy that the user's settings ask for."""
-    renamed = {
-        "reference_only": "enabled",
-        "flaggems_allow": "flagos_whitelist",
-        "flaggems_deny": "flagos_blacklist",
-    }
-    names = [name for name in SelectionPolicy.__dataclass_fields__ if name != "origins"]
-    values = {name: getattr(settings, renamed.get(name, name)) for name in names}
-    values["reference_only"] = not settings.enabled
-    origins = {name: settings.origin(renamed.get(name, name)) for name in names}
-    origins |= {name: origin for name, origin in settings.origins.items() if name.startswith("per_op_order.")}
-    return SelectionPolicy(**values, origins=MappingProxyType(origins))
+from .settings import load_config_file, peek_settings, reset_settings
 
 
 def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
@@ -54,20 +40,9 @@ def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
 
 
 class PolicyManager:
-    """Owner of the global policy and of the tables that policy contexts use. One a process."""
+    """The global policy and the one in force, as one object a process. It has no state of its own."""
 
     _instance: PolicyManager | None = None
-    KEPT_TABLES = 64  # policies whose tables are kept for the next context with the same policy
-
-    def __init__(self) -> None:
-        self._global: SelectionPolicy | None = None
-        self._from_settings = True
-        self._epoch = 0
-        self._kept: dict[SelectionPolicy, DispatchTable] = {}
-        self._live: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
-        self.on_change: Callable[[], None] = lambda: None
-        self.on_table: Callable[[DispatchTable], None] = lambda table: None
-        self.admit: Callable[[str, Callable[[], SelectionPolicy], bool], None] = lambda change, policy, bans: None
 
     @classmethod
     def get_instance(cls) -> PolicyManager:
@@ -80,7 +55,7 @@ class PolicyManager:
     def get_policy(self) -> SelectionPolicy:
         """The policy in force here: the innermost context's, else the global one."""
         table = scope_variable.get(ROOT)
-        return self.get_global_policy() if table is ROOT else table.policy
+        return table.policy if table.of_context else GLOBAL.get()
 
     def get_global_policy(self) -> SelectionPolicy:
         """The global policy; read from the settings when nobody set one.
@@ -88,14 +63,10 @@ class PolicyManager:
         Raises:
             ConfigError: the settings are wrong.
         """
-        policy = self._global
-        if policy is None:
-            with writers:
-                policy = self._global = self._global or policy_from_settings(get_settings())
-        return policy
+        return GLOBAL.get()
 
     def set_global_policy(self, policy: SelectionPolicy) -> SelectionPolicy:
-        """Replace the global policy; returns the one before.
+        """Replace the global policy; returns the one before. A change that is interrupted has not happened.
 
         Raises:
             DispatchFrozenError: it would change what is frozen.
@@ -103,20 +74,14 @@ class PolicyManager:
         if not isinstance(policy, SelectionPolicy):
             raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
         with writers:
-            before = self.get_global_policy()
-            self.admit("the global policy", lambda: policy, False)
-            self._global, self._from_settings = policy, False
-            self._epoch += 1
-            self.on_change()
+            before = GLOBAL.get()
+            admit_policy("the global policy", policy)
+            change_policy(policy)
         return before
 
     def reread_settings(self) -> None:
         """Read the settings again; a global policy that was set in code stays."""
-        with writers:
-            reset_settings()
-            if self._from_settings:
-                self._global = None
-                self._epoch += 1
+        reread_settings()
 
     def reset_global_policy(self) -> None:
         """Read the settings again and let them decide.
@@ -125,35 +90,13 @@ class PolicyManager:
             DispatchFrozenError: they would change what is frozen.
         """
         with writers:
-            self.admit("the settings", lambda: policy_from_settings(peek_settings()), False)
+            admit_policy("the settings", policy_from_settings(peek_settings()))
             reset_settings()
-            self._global, self._from_settings = None, True
-            self._epoch += 1
-            self.on_change()
+            change_policy(None)
 
     def get_policy_epoch(self) -> int:
         """A number that grows with every change of the global policy."""
-        return self._epoch
-
-    def table_for(self, policy: SelectionPolicy) -> DispatchTable:
-        """The default manager's table for a context with this policy."""
-        table = self._kept.get(policy)
-        if table is None:
-            with writers:
-                table = self._kept.get(policy)
-                if table is None:
-                    table = DispatchTable(policy)
-                    self._live.add(table)
-                    self.on_table(table)
-                    while len(self._kept) >= self.KEPT_TABLES:
-                        del self._kept[next(iter(self._kept))]
-                    self._kept[policy] = table
-        return table
-
-    def tables(self) -> list[DispatchTable]:
-        """The tables that contexts use or may use again."""
-        with writers:
-            return list(self._live)
+        return GLOBAL.epoch
 
 
 def get_policy() -> SelectionPolicy:
@@ -201,9 +144,9 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     """
     if not isinstance(policy, SelectionPolicy):
         raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
-    PolicyManager.get_instance().admit("a policy context", lambda: policy, True)
+    admit_policy("a policy context", policy, bans=True)
     ROOT.scope()
-    entered = _Entered(PolicyManager.get_instance().table_for(policy), _innermost.get())
+    entered = _Entered(get_default_manager().tables.table_for(policy), _innermost.get())
     _innermost.set(entered)
     scope_variable.set(entered.table)
     try:

@@ -173,7 +173,7 @@ class FirstPass:
             layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))
             claims.update(dict.fromkeys(layers, ours.operator))
         watch, manager = cls(claims, _entered={""}), get_default_manager()  # SGLang calls the model's forward itself
-        watch._was_counting = manager.counter.on
+        watch._was_counting = manager.state.counter.on
         manager.set_counting(True)
         watch._before = watch._calls()
         for prefix in {_parent(prefix) for prefix in claims}:

@@ -30,9 +30,9 @@ from fl_dispatch.cli.doctor import examine
 from fl_dispatch.compiled.freezing import Manifest
 from fl_dispatch.devices import CPU, CUDA
 from fl_dispatch.hosting import oplist, runs
-from fl_dispatch.hosting.aten_operators import replaced_operators
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.replaced import replaced_operators
 from fl_dispatch.settings import Settings, load_settings
 
 capturing = False

@@ -12,8 +12,8 @@ import pytest
 
 from fl_dispatch import logger_manager
 from fl_dispatch.errors import ConfigError
-from fl_dispatch.logger_manager import apply_log_level, get_logger, set_log_level
-from fl_dispatch.settings import Settings
+from fl_dispatch.logger_manager import get_logger, set_log_level
+from fl_dispatch.settings import Settings, install_settings
 
 SOURCES = Path(logger_manager.__file__).parents[1]
 
@@ -103,7 +103,7 @@ def test_a_bad_level_names_the_nearest() -> None:
 
 
 def test_the_settings_level_is_applied() -> None:
-    apply_log_level(Settings(log_level="ERROR"))
+    install_settings(Settings(log_level="ERROR"))
     assert get_logger().level == logging.ERROR
 
 

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import recover, unknown
 from ..errors import DispatchError
 from ..locking import writers
 from ..ops import Operator
-from ..run.table import ROOT
+from ..run.recovery import recover
+from ..run.table import DispatchTable
 from ..selection.decision import Decision
+from ..state import unknown
 
 NAMESPACE = "fl_dispatch"
 SEEN_ENTRIES = 64  # entries whose results were checked; a table makes new ones when something changes
@@ -59,10 +60,11 @@ class Variant:
 
 
 @functools.cache
-def view(operator: Operator, scope: str = "") -> Callable[..., Any]:
+def view(root: DispatchTable, operator: Operator, scope: str = "") -> Callable[..., Any]:
     """A function with the operator's parameters, in the declaration's order, that calls its opaque views.
 
     Args:
+        root: what the views read; one in a process, because PyTorch has one operator of a name.
         operator: the declaration; it must allow :attr:`~fl_dispatch.ops.Mode.OPAQUE`.
         scope: the layer for which it dispatches.
 
@@ -74,7 +76,7 @@ def view(operator: Operator, scope: str = "") -> Callable[..., Any]:
     lines = [f"def {operator.name}({', '.join(names)}):"]
     namespace: dict[str, Any] = {}
     for variant in variants(operator):
-        namespace[f"_{variant.name}"] = getattr(getattr(torch.ops, NAMESPACE), _define(operator, variant)).default
+        namespace[f"_{variant.name}"] = getattr(getattr(torch.ops, NAMESPACE), _define(root, operator, variant)).default
         call = f"_{variant.name}({', '.join([*variant.parameters, repr(scope)])})"
         indent = "    "
         if decider and not variant.writes:
@@ -179,7 +181,7 @@ def _returns_tensors(operator: Operator) -> bool:
     return bool(_results(operator, given=True))
 
 
-def _define(operator: Operator, variant: Variant) -> str:
+def _define(root: DispatchTable, operator: Operator, variant: Variant) -> str:
     """Define a view unless it exists; returns its name."""
     global _library
     with writers:
@@ -187,7 +189,7 @@ def _define(operator: Operator, variant: Variant) -> str:
             _library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
         if not hasattr(getattr(torch.ops, NAMESPACE), variant.name):
             _library.define(f"{variant.name}{schema(operator, variant)}")  # type: ignore[no-untyped-call]
-            kernel = _kernel(operator, variant)
+            kernel = _kernel(root, operator, variant)
             _library.impl(variant.name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
             fake = _fake(operator, variant)
             torch.library.register_fake(f"{NAMESPACE}::{variant.name}", fake, lib=_library)
@@ -199,7 +201,7 @@ def _full(operator: Operator, variant: Variant) -> str:
     return ", ".join(repr(variant.fixed[name]) if name in variant.fixed else name for name in operator.parameters)
 
 
-def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
+def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callable[..., Any]:
     """What the view runs: a dispatched call, and then care for the memory of its results."""
     own = [name for name in operator.parameters if name in variant.parameters]
     tensors = [name for name in own if Tensor in _members(_hints(operator)[name])]
@@ -225,7 +227,10 @@ def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
         f"        _result = _recover(_key, _table, _fn, error, {call}, {{}})",
     ]
     if variant.returns:
-        lines += ["    if _fn not in _seen:", f"        _check(_table.decisions[_key], {call}, _result, _seen, _fn)"]
+        lines += [
+            "    if _fn not in _seen:",
+            f"        _check(_table.plans[_key].decision, {call}, _result, _seen, _fn)",
+        ]
     if targets:
         done = " and ".join(f"_result[{i}] is {name}" for i, name in enumerate(targets))
         if len(_results(operator, given=True)) == 1:
@@ -246,7 +251,7 @@ def _kernel(operator: Operator, variant: Variant) -> Callable[..., Any]:
         ]
     else:
         lines.append(f"    return _fresh(({', '.join(tensors)},), _result)")
-    namespace = {"_root": ROOT, "_recover": recover, "_unknown": unknown, "_store": _store, "_fresh": _fresh}
+    namespace = {"_root": root, "_recover": recover, "_unknown": unknown, "_store": _store, "_fresh": _fresh}
     namespace |= {"_seen": set(), "_check": functools.partial(_check, operator)}
     exec("\n".join(lines), namespace)
     function: Callable[..., Any] = namespace[variant.name]  # type: ignore[assignment]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..op_manager import OpManager
+from ..replaced import replaced_operators
 from ..selection.decision import FLAGGEMS_ID
 from ..settings import Settings
-from .aten_operators import replaced_operators
 from .private_file import write_private
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..backends.flaggems.aten import replacement
-from ..compiled.freezing import Manifest
+from ..compiled.manifest import Manifest
 from ..errors import RankDivergenceError
 from ..manager import get_default_manager
 
@@ -73,8 +73,8 @@ def _choices() -> tuple[Choices, Choices]:
     manager = get_default_manager()
     operators: Choices = {}
     layers: Choices = {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
-    for key, decision in manager.tables.root.decisions.items():
-        chosen = [[impl.impl_id for impl in branch.candidates] for branch in decision.branches]
+    for key, plan in manager.tables.root.plans.items():
+        chosen = [[impl.impl_id for impl in branch.candidates] for branch in plan.decision.branches]
         (layers if "@" in key else operators)[key] = chosen
     return operators, layers
 

@@ -107,15 +107,25 @@ class FailureLog:
         kinds = self._failures.get((impl.op_name, impl.impl_id), {})
         return frozenset(kind for kind in kinds if kind.scope == scope)
 
+    def has_bans(self, op_name: str) -> bool:
+        """Whether some implementation of an operator is banned for some calls."""
+        return any(op == op_name for op, _ in self._failures)
+
     def failures(self) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
         """All bans: (operator, implementation id) → kind of arguments → failure."""
         return self._failures
 
-    def clear(self, op_name: str | None = None) -> None:
-        """Lift the bans of one operator, or all."""
+    def clear(self, op_name: str | None = None) -> Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]:
+        """Lift the bans of one operator, or all; returns what :meth:`restore` takes."""
         with writers:
-            kept = {} if op_name is None else {key: value for key, value in self._failures.items() if key[0] != op_name}
-            self._failures = kept
+            before = self._failures
+            self._failures = {} if op_name is None else {key: bans for key, bans in before.items() if key[0] != op_name}
+            return before
+
+    def restore(self, before: Mapping[tuple[str, str], Mapping[ArgumentKind, Failure]]) -> None:
+        """Take a change back."""
+        with writers:
+            self._failures = {key: dict(bans) for key, bans in before.items()}
 
 
 class Proofs:

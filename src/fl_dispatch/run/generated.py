@@ -66,9 +66,7 @@ def direct(
     bare = convention.layer_first if form == LAYER else convention.positional
     if bare and not guards and view is None and supports is None and (form == BOUND or convention.defaults):
         return fn
-    function = _generate(operator, convention, form, fn, otherwise, supports, guards, view)
-    function.__dict__["fl_impl"] = impl  # so that recovery knows who raised
-    return function
+    return _generate(operator, convention, form, fn, otherwise, supports, guards, view)
 
 
 def bound(

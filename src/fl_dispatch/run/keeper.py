@@ -4,132 +4,133 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
 
+from ..global_policy import GLOBAL
 from ..locking import writers
-from ..policy import PolicyManager
 from ..selection.selection_policy import SelectionPolicy
-from .plan import Key, bound_key, build_entries, keys_of
-from .table import Built, DispatchTable, PrivateTable
+from ..state import State
+from .plan import Key, bound_key, build, keys_of
+from .table import DispatchTable, Plan
 
-if TYPE_CHECKING:
-    from ..op_manager import OpManager
-
-Value = TypeVar("Value")
+KEPT_TABLES = 64
+"""Policies whose tables are kept for the next context with the same policy."""
 
 
 class TableKeeper:
     """The tables of one manager.
 
     Args:
-        manager: it decides what the entries are.
-        root: the table for the global policy; a private one by default.
+        state: what the entries are made from.
+        root: the table for the global policy.
     """
 
-    def __init__(self, manager: OpManager, root: DispatchTable | None = None) -> None:
-        self._manager = manager
-        self._scopes: dict[str, frozenset[str]] = {}
-        self._contexts: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
-        self._own_contexts: dict[SelectionPolicy, DispatchTable] = {}
-        self.root = PrivateTable(manager) if root is None else root
-        self.root.owner = manager
-        self.root.unsettle()
-
-    def current(self) -> DispatchTable:
-        """The table that a call here reads."""
-        root: DispatchTable = self.root
-        current: DispatchTable = root if root.plain else root.current
-        return current
-
-    def scopes(self, op_name: str) -> frozenset[str]:
-        """The scopes that an operator was bound for."""
-        return self._scopes.get(op_name, frozenset())
+    def __init__(self, state: State, root: DispatchTable) -> None:
+        self._state = state
+        self._kept: dict[object, DispatchTable] = {}
+        self._used: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
+        self.root = root
+        root.state = state
+        root.unsettle()
 
     def bind(self, op_name: str, scope: str) -> str:
         """Have entries for a bound operator in every table from now on; returns their key."""
         key = bound_key(op_name, scope)
         with writers:
-            if scope not in self.scopes(op_name):
-                self._scopes[op_name] = self.scopes(op_name) | {scope}
+            scopes = self._state.scopes.setdefault(op_name, set())
+            if scope not in scopes:
+                scopes.add(scope)
                 for table in self._all():
-                    self._refresh(table, [key])
+                    if table.settled:
+                        table.add(build(self._state, self.policy_of(table), [key]))
         return key.text
 
-    def republish(self, op_names: Iterable[str] | None) -> None:
-        """Rebuild the entries of some operators, or of all, in every table."""
-        with writers:
-            for table in self._all():
-                if op_names is None or not table.settled:
-                    self._fill(table)
-                else:
-                    self._refresh(table, [key for op in op_names for key in keys_of(op, self.scopes(op))])
-
-    def for_context(self) -> DispatchTable:
-        """The table for the policy in force here, of a manager that is not the default one."""
-        policies = PolicyManager.get_instance()
-        policy = policies.get_policy()
-        if policy is policies.get_global_policy():
-            return self.root
-        with writers:
-            table = self._own_contexts.get(policy)
-            if table is None:
-                if len(self._own_contexts) >= PolicyManager.KEPT_TABLES:
-                    self._own_contexts.clear()
-                table = self._own_contexts[policy] = DispatchTable(policy)
-                self.adopt(table)
+    def table_for(self, policy: SelectionPolicy) -> DispatchTable:
+        """The table for a context with this policy. Takes a lock only where the policy is new."""
+        key = policy, tuple(sorted((name, str(origin)) for name, origin in policy.origins.items()))
+        table = self._kept.get(key)
+        if table is None:
+            with writers:
+                table = self._kept.get(key)
+                if table is None:
+                    table = DispatchTable(self.root.start, policy)
+                    self.adopt(table)
+                    while len(self._kept) >= KEPT_TABLES:
+                        del self._kept[next(iter(self._kept))]
+                    self._kept[key] = table
         return table
 
     def adopt(self, table: DispatchTable) -> None:
         """Fill a context's table, and keep it up to date as long as it lives."""
         with writers:
-            table.owner = self._manager
-            self._contexts.add(table)
+            table.state = self._state
+            self._used.add(table)
             if self.root.settled:
                 self._fill(table)
 
-    def retire(self, successor: TableKeeper) -> None:
-        """Another manager becomes the default one: it takes over bound scopes, root table and contexts' tables."""
-        successor._scopes = dict(self._scopes)
-        self.root = PrivateTable(self._manager)
-        self._contexts = weakref.WeakSet()
+    def tables(self) -> list[DispatchTable]:
+        """The contexts' tables that live."""
+        with writers:
+            return list(self._used)
+
+    def retire(self, successor: TableKeeper, root: DispatchTable) -> None:
+        """Another manager takes over bound scopes, root table and contexts' tables; this one goes on with ``root``."""
+        successor._state.scopes = {op: set(scopes) for op, scopes in self._state.scopes.items()}
+        for table in self.tables():
+            successor.adopt(table)
+        successor._kept, self._kept = self._kept, {}
+        self._used = weakref.WeakSet()
+        self.root, root.state = root, self._state
+
+    def rebuild(self, op_names: Iterable[str] | None) -> None:
+        """Rebuild the entries of some operators, or of all, in every table."""
+        with writers:
+            if op_names is None:
+                self._kept = {}  # those that nobody uses are made anew when they are wanted
+            for table in self._all():
+                if op_names is None or not table.settled:
+                    self._fill(table)
+                else:
+                    self._refresh(table, [key for op in op_names for key in self._keys(op)])
+
+    def rebuild_root(self) -> None:
+        """Rebuild the root table alone: the global policy is another one."""
+        with writers:
+            self._fill(self.root)
 
     def unsettle(self) -> None:
         """Have all tables rebuilt at the next call."""
         for table in self._all():
             table.unsettle()
 
-    def _all(self) -> list[DispatchTable]:
-        return [*self._contexts, self.root]  # the root last: once it is settled, all are
-
     def policy_of(self, table: DispatchTable) -> SelectionPolicy:
         """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
-        admitted = table is self.root or self._manager.freezer.admits(table.policy)
+        admitted = table is self.root or self._state.admits(table.policy)
         return table.policy if admitted else self.root.policy
+
+    def _all(self) -> list[DispatchTable]:
+        return [*self._used, self.root]  # the root last: once it is settled, all are
+
+    def _keys(self, op_name: str) -> list[Key]:
+        return keys_of(op_name, self._state.scopes.get(op_name, ()))
 
     def _fill(self, table: DispatchTable) -> None:
         if table is self.root:
-            table.policy = PolicyManager.get_instance().get_global_policy()
-        registry = self._manager.registry
-        impls = None
+            table.policy = GLOBAL.get()
+        registry, impls = self._state.registry, None
+        plans: dict[str, Plan] = {}
         while impls is not registry.snapshot().impls_by_op:  # an availability check may register something
             impls = registry.snapshot().impls_by_op
-            keys = [key for op in impls for key in keys_of(op, self.scopes(op))]
-            built = build_entries(self._manager, self.policy_of(table), keys)
-        if table.owner is self._manager:
-            table.publish(built)
+            plans = build(self._state, self.policy_of(table), [key for op in impls for key in self._keys(op)])
+        if table.state is self._state:
+            table.publish(plans)
 
     def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
-        if not table.settled:
-            return
-        fresh = build_entries(self._manager, self.policy_of(table), keys)
-        asked = {key.text for key in keys}
-        if table.owner is self._manager:
-            entries = _merged(table.entries, fresh.entries, asked)
-            decisions = _merged(table.decisions, fresh.decisions, asked)
-            table.publish(Built(entries, decisions, _merged(table.declined, fresh.declined, asked)))
+        fresh = build(self._state, self.policy_of(table), keys)
+        if table.state is self._state:
+            table.publish(_merged(table.plans, fresh, {key.text for key in keys}))
 
 
-def _merged(old: Mapping[str, Value], new: Mapping[str, Value], asked: Iterable[str]) -> dict[str, Value]:
-    """The old values with those of some keys replaced; a key without a new value is gone."""
-    kept = {key: value for key, value in old.items() if key not in asked}
+def _merged(old: Mapping[str, Plan], new: Mapping[str, Plan], asked: Iterable[str]) -> dict[str, Plan]:
+    """The old plans with those of some keys replaced; a key without a new plan is gone."""
+    kept = {key: plan for key, plan in old.items() if key not in asked}
     return {**kept, **new}

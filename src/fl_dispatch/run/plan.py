@@ -1,28 +1,29 @@
-"""Makes table entries from decisions: the bare implementation wherever nothing has to happen before it."""
+"""Makes table entries from decisions: the bare implementation wherever nothing has to happen before it.
+
+Layers share what does not depend on the layer: a decision that no rule for single layers touches is made once for all
+scopes of an operator, and so is what compiled code traces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from ..compiled import views as opaque
 from ..errors import NoImplementationError, NotSupported
 from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Mode, Operator
 from ..selection.decision import Branch, Decision, admits
+from ..selection.selection_policy import SelectionPolicy
 from ..signatures import Convention
+from ..state import State
 from ..types import OpImpl
-from . import generated as entries
-from . import recovery
+from . import generated, recovery
 from .arguments import Call
 from .recovery import Settled
-from .table import ROOT, Built
-
-if TYPE_CHECKING:
-    from ..op_manager import OpManager
-    from ..selection.selection_policy import SelectionPolicy
+from .table import Plan
 
 Function = Callable[..., Any]
 
@@ -38,73 +39,102 @@ class Key(NamedTuple):
 
 def keys_of(op_name: str, scopes: Iterable[str]) -> list[Key]:
     """The entries of one operator: by name, with a layer first, and one for each scope that was bound."""
-    keys = [Key(op_name, op_name, None, entries.CALL)]
+    keys = [Key(op_name, op_name, None, generated.CALL)]
     operator = OPERATORS.get(op_name)
     if operator is not None and operator.layer is not None:
-        keys.append(Key(f"{op_name}{entries.LAYER_SUFFIX}", op_name, None, entries.LAYER))
+        keys.append(Key(f"{op_name}{generated.LAYER_SUFFIX}", op_name, None, generated.LAYER))
     return keys + [bound_key(op_name, scope) for scope in sorted(scopes)]
 
 
 def bound_key(op_name: str, scope: str) -> Key:
     """The entry of a bound operator."""
-    return Key(f"{op_name}@{scope}", op_name, scope or None, entries.BOUND)
+    return Key(f"{op_name}@{scope}", op_name, scope or None, generated.BOUND)
 
 
-def build_entries(manager: OpManager, policy: SelectionPolicy, keys: Iterable[Key]) -> Built:
-    """The functions for some keys under one policy, and the decisions that they were made from."""
-    built = Built({}, {}, {})
+def build(state: State, policy: SelectionPolicy, keys: Iterable[Key]) -> dict[str, Plan]:
+    """The plans for some keys under one policy; an operator that nobody registered (any more) has none."""
+    recipes: dict[tuple[str, str, str | None], _Recipe | None] = {}
+    singled_out = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned) if "@" in key}
+    plans = {}
     for key in keys:
-        try:
-            decision = manager.decide(key.op_name, key.scope, policy)
-        except NoImplementationError:  # nobody registered it (any more)
-            continue
-        built.decisions[key.text] = decision
-        built.entries[key.text] = _entry(manager, policy, decision, key.form)
-        operator = OPERATORS.get(key.op_name)
-        others = () if policy.strict or manager.frozen else decision.candidates[1:]
-        built.declined[key.text] = _traced(manager, decision, operator, key.form, None, others)
-    return built
+        apart = key.op_name in singled_out or state.failures.has_bans(key.op_name)
+        group = key.scope if apart or key.scope is None else ANY_LAYER
+        place = key.op_name, key.form, group
+        if place not in recipes:
+            recipes[place] = _recipe(state, policy, key, key.scope if apart else None)
+        if (recipe := recipes[place]) is not None:
+            entry = _entry(state, policy, recipe, key)
+            plans[key.text] = Plan(key.op_name, key.scope, recipe.decision, entry, recipe.declined)
+    return plans
 
 
-def direct_function(manager: OpManager, impl: OpImpl) -> Function:
+def direct_function(state: State, impl: OpImpl) -> Function:
     """One implementation as a function with the operator's parameters: no fallback, ``supports`` is not asked."""
 
     def otherwise(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported(f"'{impl.impl_id}' of '{impl.op_name}' does not take all of these parameters")
 
     operator = OPERATORS.get(impl.op_name)
-    convention = manager.registry.convention(impl)
-    return entries.direct(operator, impl, convention, entries.CALL, impl.fn, otherwise, ask=False)
+    convention = state.registry.convention(impl)
+    return generated.direct(operator, impl, convention, generated.CALL, impl.fn, otherwise, ask=False)
 
 
-def frozen_function(manager: OpManager, policy: SelectionPolicy, decision: Decision) -> Function:
+def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -> Function:
     """The implementation of an unconditional choice, as a function for a bound operator's callers."""
     operator, first = OPERATORS[decision.op_name], decision.candidates[0]
-    view = _view(manager, policy, decision, operator)
-    convention = manager.registry.convention(first)
-    return entries.direct(operator, first, convention, entries.CALL, first.fn, first.fn, view=view)
+    view = _view(state, policy, decision, operator)
+    convention = state.registry.convention(first)
+    return generated.direct(operator, first, convention, generated.CALL, first.fn, first.fn, view=view)
 
 
-def _entry(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str) -> Function:
-    operator = OPERATORS.get(decision.op_name)
-    view = _view(manager, policy, decision, operator)
-    traced = _traced(manager, decision, operator, form, view, decision.candidates)
-    careful = _careful(manager, policy, decision, form, traced)
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What the entries of several layers have in common.
+
+    Args:
+        operator: the declaration; ``None`` for an operator that nobody declared.
+        decision: who may run, best first.
+        view: what compiled code calls instead of tracing into the choice.
+        traced: what Dynamo traces in place of the careful path.
+        declined: what a trace goes on with when the first candidate declines.
+    """
+
+    operator: Operator | None
+    decision: Decision
+    view: Function | None
+    traced: Function
+    declined: Function
+
+
+ANY_LAYER = ""
+"""Stands for every layer that nothing singles out."""
+
+
+def _recipe(state: State, policy: SelectionPolicy, key: Key, scope: str | None) -> _Recipe | None:
+    try:
+        decision = state.decide(key.op_name, scope, policy)
+    except NoImplementationError:
+        return None
+    operator = OPERATORS.get(key.op_name)
+    view = _view(state, policy, decision, operator)
+    traced = _traced(state, decision, operator, key.form, view, decision.candidates)
+    others = () if policy.strict or state.frozen else decision.candidates[1:]
+    declined = _traced(state, decision, operator, key.form, None, others)
+    return _Recipe(operator, decision, view, traced, declined)
+
+
+def _entry(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> Function:
+    decision, operator = recipe.decision, recipe.operator
+    careful = _careful(state, policy, recipe, key)
     if not decision.conditional:
-        return _first_candidate(manager, decision, decision.branches[-1], form, careful, traced, view)
-    if operator is None or form == entries.LAYER:
+        return _first_candidate(state, recipe, decision.branches[-1], key.form, careful, recipe.view)
+    if operator is None or key.form == generated.LAYER:
         return careful
-    return _conditional(manager, decision, operator, careful, traced, view)
+    return _conditional(state, recipe, operator, careful)
 
 
 def _first_candidate(
-    manager: OpManager,
-    decision: Decision,
-    branch: Branch,
-    form: str,
-    careful: Function,
-    traced: Function,
-    view: Function | None,
+    state: State, recipe: _Recipe, branch: Branch, form: str, careful: Function, view: Function | None
 ) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
 
@@ -112,10 +142,10 @@ def _first_candidate(
     """
     if not branch.candidates:
         return careful
-    first, operator = branch.candidates[0], OPERATORS.get(decision.op_name)
+    first, operator, decision = branch.candidates[0], recipe.operator, recipe.decision
     unproven: list[str] = []
-    if not manager.frozen:
-        proofs = manager.proofs
+    if not state.frozen:
+        proofs = state.proofs
         if proofs.watches(first):
             return careful
         if not proofs.holds(first, wrote=True):
@@ -125,15 +155,15 @@ def _first_candidate(
             if any(write.given is None for write in updates):
                 return careful
             unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
-    convention = manager.registry.convention(first)
-    fn = manager.counter.function(first)
-    entry = entries.direct(operator, first, convention, form, fn, careful, unproven, view=view)
-    banned = manager.failures.kinds(first, decision.scope)
+    convention = state.registry.convention(first)
+    fn = state.counter.function(first)
+    entry = generated.direct(operator, first, convention, form, fn, careful, unproven, view=view)
+    banned = state.failures.kinds(first, decision.scope)
     if not banned:
         return entry
-    if operator is None or form == entries.LAYER:
+    if operator is None or form == generated.LAYER:
         return careful
-    return _kind_checked(operator, decision.scope, banned, entry, careful, traced)
+    return _kind_checked(operator, decision.scope, banned, entry, careful, recipe.traced)
 
 
 def _kind_checked(
@@ -153,24 +183,16 @@ def _kind_checked(
         chosen = careful if ArgumentKind.of(full, scope) in banned else entry
         return chosen(*args, **kwargs)
 
-    kind_checked.__dict__.update(getattr(entry, "__dict__", {}))
     return kind_checked
 
 
-def _conditional(
-    manager: OpManager,
-    decision: Decision,
-    operator: Operator,
-    careful: Function,
-    traced: Function,
-    view: Function | None,
-) -> Function:
+def _conditional(state: State, recipe: _Recipe, operator: Operator, careful: Function) -> Function:
     branches = [
-        (branch.rule, _first_candidate(manager, decision, branch, entries.BOUND, careful, traced, None))
-        for branch in decision.branches
+        (branch.rule, _first_candidate(state, recipe, branch, generated.BOUND, careful, None))
+        for branch in recipe.decision.branches
     ]
     count = len(operator.parameters)
-    traceable = view is None
+    traceable, traced = recipe.view is None, recipe.traced
 
     def conditional(*args: Any, **kwargs: Any) -> Any:
         if not traceable and torch.compiler.is_dynamo_compiling():
@@ -182,20 +204,19 @@ def _conditional(
                 return entry(*full)
         raise AssertionError("the last branch has no condition")
 
-    conditional.__dict__["fl_decision"] = decision  # so that recovery knows which branch ran
     return conditional
 
 
-def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, form: str, traced: Function) -> Function:
+def _careful(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> Function:
     """The path of a first call, of watched and banned implementations, and of calls that the first one refuses."""
-    op_name, scope = decision.op_name, decision.scope
+    op_name, scope, decision, traced = key.op_name, key.scope, recipe.decision, recipe.traced
 
     def careful(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return traced(*args, **kwargs)
         call = Call.of(op_name, scope, args, kwargs)
         try:
-            return recovery.run(manager, policy, decision, call)
+            return recovery.run(state, policy, decision, call)
         except Exception as error:
             settled = Settled(error)
         try:
@@ -206,50 +227,31 @@ def _careful(manager: OpManager, policy: SelectionPolicy, decision: Decision, fo
     return careful
 
 
-def who_may_run(manager: OpManager, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:
-    """A branch's candidates up to the first one that takes every call."""
-    runs = []
-    for impl in branch.candidates:
-        runs.append(impl)
-        if takes_every_call(manager, decision, impl, bans):
-            break
-    return runs
-
-
-def takes_every_call(manager: OpManager, decision: Decision, impl: OpImpl, bans: bool = True) -> bool:
-    """Whether an implementation takes every call here: no predicate, no ban, no parameter left out."""
-    convention = manager.registry.convention(impl)
-    banned = bans and manager.failures.kinds(impl, decision.scope)
-    return impl.supports is None and not banned and not (convention and convention.left_out)
-
-
-def _view(
-    manager: OpManager, policy: SelectionPolicy, decision: Decision, operator: Operator | None
-) -> Function | None:
+def _view(state: State, policy: SelectionPolicy, decision: Decision, operator: Operator | None) -> Function | None:
     """The opaque view that compiled code calls instead of tracing into the choice; ``None`` where it may look inside.
 
     A view is needed where a trace cannot hold the choice: Dynamo cannot trace what may run, the operator may not be
     traced, the choice depends on the call, or dispatch is frozen, so that the guards of a predicate may be dropped.
     """
-    if operator is None or Mode.OPAQUE not in operator.modes or manager.tables.root is not ROOT:
+    if operator is None or Mode.OPAQUE not in operator.modes or state.view is None:
         return None
-    runs = who_may_run(manager, decision, decision.branches[-1])
+    runs = state.who_may_run(decision, decision.branches[-1])
     needed = (
         decision.conditional
         or Mode.INLINE not in operator.modes
         or any(impl.opaque for impl in runs)
-        or (manager.frozen and len(runs) > 1)
+        or (state.frozen and len(runs) > 1)
     )
     if not needed:
         return None
     # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
     scope = decision.scope
-    banned_here = any(manager.failures.kinds(impl, scope) != manager.failures.kinds(impl, None) for impl in runs)
-    return opaque.view(operator, scope or "" if banned_here or policy.singles_out(operator.name, scope) else "")
+    banned_here = any(state.failures.kinds(impl, scope) != state.failures.kinds(impl, None) for impl in runs)
+    return state.view(operator, scope or "" if banned_here or policy.singles_out(operator.name, scope) else "")
 
 
 def _traced(
-    manager: OpManager,
+    state: State,
     decision: Decision,
     operator: Operator | None,
     form: str,
@@ -266,12 +268,12 @@ def _traced(
 
     if view is not None and operator is not None and decision.candidates:
         whole = Convention(takes=tuple(operator.parameters), defaults=False)
-        return entries.direct(operator, decision.candidates[0], whole, form, view, nobody, ask=False)
+        return generated.direct(operator, decision.candidates[0], whole, form, view, nobody, ask=False)
     function: Function = nobody
     for impl in reversed(candidates):
-        if not manager.failures.kinds(impl, decision.scope):
-            convention = manager.registry.convention(impl)
-            first = entries.direct(operator, impl, convention, form, impl.fn, function)
+        if not state.failures.kinds(impl, decision.scope):
+            convention = state.registry.convention(impl)
+            first = generated.direct(operator, impl, convention, form, impl.fn, function)
             function = first if function is nobody else _or_next(first, function)
     return function
 

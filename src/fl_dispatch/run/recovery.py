@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,17 +17,15 @@ from ..errors import NoImplementationError, NotSupported, RankDivergenceError, t
 from ..knowledge.failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from ..logger_manager import get_logger
 from ..selection.decision import Decision
+from ..selection.selection_policy import SelectionPolicy
+from ..state import State
 from ..types import OpImpl
-from . import generated as entries
 from .arguments import Call
-
-if TYPE_CHECKING:
-    from ..op_manager import OpManager
-    from ..selection.selection_policy import SelectionPolicy
-    from .table import DispatchTable
+from .table import DispatchTable
 
 logger = get_logger(__name__)
 _Failures = list[tuple[OpImpl, Exception]]
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Settled(Exception):  # noqa: N818
@@ -37,24 +35,23 @@ class Settled(Exception):  # noqa: N818
         self.error = error
 
 
-def must_raise(manager: OpManager, error: BaseException, policy: SelectionPolicy) -> bool:
+def must_raise(state: State, error: BaseException, policy: SelectionPolicy) -> bool:
     """Whether an implementation's error goes to the caller unchanged."""
-    if policy.strict or manager.frozen:
+    if policy.strict or state.frozen:
         return True
     return is_out_of_memory(error) or is_dead_device(error) or is_capturing()
 
 
-def run(manager: OpManager, policy: SelectionPolicy, decision: Decision, call: Call) -> Any:
+def run(state: State, policy: SelectionPolicy, decision: Decision, call: Call) -> Any:
     """Run the first candidate that fits, with everything a first call needs; falls back where that is safe.
 
     Raises:
         NoImplementationError: no candidate fits the arguments; it says why for each.
     """
-    return _attempt(manager, policy, decision, call.branch(decision).candidates, call, [])
+    return _attempt(state, policy, decision, call.branch(decision).candidates, call, [])
 
 
 def recover(
-    manager: OpManager,
     key: str,
     table: DispatchTable,
     fn: Callable[..., Any],
@@ -63,46 +60,44 @@ def recover(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Go on after a table's function raised on the fast path, where no copy of its arguments was kept."""
-    op_name, scope = parse_key(key)
+    if _is_compiling():  # while it was traced: the next one is, if it is known that nothing was written
+        if isinstance(error, NotSupported):
+            return table.plans[key].declined(*args, **kwargs)
+        raise error
+    call = None
     try:
-        call = Call.of(op_name, scope, args, kwargs)
-    except TypeError:
-        raise error from None  # the call does not fit the operator: the caller's mistake
-    decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
-    decision = decision or manager.decide(op_name, scope, table.policy)
-    failed = _who(manager, fn, op_name) or call.branch(decision).candidates[0]
-    try:
-        return _after_fast_path(manager, table.policy, decision, call, failed, error)
+        if type(error) is Settled:
+            raise error.error
+        plan = table.plans[key]
+        try:
+            call = Call.of(plan.op_name, plan.scope, args, kwargs)
+        except TypeError:
+            call = None
+        if call is None:
+            raise error from None  # the call does not fit the operator: the caller's mistake
+        candidates = call.branch(plan.decision).candidates
+        failed = candidates[0] if plan.entry is fn else _who(table.state, fn, candidates)
+        return _after_fast_path(table.state, table.policy, plan.decision, call, failed, error)
     finally:
         del error, call, args, kwargs
 
 
-def parse_key(key: str) -> tuple[str, str | None]:
-    """A table key's operator and scope."""
-    op_name, _, scope = key.partition("@")
-    return op_name.removesuffix(entries.LAYER_SUFFIX), scope or None
-
-
-def _who(manager: OpManager, fn: Callable[..., Any], op_name: str) -> OpImpl | None:
-    """The implementation that a table's function runs: a generated one says so, a bare one is its own."""
-    named: OpImpl | None = getattr(fn, "fl_impl", None)
-    if named is not None:
-        return named
-    impls = manager.registry.get_implementations(op_name)
-    return next((impl for impl in impls if manager.counter.is_function_of(fn, impl)), None)
+def _who(state: State, fn: Callable[..., Any], candidates: Sequence[OpImpl]) -> OpImpl:
+    """The implementation that an entry ran which the table does not have any more."""
+    return next((impl for impl in candidates if state.counter.is_function_of(fn, impl)), candidates[0])
 
 
 def _after_fast_path(
-    manager: OpManager, policy: SelectionPolicy, decision: Decision, call: Call, failed: OpImpl, error: Exception
+    state: State, policy: SelectionPolicy, decision: Decision, call: Call, failed: OpImpl, error: Exception
 ) -> Any:
     candidates = call.branch(decision).candidates
     try:
         # Of tensors on another device it would not have been asked, had anybody looked before: that is no failure.
-        unasked = isinstance(error, NotSupported) and not (manager.frozen or failed.takes_device(call.kind.device))
-        if not unasked and must_raise(manager, error, policy):
+        unasked = isinstance(error, NotSupported) and not (state.frozen or failed.takes_device(call.kind.device))
+        if not unasked and must_raise(state, error, policy):
             raise error
         if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
-            manager.watch(failed)
+            state.watch(failed)
             add_note(
                 error,
                 f"fl_dispatch: '{failed.impl_id}' of '{call.op_name}' may have overwritten an argument of which no "
@@ -112,21 +107,21 @@ def _after_fast_path(
             raise error
         _warn(failed, call, error)
         if unasked:
-            return _attempt(manager, policy, decision, candidates, call, [])
+            return _attempt(state, policy, decision, candidates, call, [])
         others = [impl for impl in candidates if impl is not failed]
-        return _attempt(manager, policy, decision, others, call, [(failed, error)])
+        return _attempt(state, policy, decision, others, call, [(failed, error)])
     finally:
         del error  # its traceback holds this frame, and with it the arguments
 
 
-def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
+def refusal(state: State, impl: OpImpl, call: Call) -> str:
     """Why an implementation does not run for these arguments; empty when it does."""
-    banned = manager.failures.for_kind(impl, call.kind)
+    banned = state.failures.for_kind(impl, call.kind)
     if banned:
         return banned
     if not impl.takes_device(call.kind.device):
         return f"it takes tensors on {', '.join(impl.device_types or ())}, not on {call.kind.device}"
-    convention = manager.registry.convention(impl)
+    convention = state.registry.convention(impl)
     if convention is not None:
         given = call.given(convention.left_out)
         if given:
@@ -134,7 +129,7 @@ def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
     answer = _supports(impl, call)
     if isinstance(answer, Exception):
         reason = f"its 'supports' raised {text_of(answer)}"
-        if manager.failures.tell_once(impl, reason):
+        if state.failures.tell_once(impl, reason):
             logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
         return reason
     if isinstance(answer, str):
@@ -153,7 +148,7 @@ def _supports(impl: OpImpl, call: Call) -> bool | str | Exception:
 
 
 def _attempt(
-    manager: OpManager,
+    state: State,
     policy: SelectionPolicy,
     decision: Decision,
     impls: Sequence[OpImpl],
@@ -163,23 +158,23 @@ def _attempt(
     reasons = []
     try:
         for index, impl in enumerate(impls):
-            reason = refusal(manager, impl, call)
+            reason = refusal(state, impl, call)
             if reason:
                 reasons.append(f"{impl.impl_id}: {reason}")
                 continue
             if failures:
-                _may_fall_back(manager, call, failures)
+                _may_fall_back(state, call, failures)
             updated = call.updated()
             last = index + 1 == len(impls) or policy.strict
-            copies = None if last or not _needs_copies(manager, impl) else _copy(updated)
+            copies = None if last or not _needs_copies(state, impl) else _copy(updated)
             try:
-                result = call.run(manager.counter.function(impl), manager.registry.convention(impl))
+                result = call.run(state.counter.function(impl), state.registry.convention(impl))
             except Exception as error:
                 failures.append((impl, error))
             else:
-                _succeeded(manager, impl, call, failures, wrote=bool(updated) or call.operator is None)
+                _succeeded(state, impl, call, failures, wrote=bool(updated) or call.operator is None)
                 return result
-            _go_on_or_raise(manager, policy, call, failures[-1], updated, copies, last)
+            _go_on_or_raise(state, policy, call, failures[-1], updated, copies, last)
         if not failures:
             raise NoImplementationError(call.op_name, [*reasons, *decision.skipped_reasons()])
         _raise_first(call, failures, reasons)
@@ -188,7 +183,7 @@ def _attempt(
 
 
 def _go_on_or_raise(
-    manager: OpManager,
+    state: State,
     policy: SelectionPolicy,
     call: Call,
     failure: tuple[OpImpl, Exception],
@@ -200,7 +195,7 @@ def _go_on_or_raise(
     impl, error = failure
     try:
         wrote_nothing = isinstance(error, NotSupported)
-        if must_raise(manager, error, policy) or (not wrote_nothing and call.holds_state()):
+        if must_raise(state, error, policy) or (not wrote_nothing and call.holds_state()):
             raise error
         if not (wrote_nothing or last) and not _restore(updated, copies):
             raise error
@@ -244,13 +239,13 @@ def _raise_first(call: Call, failures: _Failures, reasons: Sequence[str]) -> Non
         del first
 
 
-def _needs_copies(manager: OpManager, impl: OpImpl) -> bool:
-    return not manager.proofs.holds(impl, wrote=True) or manager.proofs.watches(impl)
+def _needs_copies(state: State, impl: OpImpl) -> bool:
+    return not state.proofs.holds(impl, wrote=True) or state.proofs.watches(impl)
 
 
-def _may_fall_back(manager: OpManager, call: Call, failures: _Failures) -> None:
+def _may_fall_back(state: State, call: Call, failures: _Failures) -> None:
     failed = [(impl, error) for impl, error in failures if not declines(error)]  # all ranks decline alike
-    if manager.lockstep and failed:
+    if state.lockstep and failed:
         impl, error = failed[0]
         raise RankDivergenceError(
             f"'{impl.impl_id}' of '{call.op_name}' failed ({text_of(error)}), and this rank runs in lockstep with "
@@ -258,19 +253,19 @@ def _may_fall_back(manager: OpManager, call: Call, failures: _Failures) -> None:
         ) from error
 
 
-def _succeeded(manager: OpManager, impl: OpImpl, call: Call, failures: _Failures, *, wrote: bool) -> None:
-    manager.prove(impl, wrote=wrote)
+def _succeeded(state: State, impl: OpImpl, call: Call, failures: _Failures, *, wrote: bool) -> None:
+    state.prove(impl, wrote=wrote)
     if not failures:
         return
     banned = False
     for failed, error in failures:
         if not declines(error):
-            manager.failures.record(failed, call.kind, error)
+            state.failures.record(failed, call.kind, error)
             banned = True
         error.with_traceback(None)  # it is settled, and its frames hold the arguments
     logger.log(logging.INFO if banned else logging.DEBUG, "Op '%s' fallback to %s", call.op_name, impl)
     if banned:
-        manager.republish({call.op_name})
+        state.changed({call.op_name})
 
 
 def _warn(impl: OpImpl, call: Call, error: BaseException) -> None:

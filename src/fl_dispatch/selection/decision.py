@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..ops import Workload
+from ..settings import Origin, TunedRule
 from ..types import BackendImplKind, OpImpl, match_token
-
-if TYPE_CHECKING:
-    from ..settings import Origin, TunedRule
-    from .selection_policy import SelectionPolicy
+from .selection_policy import SelectionPolicy
 
 CHOSEN, FALLBACK, SKIPPED = "chosen", "fallback", "skipped"
 FLAGGEMS_ID = "default.flagos"

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from fl_dispatch.logger_manager import apply_log_level
+from fl_dispatch.logger_manager import set_log_level
 
 from .items import ITEMS, Item, Variable, variable_names
 from .load import load_config_file, load_settings
@@ -39,7 +39,7 @@ def peek_settings() -> Settings:
 def install_settings(settings: Settings) -> Settings:
     """Make these the process's settings, as a worker does with its parent's."""
     global _settings
-    apply_log_level(settings)
+    set_log_level(settings.log_level)
     _settings = settings
     return settings
 

@@ -14,6 +14,7 @@ from .items import ITEMS, Item, Variable, variable_names
 from .model import Origin, Settings
 from .names import near_miss, nearest
 from .place import Place
+from .platforms import detect_platform, get_config_path
 
 logger = get_logger(__name__)
 
@@ -166,8 +167,6 @@ def _unknown_key(key: str, known: Mapping[str, Item]) -> str:
 
 
 def _read_platform(forced: str | None) -> _Found:
-    from fl_dispatch.config import detect_platform, get_config_path
-
     platform = forced or detect_platform()
     path = get_config_path(platform) if platform is not None else None
     return _Found() if path is None else _read_file(path, f"{path.name} (platform)")

@@ -17,6 +17,7 @@ from fl_dispatch.errors import ConfigError
 from . import names
 from .model import TunedRule
 from .place import Place, show
+from .platforms import list_platforms
 
 Plain = Any
 PREFERENCES = ("flagos", "vendor", "reference")
@@ -136,8 +137,6 @@ def choice(what: str, valid: Iterable[str], value: str, place: Place) -> str:
 
 def platform(value: str, place: Place) -> str:
     """A platform that has a file."""
-    from fl_dispatch.config import list_platforms
-
     if value not in list_platforms():
         raise place.error(f"unknown platform {show(value)}; {names.nearest(value, list_platforms())}")
     return value

@@ -20,8 +20,8 @@ from typing import Any
 from fl_dispatch.backends.flaggems.library import gems
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.hosting.aten_operators import set_replaced_operators
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.replaced import set_replaced_operators
 from fl_dispatch.settings import Settings
 
 from . import names

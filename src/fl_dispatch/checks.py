@@ -5,15 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
-from ..logger_manager import get_logger
-from ..ops import OPERATORS
-
-if TYPE_CHECKING:
-    from ..op_manager import OpManager
-    from .selection_policy import SelectionPolicy
+from .errors import ConfigError
+from .logger_manager import get_logger
+from .ops import OPERATORS
+from .selection.selection_policy import SelectionPolicy
+from .state import State
 
 logger = get_logger(__name__)
 
@@ -21,7 +18,7 @@ EXAMPLES = 2
 """How many layers a warning names."""
 
 
-def check(manager: OpManager, policy: SelectionPolicy) -> None:
+def check(state: State, policy: SelectionPolicy) -> None:
     """Whether every rule can have an effect; an order of an operator that nobody registered is told.
 
     Raises:
@@ -30,10 +27,10 @@ def check(manager: OpManager, policy: SelectionPolicy) -> None:
     for key, order in policy.per_op_order:
         op_name = key.partition("@")[0]
         origin = policy.origin(f"per_op_order.{key}")
-        if not manager.registry.get_implementations(op_name):
+        if not state.registry.get_implementations(op_name):
             logger.warning("The order of '%s' (%s) has no effect: nobody registered it", op_name, origin)
             continue
-        decision = manager.decide(op_name, None, replace(policy, per_op_order=((op_name, order),)))
+        decision = state.decide(op_name, None, replace(policy, per_op_order=((op_name, order),)))
         if not decision.candidates:
             why = "; ".join(decision.reasons())
             raise ConfigError(str(origin), key, f"the order {', '.join(order)} leaves nothing to run: {why}")
@@ -44,12 +41,12 @@ def check(manager: OpManager, policy: SelectionPolicy) -> None:
             raise ConfigError(str(policy.origin("op_tuned")), key, problem)
 
 
-def unmatched_scopes(manager: OpManager, policy: SelectionPolicy) -> dict[str, list[str]]:
+def unmatched_scopes(state: State, policy: SelectionPolicy) -> dict[str, list[str]]:
     """The layer patterns of a policy that fit no layer that was bound, each with the operator's layers as examples."""
     found: dict[str, list[str]] = {}
     for key, _ in (*policy.per_op_order, *policy.op_tuned):
         op_name, at, pattern = key.partition("@")
-        scopes = manager.tables.scopes(op_name)
+        scopes = state.scopes.get(op_name, set())
         if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
             found[key] = sorted(filter(None, scopes))[:EXAMPLES]
     return found

@@ -1,0 +1,119 @@
+"""The manifest: what runs in a process whose dispatch is frozen, as plain data with one hash."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..replaced import replaced_operators
+from ..selection.decision import Decision
+from ..state import Choices, Place, data, in_one_line
+from ..types import OpImpl
+from ..version import __version__
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What runs in a process whose dispatch is frozen.
+
+    Args:
+        choices: operator → its choices as plain data, conditional ones first; and ``operator@scope`` for each layer
+            that runs something else than the operator elsewhere.
+        reasons: the same keys → why.
+        versions: package → version: torch, this one, and those that the implementations come from.
+        aten: operator of PyTorch → the function that replaces it, see :mod:`.aten_operators`.
+        hash: of choices, versions and replaced operators; equal in processes that run the same.
+    """
+
+    choices: Mapping[str, list[dict[str, Any]]]
+    reasons: Mapping[str, str]
+    versions: Mapping[str, str]
+    aten: Mapping[str, str] = field(default_factory=dict)
+    hash: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = {"choices": dict(self.choices), "versions": dict(self.versions), "aten": dict(self.aten)}
+        text = json.dumps(parts, sort_keys=True)
+        object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
+        object.__setattr__(self, "hash", hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Manifest.from_data, (self.as_data(),)  # its mappings are views, which pickle refuses
+
+    def as_data(self) -> dict[str, Any]:
+        """The manifest as plain data, for other processes and files."""
+        return {
+            "hash": self.hash,
+            "choices": dict(self.choices),
+            "reasons": dict(self.reasons),
+            "versions": dict(self.versions),
+            "aten": dict(self.aten),
+        }
+
+    @classmethod
+    def from_data(cls, plain: Mapping[str, Any]) -> Manifest:
+        """The manifest that :meth:`as_data` described.
+
+        Raises:
+            ValueError: the hash is not that of the choices and versions.
+        """
+        manifest = cls(plain["choices"], plain["reasons"], plain["versions"], plain["aten"])
+        if plain["hash"] != manifest.hash:
+            raise ValueError(
+                f"a manifest with the hash {plain['hash']} was changed: its contents hash to {manifest.hash}"
+            )
+        return manifest
+
+    def differences(self, other: Manifest) -> list[str]:
+        """One line for each operator, layer and package that is not the same in both; empty if the hashes agree."""
+        lines = []
+        for mine, theirs in (
+            (self.choices, other.choices),
+            (self.versions, other.versions),
+            (self.aten, other.aten),
+        ):
+            for key in sorted({*mine, *theirs}):
+                one, two = mine.get(key), theirs.get(key)
+                if one != two:
+                    lines.append(f"{key}: {in_one_line(one)} here, {in_one_line(two)} there")
+        return lines
+
+
+def manifest_of(decided: Mapping[Place, Decision], choices: Mapping[Place, Choices]) -> Manifest:
+    """The manifest of what was decided for each operator and layer, and the choices that it came to."""
+    named: dict[str, list[dict[str, Any]]] = {}
+    reasons: dict[str, str] = {}
+    for (op_name, scope), made in sorted(choices.items(), key=lambda item: (item[0][0], item[0][1] or "")):
+        if scope and data(made) == data(choices.get((op_name, None), ())):
+            continue
+        key = f"{op_name}@{scope}" if scope else op_name
+        decision = decided[op_name, scope]
+        named[key] = data(made)
+        reasons[key] = decision.considered[0].reason if decision.chosen else "no implementation can run"
+    impls = {impl for made in choices.values() for choice in made for impl in choice.runs}
+    versions = MappingProxyType(_versions(impls))
+    return Manifest(MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators())
+
+
+def _versions(impls: set[OpImpl]) -> dict[str, str]:
+    versions = {"fl_dispatch": __version__, "torch": str(torch.__version__)}
+    distributions = metadata.packages_distributions()
+    roots = {function.partition(".")[0] for function in replaced_operators().values()}
+    for impl in impls:
+        fn = inspect.unwrap(impl.fn)
+        fn = fn.func if isinstance(fn, functools.partial) else fn
+        roots.add(str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0])
+    for root in roots:
+        if root not in versions:
+            names = sorted(set(distributions.get(root, ())))
+            versions[root] = ", ".join(f"{name} {metadata.version(name)}" for name in names) or "unknown"
+    return dict(sorted(versions.items()))

@@ -1,0 +1,124 @@
+"""The process's manager and its root table, and what concerns all managers: policy changes, freezing, forks."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from .compiled import views
+from .compiled.freezing import frozen_states
+from .compiled.manifest import Manifest
+from .errors import DispatchFrozenError
+from .global_policy import GLOBAL, policy_from_settings
+from .locking import writers
+from .op_manager import OpManager, managers
+from .run.table import DispatchTable
+from .selection.selection_policy import SelectionPolicy
+from .settings import peek_settings, reset_settings
+
+_default: OpManager | None = None
+
+
+def _start_root() -> None:
+    get_default_manager().ensure_initialized()
+
+
+_start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
+ROOT = DispatchTable(_start_root)
+"""The table of the process's manager for the global policy; it stays when the manager is another one."""
+
+
+def get_default_manager() -> OpManager:
+    """The process's manager, which :func:`fl_dispatch.call_op` uses."""
+    global _default
+    manager = _default
+    if manager is None:
+        with writers:
+            manager = _default = _default or OpManager(root=ROOT, view=partial(views.view, ROOT))
+    return manager
+
+
+def reset_default_manager() -> None:
+    """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow.
+
+    Raises:
+        DispatchFrozenError: dispatch is frozen.
+    """
+    global _default
+    with writers:
+        old = _default
+        admit_policy("the settings", policy_from_settings(peek_settings()))
+        if old is not None and old.frozen:
+            raise DispatchFrozenError("a new manager", ["everything is asked anew"])
+        _default = None
+        reread_settings()
+        new = get_default_manager()
+        if old is not None:
+            old.tables.retire(new.tables, old.private_table())
+        new.tables.unsettle()
+        for manager in list(managers):
+            manager.on_policy_change()
+
+
+def freeze_dispatch() -> Manifest:
+    """Fix what every operator and bound layer runs from here on; for hosts that compile or capture.
+
+    From then on an operator that is bound anew is the implementation itself; a failure of an implementation is raised,
+    because nothing may take over; and a change of the policy (also a context), of registrations, bans or facts that
+    would make something else run raises :class:`DispatchFrozenError` and changes nothing. Idempotent.
+
+    Returns:
+        The manifest: what runs, why, and a hash that is equal in processes that run the same.
+
+    >>> manifest = freeze_dispatch()
+    >>> sorted(manifest.choices)[0], len(manifest.hash)
+    ('attention_backend', 16)
+    >>> thaw_dispatch()
+    """
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    return manager.freezer.freeze()
+
+
+def thaw_dispatch() -> None:
+    """Allow changes again. Operators that were bound while dispatch was frozen stay what they are."""
+    get_default_manager().freezer.thaw()
+
+
+# ---- policies
+
+
+def admit_policy(change: str, policy: SelectionPolicy, *, bans: bool = False) -> None:
+    """Raise :class:`DispatchFrozenError` if a policy would change what is frozen anywhere."""
+    for state in frozen_states():
+        state.admit(change, policy, bans=bans)
+
+
+def change_policy(policy: SelectionPolicy | None) -> None:
+    """Replace the global policy (with ``None`` the settings decide) in all managers, or in none."""
+    with writers:
+        before, changed = GLOBAL.replace(policy), []
+        try:
+            for manager in list(managers):
+                changed.append(manager.on_policy_change())
+        except BaseException:
+            GLOBAL.restore(before)
+            for take_back in changed:
+                take_back()
+            raise
+
+
+def reread_settings() -> None:
+    """Read the settings again; a global policy that was set in code stays."""
+    with writers:
+        reset_settings()
+        if GLOBAL.from_settings:
+            GLOBAL.replace(None)
+
+
+def _after_fork_in_child() -> None:
+    for manager in list(managers):
+        manager.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,43 @@
+"""A dispatched call through any root table and for any key: what the hot path does, where speed does not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import OPERATORS
+from ..state import unknown
+from .generated import LAYER_SUFFIX, is_layer_first
+from .recovery import recover
+from .table import DispatchTable
+
+LAYER_KEYS = {
+    operator.name: f"{operator.name}{LAYER_SUFFIX}" for operator in OPERATORS.values() if operator.layer is not None
+}
+"""Operators that take a layer first → the key of such calls."""
+
+
+def call_through(
+    root: DispatchTable, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str = ""
+) -> Any:
+    """Run an operator; ``key`` is that of a bound one."""
+    if not root.settled:
+        root.start()
+    table = root if root.plain else root.current
+    key = key or key_of(op_name, args)
+    fn = table.entries.get(key)
+    if fn is None:
+        raise unknown(op_name)
+    try:
+        return fn(*args, **kwargs)
+    except Exception as error:
+        failure = error
+    try:
+        return recover(key, table, fn, failure, args, kwargs)
+    finally:
+        del failure  # its traceback holds this frame, and with it the arguments
+
+
+def key_of(op_name: str, args: tuple[Any, ...]) -> str:
+    """The table key of a call by name."""
+    operator = OPERATORS.get(op_name)
+    return LAYER_KEYS[op_name] if operator is not None and is_layer_first(operator, args) else op_name
