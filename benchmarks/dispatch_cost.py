@@ -39,6 +39,7 @@ from fl_dispatch import (
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.compiled import views as opaque
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.process import ROOT
 
 ROUNDS, CALLS = 41, 20_000
 VIEW_CALLS = 20  # times fewer: a view costs tens of calls
@@ -149,7 +150,7 @@ def prepare() -> dict[str, Any]:
         "resolve_op": resolve_op,
         "bound": bind_op("rms_norm"),
         "bound_supports": bind_op("gemma_rms_norm"),
-        "view": opaque.view(OPERATORS["gelu_and_mul"]),
+        "view": opaque.view(ROOT, OPERATORS["gelu_and_mul"]),
         "fn": rms_norm,
         "gelu": gelu_and_mul,
         "layer": Layer(),

@@ -1,4 +1,4 @@
-"""SGLang's platform class, derived from the :class:`~fl_dispatch.device.DeviceSpec` of this machine."""
+"""SGLang's platform class, derived from the :class:`~fl_dispatch.devices.DeviceSpec` of this machine."""
 
 from __future__ import annotations
 

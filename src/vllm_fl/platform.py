@@ -1,4 +1,4 @@
-"""vLLM's platform class, derived from the :class:`~fl_dispatch.device.DeviceSpec` of this machine.
+"""vLLM's platform class, derived from the :class:`~fl_dispatch.devices.DeviceSpec` of this machine.
 
 ``is_cuda()`` and its like stay false, so vLLM takes its generic branch and calls ``forward_oot`` of every layer. On an
 NVIDIA GPU :mod:`vllm_fl.platform_cuda` is the other possibility: vLLM's own platform with our operators.

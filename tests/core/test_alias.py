@@ -8,15 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_public_api import BY_MODULE
 
 import fl_dispatch
 import processes
 import vllm_fl
 
 SOURCES = Path(vllm_fl.__file__).parents[1]
-TOOLS = ("cli", "evidence", "hosting")  # for commands and hosts: not an import path of the core
-INNER = ("backends", "config", "ops", "settings")  # packages whose parts are not a documented import path ...
-DOCUMENTED = ("backends.base",)  # ... but this one is
 
 
 def fresh(code: str, *arguments: str, cold: bool = False) -> str:
@@ -185,21 +183,13 @@ def test_installing_twice_adds_one_finder() -> None:
     assert sys.meta_path == before
 
 
-def test_type_checkers_find_every_module() -> None:
-    """One line a module in ``vllm_fl/dispatch``; a module of the core without one is unknown to a type checker."""
-    found = pkgutil.walk_packages(fl_dispatch.__path__, "fl_dispatch.")
-    real = {info.name.removeprefix("fl_dispatch.") for info in found}
-    wanted = {
-        name
-        for name in real
-        if name in DOCUMENTED
-        or (name.split(".")[0] not in TOOLS and not name.startswith(tuple(f"{p}." for p in INNER)))
-    }
+def test_type_checkers_find_every_documented_module() -> None:
+    """One line a module in ``vllm_fl/dispatch``, and none for modules that are no documented import path."""
     folder = SOURCES / "vllm_fl" / "dispatch"
     lines = {
         ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix("__init__").rstrip("."): path.read_text()
         for path in folder.rglob("*.py")
     }
-    assert lines == {name: f"from fl_dispatch.{name} import *\n" for name in wanted} | {
-        "": "from fl_dispatch import *\n"
-    }
+    packages = {name.rpartition(".")[0] for name in BY_MODULE if "." in name}
+    wanted = {name: f"from fl_dispatch.{name} import *\n" for name in {*BY_MODULE, *packages} if name}
+    assert lines == wanted | {"": "from fl_dispatch import *\n"}

@@ -756,7 +756,7 @@ sys.path.insert(0, sys.argv[1])
 import flaggems_standin, torch
 from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import replacement
-from fl_dispatch.device import CPU
+from fl_dispatch.devices import CPU
 from fl_dispatch.settings import Settings
 modules = flaggems_standin.modules()
 modules["flag_gems"].device = "cpu"

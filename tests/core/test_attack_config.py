@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_dispatch import config
 from fl_dispatch.errors import ConfigError
-from fl_dispatch.settings import Settings, load_config_file, load_settings
+from fl_dispatch.settings import Settings, load_config_file, load_settings, platforms
 from fl_dispatch.settings.document import MAX_BYTES
 from storm import fork_and_wait
 
@@ -29,7 +28,7 @@ NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "detect_platform", lambda: None)
+    monkeypatch.setattr(platforms, "detect_platform", lambda: None)
 
 
 @contextlib.contextmanager

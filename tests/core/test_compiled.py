@@ -29,6 +29,7 @@ from fl_dispatch import (
 )
 from fl_dispatch.compiled import views as opaque
 from fl_dispatch.ops import OPERATORS, Mode, Sample
+from fl_dispatch.process import ROOT
 from fl_dispatch.settings import TunedRule
 
 INLINE = [op.name for op in OPERATORS.values() if Mode.INLINE in op.modes]
@@ -127,7 +128,7 @@ def test_under_frozen_dispatch_a_change_between_two_calls_of_compiled_code_is_re
 
 @pytest.mark.parametrize(("op", "variant"), VIEWS, ids=[variant.name for _, variant in VIEWS])
 def test_a_view_passes_the_checks_of_torch(op: str, variant: opaque.Variant) -> None:
-    opaque.view(OPERATORS[op])
+    opaque.view(ROOT, OPERATORS[op])
     values = dict(zip(OPERATORS[op].parameters, args_of(op, writing=bool(variant.writes)), strict=True))
     torch_op = getattr(torch.ops.fl_dispatch, variant.name).default
     torch.library.opcheck(
@@ -139,7 +140,7 @@ def test_a_view_passes_the_checks_of_torch(op: str, variant: opaque.Variant) -> 
 
 @pytest.mark.parametrize("op", OPAQUE)
 def test_a_view_computes_and_writes_what_the_operator_does_on_every_sample(op: str) -> None:
-    call, reference = opaque.view(OPERATORS[op]), resolve_op(op, *samples(op)[0].args)
+    call, reference = opaque.view(ROOT, OPERATORS[op]), resolve_op(op, *samples(op)[0].args)
     for sample, again in zip(samples(op), samples(op), strict=True):
         got, expected = call(*OPERATORS[op].bind(sample.args, {})), reference(*again.args)
         written = OPERATORS[op].written(OPERATORS[op].bind(again.args, {}))
@@ -202,7 +203,7 @@ def test_behind_a_view_a_policy_change_needs_no_new_graph() -> None:
             )
         )
     counter = torch._dynamo.testing.CompileCounter()
-    view = opaque.view(OPERATORS[OP])
+    view = opaque.view(ROOT, OPERATORS[OP])
     compiled = torch.compile(view, fullgraph=True, backend=counter)
     assert compiled(torch.zeros(1, 2)).item() == 1
     with with_preference("vendor"):
@@ -270,7 +271,7 @@ def test_a_result_that_shares_memory_with_an_argument_is_copied(result: str) -> 
     get_default_manager().registry.register_impl(impl("vendor.sharing", sharing, op="relu2"))
     set_global_policy(SelectionPolicy(prefer="vendor"))
     x = torch.randn(2, 4)
-    got = opaque.view(OPERATORS["relu2"])(x)
+    got = opaque.view(ROOT, OPERATORS["relu2"])(x)
     same(got, sharing(x))
     assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
 
@@ -287,7 +288,7 @@ def test_results_that_come_back_in_each_others_arguments_are_put_right() -> None
     )
     set_global_policy(SelectionPolicy(prefer="vendor"))
     x, residual = torch.full((1, 2), 1.0), torch.full((1, 2), 2.0)
-    y, s = opaque.view(OPERATORS["rms_norm"])(x, residual, torch.ones(2), 1e-6)
+    y, s = opaque.view(ROOT, OPERATORS["rms_norm"])(x, residual, torch.ones(2), 1e-6)
     assert (y is x, s is residual) == (True, True)
     assert (x.tolist(), residual.tolist()) == ([[30.0, 30.0]], [[3.0, 3.0]])
 
@@ -299,7 +300,7 @@ def test_a_fake_function_tells_shape_dtype_and_strides_of_every_view(op: str, dt
 
     operator = OPERATORS[op]
     assert operator.samples is not None
-    call = opaque.view(operator)
+    call = opaque.view(ROOT, operator)
     for sample in operator.samples(dtype, torch.device("cpu"), torch.Generator().manual_seed(1)):
         args = operator.bind(sample.args, {})
         with FakeTensorMode(allow_non_fake_inputs=False) as mode:
@@ -413,7 +414,7 @@ def test_integers_behind_a_view_have_the_declared_dtype() -> None:
     )
     set_global_policy(SelectionPolicy(prefer="vendor"))
     with pytest.raises(DispatchError, match="topk_softmax.*int64.*int32.*vendor.wide"):
-        opaque.view(OPERATORS["topk_softmax"])(*OPERATORS["topk_softmax"].bind((torch.randn(2, 8), 2), {}))
+        opaque.view(ROOT, OPERATORS["topk_softmax"])(*OPERATORS["topk_softmax"].bind((torch.randn(2, 8), 2), {}))
 
 
 @pytest.mark.parametrize("wrong", [lambda x: x[..., ::2].double(), lambda x: x], ids=["dtype", "shape"])
@@ -421,7 +422,7 @@ def test_a_result_that_is_not_as_declared_is_an_error_that_names_the_implementat
     get_default_manager().registry.register_impl(impl("vendor.wrong", wrong, op=OP, opaque=True))
     set_global_policy(SelectionPolicy(prefer="vendor"))
     with pytest.raises(DispatchError, match=f"{OP}.* is declared.*vendor.wrong"):
-        opaque.view(OPERATORS[OP])(torch.zeros(2, 4))
+        opaque.view(ROOT, OPERATORS[OP])(torch.zeros(2, 4))
 
 
 def test_a_result_in_other_strides_is_made_contiguous_for_compiled_code() -> None:

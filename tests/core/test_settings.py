@@ -29,6 +29,7 @@ from fl_dispatch.settings import (
     install_settings,
     load_config_file,
     load_settings,
+    platforms,
     reset_settings,
     variable_names,
 )
@@ -40,7 +41,7 @@ Write = Callable[[str], str]
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """No platform file, unless a test asks for one."""
-    monkeypatch.setattr(config, "detect_platform", lambda: None)
+    monkeypatch.setattr(platforms, "detect_platform", lambda: None)
 
 
 @pytest.fixture
@@ -63,8 +64,8 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
         folder = tmp_path / "config"
         folder.mkdir()
         (folder / "chip.yaml").write_text(text)
-        monkeypatch.setattr(config, "CONFIG_DIR", folder)
-        monkeypatch.setattr(config, "detect_platform", lambda: "chip")
+        monkeypatch.setattr(platforms, "CONFIG_DIR", folder)
+        monkeypatch.setattr(platforms, "detect_platform", lambda: "chip")
 
     return use
 
@@ -640,7 +641,7 @@ def test_an_unknown_platform_has_no_file() -> None:
 
 
 def test_a_machine_whose_device_has_no_file_uses_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "detect_platform", lambda: "toaster")
+    monkeypatch.setattr(platforms, "detect_platform", lambda: "toaster")
     assert load() == Settings()
 
 

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import sampling
-from fl_dispatch import config
 from fl_dispatch.errors import ConfigError
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.settings import ITEMS, Settings, TunedRule, load_settings
+from fl_dispatch.settings import ITEMS, Settings, TunedRule, load_settings, platforms
 from fl_dispatch.settings.place import printable
 
 fuzz = sampling.fuzz(150, 1200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -90,7 +89,7 @@ near_documents = st.fixed_dictionaries(
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "detect_platform", lambda: None)
+    monkeypatch.setattr(platforms, "detect_platform", lambda: None)
 
 
 def is_json(value: Any) -> bool:

@@ -88,7 +88,7 @@ def _microseconds(timing: Timing) -> dict[str, Any]:
 def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yardstick: Yardstick) -> Result:
     """Measure one implementation on one case; an implementation that declines or fails gives a result with a note."""
     clock, operator = yardstick.clock, OPERATORS[case.op_name]
-    function = direct_function(manager, impl)
+    function = direct_function(manager.state, impl)
     device: Timing | None = None
     host: Timing | None = None
     args = operator.bind(case.make(), {})

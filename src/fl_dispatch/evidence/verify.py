@@ -107,7 +107,7 @@ def verify(
         samples = operator.samples(dtype, device, torch.Generator().manual_seed(seed))
     tolerance = operator.tolerances.get(dtype, Tolerance(0.0, 0.0))
     found = Verification(impl.op_name, impl.impl_id, str(dtype).removeprefix("torch."), tolerance)
-    function = direct_function(manager, impl)
+    function = direct_function(manager.state, impl)
     for sample in samples:
         args = _poisoned(operator, operator.bind(sample.args, {}))
         refusal = True if impl.supports is None else impl.supports(*copied(args))
@@ -135,7 +135,7 @@ def declared(op_name: str) -> Operator:
 def _oracle(manager: OpManager, operator: Operator) -> Callable[..., Any]:
     for impl in manager.registry.get_implementations(operator.name):
         if impl.kind is BackendImplKind.REFERENCE:
-            return direct_function(manager, impl)
+            return direct_function(manager.state, impl)
     raise DispatchError(f"operator '{operator.name}' has no reference to verify against")
 
 

@@ -1,7 +1,7 @@
 """Communication between the ranks of one group, whoever hosts it.
 
 Every exchange is made of the six collectives of :class:`Collectives`. Two libraries provide them: ``torch.distributed``
-with the backend that the :class:`~fl_dispatch.device.DeviceSpec` names (gloo, nccl, hccl, …), and FlagCX where
+with the backend that the :class:`~fl_dispatch.devices.DeviceSpec` names (gloo, nccl, hccl, …), and FlagCX where
 ``FLAGCX_PATH`` names it. What hosts ask for beyond the six, such as any layout, any dimension and parts of different
 sizes, is put together by :class:`Communicator`.
 """

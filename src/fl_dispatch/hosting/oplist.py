@@ -38,7 +38,7 @@ def write_oplist(path: Path, operators: list[str], rank: int | None = None) -> P
     """Write the list; with a rank, to a file of that rank's own (``name.rank1.txt``).
 
     Raises:
-        DispatchError: see :func:`~fl_dispatch.private_file.write_private`.
+        DispatchError: see :func:`~fl_dispatch.hosting.private_file.write_private`.
     """
     if rank is not None and path.name not in ("", ".."):  # those name no file
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")

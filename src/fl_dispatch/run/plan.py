@@ -23,7 +23,7 @@ from ..types import OpImpl
 from . import generated, recovery
 from .arguments import Call
 from .recovery import Settled
-from .table import Plan
+from .table import MADE_FROM, Plan
 
 Function = Callable[..., Any]
 
@@ -158,6 +158,8 @@ def _first_candidate(
     convention = state.registry.convention(first)
     fn = state.counter.function(first)
     entry = generated.direct(operator, first, convention, form, fn, careful, unproven, view=view)
+    if entry is not fn:
+        entry.__dict__[MADE_FROM] = decision
     banned = state.failures.kinds(first, decision.scope)
     if not banned:
         return entry
@@ -183,6 +185,7 @@ def _kind_checked(
         chosen = careful if ArgumentKind.of(full, scope) in banned else entry
         return chosen(*args, **kwargs)
 
+    kind_checked.__dict__.update(entry.__dict__ if hasattr(entry, MADE_FROM) else {})
     return kind_checked
 
 
@@ -204,6 +207,7 @@ def _conditional(state: State, recipe: _Recipe, operator: Operator, careful: Fun
                 return entry(*full)
         raise AssertionError("the last branch has no condition")
 
+    conditional.__dict__[MADE_FROM] = recipe.decision
     return conditional
 
 

@@ -21,7 +21,7 @@ from ..selection.selection_policy import SelectionPolicy
 from ..state import State
 from ..types import OpImpl
 from .arguments import Call
-from .table import DispatchTable
+from .table import MADE_FROM, DispatchTable, Plan
 
 logger = get_logger(__name__)
 _Failures = list[tuple[OpImpl, Exception]]
@@ -75,16 +75,17 @@ def recover(
             call = None
         if call is None:
             raise error from None  # the call does not fit the operator: the caller's mistake
-        candidates = call.branch(plan.decision).candidates
-        failed = candidates[0] if plan.entry is fn else _who(table.state, fn, candidates)
-        return _after_fast_path(table.state, table.policy, plan.decision, call, failed, error)
+        decision = plan.decision if plan.entry is fn else getattr(fn, MADE_FROM, None)
+        failed = _bare(table.state, fn, plan) if decision is None else call.branch(decision).candidates[0]
+        return _after_fast_path(table.state, table.policy, decision or plan.decision, call, failed, error)
     finally:
         del error, call, args, kwargs
 
 
-def _who(state: State, fn: Callable[..., Any], candidates: Sequence[OpImpl]) -> OpImpl:
-    """The implementation that an entry ran which the table does not have any more."""
-    return next((impl for impl in candidates if state.counter.is_function_of(fn, impl)), candidates[0])
+def _bare(state: State, fn: Callable[..., Any], plan: Plan) -> OpImpl:
+    """The implementation that stood bare in the table until somebody replaced its entry during the call."""
+    impls = state.registry.get_implementations(plan.op_name)
+    return next((impl for impl in impls if state.counter.is_function_of(fn, impl)), plan.decision.candidates[0])
 
 
 def _after_fast_path(

@@ -22,6 +22,10 @@ from ..state import State
 scope_variable: ContextVar[DispatchTable] = ContextVar("fl_dispatch_scope")
 
 
+MADE_FROM = "fl_decision"
+"""An attribute of generated entries: the decision, for a call whose entry was replaced while it ran."""
+
+
 class Plan(NamedTuple):
     """What one entry was made from.
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from fl_dispatch.logger_manager import get_logger
 
+from . import platforms
 from .document import read_yaml
 from .items import ITEMS, Item, Variable, variable_names
 from .model import Origin, Settings
 from .names import near_miss, nearest
 from .place import Place
-from .platforms import detect_platform, get_config_path
 
 logger = get_logger(__name__)
 
@@ -167,8 +167,8 @@ def _unknown_key(key: str, known: Mapping[str, Item]) -> str:
 
 
 def _read_platform(forced: str | None) -> _Found:
-    platform = forced or detect_platform()
-    path = get_config_path(platform) if platform is not None else None
+    platform = forced or platforms.detect_platform()
+    path = platforms.get_config_path(platform) if platform is not None else None
     return _Found() if path is None else _read_file(path, f"{path.name} (platform)")
 
 

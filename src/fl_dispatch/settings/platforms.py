@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fl_dispatch.devices import detect_device
+from fl_dispatch import devices
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 
@@ -25,7 +25,7 @@ def detect_platform() -> str | None:
     A file for one chip is named after the platform and a word of the chip's name: ``cuda-h200.yaml`` is for an
     ``NVIDIA H200``.
     """
-    device = detect_device()
+    device = devices.detect_device()
     base = device.platform_config
     chips = [name for name in list_platforms() if base and name.startswith(f"{base}-")]
     if chips:  # only then the device is asked for its name

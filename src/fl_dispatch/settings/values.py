@@ -14,10 +14,9 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fl_dispatch.errors import ConfigError
 
-from . import names
+from . import names, platforms
 from .model import TunedRule
 from .place import Place, show
-from .platforms import list_platforms
 
 Plain = Any
 PREFERENCES = ("flagos", "vendor", "reference")
@@ -137,8 +136,8 @@ def choice(what: str, valid: Iterable[str], value: str, place: Place) -> str:
 
 def platform(value: str, place: Place) -> str:
     """A platform that has a file."""
-    if value not in list_platforms():
-        raise place.error(f"unknown platform {show(value)}; {names.nearest(value, list_platforms())}")
+    if value not in platforms.list_platforms():
+        raise place.error(f"unknown platform {show(value)}; {names.nearest(value, platforms.list_platforms())}")
     return value
 
 
