@@ -34,7 +34,8 @@ from ..selection.decision import Decision
 from ..state import unknown
 
 NAMESPACE = "fl_dispatch"
-SEEN_ENTRIES = 64  # entries whose results were checked; a table makes new ones when something changes
+KEPT_PROMISES = 4096
+"""Kinds of arguments of which a view remembers what results were promised for."""
 _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}
 # A reload must not drop the library: compiled graphs hold its operators.
 _library: torch.library.Library | None = globals().get("_library")
@@ -226,10 +227,13 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
         "    except Exception as error:",
         f"        _result = _recover(_key, _table, _fn, error, {call}, {{}})",
     ]
-    if variant.returns:
+    if _returns_tensors(operator):
+        kinds = [f"({name} is not None and ({name}.shape, {name}.dtype))" if name in tensors else name for name in own]
         lines += [
-            "    if _fn not in _seen:",
-            f"        _check(_table.plans[_key].decision, {call}, _result, _seen, _fn)",
+            f"    _kind = ({', '.join(kinds)},)",
+            f"    _promise = _promises.get(_kind) or _promised({call}, _kind, _promises)",
+            "    if _result is not None and _described(_result) != _promise:",
+            "        raise _broken(_table.plans[_key].decision, _result, _promise)",
         ]
     if targets:
         done = " and ".join(f"_result[{i}] is {name}" for i, name in enumerate(targets))
@@ -252,7 +256,8 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
     else:
         lines.append(f"    return _fresh(({', '.join(tensors)},), _result)")
     namespace = {"_root": root, "_recover": recover, "_unknown": unknown, "_store": _store, "_fresh": _fresh}
-    namespace |= {"_seen": set(), "_check": functools.partial(_check, operator)}
+    namespace |= {"_promises": {}, "_promised": functools.partial(_promised, operator), "_described": _described}
+    namespace |= {"_broken": functools.partial(_broken, operator)}
     exec("\n".join(lines), namespace)
     function: Callable[..., Any] = namespace[variant.name]  # type: ignore[assignment]
     return function
@@ -275,32 +280,34 @@ def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
     return fake
 
 
-def _check(
-    operator: Operator,
-    decision: Decision,
-    args: tuple[Any, ...],
-    result: Any,
-    seen: set[Callable[..., Any]],
-    entry: Callable[..., Any],
-) -> None:
-    """Whether results are what compiled code was promised: it reads their memory by shape and dtype. Once an entry.
+def _described(result: Any) -> tuple[Any, ...]:
+    """Shape and dtype of each result: what compiled code reads its memory by."""
+    if isinstance(result, Tensor):
+        return ((result.shape, result.dtype),)
+    return tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in result)
 
-    Raises:
-        DispatchError: they are not.
-    """
+
+def _promised(
+    operator: Operator, args: tuple[Any, ...], kind: tuple[Any, ...], promises: dict[tuple[Any, ...], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """What the declaration promises for arguments of this kind."""
     assert operator.fake is not None
-    promised = operator.fake(*args)
-    results = result if isinstance(result, tuple) else (result,)
-    for one, two in zip(promised if isinstance(promised, tuple) else (promised,), results, strict=True):
-        found = (tuple(two.shape), two.dtype) if isinstance(two, Tensor) else two
-        if isinstance(one, Tensor) and found != (tuple(one.shape), one.dtype):
-            raise DispatchError(
-                f"'{operator.name}' returned {found}, but {(tuple(one.shape), one.dtype)} is declared; compiled code "
-                f"would read its memory wrongly. One of these ran: {', '.join(i.impl_id for i in decision.candidates)}"
-            )
-    if len(seen) > SEEN_ENTRIES:
-        seen.clear()
-    seen.add(entry)
+    if len(promises) >= KEPT_PROMISES:
+        promises.clear()
+    promise = promises[kind] = _described(operator.fake(*args))
+    return promise
+
+
+def _broken(operator: Operator, decision: Decision, result: Any, promise: tuple[Any, ...]) -> DispatchError:
+    """The error for results that are not what compiled code was promised."""
+
+    def text(described: tuple[Any, ...]) -> str:
+        return ", ".join(f"{tuple(one[0])} {one[1]}" if isinstance(one, tuple) else str(one) for one in described)
+
+    return DispatchError(
+        f"'{operator.name}' returned {text(_described(result))}, but {text(promise)} is declared; compiled code would "
+        f"read its memory wrongly. One of these ran: {', '.join(impl.impl_id for impl in decision.candidates)}"
+    )
 
 
 def _store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
