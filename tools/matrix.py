@@ -239,7 +239,7 @@ def page(cells: Sequence[Cell], versions: str, seconds: float | None) -> str:
         "- **refused**: it ended at the start with the sentence below the tables; **failed**: with another error.",
         "- **not run**: the time was up before it was started.",
         "- **in-process**: the engine in the caller's process.",
-        "- **TP 2**, **PP 2**, **DP 2**: two tensor-parallel workers, pipeline stages, engines, by `fork` and over gloo.",
+        "- **TP 2**, **PP 2**, **DP 2**: two tensor-parallel workers, pipeline stages, engines; by `fork`, over gloo.",
         "- **fork**, **spawn**: one engine in a process of its own, for two models, because a model does not notice.",
         "",
     ]
