@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,12 @@ def test_the_exit_code_and_the_place_are_those_of_a_linter(tmp_path: Path, capsy
 @pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
 def test_the_pages_of_the_project_pass(page: Path) -> None:
     assert list(prose.problems(page.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
 def test_pages_that_are_left_out_exist() -> None:
