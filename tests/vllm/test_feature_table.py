@@ -32,13 +32,17 @@ PAGES = {
     "vLLM (index)": "Index",
 }
 """Page → how its rows begin."""
+NOTE = re.compile(r"\[\^[\w-]+\]")
 STATES = ("works", "refused", "not tried yet", "gone from the host", "not ours")
 
 
 def rows() -> list[list[str]]:
-    """``[feature, need, state, evidence]`` of every row."""
-    lines = (line for line in TABLE.read_text().splitlines() if line.startswith("| ") and "**" in line)
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    """``[feature, need, state, evidence]`` of every row; the evidence has its footnote's text."""
+    text = TABLE.read_text()
+    notes = dict(re.findall(r"^(\[\^[\w-]+\]): (.*(?:\n    .*)*)", text, re.MULTILINE))
+    lines = (line for line in text.splitlines() if line.startswith("| ") and "**" in line)
+    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [[*row, " ".join([evidence, *(notes[name] for name in NOTE.findall(evidence))])] for *row, evidence in found]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -52,6 +56,11 @@ def test_every_row_belongs_to_a_page_and_has_one_of_the_states() -> None:
     for feature, _, state, _ in rows():
         assert feature.partition(" / ")[0] in PAGES.values(), feature
         assert state.strip("*") in STATES, feature
+
+
+def test_every_footnote_belongs_to_a_row() -> None:
+    text = TABLE.read_text()
+    assert sorted(NOTE.findall(text)) == sorted(2 * re.findall(r"^(\[\^[\w-]+\]): ", text, re.MULTILINE))
 
 
 def test_what_works_names_a_test_and_what_is_refused_quotes_the_sentence() -> None:
