@@ -102,5 +102,14 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+def test_each_footnote_of_a_page_is_there_once_and_used(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    defined = re.findall(r"^(\[\^[\w-]+\]): ", text, re.MULTILINE)
+    assert len(set(defined)) == len(defined)
+    used = re.findall(r"\[\^[\w-]+\](?!: )", re.sub(r"`[^`]*`", "", text))
+    assert set(used) == set(defined)
+
+
 def test_pages_that_are_left_out_exist() -> None:
     assert {name for name in prose.NOT_YET if not (prose.ROOT / name).exists()} == set()

@@ -58,11 +58,6 @@ def test_every_row_belongs_to_a_page_and_has_one_of_the_states() -> None:
         assert state.strip("*") in STATES, feature
 
 
-def test_every_footnote_belongs_to_a_row() -> None:
-    text = TABLE.read_text()
-    assert sorted(NOTE.findall(text)) == sorted(2 * re.findall(r"^(\[\^[\w-]+\]): ", text, re.MULTILINE))
-
-
 def test_what_works_names_a_test_and_what_is_refused_quotes_the_sentence() -> None:
     tests = {path.name for path in TABLE.parents[1].glob("tests/**/test_*.py")}
     for feature, _, state, evidence in rows():
