@@ -83,7 +83,8 @@ assert attention.AttentionFLImpl is vllm_fl.attention.AttentionFLImpl
 assert mla.MLAFLBackend is vllm_fl.mla.MLAFLBackend
 assert mla.MLAFLImpl is vllm_fl.mla.MLAFLImpl
 assert not hasattr(attention, "MLAFLImpl")
-"""
+""",
+        cold=True,
     )
 
 
