@@ -1,7 +1,7 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed (HOST=sglang: a real SGLang)
 # make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
-# make lint   ruff and mypy          make bench   what a call costs          make matrix   docs/matrix.md
+# make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
 #
@@ -47,6 +47,7 @@ lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/python tools/prose.py
 
 format: .venv/.ready
 	.venv/bin/ruff check --fix .

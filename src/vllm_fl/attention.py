@@ -35,15 +35,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-BACKEND = "vllm_fl.attention.AttentionFLBackend"
-MLA_BACKEND = "vllm_fl.mla.MLAFLBackend"
 OPERATORS = ("kv_cache_write", "paged_attention")
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
-
-
-def attention_backend(use_mla: bool = False) -> str:
-    """Implementation ``default.fl`` of the operator ``attention_backend``: the class here, or that for MLA."""
-    return MLA_BACKEND if use_mla else BACKEND
 
 
 def _flash_attention(use_mla: bool = False) -> str:
@@ -67,10 +60,9 @@ def _is_native_cuda() -> bool:
 
 
 def register_backend(registry: OpRegistry) -> None:
-    """Register the implementations of ``attention_backend`` that are vLLM classes. Idempotent."""
-    if registry.get_implementation("attention_backend", "default.fl") is None:
-        operator, vendor = "attention_backend", BackendImplKind.VENDOR
-        registry.register_impl(OpImpl(operator, "default.fl", BackendImplKind.DEFAULT, attention_backend))
+    """Register the implementations of ``attention_backend`` that are vLLM's own classes. Idempotent."""
+    operator, vendor = "attention_backend", BackendImplKind.VENDOR
+    if registry.get_implementation(operator, "vendor.cuda.flash_attn") is None:
         for name, function in (("flash_attn", _flash_attention), ("triton_attn", _triton_attention)):
             registry.register_impl(
                 OpImpl(operator, f"vendor.cuda.{name}", vendor, function, vendor="cuda", available=_is_native_cuda)

@@ -176,7 +176,7 @@ class RotaryLayer(DispatchedLayer):
 
     def _cos_sin(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Both halves of vLLM's table ``[positions, cos | sin]``."""
-        if torch.compiler.is_compiling():  # a graph splits for nothing, and must not keep views of its own
+        if torch.compiler.is_compiling():  # chunk() is free inside a graph, and cached views would be baked into it
             cos, sin = cache.chunk(2, dim=-1)
             return cos, sin
         if cache is not self.fl_table[0]:

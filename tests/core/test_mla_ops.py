@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch.backends.reference import mla
+from fl_dispatch.backends.reference.impl import mla
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS
 

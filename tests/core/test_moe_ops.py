@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_dispatch.backends.reference import moe, routing
+from fl_dispatch.backends.reference.impl import moe, routing
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, aligned_blocks
 

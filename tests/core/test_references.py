@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
-from fl_dispatch.backends.reference import attention, normalization
+from fl_dispatch.backends.reference.impl import attention, normalization
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS, Mode, Sample
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from builders import impl
 from fl_dispatch import DispatchError, NotSupported, get_default_manager
-from fl_dispatch.backends.reference.attention import kv_cache_write
+from fl_dispatch.backends.reference.impl.attention import kv_cache_write
 from fl_dispatch.evidence.pytest_plugin import verified
 from fl_dispatch.evidence.verify import Verification, implementations, verify
 from fl_dispatch.ops import OPERATORS, Sample

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from fl_dispatch.backends.flaggems.impl.custom_attention import attention_backend
 from vllm_fl.attention import (
     AttentionFLBackend,
     AttentionFLImpl,
     AttentionFLMetadata,
     _token_blocks,
-    attention_backend,
 )
 
 BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8

@@ -32,13 +32,17 @@ PAGES = {
     "vLLM (index)": "Index",
 }
 """Page → how its rows begin."""
+NOTE = re.compile(r"\[\^[\w-]+\]")
 STATES = ("works", "refused", "not tried yet", "gone from the host", "not ours")
 
 
 def rows() -> list[list[str]]:
-    """``[feature, need, state, evidence]`` of every row."""
-    lines = (line for line in TABLE.read_text().splitlines() if line.startswith("| ") and "**" in line)
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    """``[feature, need, state, evidence]`` of every row; the evidence has its footnote's text."""
+    text = TABLE.read_text()
+    notes = dict(re.findall(r"^(\[\^[\w-]+\]): (.*(?:\n    .*)*)", text, re.MULTILINE))
+    lines = (line for line in text.splitlines() if line.startswith("| ") and "**" in line)
+    found = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [[*row, " ".join([evidence, *(notes[name] for name in NOTE.findall(evidence))])] for *row, evidence in found]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 
 
 class Registry(Protocol):
-    """What a backend's ``register_builtins`` needs of the registry."""
+    """The part of the registry that a backend's ``register_builtins`` needs."""
 
     def register_many(self, impls: list[OpImpl], /) -> None:
         """Add implementations: all of them, or on an error none."""
@@ -48,7 +48,7 @@ class Backend(abc.ABC):
         return True
 
     def why_unavailable(self) -> str:
-        """In words why :meth:`is_available` says no, for people who read a decision."""
+        """Why :meth:`is_available` says no, as a message for people who read a decision."""
         return "not available on this machine"
 
     def implementations(

@@ -60,7 +60,7 @@ class Yardstick:
         self.rates = Rates(copy_rate, 2 * size**3 / product.median)
 
     def copy(self, bytes_moved: int) -> float:
-        """Seconds that a copy takes which reads and writes so many bytes in all, buffers rotated past the cache."""
+        """Copy time in seconds for ``bytes_moved``, read and written together, with a cold cache."""
         half = -(-bytes_moved // 2 // PAGE) * PAGE
         if half > MOST_COPIED:
             return self.copy(2 * MOST_COPIED) * half / MOST_COPIED

@@ -70,3 +70,14 @@ class UnscaledRMSNormBridge(Bridge):
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
         return self.call(x, None, None, layer.eps)
+
+
+def rms_norm_bridge(
+    layer: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The bridge as a function of SGLang's layer. Engines keep one :class:`RMSNormBridge` a layer, which is faster."""
+    try:
+        bridge = RMSNormBridge(layer, layer.forward_native)
+    except Unbridged:
+        return layer.forward_native(x, residual, post_residual_addition)
+    return bridge.forward(x, residual, post_residual_addition)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Backend
 
 from . import library
-from .impl import operators
+from .impl import activation, experts, normalization, rotary
 
 
 class FlagGemsBackend(Backend):
     """FlagGems, wherever it is installed (``pip install --no-deps flag-gems``: it pins an old NumPy)."""
 
-    silu_and_mul = staticmethod(operators.silu_and_mul)
-    gelu_and_mul = staticmethod(operators.gelu_and_mul)
-    rms_norm = staticmethod(operators.rms_norm)
-    rotary_embedding = staticmethod(operators.rotary_embedding)
-    topk_softmax = staticmethod(operators.topk_softmax)
-    moe_sum = staticmethod(operators.moe_sum)
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_and_mul = staticmethod(activation.gelu_and_mul)
+    rms_norm = staticmethod(normalization.rms_norm)
+    rotary_embedding = staticmethod(rotary.rotary_embedding)
+    topk_softmax = staticmethod(experts.topk_softmax)
+    moe_sum = staticmethod(experts.moe_sum)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import torch
 
 @functools.cache
 def why_missing() -> str:
-    """In words why FlagGems cannot run on any device here, or an empty string. Imports nothing."""
+    """Why FlagGems cannot run on any device here, as a message, or an empty string. Imports nothing."""
     for package in ("flag_gems", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
@@ -24,7 +24,7 @@ def why_missing() -> str:
 
 @functools.cache
 def why_unavailable() -> str:
-    """In words why our operators cannot be FlagGems' here, or an empty string. Creates no device context."""
+    """Why our operators cannot be FlagGems' here, as a message, or an empty string. Creates no device context."""
     if missing := why_missing():
         return missing
     if torch.cuda.device_count() == 0:

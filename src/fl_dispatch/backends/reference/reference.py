@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from . import activation, attention, linear, mla, moe, normalization, rotary, routing
+from .impl import activation, attention, linear, mla, moe, normalization, rotary, routing
 
 
 class ReferenceBackend(Backend):

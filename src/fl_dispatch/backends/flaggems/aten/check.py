@@ -25,13 +25,13 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float32: 2e-5,  # TensorFloat-32 does not pass
     torch.float64: 1e-9,
 }
-"""Of the largest element, and of each; what has another dtype must be equal."""
+"""Tolerances, relative to the largest element and to each; tensors of other dtypes must be equal."""
 CHUNK = 1 << 22
 """Elements that are compared at once: 32 MiB in float64."""
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in arguments or results, lists and tuples unfolded."""
+    """The values in arguments or results, lists and tuples unfolded."""
     if isinstance(value, Mapping):
         value = tuple(value.values())
     if isinstance(value, list | tuple):
@@ -98,7 +98,7 @@ def aliases(results: Any, arguments: Any) -> list[list[bool]]:
 
 
 def differs(found: Any, expected: Any) -> str:
-    """In words how results differ, or an empty string."""
+    """The difference between results, as a message, or an empty string."""
     ours, theirs = list(leaves(found)), list(leaves(expected))
     if len(ours) != len(theirs):
         return f"{len(ours)} results, not {len(theirs)}"
@@ -158,7 +158,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Of the dimensions that have any say."""
+    """Strides of the dimensions of more than one element; the others mean nothing."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 

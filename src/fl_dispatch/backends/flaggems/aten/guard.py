@@ -1,4 +1,4 @@
-"""What stands in a slot of PyTorch's dispatcher (:mod:`.slot`): it decides, call by call, whose kernel runs.
+"""The guard in a slot of PyTorch's dispatcher (:mod:`.slot`): it decides, call by call, whose kernel runs.
 
 FlagGems compiles and tunes a kernel in the call that first needs it, which takes seconds, waits for the device and
 cannot be part of a graph. So there is a time to learn and a time to serve. While a host warms up, a new kind of
@@ -37,12 +37,12 @@ SEED = 20_260_101
 
 @dataclass
 class State:
-    """What all operators of a process share.
+    """The state that all operators of a process share.
 
     Args:
         device: whose operators are replaced; it says whether a graph is being captured.
         strict: whether a wrong or failing kernel is an error.
-        disabled: told of an operator that is found wrong.
+        disabled: called with an operator that is found wrong.
     """
 
     device: DeviceSpec
@@ -258,7 +258,7 @@ def _share_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _kind(values: Any) -> Any:
-    """What decides which kernel is compiled and which of its configurations is taken."""
+    """The key that decides which kernel is compiled and which of its configurations is taken."""
     return tuple(map(_kind_of, values))
 
 

@@ -34,10 +34,10 @@ logger = get_logger(__name__)
 
 @dataclass
 class Installation:
-    """What is in place.
+    """The replacement that is in place.
 
     Args:
-        why_not: in words why nothing is, or an empty string.
+        why_not: why nothing is, as a message, or an empty string.
         asked: the settings that decided, to tell whether another start asks for the same.
         guards: key → what runs.
         skipped: key → why FlagGems has it and it is not in place.
@@ -91,7 +91,7 @@ _current = Installation(_NOTHING)
 def replace(settings: Settings, device: DeviceSpec) -> str:
     """Replace what the settings ask for, and begin to learn; returns why nothing is replaced, or an empty string.
 
-    Idempotent. Where another selection is in place, it is taken out first. Under Tensor or pipeline parallelism every
+    Idempotent. Another selection that is in place is taken out first. Under Tensor or pipeline parallelism every
     rank must call it with the same settings.
 
     Raises:
@@ -165,7 +165,7 @@ def is_active() -> bool:
 
 
 def report() -> dict[str, Any]:
-    """What is in place, as plain data.
+    """The replacement that is in place, as plain data.
 
     ``why_not``; ``sealed``; ``replaced``: keys; ``calls``: key → how often FlagGems ran; ``native``: key → how often
     PyTorch's kernel ran, for a kind of arguments that is new, or because FlagGems raised; ``waits``: keys that graphs

@@ -1,7 +1,7 @@
-"""What is registered in PyTorch's dispatcher: one slot an operator and device, for the life of the process.
+"""The slots in PyTorch's dispatcher: one for each operator and device, for the life of the process.
 
 A registration cannot be taken back while the process runs: a thread that calls the operator meanwhile reads what is
-freed, and the process ends. So a slot stays. Where it has no guard, it passes calls on to PyTorch's kernel.
+freed, and the process ends. So a slot stays. Without a guard it passes calls on to PyTorch's kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What most of the kernels ask of a tensor."""
+"""The limits that most of FlagGems' kernels set to a tensor."""
 
 from __future__ import annotations
 

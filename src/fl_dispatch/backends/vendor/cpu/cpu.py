@@ -14,7 +14,7 @@ from .impl import activation, attention, normalization, rotary
 
 
 class _Compiled(Backend):
-    """What both parts share."""
+    """Name, vendor and availability, which both parts share."""
 
     @property
     def name(self) -> str:

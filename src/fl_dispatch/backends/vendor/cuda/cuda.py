@@ -12,7 +12,7 @@ from .impl import activation, attention, experts, normalization, rotary
 
 
 class _Compiled(Backend):
-    """What the parts share."""
+    """Name, vendor and availability, which the parts share."""
 
     library: library.Library
 

@@ -34,7 +34,7 @@ class Library:
     capability: int | None = None
 
     def is_loaded(self) -> bool:
-        """Whether somebody loaded it, for a GPU: vLLM's CPU build has operators of the same names."""
+        """Whether it is loaded, for a GPU: vLLM's CPU build has operators of the same names."""
         operators = getattr(torch.ops, self.namespace)
         name = f"{self.namespace}::{self.mark}"
         return hasattr(operators, self.mark) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")

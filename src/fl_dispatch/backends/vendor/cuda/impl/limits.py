@@ -1,4 +1,4 @@
-"""What all of the compiled operators ask of a tensor."""
+"""The limits that all of the compiled operators set to a tensor."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.routing import SMALLEST_SUM
+from fl_dispatch.ops.routing import SMALLEST_SUM
 
 
 def _scores(router_logits: Tensor, scoring_func: str) -> Tensor:

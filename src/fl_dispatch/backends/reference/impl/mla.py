@@ -71,7 +71,7 @@ def mla_prefill(
                 hidden = torch.arange(len(keys), device=keys.device) > places[:, None]
                 scores = scores.masked_fill(hidden, float("-inf"))
             lse[:, rows] = scores.logsumexp(dim=-1)
-            # Of a row that sees nothing all scores are -inf, and so is its sum: the weights are zero, not undefined.
+            # A row that sees nothing has scores of -inf only, and a sum of -inf: its weights are zero, not undefined.
             weights = torch.exp(scores - lse[:, rows, None].clamp_min(torch.finfo(wide).min))
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
     return out, lse

@@ -1,0 +1,18 @@
+"""Names at the paths that the plugins' specification gives them, while the objects lie in a host's plugin."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def names_of(module: str, *names: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` that imports ``module``, and with it the host, when one of the names is asked for."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"no name {name!r} here; there are {', '.join(names)}, of {module}")
+        return getattr(importlib.import_module(module), name)
+
+    return get

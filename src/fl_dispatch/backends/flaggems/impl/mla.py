@@ -1,0 +1,7 @@
+"""``MLAFLBackend`` and ``MLAFLImpl``, which vLLM's plugin defines. Asking for one imports vLLM."""
+
+from __future__ import annotations
+
+from .elsewhere import names_of
+
+__getattr__ = names_of("vllm_fl.mla", "MLAFLBackend", "MLAFLImpl")

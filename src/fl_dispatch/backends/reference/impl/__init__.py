@@ -1,0 +1,1 @@
+"""One function an operator, one file a family."""
