@@ -50,7 +50,10 @@ class ArgumentKind:
         tensor = leading_tensor(args)
         if tensor is None:
             return cls(None, 0, "none", "none", scope)
-        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        try:
+            layout = "contiguous" if tensor.is_contiguous() else "strided"
+        except RuntimeError:  # compressed sparse tensors have no strides
+            layout = str(tensor.layout).removeprefix("torch.")
         return cls(tensor.dtype, tensor.dim(), layout, tensor.device.type, scope)
 
     def __str__(self) -> str:

@@ -1,0 +1,42 @@
+"""Attacks on failing and falling back, each of which once went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from builders import failing, impl, manager_of
+
+Tensor = torch.Tensor
+
+SPARSE = {
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "bsc": lambda x: x.to_sparse_bsc((2, 2)),
+    "coo": Tensor.to_sparse,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* beta state")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_tensor_is_an_argument_like_any_other(layout: str) -> None:
+    x = SPARSE[layout](torch.eye(4))
+    manager = manager_of(impl("default.a", failing(RuntimeError("boom"))), impl("reference.b", lambda x: x.to_dense()))
+    for _ in range(2):
+        assert torch.equal(manager.call("demo", x), torch.eye(4))
+    assert manager.explain("demo", x).chosen.impl_id == "reference.b"
+    assert manager.explain("demo", torch.eye(4)).chosen.impl_id == "default.a"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* beta state")
+@pytest.mark.parametrize("layout", SPARSE)
+def test_a_sparse_tensor_has_its_values_back_after_a_failure(layout: str) -> None:
+    def breaks(x: Any) -> Any:
+        x.mul_(7)
+        raise RuntimeError("half-way")
+
+    manager = manager_of(impl("default.a", breaks), impl("reference.b", lambda x: x.to_dense()))
+    assert torch.equal(manager.call("demo", SPARSE[layout](torch.eye(4))), torch.eye(4))
