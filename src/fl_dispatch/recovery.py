@@ -134,7 +134,7 @@ def refusal(manager: OpManager, impl: OpImpl, call: Call) -> str:
     answer = _supports(impl, call)
     if isinstance(answer, Exception):
         reason = f"its 'supports' raised {text_of(answer)}"
-        if manager.failures.tell_once(impl, reason):
+        if manager.failures.tell_once(impl, type(answer).__name__):
             logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
         return reason
     if isinstance(answer, str):

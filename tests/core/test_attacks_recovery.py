@@ -40,3 +40,16 @@ def test_a_sparse_tensor_has_its_values_back_after_a_failure(layout: str) -> Non
 
     manager = manager_of(impl("default.a", breaks), impl("reference.b", lambda x: x.to_dense()))
     assert torch.equal(manager.call("demo", SPARSE[layout](torch.eye(4))), torch.eye(4))
+
+
+def test_a_predicate_that_raises_in_every_call_is_told_once_for_each_kind_of_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def supports(x: Tensor) -> bool:
+        raise (KeyError if x.shape[0] % 2 else ValueError)(f"{x.shape[0]} rows")
+
+    manager = manager_of(impl("default.a", supports=supports), impl("reference.b"))
+    for rows in range(1, 101):
+        assert manager.call("demo", torch.ones(rows, 1)) == "reference.b"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["1 rows" in warnings[0], "2 rows" in warnings[1], len(warnings)] == [True, True, 2]
