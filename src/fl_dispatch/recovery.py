@@ -64,14 +64,15 @@ def recover(
 ) -> Any:
     """Go on after a table's function raised on the fast path, where no copy of its arguments was kept."""
     op_name, scope = parse_key(key)
+    call = None
     try:
-        call = Call.of(op_name, scope, args, kwargs)
-    except TypeError:
-        raise error from None  # the call does not fit the operator: the caller's mistake
-    decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
-    decision = decision or manager.decide(op_name, scope, table.policy)
-    failed = _who(manager, fn, op_name) or call.branch(decision).candidates[0]
-    try:
+        try:
+            call = Call.of(op_name, scope, args, kwargs)
+        except TypeError:
+            raise error from None  # the call does not fit the operator: the caller's mistake
+        decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
+        decision = decision or manager.decide(op_name, scope, table.policy)
+        failed = _who(manager, fn, op_name) or call.branch(decision).candidates[0]
         return _after_fast_path(manager, table.policy, decision, call, failed, error)
     finally:
         del error, call, args, kwargs

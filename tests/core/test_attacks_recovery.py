@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
 from builders import failing, impl, manager_of
+from fl_dispatch import call_op
 
 Tensor = torch.Tensor
 
@@ -53,3 +56,26 @@ def test_a_predicate_that_raises_in_every_call_is_told_once_for_each_kind_of_err
         assert manager.call("demo", torch.ones(rows, 1)) == "reference.b"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert ["1 rows" in warnings[0], "2 rows" in warnings[1], len(warnings)] == [True, True, 2]
+
+
+@pytest.mark.parametrize("layer", [(), (torch.nn.Identity(),)], ids=["tensors first", "layer first"])
+@pytest.mark.parametrize("whose", ["the process's manager", "another manager"])
+def test_a_callers_type_error_keeps_no_argument_alive(whose: str, layer: tuple[Any, ...]) -> None:
+    other = manager_of(impl("default.a", lambda x, residual=None, weight=None, epsilon=1e-6: x, op="rms_norm"))
+    call = call_op if whose == "the process's manager" else other.call
+    kept: list[weakref.ref[Tensor]] = []
+
+    def misuse() -> None:
+        x = torch.ones(2, 4)
+        kept.append(weakref.ref(x))
+        with pytest.raises(TypeError):
+            call("rms_norm", *layer, x, None, None, 1e-6, "one too many")
+
+    misuse()
+    gc.collect()
+    gc.disable()
+    try:
+        misuse()
+        assert kept[-1]() is None
+    finally:
+        gc.enable()
