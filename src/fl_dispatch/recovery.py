@@ -72,7 +72,8 @@ def recover(
             raise error from None  # the call does not fit the operator: the caller's mistake
         decision = getattr(fn, "fl_decision", None) or table.decisions.get(key)
         decision = decision or manager.decide(op_name, scope, table.policy)
-        failed = _who(manager, fn, op_name) or call.branch(decision).candidates[0]
+        candidates = call.branch(decision).candidates
+        failed = _who(manager, fn, candidates, op_name) or candidates[0]
         return _after_fast_path(manager, table.policy, decision, call, failed, error)
     finally:
         del error, call, args, kwargs
@@ -84,12 +85,16 @@ def parse_key(key: str) -> tuple[str, str | None]:
     return op_name.removesuffix(entries.LAYER_SUFFIX), scope or None
 
 
-def _who(manager: OpManager, fn: Callable[..., Any], op_name: str) -> OpImpl | None:
-    """The implementation that a table's function runs: a generated one says so, a bare one is its own."""
+def _who(manager: OpManager, fn: Callable[..., Any], candidates: Sequence[OpImpl], op_name: str) -> OpImpl | None:
+    """The implementation that a table's function runs: a generated one says so, a bare one is its own.
+
+    Several may share a bare function: the first candidate is the one that the table holds. One that is no candidate ran
+    before a change that left it out.
+    """
     named: OpImpl | None = getattr(fn, "fl_impl", None)
     if named is not None:
         return named
-    impls = manager.registry.get_implementations(op_name)
+    impls = (*candidates, *manager.registry.get_implementations(op_name))
     return next((impl for impl in impls if manager.counter.is_function_of(fn, impl)), None)
 
 

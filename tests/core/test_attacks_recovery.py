@@ -79,3 +79,19 @@ def test_a_callers_type_error_keeps_no_argument_alive(whose: str, layer: tuple[A
         assert kept[-1]() is None
     finally:
         gc.enable()
+
+
+def test_a_failure_is_that_of_the_one_that_ran_also_if_another_has_the_same_function() -> None:
+    outcomes = iter(["first", RuntimeError("boom"), "second"])
+
+    def shared(x: Tensor) -> Any:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    op = "silu_and_mul"
+    manager = manager_of(impl("vendor.a.plain", shared, op=op), impl("vendor.a.tuned", shared, op=op, priority=999))
+    assert [manager.call(op, torch.ones(2, 4)) for _ in range(2)] == ["first", "second"]
+    assert manager.get_failed_impls() == {op: {"vendor.a.tuned"}}
+    assert manager.get_selected_impl_id(op, torch.ones(2, 4)) == "vendor.a.plain"
