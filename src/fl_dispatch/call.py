@@ -101,13 +101,22 @@ class Call:
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type == "meta":
             return False
-        place = tensor.untyped_storage().data_ptr()
-        return any(other is tensor or other.untyped_storage().data_ptr() == place for other in self._others(tensor))
+        return any(other is tensor or _share_memory(tensor, other) for other in self._others(tensor))
 
     def _others(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         tensors = self._tensors()
         place = next(index for index, other in enumerate(tensors) if other is tensor)
         return tensors[:place] + tensors[place + 1 :]
+
+
+def _share_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether tensors may lie in the same memory, which storages of their own may show (NumPy, DLPack, pinned)."""
+    try:
+        first, second = one.untyped_storage(), two.untyped_storage()
+    except NotImplementedError:  # a sparse tensor does not say
+        return True
+    start, other = first.data_ptr(), second.data_ptr()
+    return start == other or (start < other + second.nbytes() and other < start + first.nbytes())
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -95,3 +96,28 @@ def test_a_failure_is_that_of_the_one_that_ran_also_if_another_has_the_same_func
     assert [manager.call(op, torch.ones(2, 4)) for _ in range(2)] == ["first", "second"]
     assert manager.get_failed_impls() == {op: {"vendor.a.tuned"}}
     assert manager.get_selected_impl_id(op, torch.ones(2, 4)) == "vendor.a.plain"
+
+
+def numpy_views(size: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    base = numpy.ones(size, numpy.float32)
+    return torch.from_numpy(base), torch.from_numpy(base[begin:end])
+
+
+def dlpack_views(size: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    base = torch.ones(size)
+    return base, torch.from_dlpack(base[begin:end])
+
+
+@pytest.mark.parametrize("views", [numpy_views, dlpack_views])
+@pytest.mark.parametrize("offset", [0, 8, 20])
+def test_an_output_whose_own_storage_is_an_inputs_memory_is_restored(views: Any, offset: int) -> None:
+    def breaks(x: Tensor, out: Any = None) -> Any:
+        out.fill_(1e6)
+        raise RuntimeError("half-way")
+
+    whole, part = views(40, offset, offset + 16)
+    x, out = whole[8:24].view(2, 1, 8), part.view(2, 8)
+    manager = manager_of(
+        impl("default.a", breaks, op="moe_sum"), impl("reference.b", lambda x, out=None: x.sum(1), op="moe_sum")
+    )
+    assert manager.call("moe_sum", x, out).eq(1).all()
