@@ -9,9 +9,11 @@ import torch
 
 from . import entries, opaque, recovery
 from .call import Call
+from .device import detect_device
 from .errors import NoImplementationError, NotSupported
 from .failures import ArgumentKind
 from .ops import OPERATORS, Access, Mode, Operator
+from .ops.declaration import leading_tensor
 from .recovery import Settled
 from .selection import Branch, Decision, admits
 from .signatures import Convention
@@ -111,6 +113,8 @@ def _first_candidate(
     if not branch.candidates:
         return careful
     first, operator = branch.candidates[0], OPERATORS.get(decision.op_name)
+    if _is_elsewhere(first):
+        return careful
     unproven: list[str] = []
     if not manager.frozen:
         proofs = manager.proofs
@@ -215,10 +219,16 @@ def who_may_run(manager: OpManager, decision: Decision, branch: Branch, bans: bo
 
 
 def takes_every_call(manager: OpManager, decision: Decision, impl: OpImpl, bans: bool = True) -> bool:
-    """Whether an implementation takes every call here: no predicate, no ban, no parameter left out."""
+    """Whether an implementation takes every call here: its device, no predicate, no ban, no parameter left out."""
     convention = manager.registry.convention(impl)
     banned = bans and manager.failures.kinds(impl, decision.scope)
-    return impl.supports is None and not banned and not (convention and convention.left_out)
+    whole = impl.supports is None and not (convention and convention.left_out)
+    return whole and not banned and not _is_elsewhere(impl)
+
+
+def _is_elsewhere(impl: OpImpl) -> bool:
+    """Whether tensors of this machine's device are not for it, so that each call has to be looked at."""
+    return impl.device_types is not None and not impl.takes_device(detect_device().torch_type)
 
 
 def _view(
@@ -270,8 +280,22 @@ def _traced(
         if not manager.failures.kinds(impl, decision.scope):
             convention = manager.registry.convention(impl)
             first = entries.direct(operator, impl, convention, form, impl.fn, function)
-            function = first if function is nobody else _or_next(first, function)
+            if _is_elsewhere(impl):
+                function = _on_its_devices(impl, first, function)
+            else:
+                function = first if function is nobody else _or_next(first, function)
     return function
+
+
+def _on_its_devices(impl: OpImpl, first: Function, other: Function) -> Function:
+    """The first function for tensors on the implementation's devices, which a trace knows; the other one elsewhere."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        tensor = leading_tensor((*args, *kwargs.values()))
+        fits = impl.takes_device("none" if tensor is None else tensor.device.type)
+        return first(*args, **kwargs) if fits else other(*args, **kwargs)
+
+    return chosen
 
 
 def _or_next(first: Function, other: Function) -> Function:
