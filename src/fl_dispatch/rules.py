@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from .errors import ConfigError
 from .logger_manager import get_logger
 from .ops import OPERATORS
+from .selection_policy import fits_scope
 
 if TYPE_CHECKING:
     from .op_manager import OpManager
@@ -50,7 +50,7 @@ def unmatched_scopes(manager: OpManager, policy: SelectionPolicy) -> dict[str, l
     for key, _ in (*policy.per_op_order, *policy.op_tuned):
         op_name, at, pattern = key.partition("@")
         scopes = manager.tables.scopes(op_name)
-        if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
+        if at and not any(fits_scope(pattern, scope) for scope in scopes):
             found[key] = sorted(filter(None, scopes))[:EXAMPLES]
     return found
 

@@ -193,9 +193,14 @@ def _most_specific(keys: Iterable[str], op_name: str, scope: str | None) -> str 
     weights = {}
     for key in keys:
         op, _, pattern = key.partition("@")
-        if op == op_name and (not pattern or (scope and fnmatch.fnmatchcase(scope, pattern))):
+        if op == op_name and (not pattern or (scope and fits_scope(pattern, scope))):
             weights[key] = (pattern == scope, len(pattern))
     return max(weights, key=weights.__getitem__) if weights else None
+
+
+def fits_scope(pattern: str, scope: str) -> bool:
+    """Whether a pattern names a layer: it is the layer's name, whatever that holds, or a glob that fits it."""
+    return pattern == scope or fnmatch.fnmatchcase(scope, pattern)
 
 
 def _names(vendor: str, vendors: Iterable[str]) -> bool:
