@@ -85,6 +85,9 @@ class SelectionPolicy:
             if not order:
                 raise ValueError(f"per_op_order of '{op}' is empty, so nothing could run")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SelectionPolicy.from_json, (self.to_json(),)  # its origins are a view, which pickle refuses
+
     @classmethod
     def from_dict(
         cls,

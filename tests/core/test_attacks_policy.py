@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from builders import impl
-from fl_dispatch import SelectionPolicy, bind_op, explain, get_default_manager, set_global_policy
+from fl_dispatch import SelectionPolicy, bind_op, explain, get_default_manager, get_policy, set_global_policy
+from fl_dispatch.settings import TunedRule
 
 OP = "silu_and_mul"
 
@@ -21,3 +26,12 @@ def test_an_exact_scope_names_its_layer_whatever_characters_it_holds(scope: str)
     assert bind_op(OP, scope)(torch.ones(1, 2)) == "exact"
     assert explain(OP, scope=scope).source == f"order of {OP}@{scope}"
     assert get_default_manager().unmatched_scopes() == {}
+
+
+@pytest.mark.parametrize("travel", [copy.copy, copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+def test_a_policy_travels_as_a_value_with_its_origins(travel: Callable[[SelectionPolicy], SelectionPolicy]) -> None:
+    rule = TunedRule(order=("vendor",), dtype="bfloat16", tokens=(1, None), phase="decode")
+    policy = SelectionPolicy(deny_vendors=frozenset({"y"}), allow_vendors=frozenset(), op_tuned=((OP, (rule,)),))
+    for original in (policy, SelectionPolicy(), get_policy()):
+        arrived = travel(original)
+        assert (arrived, hash(arrived), arrived.origins) == (original, hash(original), original.origins)
