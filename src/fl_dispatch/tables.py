@@ -10,7 +10,7 @@ from .builder import Key, bound_key, build_entries, keys_of
 from .locking import writers
 from .policy import PolicyManager
 from .selection_policy import SelectionPolicy
-from .table import Built, DispatchTable, PrivateTable
+from .table import ROOT, Built, DispatchTable, PrivateTable, scope_variable
 
 if TYPE_CHECKING:
     from .op_manager import OpManager
@@ -30,7 +30,8 @@ class TableKeeper:
         self._manager = manager
         self._scopes: dict[str, frozenset[str]] = {}
         self._contexts: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
-        self._own_contexts: dict[SelectionPolicy, DispatchTable] = {}
+        # By the context's table of the default manager: they live as long, and a reader takes no lock.
+        self._own_contexts: weakref.WeakKeyDictionary[DispatchTable, DispatchTable] = weakref.WeakKeyDictionary()
         self.root = PrivateTable(manager) if root is None else root
         self.root.owner = manager
         self.root.unsettle()
@@ -66,17 +67,17 @@ class TableKeeper:
 
     def for_context(self) -> DispatchTable:
         """The table for the policy in force here, of a manager that is not the default one."""
-        policies = PolicyManager.get_instance()
-        policy = policies.get_policy()
-        if policy is policies.get_global_policy():
+        context = scope_variable.get(ROOT)
+        if context is ROOT:
             return self.root
-        with writers:
-            table = self._own_contexts.get(policy)
-            if table is None:
-                if len(self._own_contexts) >= PolicyManager.KEPT_TABLES:
-                    self._own_contexts.clear()
-                table = self._own_contexts[policy] = DispatchTable(policy)
-                self.adopt(table)
+        table = self._own_contexts.get(context)
+        if table is None:
+            with writers:
+                table = self._own_contexts.get(context)
+                if table is None:
+                    table = DispatchTable(context.policy)
+                    self.adopt(table)
+                    self._own_contexts[context] = table
         return table
 
     def adopt(self, table: DispatchTable) -> None:
