@@ -25,7 +25,7 @@ from .selection_policy import (
     VALID_PREFER_VALUES,
     SelectionPolicy,
 )
-from .settings import Settings, get_settings, load_config_file, peek_settings, reset_settings
+from .settings import Origin, Settings, get_settings, load_config_file, peek_settings, reset_settings
 from .table import ROOT, DispatchTable, scope_variable
 
 
@@ -63,7 +63,7 @@ class PolicyManager:
         self._global: SelectionPolicy | None = None
         self._from_settings = True
         self._epoch = 0
-        self._kept: dict[SelectionPolicy, DispatchTable] = {}
+        self._kept: dict[tuple[SelectionPolicy, frozenset[tuple[str, Origin]]], DispatchTable] = {}
         self._live: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
         self.on_change: Callable[[], None] = lambda: None
         self.on_table: Callable[[DispatchTable], None] = lambda table: None
@@ -136,18 +136,19 @@ class PolicyManager:
         return self._epoch
 
     def table_for(self, policy: SelectionPolicy) -> DispatchTable:
-        """The default manager's table for a context with this policy."""
-        table = self._kept.get(policy)
+        """The default manager's table for a context with this policy, from the same places."""
+        key = policy, frozenset(policy.origins.items())
+        table = self._kept.get(key)
         if table is None:
             with writers:
-                table = self._kept.get(policy)
+                table = self._kept.get(key)
                 if table is None:
                     table = DispatchTable(policy)
                     self._live.add(table)
                     self.on_table(table)
                     while len(self._kept) >= self.KEPT_TABLES:
                         del self._kept[next(iter(self._kept))]
-                    self._kept[policy] = table
+                    self._kept[key] = table
         return table
 
     def tables(self) -> list[DispatchTable]:

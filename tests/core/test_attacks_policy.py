@@ -5,12 +5,23 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from builders import impl
-from fl_dispatch import SelectionPolicy, bind_op, explain, get_default_manager, get_policy, set_global_policy
+from builders import impl, manager_of
+from fl_dispatch import (
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    explain,
+    get_default_manager,
+    get_policy,
+    policy_context,
+    policy_from_config,
+    set_global_policy,
+)
 from fl_dispatch.settings import TunedRule
 
 OP = "silu_and_mul"
@@ -35,3 +46,16 @@ def test_a_policy_travels_as_a_value_with_its_origins(travel: Callable[[Selectio
     for original in (policy, SelectionPolicy(), get_policy()):
         arrived = travel(original)
         assert (arrived, hash(arrived), arrived.origins) == (original, hash(original), original.origins)
+
+
+def test_an_explanation_names_the_file_that_is_in_force_also_if_another_says_the_same(tmp_path: Path) -> None:
+    private = manager_of(impl("default.a"), impl("vendor.b"))
+    get_default_manager().registry.register_many([impl("default.a"), impl("vendor.b")])
+    for name in ("a.yaml", "b.yaml", "a.yaml"):
+        (tmp_path / name).write_text("prefer: vendor\n")
+        with policy_context(policy_from_config(tmp_path / name)):
+            assert call_op("demo") == private.call("demo") == "vendor.b"
+            for origin in (get_policy().origin("prefer"), explain("demo").origin, private.explain("demo").origin):
+                assert str(origin) == f"{tmp_path / name}, line 1"
+    with policy_context(SelectionPolicy(prefer="vendor")):
+        assert str(explain("demo").origin) == str(private.explain("demo").origin) == "code"
