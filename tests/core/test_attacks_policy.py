@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import copy
+import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +25,8 @@ from fl_dispatch import (
     policy_context,
     policy_from_config,
     set_global_policy,
+    with_preference,
+    with_strict_mode,
 )
 from fl_dispatch.settings import TunedRule
 
@@ -59,3 +65,52 @@ def test_an_explanation_names_the_file_that_is_in_force_also_if_another_says_the
                 assert str(origin) == f"{tmp_path / name}, line 1"
     with policy_context(SelectionPolicy(prefer="vendor")):
         assert str(explain("demo").origin) == str(private.explain("demo").origin) == "code"
+
+
+def test_a_task_keeps_the_policy_that_it_inherited_whoever_ends_the_context() -> None:
+    async def main() -> list[str]:
+        ended = asyncio.Event()
+
+        async def task() -> list[str]:
+            seen = [get_policy().prefer]
+            await ended.wait()
+            seen.append(get_policy().prefer)
+            with with_strict_mode(), with_preference("reference"):
+                seen.append(get_policy().prefer)
+            return [*seen, get_policy().prefer]
+
+        with with_preference("vendor"):
+            started = asyncio.create_task(task())
+            await asyncio.sleep(0)
+        ended.set()
+        return [*await started, get_policy().prefer]
+
+    assert asyncio.run(main()) == ["vendor", "vendor", "reference", "vendor", "flagos"]
+
+
+def test_a_thread_keeps_the_policy_of_the_context_that_it_runs_in() -> None:
+    def work() -> list[str]:
+        with with_strict_mode():
+            pass
+        return [get_policy().prefer]
+
+    with with_preference("vendor"):
+        here = contextvars.copy_context()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(here.run, work).result(30) == ["vendor"]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_contexts_that_end_in_any_order_leave_the_last_one_that_is_open(order: tuple[int, ...]) -> None:
+    def generator(prefer: str) -> Iterator[None]:
+        with with_preference(prefer):
+            yield
+
+    names = ["vendor", "reference", "vendor"]
+    open_ones = {index: generator(name) for index, name in enumerate(names)}
+    for one in open_ones.values():
+        next(one)
+    for index in order:
+        assert get_policy().prefer == names[max(open_ones)]
+        open_ones.pop(index).close()
+    assert get_policy().prefer == "flagos"
