@@ -16,6 +16,7 @@ import torch
 
 from builders import impl, manager_of
 from fl_dispatch import (
+    ConfigError,
     SelectionPolicy,
     bind_op,
     call_op,
@@ -24,6 +25,7 @@ from fl_dispatch import (
     get_policy,
     policy_context,
     policy_from_config,
+    reset_global_policy,
     set_global_policy,
     with_preference,
     with_strict_mode,
@@ -114,3 +116,19 @@ def test_contexts_that_end_in_any_order_leave_the_last_one_that_is_open(order: t
         assert get_policy().prefer == names[max(open_ones)]
         open_ones.pop(index).close()
     assert get_policy().prefer == "flagos"
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_FLSTRICT", "VLLMFL_STRICT", "VLLM__FL_STRICT", "VLMM_FL_STRICT", "VLLM_FI_STRICT", "vllm_flstrict"]
+)
+def test_a_near_miss_of_the_prefix_of_a_variable_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"{name}: has no effect; did you mean VLLM_FL_STRICT?"):
+        reset_global_policy()
+
+
+@pytest.mark.parametrize("name", ["VLLM_STRICT", "VLLM_FP8_CONFIG", "MY_STRICT", "STRICT", "SGLANG_FLSTRICT"])
+def test_a_variable_with_another_prefix_is_somebody_elses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    reset_global_policy()
+    assert get_policy() == SelectionPolicy()
