@@ -85,8 +85,15 @@ def _start_root() -> None:
 
 def _policy_changed() -> None:
     with writers:
-        for manager in list(managers):
-            manager.on_policy_change()
+        stale = list(managers)
+        try:
+            while stale:
+                stale[-1].on_policy_change()
+                stale.pop()
+        finally:  # interrupted in an availability check, say: the next call of each builds anew
+            for manager in stale:
+                manager.failures.clear()
+                manager.tables.unsettle()
 
 
 def _admit_policy(change: str, policy: Callable[[], SelectionPolicy], bans: bool) -> None:

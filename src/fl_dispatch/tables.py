@@ -59,11 +59,15 @@ class TableKeeper:
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
         with writers:
-            for table in self._all():
-                if op_names is None or not table.settled:
-                    self._fill(table)
-                else:
-                    self._refresh(table, [key for op in op_names for key in keys_of(op, self.scopes(op))])
+            try:
+                for table in self._all():
+                    if op_names is None or not table.settled:
+                        self._fill(table)
+                    else:
+                        self._refresh(table, [key for op in op_names for key in keys_of(op, self.scopes(op))])
+            except BaseException:  # a user's interrupt in an availability check, say
+                self.unsettle()
+                raise
 
     def for_context(self) -> DispatchTable:
         """The table for the policy in force here, of a manager that is not the default one."""

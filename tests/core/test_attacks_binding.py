@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+
+import pytest
 
 from builders import impl, manager_of
-from fl_dispatch import SelectionPolicy, policy_context
+from fl_dispatch import OpManager, SelectionPolicy, get_policy, policy_context, set_global_policy
 
 
 def test_a_call_of_any_manager_in_a_context_waits_for_no_writer() -> None:
@@ -37,3 +40,36 @@ def test_a_call_of_any_manager_in_a_context_waits_for_no_writer() -> None:
     writer.join(30)
     reader.join(30)
     assert while_writing == ["vendor.b"] * 3
+
+
+INTERRUPTED: dict[str, Callable[[OpManager], object]] = {
+    "the global policy": lambda manager: set_global_policy(SelectionPolicy(prefer="vendor")),
+    "facts": lambda manager: manager.set_facts(here=True),
+}
+
+
+@pytest.mark.parametrize("change", INTERRUPTED)
+def test_an_interrupted_change_leaves_one_truth_in_every_manager(change: str) -> None:
+    interrupts: list[BaseException] = []
+
+    def check() -> bool:
+        if interrupts:
+            raise interrupts.pop()
+        return True
+
+    def made() -> OpManager:
+        impls = impl("default.a"), impl("vendor.b", available=check, requires={"here": True})
+        return manager_of(*impls, policy=SelectionPolicy(allow_vendors=frozenset()))
+
+    managers = [made() for _ in range(3)]
+    if change == "facts":
+        managers[0].set_facts(here=False)
+        set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert managers[0].call("demo", 1) == "default.a"
+    interrupts.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        INTERRUPTED[change](managers[0])
+    for manager in managers:
+        answers = {manager.call("demo", 1), manager.bind("demo")(1), manager.get_selected_impl_id("demo")}
+        assert {*answers, manager.explain("demo").chosen.impl_id} == {"vendor.b"}
+    assert get_policy().prefer == "vendor"
