@@ -26,6 +26,7 @@ from .errors import DispatchFrozenError
 from .failures import ArgumentKind
 from .locking import writers
 from .logger_manager import get_logger
+from .policy import PolicyManager
 from .selection import Decision, condition_of
 from .types import OpImpl
 
@@ -233,8 +234,16 @@ class Freezer:
         found = self._admitted.get((policy, bans))
         if found is None:
             with writers:
+                self._forget_ended()
                 found = self._admitted[policy, bans] = self._differences(policy, bans)
         return found
+
+    def _forget_ended(self) -> None:
+        """Drop policies that no context uses or may soon use again; one that comes back is asked about again."""
+        policies = PolicyManager.get_instance()
+        if len(self._admitted) > 2 * policies.KEPT_TABLES:
+            in_use = {table.policy for table in policies.tables()}
+            self._admitted = {key: found for key, found in self._admitted.items() if key[0] in in_use}
 
     def _differences(self, policy: SelectionPolicy, bans: bool, only: str | None = None) -> list[str]:
         manager, different = self._manager, []

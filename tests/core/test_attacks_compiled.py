@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +11,17 @@ import pytest
 import torch
 
 from builders import impl
-from fl_dispatch import NotSupported, bind_op, call_op, explain, freeze_dispatch, get_default_manager, thaw_dispatch
+from fl_dispatch import (
+    NotSupported,
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    explain,
+    freeze_dispatch,
+    get_default_manager,
+    policy_context,
+    thaw_dispatch,
+)
 
 Tensor = torch.Tensor
 OP = "mul_and_silu"
@@ -68,3 +80,16 @@ def test_an_implementation_for_this_machines_device_declines_tensors_elsewhere_i
     freeze_dispatch()
     with pytest.raises(NotSupported):
         call_op(OP, torch.ones(2, 4, device="meta"))
+
+
+def test_policies_that_were_asked_about_while_dispatch_is_frozen_are_not_kept_for_ever() -> None:
+    freeze_dispatch()
+    policies = []
+    for number in range(400):
+        policy = SelectionPolicy(deny_vendors=frozenset({f"vendor{number}"}))
+        with policy_context(policy):
+            policies.append(weakref.ref(policy))
+    with policy_context(SelectionPolicy(strict=True)):
+        del policy
+        gc.collect()
+        assert sum(reference() is not None for reference in policies) <= 200
