@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping
 from dataclasses import replace
 
 from .errors import ConfigError
 from .logger_manager import get_logger
 from .ops import OPERATORS
-from .selection.selection_policy import SelectionPolicy
+from .selection.selection_policy import SelectionPolicy, fits_scope
 from .state import State
 
 logger = get_logger(__name__)
@@ -47,7 +46,7 @@ def unmatched_scopes(state: State, policy: SelectionPolicy) -> dict[str, list[st
     for key, _ in (*policy.per_op_order, *policy.op_tuned):
         op_name, at, pattern = key.partition("@")
         scopes = state.scopes.get(op_name, set())
-        if at and not any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
+        if at and not any(fits_scope(pattern, scope) for scope in scopes):
             found[key] = sorted(filter(None, scopes))[:EXAMPLES]
     return found
 

@@ -124,15 +124,16 @@ def get_policy_epoch() -> int:
 
 
 class _Entered:
-    """A policy context that was entered. They may end out of order (in generators), so each knows the one before."""
+    """A policy context that was entered, an object of its own because two may have one table."""
 
-    __slots__ = ("before", "ended", "table")
+    __slots__ = ("table",)
 
-    def __init__(self, table: DispatchTable, before: _Entered | None) -> None:
-        self.table, self.before, self.ended = table, before, False
+    def __init__(self, table: DispatchTable) -> None:
+        self.table = table
 
 
-_innermost: ContextVar[_Entered | None] = ContextVar("fl_dispatch_innermost_context", default=None)
+_open: ContextVar[tuple[_Entered, ...]] = ContextVar("fl_dispatch_open_contexts", default=())
+"""The contexts that are open here, innermost last. A task keeps those that are open when it starts."""
 
 
 @contextmanager
@@ -146,18 +147,15 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
         raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
     admit_policy("a policy context", policy, bans=True)
     ROOT.scope()
-    entered = _Entered(get_default_manager().tables.table_for(policy), _innermost.get())
-    _innermost.set(entered)
+    entered = _Entered(get_default_manager().tables.table_for(policy))
+    _open.set((*_open.get(), entered))
     scope_variable.set(entered.table)
     try:
         yield policy
     finally:
-        entered.ended = True
-        top = _innermost.get()
-        while top is not None and top.ended:
-            top = top.before
-        _innermost.set(top)
-        scope_variable.set(ROOT if top is None else top.table)
+        rest = tuple(other for other in _open.get() if other is not entered)  # in generators they end in any order
+        _open.set(rest)
+        scope_variable.set(rest[-1].table if rest else ROOT)
 
 
 def _changed(**changes: Any) -> SelectionPolicy:

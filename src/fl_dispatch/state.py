@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .devices import detect_device
 from .errors import DispatchFrozenError, NoImplementationError
 from .knowledge.availability import Availability
 from .knowledge.counting import CallCounter
@@ -133,10 +134,11 @@ class State:
         return runs
 
     def takes_every_call(self, decision: Decision, impl: OpImpl, bans: bool = True) -> bool:
-        """Whether an implementation takes every call here: no predicate, no ban, no parameter left out."""
+        """Whether an implementation takes every call here: its device, no predicate, no ban, no parameter left out."""
         convention = self.registry.convention(impl)
         banned = bans and self.failures.kinds(impl, decision.scope)
-        return impl.supports is None and not banned and not (convention and convention.left_out)
+        whole = impl.supports is None and not (convention and convention.left_out)
+        return whole and not banned and not is_elsewhere(impl)
 
     # ---- what calls teach
 
@@ -239,6 +241,11 @@ class State:
                 where = f"{op_name}@{scope}" if scope else op_name
                 different.append(f"{where}: {in_one_line(data(before))} would become {in_one_line(data(now))}")
         return different
+
+
+def is_elsewhere(impl: OpImpl) -> bool:
+    """Whether tensors of this machine's device are not for it, so that each call has to be looked at."""
+    return impl.device_types is not None and not impl.takes_device(detect_device().torch_type)
 
 
 def data(choices: Choices) -> list[dict[str, Any]]:

@@ -57,9 +57,10 @@ class OpImpl:
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.
-        device_types: the PyTorch device types whose tensors it takes; ``None`` for any. A first call, ``resolve`` and
-            ``explain`` look at the leading tensor's; on the fast path nobody does, so the implementation itself raises
-            ``NotSupported`` for others, which then counts as not chosen.
+        device_types: the PyTorch device types whose tensors it takes; ``None`` for any. Every call looks at the leading
+            tensor's if this machine's device is not among them. If it is, the fast path does not look, so the
+            implementation itself raises ``NotSupported`` for tensors elsewhere, which then counts as not chosen, but
+            is raised while dispatch is frozen.
         signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
         opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator.
 

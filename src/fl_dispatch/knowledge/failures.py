@@ -50,7 +50,10 @@ class ArgumentKind:
         tensor = leading_tensor(args)
         if tensor is None:
             return cls(None, 0, "none", "none", scope)
-        layout = "contiguous" if tensor.is_contiguous() else "strided"
+        try:
+            layout = "contiguous" if tensor.is_contiguous() else "strided"
+        except RuntimeError:  # compressed sparse tensors have no strides
+            layout = str(tensor.layout).removeprefix("torch.")
         return cls(tensor.dtype, tensor.dim(), layout, tensor.device.type, scope)
 
     def __str__(self) -> str:
@@ -83,9 +86,9 @@ class FailureLog:
             kinds[kind] = Failure(before.count + 1 if before else 1, text_of(error))
             self._failures = {**self._failures, (impl.op_name, impl.impl_id): kinds}
 
-    def tell_once(self, impl: OpImpl, text: str) -> bool:
-        """Whether this is the first time that this is to be said of an implementation."""
-        key = (impl.op_name, impl.impl_id, text)
+    def tell_once(self, impl: OpImpl, problem: str) -> bool:
+        """Whether this problem of an implementation is news; ``problem`` is a kind, because each call has its text."""
+        key = (impl.op_name, impl.impl_id, problem)
         news = key not in self._told
         self._told.add(key)
         return news

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from ..ops import OPERATORS, Access, Operator
 from ..selection.decision import Branch, Decision
 from ..signatures import Convention
 from . import generated as entries
+from .snapshot import mutable_parts
 
 
 class Call:
@@ -75,13 +76,13 @@ class Call:
                 return name
         return None
 
-    def updated(self) -> list[torch.Tensor]:
-        """The tensors whose old values a retry needs.
+    def updated(self) -> list[Any]:
+        """The tensors whose old values a retry needs; an output that shares memory with an input is one, too.
 
-        Of an operator that nobody declared, these are all. An output that shares memory with an input is one, too.
+        Of an operator that nobody declared: everything mutable that its arguments reach.
         """
         if self.operator is None:
-            return self._tensors()
+            return self._reached()
         written = self.operator.written(self.args).values()
         return [
             tensor
@@ -95,25 +96,25 @@ class Call:
             return False
         return any(access is Access.STATE for access, _ in self.operator.written(self.args).values())
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return list(_tensors_in((*self.args, *self.kwargs.values())))
+    def _reached(self) -> list[Any]:
+        return mutable_parts((*self.args, *self.kwargs.values()))
 
     def _is_shared(self, tensor: torch.Tensor) -> bool:
         if tensor.device.type == "meta":
             return False
-        place = tensor.untyped_storage().data_ptr()
-        return any(other is tensor or other.untyped_storage().data_ptr() == place for other in self._others(tensor))
+        return any(other is tensor or _share_memory(tensor, other) for other in self._others(tensor))
 
     def _others(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        tensors = self._tensors()
+        tensors = [part for part in self._reached() if isinstance(part, torch.Tensor)]
         place = next(index for index, other in enumerate(tensors) if other is tensor)
         return tensors[:place] + tensors[place + 1 :]
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments, those inside lists, tuples and dictionaries included."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)
+def _share_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether tensors may lie in the same memory, which storages of their own may show (NumPy, DLPack, pinned)."""
+    try:
+        first, second = one.untyped_storage(), two.untyped_storage()
+    except NotImplementedError:  # a sparse tensor does not say
+        return True
+    start, other = first.data_ptr(), second.data_ptr()
+    return start == other or (start < other + second.nbytes() and other < start + first.nbytes())

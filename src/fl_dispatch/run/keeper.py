@@ -86,11 +86,15 @@ class TableKeeper:
         with writers:
             if op_names is None:
                 self._kept = {}  # those that nobody uses are made anew when they are wanted
-            for table in self._all():
-                if op_names is None or not table.settled:
-                    self._fill(table)
-                else:
-                    self._refresh(table, [key for op in op_names for key in self._keys(op)])
+            try:
+                for table in self._all():
+                    if op_names is None or not table.settled:
+                        self._fill(table)
+                    else:
+                        self._refresh(table, [key for op in op_names for key in self._keys(op)])
+            except BaseException:  # a user's interrupt in an availability check, say
+                self.unsettle()
+                raise
 
     def rebuild_root(self) -> None:
         """Rebuild the root table alone: the global policy is another one."""

@@ -15,10 +15,11 @@ import torch
 from ..errors import NoImplementationError, NotSupported
 from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Mode, Operator
+from ..ops.declaration import leading_tensor
 from ..selection.decision import Branch, Decision, admits
 from ..selection.selection_policy import SelectionPolicy
 from ..signatures import Convention
-from ..state import State
+from ..state import State, is_elsewhere
 from ..types import OpImpl
 from . import generated, recovery
 from .arguments import Call
@@ -143,6 +144,8 @@ def _first_candidate(
     if not branch.candidates:
         return careful
     first, operator, decision = branch.candidates[0], recipe.operator, recipe.decision
+    if is_elsewhere(first):
+        return careful
     unproven: list[str] = []
     if not state.frozen:
         proofs = state.proofs
@@ -278,8 +281,22 @@ def _traced(
         if not state.failures.kinds(impl, decision.scope):
             convention = state.registry.convention(impl)
             first = generated.direct(operator, impl, convention, form, impl.fn, function)
-            function = first if function is nobody else _or_next(first, function)
+            if is_elsewhere(impl):
+                function = _on_its_devices(impl, first, function)
+            else:
+                function = first if function is nobody else _or_next(first, function)
     return function
+
+
+def _on_its_devices(impl: OpImpl, first: Function, other: Function) -> Function:
+    """The first function for tensors on the implementation's devices, which a trace knows; the other one elsewhere."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        tensor = leading_tensor((*args, *kwargs.values()))
+        fits = impl.takes_device("none" if tensor is None else tensor.device.type)
+        return first(*args, **kwargs) if fits else other(*args, **kwargs)
+
+    return chosen
 
 
 def _or_next(first: Function, other: Function) -> Function:

@@ -21,6 +21,7 @@ from ..selection.selection_policy import SelectionPolicy
 from ..state import State
 from ..types import OpImpl
 from .arguments import Call
+from .snapshot import copies_of, put_back
 from .table import MADE_FROM, DispatchTable, Plan
 
 logger = get_logger(__name__)
@@ -130,7 +131,7 @@ def refusal(state: State, impl: OpImpl, call: Call) -> str:
     answer = _supports(impl, call)
     if isinstance(answer, Exception):
         reason = f"its 'supports' raised {text_of(answer)}"
-        if state.failures.tell_once(impl, reason):
+        if state.failures.tell_once(impl, type(answer).__name__):
             logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
         return reason
     if isinstance(answer, str):
@@ -188,8 +189,8 @@ def _go_on_or_raise(
     policy: SelectionPolicy,
     call: Call,
     failure: tuple[OpImpl, Exception],
-    updated: list[torch.Tensor],
-    copies: list[torch.Tensor] | None,
+    updated: Sequence[Any],
+    copies: Sequence[Any] | None,
     last: bool,
 ) -> None:
     """Put the arguments back for the next candidate, or raise the failure if that cannot be done."""
@@ -198,34 +199,15 @@ def _go_on_or_raise(
         wrote_nothing = isinstance(error, NotSupported)
         if must_raise(state, error, policy) or (not wrote_nothing and call.holds_state()):
             raise error
-        if not (wrote_nothing or last) and not _restore(updated, copies):
+        if not (wrote_nothing or last) and not put_back(updated, copies):
             raise error
         _warn(impl, call, error)
     finally:
         del error, failure
 
 
-def _copy(tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    if is_capturing():  # a copy would be recorded into the graph
-        return None
-    with torch.no_grad():
-        return [tensor.clone() for tensor in tensors]
-
-
-def _restore(tensors: list[torch.Tensor], copies: list[torch.Tensor] | None) -> bool:
-    """Give tensors their old values back; returns whether all have them."""
-    if not tensors:
-        return True
-    if copies is None:
-        return False
-    for tensor, copy in zip(tensors, copies, strict=True):
-        try:
-            with torch.no_grad():
-                tensor.copy_(copy)
-        except RuntimeError:  # it cannot be written (an expanded view, say): right if nobody did
-            if not torch.equal(tensor, copy):
-                return False
-    return True
+def _copy(parts: Sequence[Any]) -> list[Any] | None:
+    return None if is_capturing() else copies_of(parts)  # a copy would be recorded into the graph
 
 
 def _raise_first(call: Call, failures: _Failures, reasons: Sequence[str]) -> None:

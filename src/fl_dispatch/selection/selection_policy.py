@@ -85,6 +85,9 @@ class SelectionPolicy:
             if not order:
                 raise ValueError(f"per_op_order of '{op}' is empty, so nothing could run")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SelectionPolicy.from_json, (self.to_json(),)  # its origins are a view, which pickle refuses
+
     @classmethod
     def from_dict(
         cls,
@@ -193,9 +196,14 @@ def _most_specific(keys: Iterable[str], op_name: str, scope: str | None) -> str 
     weights = {}
     for key in keys:
         op, _, pattern = key.partition("@")
-        if op == op_name and (not pattern or (scope and fnmatch.fnmatchcase(scope, pattern))):
+        if op == op_name and (not pattern or (scope and fits_scope(pattern, scope))):
             weights[key] = (pattern == scope, len(pattern))
     return max(weights, key=weights.__getitem__) if weights else None
+
+
+def fits_scope(pattern: str, scope: str) -> bool:
+    """Whether a pattern names a layer: it is the layer's name, whatever that holds, or a glob that fits it."""
+    return pattern == scope or fnmatch.fnmatchcase(scope, pattern)
 
 
 def _names(vendor: str, vendors: Iterable[str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,7 +77,10 @@ class _Environment:
         known = {v.name.removeprefix(PREFIX) for item in ITEMS for v in item.variables if v.name.startswith(PREFIX)}
         for name in sorted(self._environ):
             prefix = next((p for p in self._prefixes if name.upper().startswith(p)), None)
-            if prefix is None or name in {prefix + rest for rest in known}:
+            if prefix is None:
+                self._check_prefix(name, known)
+                continue
+            if name in {prefix + rest for rest in known}:
                 continue
             rest = name[len(prefix) :]
             meant = rest.upper() if rest.upper() in known else near_miss(rest, known)
@@ -85,6 +88,13 @@ class _Environment:
             if meant is not None:
                 raise place.error(f"there is no such variable; did you mean {prefix}{meant}?")
             logger.warning("%s: there is no such variable, it has no effect; %s", place.name, nearest(rest, known))
+
+    def _check_prefix(self, name: str, known: Iterable[str]) -> None:
+        """Refuse one of our variables whose prefix is misspelt."""
+        for rest in filter(name.upper().endswith, known):
+            meant = near_miss(name[: -len(rest)], self._prefixes, cutoff=0.85)  # one letter of the prefix
+            if meant is not None:
+                raise Place(f"environment variable {name}").error(f"has no effect; did you mean {meant}{rest}?")
 
     def _spellings(self, name: str) -> list[str]:
         if not name.startswith(PREFIX):

@@ -1,0 +1,1 @@
+from fl_dispatch.snapshot import *
