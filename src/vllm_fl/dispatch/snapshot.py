@@ -1,1 +1,0 @@
-from fl_dispatch.snapshot import *
