@@ -14,7 +14,7 @@ from typing import Any
 
 from . import builtin_ops, checks, discovery
 from .compiled.freezing import Freezer
-from .errors import DispatchFrozenError, NoImplementationError
+from .errors import NoImplementationError
 from .global_policy import GLOBAL
 from .locking import writers
 from .logger_manager import get_logger
@@ -242,10 +242,11 @@ class OpManager:
             before, self.state.facts = self.state.facts, {**self.state.facts, **facts}
             try:
                 self._check("stating facts")
-            except DispatchFrozenError:
+                self._republish_if_settled(None)
+            except BaseException:  # refused, or interrupted in an availability check: it has not happened
                 self.state.facts = before
+                self.tables.unsettle()
                 raise
-            self._republish_if_settled(None)
 
     def unmatched_scopes(self) -> dict[str, list[str]]:
         """The layer patterns of the policy that fit no layer that was bound, each with the operator's layers."""

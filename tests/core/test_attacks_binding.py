@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import processes
 from builders import impl, manager_of
 from fl_dispatch import OpManager, SelectionPolicy, get_policy, policy_context, set_global_policy
 
@@ -49,7 +54,7 @@ INTERRUPTED: dict[str, Callable[[OpManager], object]] = {
 
 
 @pytest.mark.parametrize("change", INTERRUPTED)
-def test_an_interrupted_change_leaves_one_truth_in_every_manager(change: str) -> None:
+def test_an_interrupted_change_has_happened_in_no_manager(change: str) -> None:
     interrupts: list[BaseException] = []
 
     def check() -> bool:
@@ -71,5 +76,56 @@ def test_an_interrupted_change_leaves_one_truth_in_every_manager(change: str) ->
         INTERRUPTED[change](managers[0])
     for manager in managers:
         answers = {manager.call("demo", 1), manager.bind("demo")(1), manager.get_selected_impl_id("demo")}
-        assert {*answers, manager.explain("demo").chosen.impl_id} == {"vendor.b"}
-    assert get_policy().prefer == "vendor"
+        assert {*answers, manager.explain("demo").chosen.impl_id} == {"default.a"}
+    assert get_policy().prefer == ("flagos" if change == "the global policy" else "vendor")
+
+
+PLUGIN = """
+import time
+from fl_dispatch import bind_op
+time.sleep(1)
+bind_op("silu_and_mul")
+"""
+TWO_THREADS = """
+import importlib, threading, time, torch
+from fl_dispatch import call_op
+threading.Thread(target=importlib.import_module, args=("plugin_that_binds",)).start()
+time.sleep(0.3)
+print(call_op("silu_and_mul", torch.ones(1, 2)).shape)
+"""
+
+
+def test_a_plugin_may_dispatch_while_a_thread_imports_it_and_another_makes_the_first_call(tmp_path: Path) -> None:
+    (tmp_path / "plugin_that_binds.py").write_text(PLUGIN)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": "plugin_that_binds"}
+    ended = processes.python("-c", TWO_THREADS, environment=environment, timeout=30)
+    assert (ended.returncode, ended.last_line) == (0, "torch.Size([1, 1])")
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "binding_cost.py"
+
+
+@pytest.fixture
+def seconds(tmp_path: Path) -> Callable[..., float]:
+    """Processor time of one part of the benchmark, in a process of its own."""
+
+    def measured(part: str, *, layers: int, kept: int) -> float:
+        file = tmp_path / "result.json"
+        arguments = ("--layers", str(layers), "--kept", str(kept), "--json", str(file))
+        ended = processes.python(str(BENCHMARK), *arguments, environment=os.environ, timeout=120)
+        assert ended.returncode == 0, ended.log
+        found: float = json.loads(file.read_text())["results"][part]["processor"]
+        return found
+
+    return measured
+
+
+def test_the_cost_of_binding_a_layer_does_not_grow_with_the_layers_that_are_bound(seconds: Any) -> None:
+    part = "bind the layers"
+    assert seconds(part, layers=240, kept=0) < 6 * seconds(part, layers=60, kept=0)
+
+
+@pytest.mark.parametrize("part", ["bind ten more layers", "change the policy"])
+def test_the_cost_of_a_change_does_not_grow_with_the_policies_that_are_kept(part: str, seconds: Any) -> None:
+    assert seconds(part, layers=20, kept=32) < 6 * seconds(part, layers=20, kept=0)

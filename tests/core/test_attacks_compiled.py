@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import processes
 from builders import impl
 from fl_dispatch import (
     NotSupported,
@@ -93,3 +95,38 @@ def test_policies_that_were_asked_about_while_dispatch_is_frozen_are_not_kept_fo
         del policy
         gc.collect()
         assert sum(reference() is not None for reference in policies) <= 200
+
+
+LIAR = """
+import sys
+import torch
+from fl_dispatch import BackendImplKind, DispatchError, OpImpl, call_op, get_default_manager
+
+def liar(x):
+    half = x.shape[-1] // 2
+    right = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+    if x.shape[0] < 4:
+        return right
+    return right.to(torch.bfloat16) if sys.argv[1] == "dtype" else right[:, :2]
+
+registry = get_default_manager().registry
+registry.register_impl(
+    OpImpl("silu_and_mul", "default.liar", BackendImplKind.DEFAULT, liar, priority=999, opaque=True)
+)
+compiled = torch.compile(lambda x: call_op("silu_and_mul", x) + 1, fullgraph=True, dynamic=True, backend=sys.argv[2])
+for rows in (2, 2, 3):
+    compiled(torch.ones(rows, 64))
+try:
+    print("ran:", compiled(torch.ones(8, 64)).sum().item())
+except DispatchError as error:
+    print("refused" if "default.liar" in str(error) else error)
+"""
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("lie", ["dtype", "shape"])
+def test_a_result_that_is_not_as_declared_is_an_error_in_any_call(lie: str, backend: str) -> None:
+    """In a process of its own, because compiled code reads and frees such memory wrongly."""
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    ended = processes.python("-c", LIAR, lie, backend, environment=environment, timeout=240)
+    assert (ended.returncode, ended.last_line) == (0, "refused")
