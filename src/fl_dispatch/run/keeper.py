@@ -39,10 +39,9 @@ class TableKeeper:
             scopes = self._state.scopes.setdefault(op_name, set())
             if scope not in scopes:
                 scopes.add(scope)
-                self._kept = {}  # those that nobody uses are made anew when they are wanted
                 for table in self._all():
                     if table.settled:
-                        table.add(build(self._state, self.policy_of(table), [key]))
+                        table.add(build(self._state, self.policy_of(table), [key], table.recipes))
         return key.text
 
     def table_for(self, policy: SelectionPolicy) -> DispatchTable:

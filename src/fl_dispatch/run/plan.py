@@ -52,9 +52,14 @@ def bound_key(op_name: str, scope: str) -> Key:
     return Key(f"{op_name}@{scope}", op_name, scope or None, generated.BOUND)
 
 
-def build(state: State, policy: SelectionPolicy, keys: Iterable[Key]) -> dict[str, Plan]:
-    """The plans for some keys under one policy; an operator that nobody registered (any more) has none."""
-    recipes: dict[tuple[str, str, str | None], _Recipe | None] = {}
+def build(
+    state: State, policy: SelectionPolicy, keys: Iterable[Key], recipes: dict[Any, Any] | None = None
+) -> dict[str, Plan]:
+    """The plans for some keys under one policy; an operator that nobody registered (any more) has none.
+
+    ``recipes`` are those of the last call with the same state and policy, and get the new ones.
+    """
+    recipes = {} if recipes is None else recipes
     singled_out = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned) if "@" in key}
     plans = {}
     for key in keys:

@@ -55,6 +55,7 @@ class DispatchTable:
         policy: the policy that the functions were chosen for (unset on a root table until its manager starts).
         entries: key → function.
         plans: key → what the function was made from.
+        recipes: what entries that are added have in common with others, see :func:`~fl_dispatch.run.plan.build`.
         settled: the entries are complete and up to date.
         of_context: it is a policy context's, and no root.
         plain: settled, and no policy context was ever entered in this process, so that ``current`` need not be read.
@@ -68,6 +69,7 @@ class DispatchTable:
         "plain",
         "plans",
         "policy",
+        "recipes",
         "scoped",
         "settled",
         "start",
@@ -84,6 +86,7 @@ class DispatchTable:
             self.policy = policy
         self.entries: dict[str, Callable[..., Any]] = {}
         self.plans: dict[str, Plan] = {}
+        self.recipes: dict[Any, Any] = {}
         self.settled = False
         self.scoped = False
         self.plain = False
@@ -93,7 +96,7 @@ class DispatchTable:
     def publish(self, plans: dict[str, Plan]) -> None:
         """Make a complete set of entries visible to callers."""
         entries = {key: plan.entry for key, plan in plans.items()}
-        self.plans = plans
+        self.plans, self.recipes = plans, {}
         self.entries = entries
         self.settled = True
         self.plain = not self.scoped
