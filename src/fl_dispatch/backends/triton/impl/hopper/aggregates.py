@@ -4,7 +4,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate  # public from Triton 3.8 on
+from triton.language.core import _aggregate  # 3.6 has no public name for it
 
 T = TypeVar("T")
 

@@ -88,14 +88,15 @@ class Ring:
 
 
 @gluon.jit
-def publish(full, index, LATER: gl.constexpr, pred=True):
+def publish(full, index, LATER: gl.constexpr):
     """Producer: tell the consumers that a stage is full, when all groups of copies but the ``LATER`` last have landed.
 
-    The fence makes the copies visible to the tensor cores. It stands here, so that consumers need none.
+    The fence makes the copies visible to the tensor cores. It stands here, so that consumers need none. An index of -1
+    stands for no stage.
     """
     async_copy.wait_group(LATER)
     fence_async_shared()
-    mbarrier.arrive(full.index(index), pred=pred)
+    mbarrier.arrive(full.index(gl.maximum(index, 0)), pred=index >= 0)
 
 
 @gluon.jit
@@ -105,12 +106,12 @@ def commit(full, pending, index):
     So a stage is published while the copies into the next one are under way. Returns the new ``pending``.
     """
     async_copy.commit_group()
-    publish(full, gl.maximum(pending, 0), 1, pending >= 0)
+    publish(full, pending, 1)
     return pending * 0 + index
 
 
 @gluon.jit
 def drain(full, pending):
     """Producer: publish the last stage. Returns the new ``pending``."""
-    publish(full, gl.maximum(pending, 0), 0, pending >= 0)
+    publish(full, pending, 0)
     return pending * 0 - 1

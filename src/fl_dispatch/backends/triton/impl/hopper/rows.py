@@ -37,6 +37,14 @@ def copy_rows(buffer, source, rows, mask, FIRST: gl.constexpr, SIZE: gl.constexp
     async_load(buffer, source + rows[:, None] + column[None, :], mask=mask[:, None])
 
 
+@gluon.jit
+def copy_tile(tile, source, rows, mask, FIRST: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, L: gl.constexpr):
+    """Start to copy both parts of a tile, ``MAIN`` and ``REST`` elements, from ``FIRST`` on."""
+    copy_rows(tile.main, source, rows, mask, FIRST, MAIN, L)
+    if REST > 0:
+        copy_rows(tile.rest, source, rows, mask, FIRST + MAIN, REST, L)
+
+
 @gluon.constexpr_function
 def store_layout(rows, columns):
     """An accumulator's layout, but for 16 bytes in a row a thread: four threads swap values, and write 64 bytes."""

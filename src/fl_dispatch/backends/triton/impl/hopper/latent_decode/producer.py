@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..aggregates import aggregate
 from ..pipeline import publish
-from ..rows import copy_layout, copy_rows
+from ..rows import copy_layout, copy_rows, copy_tile
 from .work import HALF, KEYS, PRODUCER_WARPS, ROTARY, STAGES, find_work
 
 
@@ -67,12 +67,10 @@ def produce(config, pipeline, query_starts, lengths, splits, query, cache, WHICH
         mask = position < work.stop
         rows = cache.rows(blocks, position, config.block_size)
         left.acquire(WHICH, phase)
-        copy_rows(left.tile(WHICH).main, cache.pointer, rows, mask, 0, HALF, L)
+        copy_tile(left.tile(WHICH), cache.pointer, rows, mask, 0, HALF, 0, L)
         async_copy.commit_group()
         right.acquire(WHICH, phase)
-        tile = right.tile(WHICH)
-        copy_rows(tile.main, cache.pointer, rows, mask, HALF, HALF, L)
-        copy_rows(tile.rest, cache.pointer, rows, mask, 2 * HALF, ROTARY, L)
+        copy_tile(right.tile(WHICH), cache.pointer, rows, mask, HALF, HALF, ROTARY, L)
         async_copy.commit_group()
         publish(left.full, WHICH, 1)
         publish(right.full, WHICH, 0)

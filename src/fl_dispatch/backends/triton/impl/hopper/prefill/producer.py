@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..aggregates import aggregate
 from ..pipeline import commit, drain
-from ..rows import copy_layout, copy_rows
+from ..rows import copy_layout, copy_tile
 from .config import BLOCK_M, BLOCK_N, PRODUCER_WARPS, STAGES
 from .scheduler import send
 
@@ -64,10 +64,7 @@ def _load_keys(config, pipeline, pending, i, key, rows, start_n, length, L: gl.c
     stage, phase = ring.turn(i)
     mask = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L)) < length
     ring.acquire(stage, phase)
-    tile = ring.tile(stage)
-    copy_rows(tile.main, key, rows, mask, 0, config.dim, L)
-    if config.rest > 0:
-        copy_rows(tile.rest, key, rows, mask, config.dim, config.rest, L)
+    copy_tile(ring.tile(stage), key, rows, mask, 0, config.dim, config.rest, L)
     return commit(pipeline.full, pending, ring.offset + stage)
 
 
@@ -77,7 +74,7 @@ def _load_values(config, pipeline, pending, i, value, rows, L: gl.constexpr):
     ring = pipeline.values
     stage, phase = ring.turn(i)
     ring.acquire(stage, phase)
-    copy_rows(ring.tile(stage).main, value, rows, rows >= 0, 0, config.dim_v, L)
+    copy_tile(ring.tile(stage), value, rows, rows >= 0, 0, config.dim_v, 0, L)
     return commit(pipeline.full, pending, ring.offset + stage)
 
 
@@ -88,9 +85,7 @@ def _load_queries(config, pipeline, pending, stage, query, queries, L: gl.conste
     token = queries.first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     rows = query.offsets(queries.begin + token, queries.head)
     tile = pipeline.queries.tile(stage)
-    copy_rows(tile.main, query.pointer, rows, token < queries.new, 0, config.dim, L)
-    if config.rest > 0:
-        copy_rows(tile.rest, query.pointer, rows, token < queries.new, config.dim, config.rest, L)
+    copy_tile(tile, query.pointer, rows, token < queries.new, 0, config.dim, config.rest, L)
     return commit(pipeline.full, pending, pipeline.queries.offset + stage)
 
 
