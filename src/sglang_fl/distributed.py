@@ -28,7 +28,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.hosting import ranks
 from fl_dispatch.hosting.collectives import Communicator, connect
 
-from .hooks import Hook
+from .hooks import Kind
 
 ATTRIBUTE = "fl_communicator"
 """Where a group of several ranks keeps its :class:`Communicator`."""
@@ -193,22 +193,18 @@ def check_ranks() -> None:
     get_default_manager().lockstep = several
 
 
-_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
-_LIBRARY = "the library that the device's spec or FLAGCX_PATH names would not be asked"
-_VARIABLE = "SGLang has parts of different sizes through NCCL only"
-_CUSTOM_OP = "SGLang calls an operator that is registered for its own devices only"
-
-HOOKS: tuple[Hook, ...] = (
-    Hook(f"{_GROUP}.__init__", connect_group, "after", "the ranks of a group would not be connected"),
-    Hook(f"{_GROUP}.destroy", close_group, "around", "what a library holds for a group would not be given back"),
-    Hook(f"{_GROUP}.all_reduce", all_reduce, "around", _LIBRARY),
-    Hook(f"{_GROUP}.reduce_scatter_tensor", reduce_scatter_tensor, "around", _CUSTOM_OP),
-    Hook(f"{_GROUP}.reduce_scatter", reduce_scatter, "around", _LIBRARY),
-    Hook(f"{_GROUP}.reduce_scatterv", reduce_scatterv, "around", _VARIABLE),
-    Hook(f"{_GROUP}.all_gather", all_gather, "around", _LIBRARY),
-    Hook(f"{_GROUP}.all_gather_into_tensor", all_gather_into_tensor, "around", _CUSTOM_OP),
-    Hook(f"{_GROUP}.all_gatherv", all_gatherv, "around", _VARIABLE),
-    Hook(f"{_GROUP}.broadcast", broadcast, "around", _LIBRARY),
-    Hook(f"{_GROUP}.send", send, "around", _LIBRARY),
-    Hook(f"{_GROUP}.recv", recv, "around", _LIBRARY),
+HOOKED: tuple[tuple[str, Callable[..., Any], Kind], ...] = (
+    ("__init__", connect_group, "after"),
+    ("destroy", close_group, "around"),
+    ("all_reduce", all_reduce, "around"),
+    ("reduce_scatter_tensor", reduce_scatter_tensor, "around"),
+    ("reduce_scatter", reduce_scatter, "around"),
+    ("reduce_scatterv", reduce_scatterv, "around"),
+    ("all_gather", all_gather, "around"),
+    ("all_gather_into_tensor", all_gather_into_tensor, "around"),
+    ("all_gatherv", all_gatherv, "around"),
+    ("broadcast", broadcast, "around"),
+    ("send", send, "around"),
+    ("recv", recv, "around"),
 )
+"""Methods of ``GroupCoordinator``, and how ours run; ``host_facts`` says why."""

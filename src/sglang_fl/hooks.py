@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+Kind = Literal["around", "after", "replace"]
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -26,7 +28,7 @@ class Hook:
 
     target: str
     call: Callable[..., Any]
-    kind: Literal["around", "after", "replace"]
+    kind: Kind
     reason: str
 
 

@@ -19,7 +19,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.hosting.scopes import refuse_partial_rules
+from fl_dispatch.hosting.bound_layer import bind_for
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
@@ -53,14 +53,14 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
         return present
     row = find(type(layer))
     names, settings = (type(layer).__name__, row.name) if row else (), get_settings()
-    if row is None or not any(settings.registers(*names, operator) for operator in row.bridge.operators()):
+    if row is None or not any(settings.registers(*names, operator) for operator in row.bridge.fl_operators()):
         return None
     try:
         bridge = row.bridge(layer, native)
     except Unbridged as reason:
         _say_unbridged(type(layer).__name__, str(reason))
         return None
-    if not settings.registers(*names, bridge.operator):
+    if not settings.registers(*names, bridge.fl_operator):
         return None
     vars(layer)["fl_bridge"] = bridge  # not a submodule, so it goes around nn.Module.__setattr__
     return bridge
@@ -128,17 +128,15 @@ def prepare(model: nn.Module) -> Survey:
         if bridge is None:
             native[name] += 1
             continue
-        scopes = [bridge.scope(prefix) for prefix in prefixes]
-        refuse_partial_rules(bridge.operator, scopes)
-        bridge.bind(scopes[0])
+        bind_for(bridge, prefixes)
         bridge.place(model, prefixes[0])
-        ours[name] = (bridge.operator, ours.get(name, ("", 0))[1] + 1)
+        ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
     return Survey("SGLang", ours, dict(native), dict(attending))
 
 
 def warn_of_unknown_names(settings: Settings) -> None:
     """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
-    known = {name for row in BRIDGES for name in (row.name, *row.bridge.operators())}
+    known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
     for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
         logger.warning(
             "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
@@ -167,7 +165,7 @@ class FirstPass:
         """Start counting, and notice which modules that contain a claimed layer are entered."""
         modules = dict(model.named_modules())
         claims = {
-            prefix: found.operator for prefix, layer in modules.items() if (found := bridge_of(layer)) is not None
+            prefix: found.fl_operator for prefix, layer in modules.items() if (found := bridge_of(layer)) is not None
         }
         if (ours := _ours(backend)) is not None:
             layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))

@@ -16,7 +16,9 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import PolicyManager
-from fl_dispatch.settings import get_settings, reset_settings
+from fl_dispatch.settings import get_settings, register_layers, reset_settings
+
+from .host import HOST
 
 logger = get_logger(__name__)
 
@@ -29,6 +31,8 @@ SERVED_DEVICES = ("cpu",)
 """PyTorch device types that were served."""
 
 _stored: Exception | None = None
+
+register_layers(HOST.name, HOST.layers.names)
 
 
 def _keep(error: Exception) -> None:

@@ -12,38 +12,37 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import bind_op
 from fl_dispatch.hosting import multimodal_rotary
+from fl_dispatch.hosting.bound_layer import BoundLayer
 
 
-class DispatchedLayer:
-    """A layer of vLLM whose forward is one of our operators. First base of every replacement class."""
+class DispatchedLayer(BoundLayer):
+    """A layer of vLLM whose forward is one of our operators. First base of every replacement class.
 
-    fl_operator: str
-    fl_metaclass: ClassVar[type[type]] = type  # of the replacement classes
-    fl_traced: ClassVar[bool] = True  # compiled graphs contain its forward
-    fl_call: Callable[..., Any]
+    Its subclasses annotate what they read of the class of vLLM's that comes after them.
+    """
+
+    fl_metaclass: ClassVar[type[type]] = type
+    """Of the replacement classes."""
+    fl_traced: ClassVar[bool] = True
+    """Whether compiled graphs contain its forward."""
+    forward: Callable[..., Any]
+    forward_native: Callable[..., Any]
+    forward_oot: Callable[..., Any]
+    _forward_method: Callable[..., Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fl_bind(None)
 
-    def fl_bind(self, scope: str | None) -> None:
-        """Bind the operator for the layer with this prefix."""
-        self.fl_call = bind_op(self.fl_operator, scope)
-
-    def fl_scope(self, prefix: str) -> str:
-        """The prefix under which policies name this layer."""
-        return prefix
-
     def fl_runs(self) -> bool:
         """Whether vLLM really calls our forward: a user can switch single layers off with ``custom_ops``."""
         method = getattr(getattr(self, "_forward_method", None), "__func__", None)
-        return method in (type(self).forward_oot, DispatchedLayer.forward_cuda)  # type: ignore[attr-defined]
+        return method in (type(self).forward_oot, DispatchedLayer.forward_cuda)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
         """What vLLM calls on its own CUDA platform."""
-        return self.forward_oot(*args, **kwargs)  # type: ignore[attr-defined]
+        return self.forward_oot(*args, **kwargs)
 
 
 class NormLayer(DispatchedLayer):
@@ -51,15 +50,17 @@ class NormLayer(DispatchedLayer):
 
     has_weight = True
     variance_size_override: int | None = None
+    variance_epsilon: float
+    weight: Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.variance_size_override is not None:  # the mean over a part of the row is not our operator
-            self._forward_method = self.forward_native  # type: ignore[attr-defined]
+            self._forward_method = self.forward_native
 
     def forward_oot(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        weight = self.weight if self.has_weight else None  # type: ignore[attr-defined]
-        return self.fl_call(x, residual, weight, self.variance_epsilon)  # type: ignore[attr-defined]
+        weight = self.weight if self.has_weight else None
+        return self.fl_call(x, residual, weight, self.variance_epsilon)
 
 
 class RMSNormLayer(NormLayer):
@@ -74,9 +75,12 @@ class LayerNormLayer(DispatchedLayer):
     """``LayerNorm``: ``forward(x)``."""
 
     fl_operator = "layer_norm"
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
 
     def forward_oot(self, x: Tensor) -> Tensor:
-        return self.fl_call(x, self.weight, self.bias, self.eps)  # type: ignore[attr-defined]
+        return self.fl_call(x, self.weight, self.bias, self.eps)
 
 
 class SiluAndMulLayer(DispatchedLayer):
@@ -92,9 +96,10 @@ class GeluAndMulLayer(DispatchedLayer):
     """``GeluAndMul``: ``forward(x)``."""
 
     fl_operator = "gelu_and_mul"
+    approximate: str
 
     def forward_oot(self, x: Tensor) -> Tensor:
-        return self.fl_call(x, self.approximate)  # type: ignore[attr-defined]
+        return self.fl_call(x, self.approximate)
 
 
 class ActivationLayer(DispatchedLayer):
@@ -102,7 +107,7 @@ class ActivationLayer(DispatchedLayer):
 
     fl_parameters: ClassVar[tuple[str, ...]] = ()
 
-    def forward_oot(self, x: Tensor) -> Tensor:
+    def forward_oot(self, x: Tensor, /) -> Tensor:
         return self.fl_call(x, *[getattr(self, name) for name in self.fl_parameters])
 
 
@@ -173,6 +178,9 @@ class RotaryLayer(DispatchedLayer):
 
     fl_operator = "rotary_embedding"
     fl_table: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
+    head_size: int
+    is_neox_style: bool
+    _match_cos_sin_cache_dtype: Callable[[Tensor], Tensor]
 
     def _cos_sin(self, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Both halves of vLLM's table ``[positions, cos | sin]``."""
@@ -186,20 +194,20 @@ class RotaryLayer(DispatchedLayer):
 
     def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cosines, sines, and the row of each token in these tables."""
-        return *self._cos_sin(self._match_cos_sin_cache_dtype(query)), positions.flatten()  # type: ignore[attr-defined]
+        return *self._cos_sin(self._match_cos_sin_cache_dtype(query)), positions.flatten()
 
     def forward_oot(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         cos, sin, rows = self._table(positions if offsets is None else positions + offsets, query)
-        heads = (rows.shape[0], -1, self.head_size)  # type: ignore[attr-defined]
+        heads = (rows.shape[0], -1, self.head_size)
         rotated, rotated_key = self.fl_call(
             query.view(heads),
             None if key is None else key.view(heads),
             cos,
             sin,
             rows,
-            not self.is_neox_style,  # type: ignore[attr-defined]
+            not self.is_neox_style,
             # query and key are parts of one tensor: a graph that may not write to it would copy it first
             not torch.compiler.is_compiling(),
         )
@@ -213,10 +221,13 @@ class LongRopeLayer(RotaryLayer):
     """
 
     is_neox_style = True
+    use_long_rope: bool
+    original_max_position_embeddings: int
+    long_short_cos_sin_cache: Tensor
 
     def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first = self.original_max_position_embeddings if self.use_long_rope else 0  # type: ignore[attr-defined]
-        cos, sin = self._cos_sin(self.long_short_cos_sin_cache)  # type: ignore[attr-defined]
+        first = self.original_max_position_embeddings if self.use_long_rope else 0
+        cos, sin = self._cos_sin(self.long_short_cos_sin_cache)
         return cos[first:], sin[first:], positions.flatten()
 
     def fl_runs(self) -> bool:
@@ -231,16 +242,21 @@ class LongRopeLayer(RotaryLayer):
 class MRotaryLayer(RotaryLayer):
     """``MRotaryEmbedding``: a token of an image has a position on several axes; each frequency turns by one of them."""
 
+    fl_axes: Tensor
+    mrope_section: list[int]
+    mrope_interleaved: bool
+    register_buffer: Callable[..., None]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        axes = self._axes() if self.mrope_section else []  # type: ignore[attr-defined]
+        axes = self._axes() if self.mrope_section else []
         indices = torch.tensor(axes, dtype=torch.int64)
-        self.register_buffer("fl_axes", indices, persistent=False)  # type: ignore[attr-defined]
+        self.register_buffer("fl_axes", indices, persistent=False)
 
     def _axes(self) -> list[int]:
         """For each frequency the axis by whose position it turns: 0 time, 1 height, 2 width."""
-        sections: list[int] = self.mrope_section  # type: ignore[attr-defined]
-        if not self.mrope_interleaved:  # type: ignore[attr-defined]
+        sections = self.mrope_section
+        if not self.mrope_interleaved:
             return [axis for axis, size in enumerate(sections) for _ in range(size)]
         cycle = (index % 3 for index in range(sum(sections)))
         return [axis if index < 3 * sections[axis] else 0 for index, axis in enumerate(cycle)]
@@ -248,33 +264,34 @@ class MRotaryLayer(RotaryLayer):
     def _table(self, positions: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if positions.ndim == 1:  # text
             return super()._table(positions, query)
-        if not self.mrope_section:  # type: ignore[attr-defined]
+        if not self.mrope_section:
             raise ValueError("positions on several axes need the model's mrope_section")
-        cos, sin = self._cos_sin(self._match_cos_sin_cache_dtype(query))  # type: ignore[attr-defined]
-        return multimodal_rotary.step_tables(cos, sin, positions, self.fl_axes)  # type: ignore[attr-defined]
+        cos, sin = self._cos_sin(self._match_cos_sin_cache_dtype(query))
+        return multimodal_rotary.step_tables(cos, sin, positions, self.fl_axes)
 
 
 class ErnieRotaryLayer(MRotaryLayer):
     """``Ernie4_5_VLRotaryEmbedding``; its sections are height, width, time."""
 
     def _axes(self) -> list[int]:
-        return multimodal_rotary.alternating_axes(sum(self.mrope_section[:2]), sum(self.mrope_section))  # type: ignore[attr-defined]
+        return multimodal_rotary.alternating_axes(sum(self.mrope_section[:2]), sum(self.mrope_section))
 
 
 class BailingRotaryLayer(MRotaryLayer):
     """``BailingMRotaryEmbedding``; its sections are time, height, width."""
 
     def _axes(self) -> list[int]:
-        return multimodal_rotary.alternating_axes(sum(self.mrope_section[1:]), sum(self.mrope_section))  # type: ignore[attr-defined]
+        return multimodal_rotary.alternating_axes(sum(self.mrope_section[1:]), sum(self.mrope_section))
 
 
 class ListedMRotaryLayer(MRotaryLayer):
     """``MRotaryEmbeddingInterleaved``: lists the axis of each frequency, and overrides ``forward`` itself."""
 
+    mrope_dim: list[int]
+
     def _axes(self) -> list[int]:
-        listed: list[int] = self.mrope_dim  # type: ignore[attr-defined]
-        return listed[: len(listed) // 2]  # once for the cosines, once for the sines
+        return self.mrope_dim[: len(self.mrope_dim) // 2]  # once for the cosines, once for the sines
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        run = self.forward_oot if self.fl_runs() else super().forward  # type: ignore[misc]
+        run = self.forward_oot if self.fl_runs() else super().forward
         return run(positions, query, key)

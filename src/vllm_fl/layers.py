@@ -11,12 +11,14 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from inspect import Signature, signature
 from typing import Any
 
 from torch import nn
-from vllm.model_executor import custom_op
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.bound_layer import Bindable, bind_for
+from fl_dispatch.hosting.host_facts import HostFact
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import get_policy
@@ -42,6 +44,7 @@ class LayerClass:
             ``module``, where vLLM looks it up (see ``compat.layer_classes``).
         own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
             own code is the reference too, and left as it is it is no gap.
+        since: the first version of vLLM that has it in this form; empty for all.
     """
 
     module: str
@@ -49,11 +52,29 @@ class LayerClass:
     mixin: type[DispatchedLayer]
     custom_op: bool = True
     own_kernel: bool = False
+    since: str = ""
 
     @property
     def operators(self) -> tuple[str, ...]:
         """The operator that it runs; several where each instance runs one of them."""
-        return getattr(self.mixin, "fl_operators", (self.mixin.fl_operator,))
+        return self.mixin.fl_operators()
+
+    @property
+    def fact(self) -> HostFact:
+        """What the replacement relies on: the class, and the parameters of its forward."""
+        why = "The layer would run vLLM's own code."
+        if self.own_kernel or self.mixin.__module__.endswith(".moe"):  # vLLM calls no forward of ours
+            return HostFact(self.module, (self.name,), "replaces", "layers", why, since=self.since)
+        name = "forward_native" if self.custom_op else "forward"
+        _, *parameters = (p.replace(annotation=p.empty) for p in signature(self.mixin.forward_oot).parameters.values())
+        return HostFact(
+            f"{self.module}:{self.name}",
+            (f"{name}{Signature(parameters)}",),
+            "overrides",
+            "forwards",
+            why,
+            since=self.since,
+        )
 
     def in_tree(self) -> type | None:
         """vLLM's class, or ``None`` in a version that does not have it."""
@@ -96,7 +117,7 @@ LAYER_CLASSES = (
     LayerClass(f"{_MOE}.runner.moe_runner", "MoERunner", moe.RunnerLayer),
     LayerClass(f"{_LAYERS}.layernorm", "RMSNorm", forwards.RMSNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "GemmaRMSNorm", forwards.GemmaRMSNormLayer),
-    LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer),
+    LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer, since="0.32"),
     LayerClass(f"{_LAYERS}.activation", "SiluAndMul", forwards.SiluAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "GeluAndMul", forwards.GeluAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "MulAndSilu", forwards.MulAndSiluLayer),
@@ -104,7 +125,7 @@ LAYER_CLASSES = (
     LayerClass(f"{_LAYERS}.activation", "SwigluOAIAndMul", forwards.SwigluOAIAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "SiluAndMulWithClamp", forwards.SiluAndMulWithClampLayer),
     LayerClass(f"{_LAYERS}.activation", "SwigluStepAndMul", forwards.SwigluStepAndMulLayer),
-    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.SituAndMulLayer),
+    LayerClass(f"{_LAYERS}.activation", "SituAndMul", forwards.SituAndMulLayer, since="0.32"),
     LayerClass(f"{_LAYERS}.activation", "GeluAndMulSparse", forwards.GeluAndMulSparseLayer),
     LayerClass(f"{_LAYERS}.activation", "GELU", forwards.GeluLayer),
     LayerClass(f"{_LAYERS}.activation", "GELUTanh", forwards.GeluTanhLayer),
@@ -131,13 +152,10 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.mrope", "MRotaryEmbedding", forwards.MRotaryLayer),
     LayerClass(f"{_ROPE}.mrope_interleaved", "MRotaryEmbeddingInterleaved", forwards.ListedMRotaryLayer),
     LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
-    LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer),
+    LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer, since="0.32"),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
 )
-"""Four rotary classes compute something else and stay vLLM's: FourierRotaryEmbedding (a table for each head),
-DualChunkRotaryEmbedding (five queries), Llama4VisionRotaryEmbedding (no positions) and DeepseekV4ScalingRotaryEmbedding
-(the last elements of a head, and the inverse).
-"""
+"""Classes that stay vLLM's, and why, are in :mod:`vllm_fl.host`."""
 
 
 def register(settings: Settings, *, in_worker: bool = False) -> None:
@@ -148,6 +166,8 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
         in_worker: this process runs models; elsewhere rows with ``own_kernel`` are passed over, for which
             implementations would have to be loaded.
     """
+    from vllm.model_executor import custom_op
+
     registered = custom_op.op_registry_oot
     known = {name for row in LAYER_CLASSES for name in (row.name, *row.operators)}
     for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
@@ -216,25 +236,13 @@ def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
     prefixes: dict[DispatchedLayer, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DispatchedLayer):
-            prefixes.setdefault(module, []).append(module.fl_scope(prefix))
+            prefixes.setdefault(module, []).append(prefix)
     for module, shared in prefixes.items():
         if not (untraced_only and module.fl_traced):
-            _refuse_partial_rules(module.fl_operator, shared)
-            module.fl_bind(shared[0])
+            bind_for(module, shared)
     for prefix, module in _attention_layers(model):
-        if hasattr(module.impl, "fl_bind"):
+        if isinstance(module.impl, Bindable):
             module.impl.fl_bind(getattr(module, "layer_name", prefix))
-
-
-def _refuse_partial_rules(op_name: str, shared: list[str]) -> None:
-    """vLLM lets layers share modules (one rotary embedding for all, say): a rule holds for all of them or for none."""
-    policy = get_policy()
-    for name, rules in (("per_op_order", policy.get_per_op_order), ("op_tuned", policy.get_tuned_rules)):
-        if len({str(rules(op_name, prefix)) for prefix in shared}) > 1:
-            raise ValueError(
-                f"{policy.origin(name)}: a rule for '{op_name}' names some of the layers that share one module here "
-                f"({', '.join(shared[:3])}, ...: {len(shared)} in all); name all of them, or none"
-            )
 
 
 def survey(model: nn.Module) -> Survey:

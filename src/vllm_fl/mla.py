@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionType, MultipleOf
 from fl_dispatch import bind_op
 
 from . import warm_up
-from .mla_context import context_chunks, context_rows
+from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from .mla_prefill import merge
 
@@ -189,7 +189,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             if result.shape != filled.shape:
                 raise ValueError(f"'mla_prefill' returned {tuple(result.shape)} instead of {tuple(filled.shape)}")
             filled.copy_(result)
-        for chunk in context_chunks(prefill):
+        for chunk in prefill.chunked_context.chunks if prefill.chunked_context else ():
             latents = context_rows(kv_c_and_k_pe_cache, prefill.block_table, chunk)
             key, value = self._project(latents[:, : self.kv_lora_rank], latents[:, None, self.kv_lora_rank :])
             part, part_lse = self.fl_prefill(

@@ -36,8 +36,6 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
 class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
     """What a step's batch looks like, for all layers of one KV-cache group."""
 
-    causal: bool = True  # vLLM 0.26 has no such field, nor batches that are not
-
     def __post_init__(self) -> None:
         """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""
 
@@ -64,11 +62,9 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         query_start_loc_cpu: Tensor,
         query_start_loc_device: Tensor,
         num_decode_tokens: int,
-        max_query_len: int | None = None,
+        max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None = None,
     ) -> MLAFLDecodeMetadata:
-        if max_query_len is None:  # in vLLM 0.26; longer requests are not in this part
-            max_query_len = self.reorder_batch_threshold
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,

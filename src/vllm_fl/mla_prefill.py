@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from fl_dispatch import call_op
 
-from .mla_context import ContextChunk, context_chunks
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
@@ -60,7 +61,7 @@ class MLAFLPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_context_chunk(
         self,
-        chunk: ContextChunk,
+        chunk: MLACommonPrefillMetadata.ContextChunk,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -73,12 +74,3 @@ class MLAFLPrefillBackend(MLAPrefillBackend):
             "mla_prefill", q, k, v, starts, key_starts, *longest, self.scale, out, False
         )
         return result
-
-
-class NumberedChunks(MLAFLPrefillBackend):
-    """The same for vLLM 0.26, which names a chunk by its number."""
-
-    def run_prefill_context_chunk(  # type: ignore[override]
-        self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return super().run_prefill_context_chunk(context_chunks(self._prefill_metadata)[chunk_idx], q, k, v)

@@ -14,9 +14,10 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.settings import get_settings
+from fl_dispatch.settings import get_settings, register_layers
 
 from .compat import detection, versions
+from .host import HOST
 
 logger = get_logger(__name__)
 
@@ -31,6 +32,8 @@ CONFIG_KEY = "fl_dispatch"
 """Where vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
 
 _stored: Exception | None = None
+
+register_layers(HOST.name, HOST.layers.names)
 
 
 def detect() -> str | None:

@@ -7,14 +7,15 @@ and they come before graphs are captured, where an implementation's first failur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from fl_dispatch import get_policy
+from fl_dispatch.hosting.bound_layer import Bindable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,14 +30,31 @@ KEYS, DECODE_KEYS = (1024, 4096), (256, 512, 1024, 2048, 4096, 8192)
 """Longest sequences; the keys of a decoding request are divided among programs, twice as many from each of these."""
 
 
+@runtime_checkable
+class WarmableAttention(Bindable, Protocol):
+    """One layer's attention over several operators."""
+
+    def fl_kind(self) -> tuple[Any, ...]:
+        """Layers of one kind call the operators with arguments of the same kind."""
+
+    def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
+        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
+
+        Args:
+            kv_cache: of a layer.
+            queries: new tokens of each request, which has no others.
+            longest: the number of keys that is announced.
+        """
+
+
 @torch.inference_mode()
 def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
     """Call attention and the cache write for each kind of layer and batch; returns the number of calls."""
-    kinds: dict[Any, tuple[Any, Tensor]] = {}
+    kinds: dict[Any, tuple[WarmableAttention, Tensor]] = {}
     for module in model.modules():
-        impl: Any = getattr(module, "impl", None)
+        impl = getattr(module, "impl", None)
         cache = getattr(module, "kv_cache", None)
-        if hasattr(impl, "fl_try") and isinstance(cache, Tensor) and cache.numel():
+        if isinstance(impl, WarmableAttention) and isinstance(cache, Tensor) and cache.numel():
             kinds.setdefault((impl.fl_kind(), tuple(cache.shape[1:]), cache.dtype), (impl, cache))
     calls = 0
     for impl, cache in kinds.values():

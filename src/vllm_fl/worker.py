@@ -39,6 +39,7 @@ class WorkerFL(Worker):
         accelerator.silence_accelerator()
         startup.adopt(vllm_config.additional_config)
         startup.activate()
+        versions.adapt()
         layers.register(get_settings(), in_worker=True)
         kv_layout.choose(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)

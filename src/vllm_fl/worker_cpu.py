@@ -14,7 +14,6 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, config
-from .compat import runner
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -33,7 +32,7 @@ class CPUWorkerFL(WorkerFL):
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
         )
         set_random_seed(self.model_config.seed)
-        runner.make_workspace_and_runner(self)
+        self._init_workspace_and_model_runner()
 
     def _make_model_runner(self) -> Any:
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fl_dispatch import config, settings
+from fl_dispatch.backends import vendor
 from fl_dispatch.errors import ConfigError, ConfigFileNotFoundError
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import (
@@ -29,7 +30,9 @@ from fl_dispatch.settings import (
     install_settings,
     load_config_file,
     load_settings,
+    names,
     platforms,
+    register_layers,
     reset_settings,
     variable_names,
 )
@@ -248,8 +251,8 @@ def test_oot_lists(variable: str, field: str) -> None:
         "SiluAndMul",
         "fused_moe",
     }
-    refused("'RMSNrom'; did you mean RMSNorm?", **{variable: "RMSNrom"})
-    refused("'rmsnorm'; did you mean RMSNorm?", **{variable: "rmsnorm"})
+    refused("'rms_nrom'; did you mean rms_norm?", **{variable: "rms_nrom"})
+    refused("'rmsnorm'; did you mean rms_norm?", **{variable: "rmsnorm"})
 
 
 @pytest.mark.parametrize("level", ["DEBUG", "info", "Warning", "ERROR"])
@@ -436,9 +439,44 @@ def test_a_name_that_resembles_nothing_is_a_warning(environ: dict[str, str], cap
     assert next(iter(environ)) in caplog.text
 
 
-@pytest.mark.parametrize("name", ["MRotaryEmbedding", "RMSNormGated", "MulAndSilu", "Llama3RotaryEmbedding", "relu"])
-def test_layer_classes_of_the_hosts_are_no_near_misses(name: str) -> None:
-    assert load(VLLM_FL_OOT_BLACKLIST=name).oot_blacklist == {name}
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts' plugins have registered their classes."""
+    monkeypatch.setattr(names, "_layers", {})
+    register_layers("one", ["RMSNorm", "RMSNormGated", "MoERunner"])
+    register_layers("other", ["TopK", "SiluAndMul"])
+
+
+@pytest.mark.parametrize("name", ["RMSNormGated", "MoERunner", "TopK", "rms_norm"])
+@pytest.mark.usefixtures("layers")
+def test_the_classes_that_plugins_register_are_known(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(VLLM_FL_OOT_WHITELIST=name).oot_whitelist == {name}
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("layers")
+def test_a_near_miss_of_a_registered_class_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="did you mean TopK"):
+        load(VLLM_FL_OOT_WHITELIST="Topk")
+
+
+@pytest.mark.usefixtures("layers")
+def test_an_operator_of_pytorchs_is_no_near_miss_of_ours() -> None:
+    assert load(VLLM_FL_OOT_BLACKLIST="relu").oot_blacklist == {"relu"}
+
+
+def test_without_a_plugin_no_class_is_judged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(names, "_layers", {})
+    assert load(VLLM_FL_OOT_WHITELIST="SiluAndMul").oot_whitelist == {"SiluAndMul"}
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="did you mean rms_norm"):
+        load(VLLM_FL_OOT_WHITELIST="rms_nrom")
+
+
+def test_every_vendor_that_has_a_backend_or_settings_here_is_known() -> None:
+    folders = {file.parent.name for file in Path(vendor.__path__[0]).glob("*/__init__.py")}
+    assert {"cpu", "cuda", "template"} <= folders <= set(names.vendors())
+    assert "ascend" in names.vendors()
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
@@ -537,7 +575,7 @@ def test_an_empty_file_sets_nothing(text: str, write: Write) -> None:
         ("op_backends: {rms_norm: [vendor], rms_norm: [flagos]}", 1, "rms_norm: is there twice"),
         ("op_backends: {1: [vendor]}", 1, "a key must be a string"),
         ("op_backends: {[a]: [vendor]}", 1, "a key must be a string"),
-        ("oot_blacklist: [RMSNrom]", 1, "did you mean RMSNorm"),
+        ("oot_blacklist: [rms_nrom]", 1, "did you mean rms_norm"),
         ("flagos_blacklist: [rms_nrom]", 1, "did you mean rms_norm"),
         ("flagos_blacklist: ['']", 1, "'' is not a name"),
         ("prefer: 2020-13-45", 1, "only strings, numbers and booleans"),

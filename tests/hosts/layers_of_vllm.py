@@ -71,12 +71,12 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
 def route(logits: Tensor) -> tuple[Tensor, Tensor]:
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
-    from vllm_fl import moe
+    from vllm_fl import routers
 
     theirs = FusedTopKRouter(top_k=TOPK, global_num_experts=host_cases.EXPERTS, renormalize=True)
-    found = moe.route(theirs)
+    found = routers.route(theirs)
     assert found is not None
-    router = moe.RouterFL(theirs, found)
+    router = routers.RouterFL(theirs, found)
     router.fl_call = bind_op(found.operator)
     return router.select_experts(torch.zeros(len(logits), HIDDEN), logits, topk_indices_dtype=torch.int32)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import two_ranks
 from fl_dispatch import reset_global_policy
 from fl_dispatch.hosting.collectives import report
-from sglang_fl import distributed, hooks
+from sglang_fl import compat, hooks
 
 UNHOOKED = "SGLang"
 IN_ONE_ORDER = ("reduce_scatter_tensor", "reduce_scatter_along_dim", "reduce_scatterv", "reduce_scatterv_into")
@@ -90,9 +90,10 @@ def coordinate(name: str, rank: int, meeting_point: str) -> dict[str, Any]:
     """Everything, once, over the tensor-parallel group of SGLang's parallel state."""
     reset_global_policy()  # reads the settings again
     if name != UNHOOKED:
-        hooks.register(distributed.HOOKS)
+        ours = [hook for hook in compat.all_hooks() if ".GroupCoordinator." in hook.target]
+        hooks.register(ours)
         HookRegistry.apply_hooks()
-        assert hooks.unapplied(distributed.HOOKS) == []
+        assert hooks.unapplied(ours) == []
     parallel_state.init_distributed_environment(RANKS, rank, meeting_point, rank, "gloo")
     get_parallel().override_permanently(tp_size=RANKS, shared_experts_tp_size=None, **dict.fromkeys(ONE_RANK, 1))
     parallel_state.initialize_model_parallel("gloo")

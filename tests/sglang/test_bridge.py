@@ -321,7 +321,7 @@ def test_a_bridge_gives_what_sglangs_own_forward_gives(case: Case, dtype: torch.
     layer = case.build(dtype)
     exact = copy.deepcopy(layer).float()
     bridge = bridge_of(layer)
-    assert bridge.operator == case.operator
+    assert bridge.fl_operator == case.operator
     tolerance = OPERATORS[case.operator].tolerances[BF16 if case.looser else dtype]
     for label, (args, given) in case.calls(dtype).items():
         before = calls_of(case.operator)
@@ -403,7 +403,7 @@ def test_routing_gives_what_sglangs_own_forward_gives(
     seed(str(options))
     layer = topk_layer(**options)
     bridge = bridge_of(layer)
-    assert bridge.operator == operator
+    assert bridge.fl_operator == operator
     for tokens in (1, TOKENS):
         scores = logits(tokens, dtype)
         ours = layer(normal(tokens, 8, dtype=dtype), scores)
@@ -688,7 +688,7 @@ SIMPLEST = {case.operator: case for case in reversed(CASES)}
 ROUTED = dict(reversed(ROUTES))
 
 
-@pytest.mark.parametrize("op_name", sorted({op for row in BRIDGES for op in row.bridge.operators()}))
+@pytest.mark.parametrize("op_name", sorted({op for row in BRIDGES for op in row.bridge.fl_operators()}))
 def test_a_wrong_implementation_changes_what_a_layer_gives(op_name: str) -> None:
     seed(op_name)
     get_default_manager().ensure_initialized()
@@ -951,7 +951,7 @@ def test_a_call_that_no_operator_takes_runs_sglangs_own_forward_and_is_counted(
     ((name, said),) = bridges.fallen_through
     assert (name, bridges.fallen_through[name, said]) == (type(layer).__name__, 1)
     assert reason in said
-    assert calls_of(bridge.operator) == 0
+    assert calls_of(bridge.fl_operator) == 0
 
 
 @pytest.mark.parametrize("name", ["RotaryEmbedding", "MRotaryEmbedding"])

@@ -15,6 +15,7 @@ from vllm_fl.attention import (
     AttentionFLMetadata,
     _token_blocks,
 )
+from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8
 
@@ -112,8 +113,8 @@ def test_the_default_classes_are_ours() -> None:
 
 
 def test_both_interfaces_describe_one_layout() -> None:
-    shape = AttentionFLBackend.get_kv_cache_shape(BLOCKS, SLOTS, HEADS, DIMS)
-    order = AttentionFLBackend.get_kv_cache_stride_order()
+    shape = v0_26_attention.get_kv_cache_shape(BLOCKS, SLOTS, HEADS, DIMS)
+    order = v0_26_attention.get_kv_cache_stride_order()
     assert shape == tuple(cache().shape)
     (layout,) = AttentionFLBackend.supported_kv_cache_layouts()
     assert layout.layer_view_order == order

@@ -1,4 +1,4 @@
-"""What is replaced in the host exists in the host."""
+"""The table of what this package relies on in vLLM is complete and true; that vLLM has it: ``test_host_check.py``."""
 
 from __future__ import annotations
 
@@ -6,67 +6,35 @@ import ast
 import importlib
 import pkgutil
 import re
+from collections.abc import Iterator
+from inspect import Parameter, Signature, signature
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
 
 import vllm_fl
-from vllm_fl import compat, host_names
-from vllm_fl.compat import detection, kernels, replacements, versions
+from vllm_fl.compat import detection, kernels
+from vllm_fl.host import HOST
+from vllm_fl.host_facts import FACTS
 
 PACKAGE = Path(vllm_fl.__file__).parent
-
-
-def test_every_replaced_attribute_exists_in_this_host() -> None:
-    assert replacements.check_targets(versions.host_version()) == []
-
-
-def test_every_replacement_says_why() -> None:
-    assert all(row.reason for row in replacements.REPLACEMENTS)
-
-
-def test_a_target_that_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets = ("vllm.envs:no_such_attribute", "vllm.no_such_module:thing")
-    rows = tuple(replacements.Replacement(target, "because.", ("0.99",)) for target in targets)
-    monkeypatch.setattr(replacements, "REPLACEMENTS", rows)
-    told = [f"{target} is gone in vLLM 0.99: because." for target in targets]
-    assert replacements.check_targets("0.99") == told
-    assert replacements.check_targets("0.98") == []
-
-
-def test_every_name_that_our_classes_rely_on_exists_in_this_host() -> None:
-    assert host_names.missing(versions.host_version()) == []
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "found"),
-    [
-        ("vllm.v1.worker.gpu_worker:Worker", "load_model", True),  # of the class
-        ("vllm.compilation.passes.pass_manager:PostGradPassManager", "fix_functionalization", True),  # of an instance
-        ("vllm.compilation.decorators", "do_not_compile", True),  # given to an object by a function of the module
-        ("vllm.v1.worker.gpu_worker:Worker", "no_such_method", False),
-        ("vllm.v1.worker.gpu_worker:NoSuchClass", "load_model", False),
-        ("vllm.no_such_module:Worker", "load_model", False),
-    ],
-)
-def test_a_name_that_moved_is_named_with_its_owner_and_who_relies_on_it(
-    owner: str, name: str, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_names, "NAMES", (host_names.HostNames(owner, (name,), "worker"),))
-    told = [f"{owner} has no {name} in vLLM 0.99, which vllm_fl.worker relies on"]
-    assert host_names.missing("0.99") == ([] if found else told)
+LISTED = {name for fact in HOST.facts for name in fact.plain_names}
+NOT_OVERRIDDEN = {
+    *("__module__", "__doc__", "__init__", "__annotations__", "__parameters__", "__orig_bases__", "__call__", "__eq__"),
+    *("__abstractmethods__", "_abc_impl", "__dict__", "__weakref__", "__hash__", "__repr__", "__match_args__"),
+    *("__dataclass_fields__", "__dataclass_params__"),
+}
+"""Names that every class has, or that Python makes."""
 
 
 def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> None:
     files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
     trees = {str(file): ast.parse((PACKAGE / file).read_text()) for file in files}
     ours = {name for tree in trees.values() for name in _defined(tree)}
-    replaced = {row.target.rpartition(".")[2].rpartition(":")[2] for row in replacements.REPLACEMENTS}
-    listed = {name for row in host_names.NAMES for name in row.names}
     pytorchs = {"_inductor", "_dynamo", "_C", "_construct_storage_from_data_pointer"}
     not_the_hosts = {"_asdict", "_function", "_real", *pytorchs}  # Python's, and of classes that derive from no host's
-    allowed = ours | listed | replaced | not_the_hosts
+    allowed = ours | LISTED | not_the_hosts
     unlisted = {
         (file, node.attr)
         for file, tree in trees.items()
@@ -77,21 +45,52 @@ def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> No
 
 
 def test_the_module_that_is_said_to_rely_on_a_name_has_it() -> None:
-    for row in host_names.NAMES:
-        text = PACKAGE.joinpath(*row.user.split(".")).with_suffix(".py").read_text()
-        assert [name for name in row.names if not re.search(rf"\b{name}\b", text)] == [], row.user
+    for fact in FACTS:
+        text = PACKAGE.joinpath(*fact.used_by.split(".")).with_suffix(".py").read_text()
+        assert [name for name in fact.plain_names if not re.search(rf"\b{name}\b", text)] == [], fact
 
 
-def test_every_private_method_of_the_host_that_a_class_of_ours_overrides_is_listed() -> None:
-    listed = {name for row in host_names.NAMES for name in row.names}
-    folders = {"vllm_fl.": vllm_fl.__path__, "vllm_fl.compat.": compat.__path__}
-    names = (module.name for start, path in folders.items() for module in pkgutil.iter_modules(path, start))
-    for module in (importlib.import_module(name) for name in names if not name.endswith("_cuda")):
-        for ours in vars(module).values():
-            if isinstance(ours, type) and ours.__module__.startswith("vllm_fl."):
+def overrides() -> Iterator[tuple[str, type, str, Any]]:
+    """Our classes that derive from vLLM's, each below its module, and the names of vLLM's that they define again."""
+    for found in pkgutil.walk_packages(vllm_fl.__path__, "vllm_fl."):
+        if found.name.endswith("_cuda") or ".dispatch" in found.name or ".v0_26" in found.name:
+            continue
+        for ours in vars(importlib.import_module(found.name)).values():
+            if isinstance(ours, type) and ours.__module__ == found.name:
                 hosts = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
-                shared = {name for name in vars(ours) if _is_private(name) and any(hasattr(b, name) for b in hosts)}
-                assert shared - {"_enum", "_abc_impl"} <= listed, ours
+                for name, value in vars(ours).items():
+                    if any(name in vars(base) for base in hosts) and name not in NOT_OVERRIDDEN:
+                        yield found.name.removeprefix("vllm_fl."), ours, name, value
+
+
+def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed() -> None:
+    """One that vLLM renames would be called no more, and nothing else would tell."""
+    listed = {(fact.used_by, name) for fact in FACTS for name in fact.plain_names if fact.verb == "overrides"}
+    assert {(ours.__name__, name) for user, ours, name, _ in overrides() if (user, name) not in listed} == set()
+
+
+def test_our_methods_take_the_parameters_that_the_table_says() -> None:
+    written = {
+        (fact.used_by, name.partition("(")[0]): name
+        for fact in FACTS
+        for name in fact.names
+        if fact.verb == "overrides" and "(" in name and fact.concerns("0.32")
+    }
+    compared = 0
+    for user, _, name, value in overrides():
+        if (user, name) not in written:
+            continue
+        (table,) = ast.parse(f"def {written[user, name]}: ...").body
+        assert isinstance(table, ast.FunctionDef)
+        own = list(signature(getattr(value, "__func__", value)).parameters.values())
+        taken = Signature(own if isinstance(value, staticmethod) else own[1:])
+        positional, named = table.args.args, dict.fromkeys(arg.arg for arg in table.args.kwonlyargs)
+        taken.bind(*positional[: len(positional) - len(table.args.defaults)], **named)
+        taken.bind(*positional, **named)
+        if table.args.vararg is not None or table.args.kwarg is not None:
+            assert {parameter.kind for parameter in own} & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}, name
+        compared += 1
+    assert compared > 60
 
 
 def _is_private(name: str) -> bool:

@@ -23,6 +23,7 @@ from fl_dispatch import (
 from fl_dispatch.settings import TunedRule
 from vllm_fl import kv_layout
 from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
+from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 TRANSPOSED = "HDN/HND"
 BLOCKS, HEADS, SLOTS, KEY, VALUE = 5, 2, 16, 8, 6
@@ -94,7 +95,7 @@ def test_the_host_is_told_the_order_that_the_layout_needs() -> None:
         choose(prefer=prefer)
         (layout,) = AttentionFLBackend.supported_kv_cache_layouts()
         assert layout.name == name
-        assert layout.layer_view_order == AttentionFLBackend.get_kv_cache_stride_order()
+        assert layout.layer_view_order == v0_26_attention.get_kv_cache_stride_order()
 
 
 def pages(layout: kv_layout.KVLayout) -> Tensor:

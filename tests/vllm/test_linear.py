@@ -15,7 +15,7 @@ from vllm.model_executor.layers import linear as vllm_linear
 from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, policy_context
 from fl_dispatch.settings import Settings
 from vllm_fl import layers, linear
-from vllm_fl.compat import layer_classes, versions
+from vllm_fl.compat import layer_classes
 
 
 def method(**attributes: Any) -> Any:
@@ -34,11 +34,8 @@ def test_another_method_or_another_product_of_vllms_is_left_alone(monkeypatch: p
     assert not layer_classes.multiplies_plainly(SimpleNamespace(**plain))
     assert not layer_classes.multiplies_plainly(method())  # a version that has renamed it
     with monkeypatch.context() as patch:
-        patch.setattr(versions, "host_version", lambda: "0.26")
-        patch.setattr(utils, "dispatch_unquantized_gemm", lambda: plain["_gemm_impl"])
-        assert layer_classes.multiplies_plainly(method())
         patch.delattr(utils, "default_unquantized_gemm")
-        assert not layer_classes.multiplies_plainly(method())
+        assert not layer_classes.multiplies_plainly(method(**plain))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert not layer_classes.multiplies_plainly(method(**plain))
 

@@ -20,10 +20,10 @@ from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.ops import OPERATORS
 from vllm_fl import startup, warm_up
 from vllm_fl.compat import accelerator
+from vllm_fl.compat.v0_26.latent import NumberedChunks, with_chunks, with_longest_query
 from vllm_fl.mla import MLAFLBackend, MLAFLImpl
-from vllm_fl.mla_context import context_chunks
 from vllm_fl.mla_metadata import MLAFLMetadataBuilder
-from vllm_fl.mla_prefill import MLAFLPrefillBackend, NumberedChunks, merge
+from vllm_fl.mla_prefill import MLAFLPrefillBackend, merge
 
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 4, 16, 12, 8, 10, 4
 CONTEXT, NEW = [10, 0, 5, 13], [3, 2, 1, 4]  # tokens of each request: cached, and of this step
@@ -100,7 +100,10 @@ def numbered_chunks(rows: int) -> SimpleNamespace:
         max_seq_lens=lengths.amax(1).tolist(),
         token_to_seq=torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).int(),
     )
-    return SimpleNamespace(block_table=PAGES, query_start_loc=starts(NEW), max_query_len=max(NEW), chunked_context=plan)
+    prefill = SimpleNamespace()
+    fill = with_chunks(lambda part, **fields: vars(part).update(fields))
+    fill(prefill, block_table=PAGES, query_start_loc=starts(NEW), max_query_len=max(NEW), chunked_context=plan)
+    return prefill
 
 
 def on_meta(part: Any) -> Any:
@@ -143,7 +146,7 @@ def test_context_in_any_number_of_chunks_gives_the_same(layer: MLAFLImpl, metada
     rotaries = [torch.randn(len(latent), ROPE) for latent in latents]
     for request, (latent, rotary) in enumerate(zip(latents, rotaries, strict=True)):
         layer.do_kv_cache_update(latent, rotary[:, None], cache, slots(request, 0, len(latent)), "auto", None)
-    assert len(context_chunks(metadata)) == chunks
+    assert len(metadata.chunked_context.chunks) == chunks
     new_latents = torch.cat([latent[context:] for latent, context in zip(latents, CONTEXT, strict=True)])
     new_rotaries = torch.cat([rotary[context:] for rotary, context in zip(rotaries, CONTEXT, strict=True)])
     layer.forward_mha(query, new_latents, new_rotaries[:, None], cache, SimpleNamespace(prefill=metadata), None, output)
@@ -240,7 +243,7 @@ def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLIm
     layer.do_kv_cache_update(latents, rotary, cache, slot_mapping, "auto", None)
     layer.forward_mha(query, latents, rotary, cache, SimpleNamespace(prefill=metadata), None, output)
     builder = SimpleNamespace(reorder_batch_threshold=3)
-    decode = MLAFLMetadataBuilder._build_decode(
+    decode = with_longest_query(MLAFLMetadataBuilder._build_decode)(
         builder, block_table, lengths, 36, starts([1] * decodes), first, decodes, dcp_tot_seq_lens_device=None
     )
     assert decode.max_query_len == 3  # vLLM 0.26 does not tell it; the bound by which it divides the batch is left
@@ -257,6 +260,7 @@ def test_one_layer_of_a_kind_is_tried_with_every_batch_that_the_scheduler_allows
     for place, module in enumerate(model):
         module.kv_cache = torch.empty(0) if place == 2 else torch.zeros(41, BLOCK, RANK + ROPE)
         module.impl = SimpleNamespace(
+            fl_bind=layer.fl_bind,
             fl_kind=layer.fl_kind,
             fl_try=lambda cache, queries, longest, place=place: tried[place].append((len(queries), longest)),
         )

@@ -46,11 +46,11 @@ def test_two_ranks_give_the_same_tokens_through_the_same_implementations(
 def assert_routes_like(theirs: Any, native: Any, experts: int) -> None:
     """Our router in the place of ``theirs`` gives what vLLM's ``native`` gives, whatever the order of the experts."""
     from fl_dispatch import bind_op
-    from vllm_fl import moe
+    from vllm_fl import routers
 
-    found = moe.route(theirs)
+    found = routers.route(theirs)
     assert found is not None
-    ours = moe.RouterFL(theirs, found)
+    ours = routers.RouterFL(theirs, found)
     ours.fl_call = bind_op(found.operator)
     assert ours.routing_method_type is theirs.routing_method_type
     generator = torch.Generator().manual_seed(experts)
@@ -97,9 +97,9 @@ def test_a_biased_router_chooses_by_the_bias_and_scales_the_weights() -> None:
 def test_a_models_own_routing_function_stays() -> None:
     from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 
-    from vllm_fl import moe
+    from vllm_fl import routers
 
-    assert moe.route(CustomRoutingRouter(2, 8, lambda **_: None)) is None
+    assert routers.route(CustomRoutingRouter(2, 8, lambda **_: None)) is None
     assert not our_runner(CustomRoutingRouter(2, 8, lambda **_: None)).fl_runs()
 
 
@@ -107,25 +107,25 @@ def test_every_router_of_vllm_has_an_operator_or_is_known_to_be_python_or_is_ref
     import importlib
     import pkgutil
 
-    import vllm.model_executor.layers.fused_moe.router as routers
+    import vllm.model_executor.layers.fused_moe.router as theirs
 
-    from vllm_fl import moe
+    from vllm_fl import routers
 
-    for module in pkgutil.iter_modules(routers.__path__, f"{routers.__name__}."):
+    for module in pkgutil.iter_modules(theirs.__path__, f"{theirs.__name__}."):
         if module.name.endswith("_router"):
             importlib.import_module(module.name)
-    kinds, known = moe.BaseRouter.__subclasses__(), {*moe._ROUTES, *moe._PYTHON_ROUTERS, moe.RouterFL}
+    kinds, known = routers.BaseRouter.__subclasses__(), {*routers._ROUTES, *routers._PYTHON_ROUTERS, routers.RouterFL}
     assert {kind.__name__ for kind in kinds if kind not in known} == {"CPURouter", "AiterSharedRoutedFusedMoERouter"}
     for kind in set(kinds) - known:
         with pytest.raises(ValueError, match=rf"^routing by vLLM's {kind.__name__}$"):
-            moe.route(object.__new__(kind))
+            routers.route(object.__new__(kind))
 
 
 def test_a_router_of_another_plugin_stays() -> None:
-    from vllm_fl import moe
+    from vllm_fl import routers
 
     parts = {"__module__": "other_plugin", "_compute_routing": None, "routing_method_type": None}
-    assert moe.route(object.__new__(type("Theirs", (moe.BaseRouter,), parts))) is None
+    assert routers.route(object.__new__(type("Theirs", (routers.BaseRouter,), parts))) is None
 
 
 class Runner:
@@ -220,7 +220,7 @@ def experts_config(**changes: Any) -> Any:
     ],
 )
 def test_experts_that_the_operator_cannot_compute_are_named(changes: dict[str, Any], named: str | None) -> None:
-    from vllm_fl import moe
+    from vllm_fl import experts
 
-    reason = moe.refusal(experts_config(**changes))
+    reason = experts.refusal(experts_config(**changes))
     assert reason is None if named is None else named in str(reason)

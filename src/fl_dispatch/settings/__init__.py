@@ -11,6 +11,7 @@ from fl_dispatch.logger_manager import set_log_level
 from .items import ITEMS, Item, Variable, variable_names
 from .load import load_config_file, load_settings
 from .model import Origin, Settings, TunedRule
+from .names import register_layers
 
 _DEFAULT_PREFIXES = ("VLLM_FL_",)
 
@@ -67,6 +68,7 @@ __all__ = [
     "load_config_file",
     "load_settings",
     "peek_settings",
+    "register_layers",
     "reset_settings",
     "variable_names",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import pkgutil
 import re
 import sys
 from collections.abc import Iterable
@@ -15,19 +16,8 @@ from .place import Place, shorten, show
 
 logger = get_logger(__name__)
 
-VENDORS = ("ascend", "cpu", "cuda", "template")
-"""Vendors whose backends are part of this package."""
-
-LAYERS = (
-    "ApplyRotaryEmb", "FastGELU", "FatreluAndMul", "FusedMoE", "FusedRMSNormGated", "GELU", "GELUTanh", "GeluAndMul",
-    "GeluAndMulSparse", "GemmaRMSNorm", "GroupedTopk", "LayerNorm", "MRotaryEmbedding", "MulAndSilu", "NewGELU",
-    "QuantFP8", "QuickGELU", "ReLUSquaredActivation", "RMSNorm", "RMSNormGated", "RotaryEmbedding",
-    "RotaryEmbeddingBase", "SiluAndMul", "SiluAndMulWithClamp", "SituAndMul", "SwigluOAIAndMul", "SwigluStepAndMul",
-    "TopK", "UnquantizedFusedMoEMethod", "XIELU", "fused_moe", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding",
-    "NTKScalingRotaryEmbedding", "DynamicNTKScalingRotaryEmbedding", "DynamicNTKAlphaRotaryEmbedding",
-    "YaRNScalingRotaryEmbedding", "Gemma4RotaryEmbedding", "relu",
-)  # fmt: skip
-"""Layers of the hosts. The list only says which names are not typing errors."""
+_layers: dict[str, frozenset[str]] = {}
+"""Host → its layer classes, as its plugin registered them."""
 
 FLAGGEMS_OPERATORS = (
     "apply_rotary_pos_emb", "concat_and_cache_mla", "cutlass_scaled_mm", "dreglu", "flash_mla", "fused_add_rms_norm",
@@ -35,6 +25,24 @@ FLAGGEMS_OPERATORS = (
     "reshape_and_cache_flash", "silu_and_mul", "skip_layer_norm", "swiglu", "to_copy", "topk_softmax",
 )  # fmt: skip
 """Operators of FlagGems that ATen lacks. The list only says which names are not typing errors."""
+
+
+def register_layers(host: str, names: Iterable[str]) -> None:
+    """Make known which layer classes of a host users may name. Its plugin calls it before settings are read."""
+    _layers[host] = frozenset(names)
+
+
+@functools.cache
+def vendors() -> tuple[str, ...]:
+    """The vendors that this package knows: folders of ``backends/vendor``, and platforms that have settings here.
+
+    A platform's backend may come in a package of its vendor's.
+    """
+    from fl_dispatch.backends import vendor
+    from fl_dispatch.config import list_platforms
+
+    folders = {found.name for found in pkgutil.iter_modules(vendor.__path__) if found.ispkg}
+    return tuple(sorted(folders | {platform.partition("-")[0] for platform in list_platforms()}))
 
 
 def known_operators() -> tuple[str, ...]:
@@ -83,20 +91,26 @@ def check_vendor(name: str, place: Place) -> None:
     Raises:
         ConfigError: it is a near miss of a vendor of this package, or of an installed plugin.
     """
-    if name.casefold() in VENDORS:
+    if name.casefold() in vendors():
         return
     plugins = _plugins(tuple(sys.path))
     if name.casefold() not in map(str.casefold, plugins):
-        _check("vendor", name, (*VENDORS, *plugins), (), place)
+        _check("vendor", name, (*vendors(), *plugins), (), place)
 
 
 def check_layer(name: str, place: Place) -> None:
     """The name of an operator or of a host's layer class.
 
+    In a process without a host's plugin no class can be judged; classes have capital letters, operators have none.
+
     Raises:
         ConfigError: it is a near miss of one.
     """
-    _check("operator or layer class", name, (*known_operators(), *LAYERS), FLAGGEMS_OPERATORS, place)
+    if not _layers and name != name.lower():
+        return
+    classes = frozenset[str]().union(*_layers.values())
+    meant = (*FLAGGEMS_OPERATORS, name) if _is_aten(name) else FLAGGEMS_OPERATORS
+    _check("operator or layer class", name, (*known_operators(), *classes), meant, place)
 
 
 def check_flagos_operator(name: str, place: Place) -> None:

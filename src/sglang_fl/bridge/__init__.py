@@ -10,6 +10,9 @@ Some classes replace ``forward`` itself and are never asked. Their rows say so, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import Signature, signature
+
+from fl_dispatch.hosting.host_facts import HostFact
 
 from .base import Bridge, Unbridged, fallen_through
 from .fused_moe import FusedMoEBridge
@@ -46,6 +49,18 @@ class Row:
     name: str
     bridge: type[Bridge]
     own_forward: bool = False
+
+    @property
+    def fact(self) -> HostFact:
+        """What the bridge relies on: the class, and the parameters of its forward."""
+        _, *parameters = (p.replace(annotation=p.empty) for p in signature(self.bridge.forward).parameters.values())
+        return HostFact(
+            f"{self.module}:{self.name}",
+            (f"{'forward' if self.own_forward else 'forward_native'}{Signature(parameters)}",),
+            "replaces",
+            self.bridge.__module__.removeprefix("sglang_fl."),
+            "The layer would run SGLang's own code.",
+        )
 
 
 BRIDGES = (

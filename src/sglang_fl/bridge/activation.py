@@ -15,4 +15,4 @@ class ActivationBridge(Bridge):
     parameters: ClassVar[tuple[str, ...]] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.call(x, *[getattr(self.layer, name) for name in self.parameters])
+        return self.fl_call(x, *[getattr(self.layer, name) for name in self.parameters])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
-from fl_dispatch import bind_op
+from fl_dispatch.hosting.bound_layer import BoundLayer
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -17,7 +17,7 @@ fallen_through: Counter[tuple[str, str]] = Counter()
 """(class, reason) → calls that SGLang's own code ran, because no operator takes them."""
 
 
-class Bridge:
+class Bridge(BoundLayer):
     """What a layer calls instead of its own forward; it has the same parameters.
 
     Args:
@@ -30,29 +30,10 @@ class Bridge:
         ValueError: no operator does, and SGLang's own code would leave it out without a word.
     """
 
-    operator: str
-    choices: ClassVar[tuple[str, ...]] = ()
-    """Where each instance runs one of several operators: all of them; the instance sets ``operator`` itself."""
-    call: Callable[..., Any]
-
     def __init__(self, layer: nn.Module, native: Callable[..., Any], scope: str | None = None) -> None:
         self.layer: Any = layer
         self.native = native
-        self.bind(scope)
-
-    @classmethod
-    def operators(cls) -> tuple[str, ...]:
-        """The operator; several where each instance runs one of them."""
-        return cls.choices or (cls.operator,)
-
-    @staticmethod
-    def scope(prefix: str) -> str:
-        """The prefix under which policies name the layer that is the model's submodule ``prefix``."""
-        return prefix
-
-    def bind(self, scope: str | None) -> None:
-        """Bind the operator for the layer with this prefix."""
-        self.call = bind_op(self.operator, scope)
+        self.fl_bind(scope)
 
     def place(self, model: nn.Module, prefix: str) -> None:
         """Called once when the model is loaded: the layer is its submodule ``prefix``."""

@@ -63,7 +63,7 @@ class FusedMoEBridge(Bridge):
     ``inplace`` only permits to overwrite the input. Expert numbers are the rank's own already, -1 for one elsewhere.
     """
 
-    operator = "fused_moe"
+    fl_operator = "fused_moe"
 
     def __init__(self, layer: Any, *args: Any) -> None:
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
@@ -82,11 +82,11 @@ class FusedMoEBridge(Bridge):
         super().__init__(layer, *args)
 
     @staticmethod
-    def scope(prefix: str) -> str:
+    def fl_scope(prefix: str) -> str:
         return prefix.removesuffix(".quant_method")
 
     def place(self, model: nn.Module, prefix: str) -> None:
-        block = model.get_submodule(self.scope(prefix).rpartition(".")[0])
+        block = model.get_submodule(self.fl_scope(prefix).rpartition(".")[0])
         if SCALING_BLOCKS & {base.__name__ for base in type(block).__mro__}:
             self.factor = 1.0
 
@@ -97,7 +97,7 @@ class FusedMoEBridge(Bridge):
         if dispatch_output.hidden_states_scale is not None:
             return self.fall_through("quantized tokens", layer, dispatch_output)
         chosen = dispatch_output.topk_output
-        total: Tensor = self.call(
+        total: Tensor = self.fl_call(
             dispatch_output.hidden_states,
             layer.w13_weight,
             layer.w2_weight,

@@ -10,7 +10,7 @@ from .base import Bridge
 class NewGELUBridge(Bridge):
     """``forward(x)``: the tanh form."""
 
-    operator = "gelu"
+    fl_operator = "gelu"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.call(x, "tanh")
+        return self.fl_call(x, "tanh")

@@ -6,5 +6,5 @@ from .activation import ActivationBridge
 
 
 class GeluAndMulBridge(ActivationBridge):
-    operator = "gelu_and_mul"
+    fl_operator = "gelu_and_mul"
     parameters = ("approximate",)

@@ -17,7 +17,7 @@ OTHER_TYPE = "a residual of another type than its input"
 class GemmaRMSNormBridge(Bridge):
     """``forward(x, residual=None, post_residual_addition=None)``."""
 
-    operator = "gemma_rms_norm"
+    fl_operator = "gemma_rms_norm"
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, post_residual_addition: Tensor | None = None
@@ -28,32 +28,32 @@ class GemmaRMSNormBridge(Bridge):
                 return self.fall_through(OTHER_TYPE, x, residual, post_residual_addition)
             if post_residual_addition is not None:
                 residual = residual + post_residual_addition
-        return self.call(x, residual, layer.weight, layer.variance_epsilon)
+        return self.fl_call(x, residual, layer.weight, layer.variance_epsilon)
 
 
 class Gemma3RMSNormBridge(Bridge):
     """``forward(x, residual=None)``."""
 
-    operator = "gemma_rms_norm"
+    fl_operator = "gemma_rms_norm"
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self.layer
         if residual is not None and residual.dtype is not x.dtype:
             return self.fall_through(OTHER_TYPE, x, residual)
-        return self.call(x, residual, layer.weight, layer.eps)
+        return self.fl_call(x, residual, layer.weight, layer.eps)
 
 
 class Gemma4RMSNormBridge(Bridge):
     """``forward(x)``; the scale is ``scale_shift + weight``, or one."""
 
-    choices = ("rms_norm", "gemma_rms_norm")
+    fl_choices = ("rms_norm", "gemma_rms_norm")
 
     def __init__(self, layer: Any, *args: Any) -> None:
         if layer.with_scale and layer.scale_shift not in (0.0, 1.0):
             raise Unbridged(f"a scale of {layer.scale_shift} + weight")
-        self.operator = "gemma_rms_norm" if layer.with_scale and layer.scale_shift == 1.0 else "rms_norm"
+        self.fl_operator = "gemma_rms_norm" if layer.with_scale and layer.scale_shift == 1.0 else "rms_norm"
         super().__init__(layer, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
-        return self.call(x, None, layer.weight if layer.with_scale else None, layer.eps)
+        return self.fl_call(x, None, layer.weight if layer.with_scale else None, layer.eps)

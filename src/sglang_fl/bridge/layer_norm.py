@@ -12,11 +12,11 @@ from .base import Bridge
 class LayerNormBridge(Bridge):
     """``forward(x)``; the layer computes in the type of its weights."""
 
-    operator = "layer_norm"
+    fl_operator = "layer_norm"
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
         weight = layer.weight if layer.elementwise_affine else None
         bias = layer.bias if layer.use_bias else None
         rounded = x.to(layer.dtype) if layer.dtype.itemsize < x.dtype.itemsize else x
-        return self.call(rounded, weight, bias, layer.variance_epsilon).to(x.dtype)
+        return self.fl_call(rounded, weight, bias, layer.variance_epsilon).to(x.dtype)

@@ -6,4 +6,4 @@ from .activation import ActivationBridge
 
 
 class QuickGELUBridge(ActivationBridge):
-    operator = "quick_gelu"
+    fl_operator = "quick_gelu"

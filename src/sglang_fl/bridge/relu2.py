@@ -6,4 +6,4 @@ from .activation import ActivationBridge
 
 
 class ReLU2Bridge(ActivationBridge):
-    operator = "relu2"
+    fl_operator = "relu2"

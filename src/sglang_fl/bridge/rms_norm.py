@@ -21,7 +21,7 @@ class RMSNormBridge(Bridge):
     own forward ignores it. ``post_residual_addition`` without a residual has no effect.
     """
 
-    operator = "rms_norm"
+    fl_operator = "rms_norm"
 
     def __init__(self, layer: Any, *args: Any) -> None:
         if layer.variance_size_override is not None:
@@ -59,17 +59,17 @@ class RMSNormBridge(Bridge):
             return self.fall_through(reason, x, residual, post_residual_addition, quant_linear)
         if residual is not None and post_residual_addition is not None:
             residual = residual + post_residual_addition
-        return self.call(x, residual, layer.weight if layer.has_weight else None, layer.variance_epsilon)
+        return self.fl_call(x, residual, layer.weight if layer.has_weight else None, layer.variance_epsilon)
 
 
 class UnscaledRMSNormBridge(Bridge):
     """``RMSNormWithoutScale``: ``forward(x)``."""
 
-    operator = "rms_norm"
+    fl_operator = "rms_norm"
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self.layer
-        return self.call(x, None, None, layer.eps)
+        return self.fl_call(x, None, None, layer.eps)
 
 
 def rms_norm_bridge(

@@ -22,7 +22,7 @@ FUSED_WRITE = "a rotation that also writes the key-value cache"
 class RotatingBridge(Bridge):
     """What the bridges of all rotary classes share."""
 
-    operator = "rotary_embedding"
+    fl_operator = "rotary_embedding"
     table_name: ClassVar[str] = "cos_sin_cache"
     halves: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
 
@@ -41,9 +41,9 @@ class RotatingBridge(Bridge):
             return query, key
         heads = (rows.shape[0], -1, self.layer.head_size)
         if key is query:  # models do so where they need one of them only; in place it would turn twice
-            rotated, _ = self.call(query.reshape(heads), None, cos, sin, rows, interleaved)
+            rotated, _ = self.fl_call(query.reshape(heads), None, cos, sin, rows, interleaved)
             return (result := rotated.reshape(query.shape)), result
-        rotated, rotated_key = self.call(query.reshape(heads), key.reshape(heads), cos, sin, rows, interleaved)
+        rotated, rotated_key = self.fl_call(query.reshape(heads), key.reshape(heads), cos, sin, rows, interleaved)
         return rotated.reshape(query.shape), rotated_key.reshape(key.shape)
 
 

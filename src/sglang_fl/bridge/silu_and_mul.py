@@ -6,4 +6,4 @@ from .activation import ActivationBridge
 
 
 class SiluAndMulBridge(ActivationBridge):
-    operator = "silu_and_mul"
+    fl_operator = "silu_and_mul"

@@ -6,5 +6,5 @@ from .activation import ActivationBridge
 
 
 class SituAndMulBridge(ActivationBridge):
-    operator = "situ_and_mul"
+    fl_operator = "situ_and_mul"
     parameters = ("beta", "linear_beta")

@@ -43,7 +43,7 @@ class TopKBridge(Bridge):
     dynamic_expert_bias)``.
     """
 
-    choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
+    fl_choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
 
     def __init__(self, layer: Any, *args: Any) -> None:
         from sglang.srt.eplb import expert_location_dispatch
@@ -53,7 +53,7 @@ class TopKBridge(Bridge):
             raise Unbridged(reason)
         self.host, self.to_physical = topk, expert_location_dispatch.topk_ids_logical_to_physical
         config = layer.topk_config
-        self.operator = "grouped_topk" if config.use_grouped_topk else f"topk_{config.scoring_func}"
+        self.fl_operator = "grouped_topk" if config.use_grouped_topk else f"topk_{config.scoring_func}"
         self.factor: float = config.routed_scaling_factor or 1.0
         super().__init__(layer, *args)
 
@@ -62,7 +62,7 @@ class TopKBridge(Bridge):
         config = self.layer.topk_config
         bias, scaled = config.correction_bias, config.apply_routed_scaling_factor_on_output
         if config.use_grouped_topk:
-            return self.call(
+            return self.fl_call(
                 router_logits,
                 config.top_k,
                 config.num_expert_group,
@@ -72,7 +72,7 @@ class TopKBridge(Bridge):
                 self.factor if scaled and config.renormalize else 1.0,
                 bias,
             )
-        weights, ids = self.call(router_logits, config.top_k, config.renormalize, bias)
+        weights, ids = self.fl_call(router_logits, config.top_k, config.renormalize, bias)
         return weights * self.factor if scaled else weights, ids
 
     def forward(

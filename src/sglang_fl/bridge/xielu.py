@@ -16,7 +16,7 @@ class XIELUBridge(Bridge):
     and its weights are loaded: reading them in each call would wait for the device.
     """
 
-    operator = "xielu"
+    fl_operator = "xielu"
 
     def __init__(self, layer: Any, *args: Any) -> None:
         super().__init__(layer, *args)
@@ -24,4 +24,4 @@ class XIELUBridge(Bridge):
 
     def forward(self, input: Tensor) -> Tensor:
         layer: Any = self.layer
-        return self.call(input, layer.alpha_p, layer.alpha_n, self.beta, self.epsilon)
+        return self.fl_call(input, layer.alpha_p, layer.alpha_n, self.beta, self.epsilon)

@@ -16,24 +16,12 @@ if TYPE_CHECKING:
 class CacheQuestions:
     """What vLLM asks an attention class about the KV cache, which :mod:`vllm_fl.kv_layout` decides."""
 
-    # vLLM 0.32 and later: the physical layouts that it can read.
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """The physical layouts that it can read."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout[kv_layout.in_force().host_name],)
-
-    # vLLM 0.26: the shape, and the order of its axes in memory.
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
-
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        order = kv_layout.in_force().stride_order
-        return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order
 
 
 def attention_refusals(backend: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> list[str]:

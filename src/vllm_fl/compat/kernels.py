@@ -1,18 +1,24 @@
 """The Triton kernels that vLLM's V1 model runner launches, as functions for a CPU.
 
-vLLM 0.32 and later take them by name through ``register_kernels``; in 0.26 they are put in the kernels' places.
+vLLM takes them by name, through its ``register_kernels``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import rejection
-from . import versions
-from .replacements import REJECTION_KERNELS, REJECTION_SAMPLER, SLOT_MAPPING_KERNEL
+
+SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
+REJECTION_KERNELS = (
+    "rejection_greedy_sample_kernel",
+    "rejection_random_sample_kernel",
+    "expand_kernel",
+    "sample_recovered_tokens_kernel",
+)
 
 
 def slot_mapping(
@@ -50,39 +56,9 @@ def slot_mapping(
 
 def replace_kernels() -> None:
     """Replace the Triton kernels that the V1 model runner launches. Idempotent."""
-    if versions.host_version() == "0.26":
-        return _replace_kernels_by_name()
     from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
     from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 
     if not isinstance(ComputeSlotMappingKernel.kernel, KernelOverride):
         rejections = {f"{REJECTION_SAMPLER}.{name}": getattr(rejection, name) for name in REJECTION_KERNELS}
         register_kernels({SLOT_MAPPING_KERNEL: slot_mapping, **rejections})
-    return None
-
-
-class _Launched:
-    """A function in the place of a Triton kernel, which is called as ``kernel[grid](...)``."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *arguments, **constants: self._function(*arguments, *constants.values())
-
-
-def _slot_mapping_of_0_26(*arguments: Any) -> None:
-    """:func:`slot_mapping` with the parameters of vLLM 0.26: another order, and two sizes of blocks more."""
-    *before, block_size, slots, _kv_cache_block_size, _blocks_per_kv_block = arguments[:10]
-    slot_mapping(*before, slots, block_size, *arguments[10:])
-
-
-def _replace_kernels_by_name() -> None:
-    from vllm.v1.sample import rejection_sampler
-    from vllm.v1.worker import block_table
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    CPUModelRunner._postprocess_triton = lambda runner: None
-    block_table._compute_slot_mapping_kernel = _Launched(_slot_mapping_of_0_26)
-    for name in REJECTION_KERNELS:
-        setattr(rejection_sampler, name, _Launched(getattr(rejection, name)))

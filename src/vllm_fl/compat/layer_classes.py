@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from . import versions
-
 
 def multiplies_plainly(method: Any) -> bool:
     """Whether a linear layer's method is a product with weights as they are, by PyTorch's own ``linear``.
 
-    Later versions choose the function when the method is made, 0.26 in every call. Where the names are gone the answer
-    is no, and the layers stay vLLM's.
+    Where the names are gone the answer is no, and the layers stay vLLM's.
     """
     from vllm.model_executor.layers import linear, utils
 
@@ -20,8 +17,7 @@ def multiplies_plainly(method: Any) -> bool:
 
     if type(method) is not linear.UnquantizedLinearMethod or envs.VLLM_BATCH_INVARIANT:
         return False
-    in_call = versions.host_version() == "0.26"
-    chosen = utils.dispatch_unquantized_gemm() if in_call else getattr(method, "_gemm_impl", None)
+    chosen = getattr(method, "_gemm_impl", None)
     return chosen is not None and chosen is getattr(utils, "default_unquantized_gemm", None)
 
 

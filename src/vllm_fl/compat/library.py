@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from . import latent
-from .replacements import BUFFERS
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 
 
 class _HostMemory:
@@ -50,12 +49,10 @@ def unowned_view(tensor: Any) -> Any:
     return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def warm_up_kernels(worker: Any) -> None:
-    """Compile the Triton kernels of the V1 model runner's block table; the other runners' are warm after a batch."""
+def warm_up_kernels(worker: Any, *, process_local_only: bool = False) -> None:
+    """Compile the Triton kernels that the V1 model runner has registered; the other runners' are warm after a batch."""
     if not worker.use_v2_model_runner and not worker.model_runner.is_pooling_model:
-        from vllm.model_executor.warmup.v1_block_table_warmup import warm_v1_block_table_kernels
-
-        warm_v1_block_table_kernels(worker.device, worker.scheduler_config.max_num_batched_tokens)
+        worker.model_runner.jit_warmup_registry.warmup()
 
 
 def do_without_library() -> None:
@@ -67,7 +64,6 @@ def do_without_library() -> None:
     from ..distributed import any_communicator
 
     buffers: Any = importlib.import_module(BUFFERS)
-    latent.offer_latent_prefill()
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_view
     gpu_worker.kernel_warmup = warm_up_kernels

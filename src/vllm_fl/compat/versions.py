@@ -1,13 +1,14 @@
-"""vLLM's version, the versions that were tested, and a warning on any other."""
+"""vLLM's version, the versions that were tested, a warning on any other, and what an older one needs."""
 
 from __future__ import annotations
 
 from functools import cache
 
+from fl_dispatch.hosting.host_facts import check
+from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger
 
-from .. import host_names
-from . import replacements
+from ..host import HOST
 
 logger = get_logger(__name__)
 
@@ -28,10 +29,20 @@ SMOKE_TESTED_HOSTS = ("0.26", "0.33")
 
 @cache
 def warn_of_untested_host() -> None:
-    """One WARNING on a vLLM that not all tests ran on, with what is known to be missing there."""
+    """One WARNING on a vLLM that not all tests ran on, with what does not hold there of what we rely on."""
     version, tested = host_version(), ", ".join(TESTED_HOSTS)
     if version not in TESTED_HOSTS:
-        gone = [*replacements.check_targets(version), *host_names.missing(version)]
-        missing = "; ".join(gone) or "every name that is replaced or relied on is there"
+        found = check(HOST.facts, SourceTree.installed("vllm", "torch"), version)
         how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
-        logger.warning("vLLM %s is %s (tested: %s): %s", version, how, tested, missing)
+        logger.warning("vLLM %s is %s (tested: %s): %s", version, how, tested, found)
+
+
+def adapt() -> None:
+    """Give an older vLLM, in a worker before its own part is made, the names of the tested one. Idempotent."""
+    if host_version() == "0.26":
+        from fl_dispatch.device import detect_device
+        from vllm.platforms import current_platform
+
+        from . import v0_26
+
+        v0_26.install(detect_device().torch_type, out_of_tree=current_platform.is_out_of_tree())

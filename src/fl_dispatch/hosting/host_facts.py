@@ -1,0 +1,189 @@
+"""What a plugin relies on in its host, as rows of data, and whether it holds in a version's source.
+
+A host may move any of it. A method that is overridden under a name that is gone is never called, and an attribute that
+is replaced there has no effect; no error tells. So each plugin has one table of :class:`HostFact`, and :func:`check`
+compares it with the installed host, or with a wheel that nobody has installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from .host_source import SourceTree
+
+Verb = Literal["reads", "overrides", "replaces"]
+
+
+@dataclass(frozen=True)
+class HostFact:
+    """Names of one class or module of a host.
+
+    Args:
+        owner: ``module:Class``, or ``module``.
+        names: attributes of the class, of its instances, or of the module. A function that our code takes the place of
+            has the parameters that ours takes, in Python's notation: ``"apply(layer, x, bias=None)"``. The host may
+            leave out one with a default; ``*args`` and ``**kwargs`` take what the host adds; names before ``/`` do not
+            matter, because the host passes these by position.
+        verb: ``reads`` (calls and sets too), ``overrides`` in a subclass, ``replaces`` at run time.
+        used_by: our module that relies on them, below the plugin's package.
+        why: what they are needed for, or what goes wrong without.
+        since: the first version that has them, as far as known; empty for all.
+        until: the first version without them; empty for none that is known.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    verb: Verb
+    used_by: str
+    why: str
+    since: str = ""
+    until: str = ""
+
+    def concerns(self, version: str) -> bool:
+        """Whether a version should have them. One that is newer than all we know should have what has no ``until``."""
+        found = release(version)
+        return (not self.since or release(self.since) <= found) and (not self.until or found < release(self.until))
+
+    @cached_property
+    def plain_names(self) -> tuple[str, ...]:
+        """The names without parameters."""
+        return tuple(name.partition("(")[0] for name in self.names)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """One name that is not as a fact says.
+
+    Args:
+        fact, name: the fact, and which of its names.
+        what: what the host has instead.
+    """
+
+    fact: HostFact
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.fact.owner} {self.what}, which {self.fact.used_by} {self.fact.verb}"
+
+
+@dataclass
+class Findings:
+    """What :func:`check` found.
+
+    Args:
+        broken: what does not hold.
+        names: how many names were looked at.
+        of_other_versions: facts that do not concern this version.
+        elsewhere: facts about packages whose source is not here.
+    """
+
+    broken: list[Broken] = field(default_factory=list)
+    names: int = 0
+    of_other_versions: list[HostFact] = field(default_factory=list)
+    elsewhere: list[HostFact] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """For the log."""
+        return "; ".join(map(str, self.broken)) or f"all {self.names} names that are relied on are there"
+
+
+def check(facts: Iterable[HostFact], tree: SourceTree, version: str) -> Findings:
+    """Compare facts with the source of a host of this version."""
+    findings = Findings()
+    for fact in facts:
+        if not fact.concerns(version):
+            findings.of_other_versions.append(fact)
+        elif not tree.covers(fact.owner.partition(":")[0]):
+            findings.elsewhere.append(fact)
+        else:
+            findings.names += len(fact.names)
+            whats = {name: _difference(fact, name, tree) for name in fact.names}
+            findings.broken += [Broken(fact, name, what) for name, what in whats.items() if what is not None]
+    return findings
+
+
+def _difference(fact: HostFact, name: str, tree: SourceTree) -> str | None:
+    module, _, owner = fact.owner.partition(":")
+    if tree.module(module) is None:
+        return "is gone: there is no such module"
+    if owner and tree.class_at(fact.owner) is None:
+        return "is gone: there is no such class"
+    plain = name.partition("(")[0]
+    found = tree.attribute(fact.owner, plain)
+    if found is None:
+        return f"has no {plain}"
+    if plain == name or not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    theirs, ours = parameters(found, bound=bool(owner)), _written(name)
+    why = mismatch(ours, theirs)
+    return None if why is None else f"has {plain}({ast.unparse(theirs)}) {why}"
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, *, bound: bool) -> ast.arguments:
+    """The names of a function's parameters; without ``self`` if it is looked up on an instance."""
+    arguments = ast.parse(f"lambda {_plain(function.args)}: 0", mode="eval").body
+    assert isinstance(arguments, ast.Lambda)
+    static = any(isinstance(node, ast.Name) and node.id == "staticmethod" for node in function.decorator_list)
+    if bound and not static:
+        (arguments.args.posonlyargs or arguments.args.args).pop(0)
+    return arguments.args
+
+
+def _plain(arguments: ast.arguments) -> str:
+    """Parameters without annotations, every default ``None``."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    parts = [arg.arg if place < required else f"{arg.arg}=None" for place, arg in enumerate(positional)]
+    if arguments.vararg is not None:
+        parts.append(f"*{arguments.vararg.arg}")
+    elif arguments.kwonlyargs:
+        parts.append("*")
+    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    parts += [arg.arg if default is None else f"{arg.arg}=None" for arg, default in defaults]
+    if arguments.kwarg is not None:
+        parts.append(f"**{arguments.kwarg.arg}")
+    return ", ".join(parts)
+
+
+def _written(name: str) -> ast.arguments:
+    (function,) = ast.parse(f"def {name}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    return function.args
+
+
+def mismatch(ours: ast.arguments, theirs: ast.arguments) -> str | None:
+    """Why a function with our parameters cannot take the place of one with theirs, or ``None``."""
+    mine = [*ours.posonlyargs, *ours.args]
+    defaulted = {arg.arg for arg in mine[len(mine) - len(ours.defaults) :]}
+    positional = [arg.arg for arg in (*theirs.posonlyargs, *theirs.args)]
+    named = {arg.arg for arg in theirs.kwonlyargs}
+    mine_named = {arg.arg for arg in ours.kwonlyargs}
+    for place, (arg, their) in enumerate(zip(mine, positional, strict=False)):
+        if arg.arg != their and place >= len(ours.posonlyargs):
+            return f"with '{their}' where '{arg.arg}' was"
+    needed = [arg.arg for arg in mine[len(positional) :] if arg.arg not in defaulted]
+    needed += [a.arg for a, default in zip(ours.kwonlyargs, ours.kw_defaults, strict=True) if default is None]
+    open_ended = theirs.vararg is not None or theirs.kwarg is not None
+    if gone := [name for name in needed if name not in named | set(positional) and not open_ended]:
+        return f"without {', '.join(gone)}"
+    takes_rest = ours.vararg is not None or ours.kwarg is not None
+    known = {arg.arg for arg in mine} | mine_named
+    extra = [name for name in (*positional[len(mine) :], *sorted(named)) if name not in known]
+    return f"with {', '.join(extra)} besides" if extra and not takes_rest else None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers that a version starts with: ``"0.33.0rc1"`` is ``(0, 33, 0)``."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    if found is None:
+        raise ValueError(f"'{version}' is no version")
+    return tuple(map(int, found.group().split(".")))

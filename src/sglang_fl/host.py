@@ -1,0 +1,23 @@
+"""What this package knows about SGLang, for ``tools/host_check.py`` and for the names in a user's lists.
+
+Importing it imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+from fl_dispatch.hosting.host_layers import Host, HostLayers
+
+from .bridge import BRIDGES, NATIVE
+from .host_facts import FACTS, FUSED_OP
+
+HOST = Host(
+    name="SGLang",
+    package="sglang",
+    facts=(*FACTS, *(row.fact for row in BRIDGES)),
+    layers=HostLayers(
+        roots=(FUSED_OP,),
+        replaced=frozenset(f"{row.module}:{row.name}" for row in BRIDGES),
+        left=NATIVE,
+        inherited=True,
+    ),
+)

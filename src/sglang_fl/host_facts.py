@@ -1,0 +1,243 @@
+"""Everything that this package relies on in SGLang and that SGLang may move: one table.
+
+``make host-check SGLANG=VERSION`` compares it with a version that nobody has installed, and a start on a version that
+was not tested with the one that is. The hooks of :mod:`sglang_fl.compat` take their reasons from here. The classes of
+layers, whose forwards are ours, are rows of :mod:`sglang_fl.bridge`.
+"""
+
+from __future__ import annotations
+
+from fl_dispatch.hosting.host_facts import HostFact
+
+RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
+OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
+GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
+_LAYERS = "sglang.srt.layers"
+_PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
+_LIBRARY = "the library that the device's spec or FLAGCX_PATH names would not be asked"
+_VARIABLE = "SGLang has parts of different sizes through NCCL only"
+_CUSTOM_OP = "SGLang calls an operator that is registered for its own devices only"
+
+HOOKED = (
+    HostFact(
+        FUSED_OP,
+        ("_resolve_forward_method()",),
+        "replaces",
+        "layers",
+        "layers would run SGLang's own code",
+        since="0.5.20",
+    ),
+    HostFact(
+        OLDER_OP,
+        ("dispatch_forward()",),
+        "replaces",
+        "layers",
+        "layers would run SGLang's own code",
+        until="0.5.20",
+    ),
+    HostFact(RUNNER, ("load_model(*args, **kwargs)",), "replaces", "runner", "layers would not know their prefix"),
+    HostFact(
+        RUNNER,
+        ("forward(forward_batch, *args, **kwargs)",),
+        "replaces",
+        "runner",
+        "nobody would see that an operator is never dispatched",
+    ),
+    HostFact(
+        "sglang.srt.utils.common",
+        ("support_triton(backend)",),
+        "replaces",
+        "compat",
+        "SGLang starts Triton kernels for every attention backend that it does not know; 0.5.23 asks the platform",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.allocation",
+        ("get_last_loc(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)",),
+        "replaces",
+        "compat",
+        "SGLang starts a Triton kernel for every attention backend that it does not know",
+    ),
+    HostFact(
+        f"{_LAYERS}.logits_processor",
+        ("fused_softcap(full_logits, final_logit_softcapping)",),
+        "replaces",
+        "compat",
+        "SGLang starts a Triton kernel for the logits of models with a soft cap",
+    ),
+    HostFact(
+        GROUP, ("__init__(*args, **kwargs)",), "replaces", "distributed", "the ranks of a group would not be connected"
+    ),
+    HostFact(
+        GROUP, ("destroy()",), "replaces", "distributed", "what a library holds for a group would not be given back"
+    ),
+    HostFact(
+        GROUP,
+        (
+            "all_reduce(input_)",
+            "reduce_scatter(output, input_list)",
+            "all_gather(input_, dim=None, output_tensor_list=None)",
+            "broadcast(input_, src=None)",
+            "send(tensor, dst=None)",
+            "recv(size, dtype, src=None)",
+        ),
+        "replaces",
+        "distributed",
+        _LIBRARY,
+    ),
+    HostFact(
+        GROUP,
+        ("reduce_scatter_tensor(output, input)", "all_gather_into_tensor(output, input)"),
+        "replaces",
+        "distributed",
+        _CUSTOM_OP,
+    ),
+    HostFact(
+        GROUP,
+        ("reduce_scatterv(input_, output=None, sizes=None)", "all_gatherv(input_, sizes=None, output=None)"),
+        "replaces",
+        "distributed",
+        _VARIABLE,
+    ),
+)
+
+READ = (
+    HostFact(
+        "sglang.srt.plugins.hook_registry:HookRegistry",
+        ("_hooks", "_patched", "register"),
+        "reads",
+        "hooks",
+        "Which hooks are registered, and which SGLang has applied.",
+    ),
+    HostFact(
+        FUSED_OP,
+        ("_forward_method",),
+        "reads",
+        "layers",
+        "The forward that a layer runs.",
+        since="0.5.20",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.allocation",
+        ("get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)",),
+        "reads",
+        "compat",
+        "The same without a Triton kernel.",
+    ),
+    HostFact(
+        "sglang.srt.arg_groups.choices",
+        ("add_attention_backend_choices",),
+        "reads",
+        "compat",
+        "Users may name our attention backend.",
+    ),
+    HostFact(
+        f"{_LAYERS}.attention.attention_registry",
+        ("register_attention_backend",),
+        "reads",
+        "compat",
+        "SGLang makes our attention backend.",
+    ),
+    HostFact(
+        "sglang.srt.models.deepseek_common.attention_backend_handler:AttentionBackendRegistry",
+        ("register",),
+        "reads",
+        "compat",
+        "DeepSeek's layers ask each backend for the form of latent attention.",
+    ),
+    HostFact(
+        "sglang.srt.managers.scheduler:Scheduler",
+        ("tp_worker",),
+        "reads",
+        "report",
+        "A scheduler answers what runs in it.",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.allocator.paged",
+        ("alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out_indices, page_size, device)",),
+        "reads",
+        "memory",
+        "Slots of pages without a Triton kernel.",
+    ),
+)
+
+OVERRIDDEN = (
+    HostFact(
+        f"{_LAYERS}.attention.base_attn_backend:AttentionBackend",
+        (
+            "init_forward_metadata_out_graph(forward_batch, in_capture=None)",
+            "forward_extend(q, k, v, layer, forward_batch, save_kv_cache=None, sinks=None, **unknown)",
+            "forward_decode(q, k, v, layer, forward_batch, save_kv_cache=None, sinks=None, **unknown)",
+            "support_triton()",
+            "get_cuda_graph_seq_len_fill_value()",
+        ),
+        "overrides",
+        "attention",
+        "Attention is our operators.",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator",
+        (
+            (
+                "alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, "
+                "num_new_pages=None)"
+            ),
+            "alloc_decode(seq_lens, seq_lens_cpu, last_loc)",
+        ),
+        "overrides",
+        "memory",
+        "SGLang's are Triton kernels.",
+    ),
+    HostFact(
+        _PLATFORM,
+        (
+            "_enum",
+            "device_name",
+            "device_type",
+            "supported_quantization",
+            "get_device(device_id=None)",
+            "set_device(device)",
+            "get_device_name(device_id=None)",
+            "get_device_uuid(device_id=None)",
+            "get_device_capability(device_id=None)",
+            "get_device_total_memory(device_id=None)",
+            "get_available_memory(device_id=None)",
+            "get_current_memory_usage(device=None)",
+            "is_pin_memory_available(device=None)",
+            "synchronize()",
+            "empty_cache()",
+            "get_torch_distributed_backend_str()",
+            "get_torch_profiler_activity_str()",
+            "get_torch_profiler_activity()",
+            "get_dispatch_key_name()",
+            "get_default_attention_backend()",
+            "get_paged_allocator_cls()",
+            "get_graph_runner_cls()",
+            "apply_server_args_defaults(server_args)",
+            "init_backend()",
+        ),
+        "overrides",
+        "platform",
+        "SGLang asks the platform.",
+    ),
+    HostFact(
+        _PLATFORM,
+        (
+            "get_mha_kv_pool_cls()",
+            "get_mla_kv_pool_cls()",
+            "get_dsa_kv_pool_cls()",
+        ),
+        "overrides",
+        "platform",
+        "The pools of keys and values; from 0.5.23 on get_kv_pool_cls(kind=).",
+    ),
+    HostFact(
+        _PLATFORM,
+        ("support_cuda_graph()", "support_piecewise_cuda_graph()"),
+        "overrides",
+        "platform",
+        "No graphs are captured; from 0.5.23 on a field of capabilities.",
+    ),
+)
+
+FACTS = (*HOOKED, *READ, *OVERRIDDEN)

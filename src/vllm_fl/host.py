@@ -1,0 +1,79 @@
+"""What this package knows about vLLM, for ``tools/host_check.py`` and for the names in a user's lists.
+
+Importing it imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+from fl_dispatch.hosting.host_layers import Host, HostLayers
+
+from .host_facts import FACTS
+from .layers import LAYER_CLASSES
+
+_LAYERS = "vllm.model_executor.layers"
+
+_LEFT = {
+    "a base class, which computes nothing": (
+        "RotaryEmbeddingBase",
+        "LinearBase",
+        "MoERunnerInterface",
+        "ConvLayerBase",
+    ),
+    "a table for each head": ("FourierRotaryEmbedding",),
+    "rotates a query five times": ("DualChunkRotaryEmbedding",),
+    "rotates by complex numbers, without positions": ("Llama4VisionRotaryEmbedding",),
+    "rotates the last elements of a head, and back": ("DeepseekV4ScalingRotaryEmbedding",),
+    "rotates in encoders of images; there is no operator for it": ("ApplyRotaryEmb",),
+    "state-space and linear-attention layers are refused at start": (
+        f"{_LAYERS}.mamba",
+        "vllm.third_party.flash_linear_attention",
+        "RMSNormGated",
+        "BailingMoeV3KimiDeltaAttention",
+    ),
+    "sparse latent attention is refused at start": ("SparseAttnIndexer", "RocmSparseAttnIndexer"),
+    "quantization is refused at start": ("QuantFP8", "_DecodeConcatQuantFP8"),
+    "PyTorch's own lookup and product; there is no operator for the vocabulary": (
+        "VocabParallelEmbedding",
+        "ParallelLMHead",
+        "LogitsProcessor",
+    ),
+    "attention of encoders of images and sound; there is no operator for it": (
+        "MMEncoderAttention",
+        "WhisperEncoderAttention",
+        "RelPosAttention",
+        "CustomQwen2Decoder",
+    ),
+    "an attention layer; its class of attention is ours": ("StaticSinkAttention",),
+    "joins layers that are ours": ("MultiHeadLatentAttentionWrapper",),
+    "holds weights; the method that computes is ours": ("RoutedExperts",),
+    "its routers are ours, and none calls it": ("GroupedTopk",),
+    "kernels for exchanges of tokens that are refused at start": ("FusedMoEModularMethod",),
+    "a convolution; there is no operator for it": ("Conv2dLayer", "Conv3dLayer"),
+    "hyper-connections; there is no operator for them": (
+        "HCHeadOp",
+        "MHCFusedPostPreOp",
+        "MHCPostOp",
+        "MHCPreDelayedOp",
+        "MHCPreOp",
+    ),
+    "compiled kernels of one model": ("HpcRopeNorm", "FusedMMInputNorm", "MiniMaxText01RMSNormTP", "GateLinear"),
+    "the weight plus one; there is no operator for it": ("NemotronLayerNorm1P",),
+    "a registry of its own, behind VLLM_USE_HW_AGNOSTIC": ("vllm.model_executor.hw_agnostic",),
+}
+"""Why → the classes that stay vLLM's: a class, or all of a module."""
+
+HOST = Host(
+    name="vLLM",
+    package="vllm",
+    facts=(*FACTS, *(row.fact for row in LAYER_CLASSES)),
+    layers=HostLayers(
+        roots=tuple(
+            f"vllm.model_executor.{place}custom_op:{name}"
+            for place in ("", "hw_agnostic.")
+            for name in ("CustomOp", "PluggableLayer")
+        ),
+        replaced=frozenset(f"{row.module}:{row.name}" for row in LAYER_CLASSES),
+        left={name: why for why, names in _LEFT.items() for name in names},
+        inherited=False,
+    ),
+)
