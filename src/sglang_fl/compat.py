@@ -1,7 +1,7 @@
 """Every place where SGLang is hooked or extended at run time, and every difference between its versions.
 
 Nothing else in this package replaces SGLang's attributes. :func:`all_hooks` lists the hooks with their reasons;
-:func:`refuse_unhooked` refuses to serve where SGLang did not apply one.
+:func:`~sglang_fl.hooks.refuse_unhooked` refuses to serve where SGLang did not apply one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger
 
 from .config import ATTENTION
-from .hooks import Hook, Kind, unapplied
+from .hooks import Hook, Kind
 from .host import HOST
 from .host_facts import FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
+from .version import host_version
 
 logger = get_logger(__name__)
 
@@ -25,13 +26,6 @@ TESTED_HOSTS = ("0.5.21",)
 when they are made, in ``MultiPlatformOp.dispatch_forward`` (0.5.20 made them ``BaseFusedOp``); 0.5.23 has no such
 method, asks the platform for ``capabilities`` and ``get_kv_pool_cls(kind=)``, and needs no hook on ``support_triton``.
 """
-
-
-def host_version() -> str:
-    """SGLang's version."""
-    from importlib.metadata import version
-
-    return version("sglang")
 
 
 @cache
@@ -104,16 +98,3 @@ def extend_host() -> None:
     add_attention_backend_choices([ATTENTION])
     for method in report.SCHEDULER_METHODS:
         setattr(Scheduler, method.__name__, method)
-
-
-def refuse_unhooked() -> None:
-    """Raise ``RuntimeError`` if SGLang did not apply a hook: it logs that and would go on without it."""
-    missing = unapplied(all_hooks())
-    if len(missing) == len(all_hooks()):
-        raise RuntimeError(
-            f"SGLang {host_version()} runs the platform of sglang_fl and did not apply any of its hooks: "
-            "SGLANG_PLUGINS must contain 'fl' if it is set"
-        )
-    if missing:
-        named = "; ".join(f"{hook.target} ({hook.reason})" for hook in missing)
-        raise RuntimeError(f"SGLang {host_version()} did not apply hooks of sglang_fl: {named}. SGLang's log says why")

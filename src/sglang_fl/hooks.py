@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from .version import host_version
+
 Kind = Literal["around", "after", "replace"]
 
 
@@ -32,6 +34,9 @@ class Hook:
     reason: str
 
 
+_registered: dict[str, Hook] = {}  # by target
+
+
 def register(hooks: Iterable[Hook]) -> None:
     """Register each hook once in this process; SGLang applies them when all plugins are loaded.
 
@@ -39,6 +44,7 @@ def register(hooks: Iterable[Hook]) -> None:
         RuntimeError: SGLang has applied somebody else's hooks to a target before, and does so once for each.
     """
     for hook in hooks:
+        _registered[hook.target] = hook
         if all(call is not hook.call for _, call, _ in HookRegistry._hooks.get(hook.target, ())):
             if hook.target in HookRegistry._patched:
                 raise RuntimeError(
@@ -51,3 +57,16 @@ def register(hooks: Iterable[Hook]) -> None:
 def unapplied(hooks: Iterable[Hook]) -> list[Hook]:
     """The hooks that SGLang did not apply."""
     return [hook for hook in hooks if hook.target not in HookRegistry._patched]
+
+
+def refuse_unhooked() -> None:
+    """Raise ``RuntimeError`` if SGLang did not apply a hook: it logs that and would go on without it."""
+    missing = unapplied(_registered.values())
+    if len(missing) == len(_registered):
+        raise RuntimeError(
+            f"SGLang {host_version()} runs the platform of sglang_fl and did not apply any of its hooks: "
+            "SGLANG_PLUGINS must contain 'fl' if it is set"
+        )
+    if missing:
+        named = "; ".join(f"{hook.target} ({hook.reason})" for hook in missing)
+        raise RuntimeError(f"SGLang {host_version()} did not apply hooks of sglang_fl: {named}. SGLang's log says why")

@@ -12,7 +12,8 @@ from fl_dispatch.hosting import oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import attention, compat, config, distributed, layers
+from . import attention, config, distributed, hooks, layers
+from .version import host_version
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -23,7 +24,7 @@ logger = get_logger(__name__)
 
 def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
     """Start the core, let SGLang load, then bind every layer and compare the ranks."""
-    compat.refuse_unhooked()
+    hooks.refuse_unhooked()
     config.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
     manager.set_facts(**attention.FACTS)
@@ -54,6 +55,6 @@ def forward(
         missed = watch.finish()
     runner.fl_undispatched = missed
     replacement.seal()
-    runs.record(f"SGLang {compat.host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
+    runs.record(f"SGLang {host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
     layers.judge(missed, get_settings().strict)
     return result

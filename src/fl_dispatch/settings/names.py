@@ -39,7 +39,7 @@ def vendors() -> tuple[str, ...]:
     A platform's backend may come in a package of its vendor's.
     """
     from fl_dispatch.backends import vendor
-    from fl_dispatch.config import list_platforms
+    from fl_dispatch.settings.platforms import list_platforms
 
     folders = {found.name for found in pkgutil.iter_modules(vendor.__path__) if found.ispkg}
     return tuple(sorted(folders | {platform.partition("-")[0] for platform in list_platforms()}))
