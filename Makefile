@@ -48,6 +48,7 @@ lint: .venv/.ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-logo
 	.venv/bin/python tools/prose.py
 
 format: .venv/.ready

@@ -98,6 +98,7 @@ def register_hooks() -> None:
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with settings, plugins and hooks. Idempotent."""
     raise_stored()
+    from . import hooks
 
     hooks.refuse_unhooked()
     get_default_manager().ensure_initialized()

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from fl_dispatch.logger_manager import get_logger
 
@@ -38,10 +39,10 @@ def vendors() -> tuple[str, ...]:
 
     A platform's backend may come in a package of its vendor's.
     """
-    from fl_dispatch.backends import vendor
     from fl_dispatch.settings.platforms import list_platforms
 
-    folders = {found.name for found in pkgutil.iter_modules(vendor.__path__) if found.ispkg}
+    vendor = Path(__file__).parents[1] / "backends" / "vendor"
+    folders = {found.name for found in pkgutil.iter_modules([str(vendor)]) if found.ispkg}
     return tuple(sorted(folders | {platform.partition("-")[0] for platform in list_platforms()}))
 
 
