@@ -68,7 +68,7 @@ MISTAKES = (
     ),
     Mistake(
         "a router's bias is forgotten",
-        "vllm_fl/moe.py",
+        "vllm_fl/routers.py",
         "    arguments = (router.top_k, router.renormalize, router.e_score_correction_bias)",
         "    arguments = (router.top_k, router.renormalize, None)",
         f"{FAMILIES}::test_tokens_equal_hugging_face[minimax_m2]",

@@ -17,7 +17,7 @@ from typing import Any
 from .errors import ConfigError
 from .global_policy import GLOBAL, policy_from_settings
 from .locking import writers
-from .process import ROOT, admit_policy, change_policy, get_default_manager, reread_settings
+from .process import ROOT, admit_policy, change_policy, reread_settings, table_for
 from .run.table import DispatchTable, scope_variable
 from .selection.selection_policy import (
     CODE,
@@ -147,7 +147,7 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
         raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
     admit_policy("a policy context", policy, bans=True)
     ROOT.scope()
-    entered = _Entered(get_default_manager().tables.table_for(policy))
+    entered = _Entered(table_for(policy))
     _open.set((*_open.get(), entered))
     scope_variable.set(entered.table)
     try:

@@ -38,6 +38,15 @@ def get_default_manager() -> OpManager:
     return manager
 
 
+def table_for(policy: SelectionPolicy) -> DispatchTable:
+    """The table of the process's manager for a context with this policy."""
+    while True:
+        tables = get_default_manager().tables
+        table = tables.table_for(policy)
+        if tables.root is ROOT:  # else another manager took over meanwhile
+            return table
+
+
 def reset_default_manager() -> None:
     """Forget registrations, bans, counts and settings; the next use starts anew. Bound operators, contexts follow.
 

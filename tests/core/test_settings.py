@@ -43,7 +43,8 @@ Write = Callable[[str], str]
 
 @pytest.fixture(autouse=True)
 def bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No platform file, unless a test asks for one."""
+    """No platform file, unless a test asks for one, and no host whose layers are known."""
+    monkeypatch.setattr(names, "_layers", {})
     monkeypatch.setattr(platforms, "detect_platform", lambda: None)
 
 

@@ -90,7 +90,7 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) ->
         RoutingMethodType,
     )
 
-    from vllm_fl import moe
+    from vllm_fl import experts as moe
 
     config = FusedMoEConfig(
         num_experts=len(w13),
