@@ -63,18 +63,13 @@ class LayerClass:
     def fact(self) -> HostFact:
         """What the replacement relies on: the class, and the parameters of its forward."""
         why = "The layer would run vLLM's own code."
-        if self.own_kernel or self.mixin.__module__.endswith(".moe"):  # vLLM calls no forward of ours
-            return HostFact(self.module, (self.name,), "replaces", "layers", why, since=self.since)
+        forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
+        if forward is None:  # the mixin changes what the layer holds, and vLLM's own forward runs
+            return HostFact(self.module, (self.name,), "replaces", user, why, since=self.since)
         name = "forward_native" if self.custom_op else "forward"
-        _, *parameters = (p.replace(annotation=p.empty) for p in signature(self.mixin.forward_oot).parameters.values())
-        return HostFact(
-            f"{self.module}:{self.name}",
-            (f"{name}{Signature(parameters)}",),
-            "overrides",
-            "forwards",
-            why,
-            since=self.since,
-        )
+        _, *parameters = (p.replace(annotation=p.empty) for p in signature(forward).parameters.values())
+        owner, call = f"{self.module}:{self.name}", f"{name}{Signature(parameters)}"
+        return HostFact(owner, (call,), "overrides", user, why, since=self.since)
 
     def in_tree(self) -> type | None:
         """vLLM's class, or ``None`` in a version that does not have it."""

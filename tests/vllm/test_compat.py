@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import pkgutil
 import re
-from collections.abc import Iterator
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import vllm_fl
+from overridden import assert_parameters, overridden, unlisted
 from vllm_fl.compat import detection, kernels
 from vllm_fl.host import HOST
 from vllm_fl.host_facts import FACTS
 
 PACKAGE = Path(vllm_fl.__file__).parent
 LISTED = {name for fact in HOST.facts for name in fact.plain_names}
-NOT_OVERRIDDEN = {
-    *("__module__", "__doc__", "__init__", "__annotations__", "__parameters__", "__orig_bases__", "__call__", "__eq__"),
-    *("__abstractmethods__", "_abc_impl", "__dict__", "__weakref__", "__hash__", "__repr__", "__match_args__"),
-    *("__dataclass_fields__", "__dataclass_params__"),
-}
-"""Names that every class has, or that Python makes."""
+LEFT_OUT = ("_cuda", ".dispatch", ".v0_26")
+"""Modules that need vLLM's compiled library, are never executed, or are for another version."""
 
 
 def test_every_private_name_of_the_host_that_this_package_uses_is_listed() -> None:
@@ -50,47 +42,12 @@ def test_the_module_that_is_said_to_rely_on_a_name_has_it() -> None:
         assert [name for name in fact.plain_names if not re.search(rf"\b{name}\b", text)] == [], fact
 
 
-def overrides() -> Iterator[tuple[str, type, str, Any]]:
-    """Our classes that derive from vLLM's, each below its module, and the names of vLLM's that they define again."""
-    for found in pkgutil.walk_packages(vllm_fl.__path__, "vllm_fl."):
-        if found.name.endswith("_cuda") or ".dispatch" in found.name or ".v0_26" in found.name:
-            continue
-        for ours in vars(importlib.import_module(found.name)).values():
-            if isinstance(ours, type) and ours.__module__ == found.name:
-                hosts = [base for base in ours.__mro__ if base.__module__.startswith("vllm.")]
-                for name, value in vars(ours).items():
-                    if any(name in vars(base) for base in hosts) and name not in NOT_OVERRIDDEN:
-                        yield found.name.removeprefix("vllm_fl."), ours, name, value
-
-
 def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed() -> None:
-    """One that vLLM renames would be called no more, and nothing else would tell."""
-    listed = {(fact.used_by, name) for fact in FACTS for name in fact.plain_names if fact.verb == "overrides"}
-    assert {(ours.__name__, name) for user, ours, name, _ in overrides() if (user, name) not in listed} == set()
+    assert unlisted(FACTS, list(overridden(vllm_fl, "vllm", LEFT_OUT))) == set()
 
 
 def test_our_methods_take_the_parameters_that_the_table_says() -> None:
-    written = {
-        (fact.used_by, name.partition("(")[0]): name
-        for fact in FACTS
-        for name in fact.names
-        if fact.verb == "overrides" and "(" in name and fact.concerns("0.32")
-    }
-    compared = 0
-    for user, _, name, value in overrides():
-        if (user, name) not in written:
-            continue
-        (table,) = ast.parse(f"def {written[user, name]}: ...").body
-        assert isinstance(table, ast.FunctionDef)
-        own = list(signature(getattr(value, "__func__", value)).parameters.values())
-        taken = Signature(own if isinstance(value, staticmethod) else own[1:])
-        positional, named = table.args.args, dict.fromkeys(arg.arg for arg in table.args.kwonlyargs)
-        taken.bind(*positional[: len(positional) - len(table.args.defaults)], **named)
-        taken.bind(*positional, **named)
-        if table.args.vararg is not None or table.args.kwarg is not None:
-            assert {parameter.kind for parameter in own} & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}, name
-        compared += 1
-    assert compared > 60
+    assert assert_parameters(FACTS, list(overridden(vllm_fl, "vllm", LEFT_OUT)), "0.32") > 60
 
 
 def _is_private(name: str) -> bool:

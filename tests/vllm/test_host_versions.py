@@ -16,6 +16,7 @@ from engines import OTHER_HOSTS, PLUGINS, PROMPTS, STEP, ran, start
 
 from vllm_fl.compat import versions
 
+PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 ALL_VERSIONS = {"0.26": "0.26.0", "0.33": "0.33.0"}
 VERSIONS = {version: full for version, full in ALL_VERSIONS.items() if f"vLLM {version}" in OTHER_HOSTS}
@@ -35,7 +36,7 @@ def runs(checkpoint: Callable[[str], Path]) -> dict[tuple[str, str], Future[Any]
             checkpoint(family),
             STEP,
             STEP,
-            variables={"PYTHONPATH": os.pathsep.join((str(folders[version]), str(PLUGINS)))},
+            variables={"PYTHONPATH": os.pathsep.join((str(folders[version]), str(PLUGINS), *PATHS))},
         )
         for version, family in wanted
         if folders[version].exists()
