@@ -40,8 +40,9 @@ def warn_of_untested_host() -> None:
 def adapt() -> None:
     """Give an older vLLM, in a worker before its own part is made, the names of the tested one. Idempotent."""
     if host_version() == "0.26":
-        from fl_dispatch.devices import detect_device
         from vllm.platforms import current_platform
+
+        from fl_dispatch.devices import detect_device
 
         from . import v0_26
 
