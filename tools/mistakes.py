@@ -68,7 +68,7 @@ MISTAKES = (
     ),
     Mistake(
         "a router's factor is forgotten",
-        "vllm_fl/moe.py",
+        "vllm_fl/routers.py",
         "(weights if self.route.factor == 1.0 else weights * self.route.factor)",
         "weights",
         f"{FAMILIES}::test_tokens_equal_hugging_face[minimax_m2]",
