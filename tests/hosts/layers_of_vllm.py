@@ -90,7 +90,7 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) ->
         RoutingMethodType,
     )
 
-    from vllm_fl import experts as moe
+    from vllm_fl.experts import ExpertsFL, refusal
 
     config = FusedMoEConfig(
         num_experts=len(w13),
@@ -105,8 +105,8 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) ->
         moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=x.dtype,
     )
-    assert moe.refusal(config) is None
-    layer = moe.ExpertsFL(config, FUSED_MOE_UNQUANTIZED_CONFIG)
+    assert refusal(config) is None
+    layer = ExpertsFL(config, FUSED_MOE_UNQUANTIZED_CONFIG)
     layer.fl_call = bind_op("fused_moe")
     output = torch.empty_like(x)
     layer.apply(output, x, w13, w2, weights, ids, MoEActivation.SILU, len(w13), None, False)

@@ -259,13 +259,15 @@ def test_switching_every_layer_off_is_refused_before_the_model_loads(configure: 
 
 
 def test_a_rule_for_one_of_several_layers_that_share_a_module_is_refused() -> None:
-    from fl_dispatch.hosting.scopes import refuse_partial_rules
+    from vllm_fl import forwards, layers
 
-    policy = SelectionPolicy.from_dict(per_op_order={"rotary_embedding@layers.0.*": ["reference"]})
+    shared = type("Rope", (forwards.RotaryLayer, torch.nn.Module), {})()
+    alone, both = torch.nn.ModuleDict({"0": shared}), torch.nn.ModuleDict({"0": shared, "1": shared})
+    policy = SelectionPolicy.from_dict(per_op_order={"rotary_embedding@layers.0": ["reference"]})
     with policy_context(policy):
-        refuse_partial_rules("rotary_embedding", ["layers.0.attn.rope"])
+        layers.bind_scopes(torch.nn.ModuleDict({"layers": alone}))
         with pytest.raises(ValueError, match="share one module"):
-            refuse_partial_rules("rotary_embedding", ["layers.0.attn.rope", "layers.1.attn.rope"])
+            layers.bind_scopes(torch.nn.ModuleDict({"layers": both}))
 
 
 def test_an_attention_backend_of_the_users_that_is_not_taken_is_told(caplog: pytest.LogCaptureFixture) -> None:
