@@ -20,7 +20,11 @@ _default: OpManager | None = None
 
 
 def _start_root() -> None:
-    get_default_manager().ensure_initialized()
+    while True:
+        manager = get_default_manager()
+        manager.ensure_initialized()
+        if manager.tables.root is ROOT:  # else another manager took over meanwhile
+            return
 
 
 _start_root._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
