@@ -69,12 +69,12 @@ def recover(
     try:
         if type(error) is Settled:
             raise error.error
-        plan = table.plans[key]
+        plan = table.plans.get(key)
+        if plan is None:
+            raise error  # the operator was taken away during the call: nobody can take over
         try:
             call = Call.of(plan.op_name, plan.scope, args, kwargs)
         except TypeError:
-            call = None
-        if call is None:
             raise error from None  # the call does not fit the operator: the caller's mistake
         decision = plan.decision if plan.entry is fn else getattr(fn, MADE_FROM, None)
         failed = _bare(table.state, fn, plan) if decision is None else call.branch(decision).candidates[0]
