@@ -1,22 +1,26 @@
-"""Checks the prose of Markdown pages: one sentence a line, short lines, short cells, subject first.
+"""Checks the prose of Markdown pages, docstrings and comments.
 
-    python tools/prose.py            # README.md, CONTRIBUTING.md, CHANGELOG.md and docs/*.md
+    python tools/prose.py            # the pages, and the Python files of src, tests, tools and benchmarks
     python tools/prose.py FILE ...
 
-Code blocks are not prose, and headings are titles: neither is checked. Link targets do not count as length.
+A page has one sentence a line, short lines and short cells, and a sentence begins with its subject. Code blocks are
+not prose, and headings are titles: neither is checked. Link targets do not count as length. In Python files only the
+beginnings of sentences are checked, because ruff checks the lines.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 160
-NOT_YET = frozenset({"docs/contract.md"})
-"""Pages that are left out until they are rewritten."""
+SOURCES = ("src", "tests", "tools", "benchmarks")
 
 HIDDEN_SUBJECT = re.compile(r"(Of|What|Where|How many)\b")
 MARKER = re.compile(r"\s*(?:\[\^[\w-]+\]:\s*|\[[\w-]+\]:\s*|>\s*|[-*+]\s+|\d+\.\s+)*")
@@ -81,19 +85,61 @@ def _beginning(text: str) -> Iterator[str]:
         yield f"begins with '{found[0]}'; begin with the subject"
 
 
+def problems_of_code(source: str) -> Iterator[tuple[int, str]]:
+    """Each ``(line number, what is wrong)`` of a Python file's docstrings and comments."""
+    for number, text in sorted([*_docstrings(source), *_comments(source)]):
+        for sentence in SENTENCE.split(_LITERAL.sub("", text)):
+            yield from ((number, problem) for problem in _beginning(sentence.strip()))
+
+
+SENTENCE = re.compile(r"""(?<=[.!?:])["')]*\s+(?=[A-Z])|\n\s*\n""")
+_LITERAL = re.compile(r"(?m)^(\s*>>> .*|    .*::.*)$")
+
+
+def _docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Strings that stand as statements: docstrings, also those below a field or a constant."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments, each with those that continue it on the next lines."""
+    began, last, text = 0, -1, ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT or token.string.startswith("#!"):
+            continue
+        words = token.string.lstrip("#:").strip()
+        if token.start[0] == last + 1 and token.line.lstrip().startswith("#"):
+            text += f" {words}"
+        else:
+            if text:
+                yield began, text
+            began, text = token.start[0], words
+        last = token.start[0]
+    if text:
+        yield began, text
+
+
 def pages() -> list[Path]:
-    """The pages of this project but for those that are not yet rewritten."""
+    """The Markdown pages of this project."""
     listed = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-    listed += sorted((ROOT / "docs").glob("*.md"))
-    return [page for page in listed if page.relative_to(ROOT).as_posix() not in NOT_YET]
+    return listed + sorted((ROOT / "docs").glob("*.md"))
+
+
+def sources() -> list[Path]:
+    """The Python files of this project."""
+    return sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py"))
 
 
 def main(arguments: list[str]) -> int:
     """Print what is wrong; the exit code is 1 if anything is."""
     found = 0
-    for page in [Path(argument) for argument in arguments] or pages():
-        for number, problem in problems(page.read_text(encoding="utf-8")):
-            name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
+    for path in [Path(argument) for argument in arguments] or pages() + sources():
+        check = problems_of_code if path.suffix == ".py" else problems
+        for number, problem in check(path.read_text(encoding="utf-8")):
+            name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
             print(f"{name}:{number}: {problem}")
             found += 1
     return 1 if found else 0

@@ -82,6 +82,25 @@ def test_prose_after_code_is_checked() -> None:
     assert found("```sh\nx\n```\nWhat it is.") == [(4, "begins with 'What'")]
 
 
+@pytest.mark.parametrize(
+    "text", ['"""What it is."""', "# What it is", '"""One. What it is."""', '"""One.\n\nWhat it is."""']
+)
+def test_a_sentence_of_a_docstring_or_comment_begins_with_its_subject(text: str) -> None:
+    assert [problem for _, problem in prose.problems_of_code(text)] == ["begins with 'What'; begin with the subject"]
+
+
+def test_a_docstring_below_a_field_is_read() -> None:
+    source = 'class A:\n    x: int\n    """Where it is."""\n'
+    assert [number for number, _ in prose.problems_of_code(source)] == [3]
+
+
+@pytest.mark.parametrize(
+    "text", ['x = "What it is"', "# it says\n# What it is", 'f("""\nWhat it is.\n""")', '"""It.\n    >>> What\n"""']
+)
+def test_strings_continued_comments_and_examples_begin_no_sentence(text: str) -> None:
+    assert list(prose.problems_of_code(text)) == []
+
+
 def test_the_exit_code_and_the_place_are_those_of_a_linter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("Fine.\n\nWhat it is.\n")
@@ -109,7 +128,3 @@ def test_each_footnote_of_a_page_is_there_once_and_used(page: Path) -> None:
     assert len(set(defined)) == len(defined)
     used = re.findall(r"\[\^[\w-]+\](?!: )", re.sub(r"`[^`]*`", "", text))
     assert set(used) == set(defined)
-
-
-def test_pages_that_are_left_out_exist() -> None:
-    assert {name for name in prose.NOT_YET if not (prose.ROOT / name).exists()} == set()
