@@ -1,4 +1,4 @@
-"""What it costs to bind the layers of a model, and to change the policy once they are bound.
+"""The cost of binding the layers of a model, and of changing the policy once they are bound.
 
 Meanwhile a second thread calls an operator again and again, also in a context that it knows, because no reader may
 wait for a writer. Printed are seconds of the clock, and the processor time of the thread at work, which a busy machine

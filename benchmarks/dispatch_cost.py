@@ -1,4 +1,4 @@
-"""What a dispatched call costs over the direct call of the same function.
+"""The cost of a dispatched call over the direct call of the same function.
 
 One process, one core, interleaved rounds: every round times the direct call and each way of dispatching, so that a
 change of the machine's speed hits all alike. The clock is the processor time of the thread, so that work beside it

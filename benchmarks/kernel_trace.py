@@ -1,4 +1,4 @@
-"""What a GPU did, from a trace that PyTorch's profiler wrote: time by kernel, and the time in which it waited."""
+"""A GPU's time by kernel, and the time in which it waited, from a trace that PyTorch's profiler wrote."""
 
 from __future__ import annotations
 

@@ -159,8 +159,8 @@ MOVE_BYTES = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rot
 def inductor(op_name: str) -> Callable[..., Any]:
     """The operator's reference, compiled by Inductor for each shape.
 
-    What it could overwrite it returns anew, which moves as many bytes: query and key are parts of one tensor, and code
-    for parts that are overwritten holds for one form of the whole, which PyTorch does not check.
+    It returns anew whatever it could overwrite, which moves as many bytes: query and key are parts of one tensor, and
+    code for parts that are overwritten holds for one form of the whole, which PyTorch does not check.
     """
     reference = get_default_manager().registry.get_implementation(op_name, "reference.torch").fn
     compiled = torch.compile(reference, dynamic=False, fullgraph=True)

@@ -82,7 +82,7 @@ FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
-    """What can be compared for a shape. Latent attention is the plugin's own in all of its cells."""
+    """The cells that can be compared for a shape. Latent attention is the plugin's own in all of its cells."""
     host = _orders(LAYERS, "reference")
     ours = _orders(("kv_cache_write", *shape.attention, *shape.experts), "impl:default.triton")
     cells = {
@@ -161,8 +161,8 @@ def serve(arguments: dict[str, Any]) -> None:
 def spread_routing(model: Any) -> None:
     """Give routers weights that choose different experts for different tokens, in place.
 
-    With vLLM's random weights, which are all near zero, scores are nearly equal. How many experts a step reads then
-    depends on how a host compares them, and the time on that more than on its kernels.
+    With vLLM's random weights, which are all near zero, scores are nearly equal. The number of experts that a step
+    reads then depends on how a host compares them, and the time on that more than on its kernels.
     """
     import torch
 
@@ -179,7 +179,7 @@ def spread_routing(model: Any) -> None:
 
 
 def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of a worker's report what says which implementations ran."""
+    """The part of a worker's report that says which implementations ran."""
     if report is None:
         return None
     manifest = report["manifest"]
@@ -255,7 +255,7 @@ class Engine:
         return float(self.answer())
 
     def profile(self, work: Workload) -> dict[str, Any]:
-        """What the GPU did in a workload, of which at most :data:`PROFILED_STEPS` steps run."""
+        """The GPU's work in a workload, of which at most :data:`PROFILED_STEPS` steps run."""
         steps = min(work.new, PROFILED_STEPS)
         earlier = set(self.traces.glob("*.json.gz"))
         self.run(work, steps, profiled=True)

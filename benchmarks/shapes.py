@@ -92,7 +92,7 @@ DEEPSEEK_V2_LITE: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
 }
 LAYERS = ("linear", "rms_norm", "silu_and_mul", "rotary_embedding")
-"""What vLLM itself leaves to PyTorch and Inductor when it compiles."""
+"""Operators that vLLM itself leaves to PyTorch and Inductor when it compiles."""
 EXPERTS = ("topk_softmax", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 FLASH_AND_TRITON: Mapping[str, str] = {"fa3": "FLASH_ATTN", "triton": "TRITON_ATTN"}
 
@@ -120,7 +120,7 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """Of the published model."""
+        """Layers of the published model."""
         return int(self.config["num_hidden_layers"])
 
     @property
@@ -134,7 +134,7 @@ class Shape:
         return "mla_decode" in self.attention
 
     def cache_bytes(self, layers: int, tokens: int) -> int:
-        """Of a bfloat16 cache."""
+        """Bytes of a bfloat16 cache."""
         return tokens * layers * self.cached * 2
 
     def gib(self, layers: int, tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""What the core and the plugin add to the start of a process.
+"""The seconds that the core and the plugin add to the start of a process.
 
 Every figure is the median over fresh processes, the ways interleaved, in processor seconds (all threads), because the
 wall clock of a shared machine measures its neighbours.

@@ -1,6 +1,6 @@
 """The core under fire: threads, tasks, forks and managers, all at once in one process, every result checked.
 
-What runs is ``tests/storm.py``: threads call by name, by keyword and bound, in policy contexts and outside, while
+``tests/storm.py`` runs: threads call by name, by keyword and bound, in policy contexts and outside, while
 others register, change the global policy, lift bans, ask availability again, make managers and drop them, and run
 tasks; one implementation fails now and then. Meanwhile two threads fork at random moments, half of the time inside a
 context; each child calls, registers, enters a context, changes the policy and starts a thread. Fresh processes start by
@@ -35,7 +35,7 @@ ROUND_SECONDS, ROUND_FORKS = 30.0, 100  # each round starts on a new default man
 
 
 def managers() -> int:
-    """How many managers are alive."""
+    """The number of managers that are alive."""
     gc.collect()
     return sum(type(thing) is OpManager for thing in gc.get_objects())
 

@@ -1,4 +1,4 @@
-"""What the tests of the core and of both hosts share: checkpoints and expected tokens, made once, and a library."""
+"""Fixtures of the core and of both hosts: checkpoints and expected tokens, made once, and a library."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _once(target: Path, make: Callable[[Path], object]) -> Path:
-    """What ``make`` puts at a path, unless another process has done so."""
+    """A path at which ``make`` has put something, unless another process had done so."""
     from filelock import FileLock
 
     with FileLock(f"{target}.lock"):

@@ -1,6 +1,6 @@
-"""How near half precision is to float32: of an engine's log-probabilities, in Hugging Face's own distance.
+"""Distance of an engine's log-probabilities in half precision from float32, in Hugging Face's own distance.
 
-Where two experts score almost the same, half precision may choose the other one, and then that token's probabilities
+If two experts score almost the same, half precision may choose the other one, and then that token's probabilities
 are anything; to Hugging Face's model it happens at other tokens than to ours. So for models with experts the bounds
 hold for the nearest nine tenths of the tokens.
 """

@@ -57,7 +57,7 @@ class Runs(Mapping[str, Any]):
 
 
 class Process(Protocol):
-    """What was started: leader of a session of its own."""
+    """A started process, leader of a session of its own."""
 
     pid: int
 

@@ -1,4 +1,4 @@
-"""What tests of real engines share, whatever the host: what they are asked, and what they should generate."""
+"""Prompts for real engines, and the tokens that they should generate, whatever the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reference_network(model: Path, dtype: Any) -> Any:
 
 
 def expected_tokens(model: Path) -> list[list[int]]:
-    """What Hugging Face transformers generates greedily for the standard prompts, and that no choice was close."""
+    """The tokens that Hugging Face transformers generates greedily for the standard prompts; no choice was close."""
     import torch
 
     network = reference_network(model, torch.float32)

@@ -1,4 +1,4 @@
-"""What is exhaustive rather than telling: all of it in ``make test-all``, and a sample in ``make test``.
+"""Cases that are exhaustive rather than telling: all of them in ``make test-all``, and a sample in ``make test``.
 
 The commit's hash draws the sample, so that over time all cases run, and a run can be repeated.
 """

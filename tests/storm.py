@@ -52,7 +52,7 @@ class Wrong(AssertionError):
 
 @dataclass
 class Figures:
-    """What a storm did."""
+    """The record of a storm."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -186,7 +186,7 @@ def run_tasks(choose: random.Random, counts: Counter[str]) -> None:
 
 
 def child_is_right() -> bool:
-    """What a forked child does: calls in a context and outside, registers, changes the policy, starts a thread."""
+    """A forked child calls in a context and outside, registers, changes the policy, starts a thread."""
     with with_preference("vendor"):
         right = call_op("demo", 1) == EXPECTED["vendor"]
         get_default_manager().registry.register_impl(impl("vendor.child", priority=500))
@@ -231,7 +231,7 @@ def fork_at_a_random_moment(choose: random.Random, counts: Counter[str]) -> None
 
 
 def fresh_child_is_right(queue: Any) -> None:
-    """What a spawned child does: everything anew."""
+    """A spawned child does everything anew."""
     get_default_manager().registry.register_many(three())
     with with_preference("vendor"):
         right = call_op("demo", 1) == EXPECTED["vendor"]

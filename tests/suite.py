@@ -47,7 +47,7 @@ NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Environment:
-    """Where tests run: a folder with an interpreter, and patterns of the test files that belong there."""
+    """A place where tests run: a folder with an interpreter, and patterns of the test files that belong there."""
 
     folder: str
     patterns: tuple[str, ...]

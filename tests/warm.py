@@ -41,7 +41,7 @@ SLOW = (
     "xgrammar",
     "pytest",
 )
-"""Of the hosts' requirements; an environment has those that its host needs."""
+"""Modules of the hosts' requirements; an environment has those that its host needs."""
 
 FORBIDDEN = ("vllm", "sglang", "fl_dispatch", "vllm_fl", "sglang_fl")
 """They keep state of the process that imported them."""
@@ -176,7 +176,7 @@ def _spawn_by_forking() -> None:
 
 
 def _copy(listener: socket.socket, alive: int) -> NoReturn:
-    """Fork what is spawned, until the process that spawns has ended. What is sent to it as a parent is passed on."""
+    """Fork what is spawned, until the process that spawns has ended. Signals that it gets as a parent are passed on."""
     prepare = spawn.prepare
 
     def prepare_environment(data: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def applies(family: str, shape: str) -> bool:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one engine did."""
+    """The result of one engine."""
 
     family: str
     wheel: str

@@ -1,4 +1,4 @@
-"""What two ranks replace of ATen once learning has ended, where FlagGems is wrong on one of them only."""
+"""Two ranks, on one of which FlagGems is wrong, and the ATen operators that they replace once learning has ended."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def replace(rank: int, refused: frozenset[str]) -> None:
 
 
 def agreement(group: dist.ProcessGroup) -> dict[str, Any]:
-    """What this rank replaces and leaves, and whether its manifest is that of the other one."""
+    """The operators that this rank replaces and leaves, and whether its manifest is that of the other one."""
     ranks.agree_on_replaced_operators(group)
     manifest = freeze_dispatch()
     try:

@@ -1,4 +1,4 @@
-"""What one of two ranks exchanges through a :class:`Communicator`, and whether it agrees with the other one."""
+"""One of two ranks: it exchanges through a :class:`Communicator`, and compares its choices with the other one's."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def scatters(communicator: Communicator, rank: int) -> list[dict[str, Any]]:
 
 
 def refusals(communicator: Communicator) -> list[str]:
-    """What each impossible call says; nothing is exchanged."""
+    """The message of each impossible call; nothing is exchanged."""
     tensor = torch.zeros(3, 2)
     calls: list[Callable[[], Tensor]] = [
         lambda: communicator.reduce_scatter(tensor),
@@ -81,13 +81,13 @@ def refusals(communicator: Communicator) -> list[str]:
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """What only one rank has."""
+    """An implementation that only one rank has."""
     gate, up = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def compare(group: dist.ProcessGroup) -> dict[str, str]:
-    """What the ranks hear of each other's choices, and then of each other's manifests."""
+    """The errors about the other rank's choices, and then about its manifest."""
     checks: dict[str, Callable[[], None]] = {
         "choices": lambda: ranks.refuse_divergence(group, group),
         "manifests": lambda: ranks.refuse_other_manifest(freeze_dispatch(), group),

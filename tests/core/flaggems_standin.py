@@ -94,7 +94,7 @@ class Register:
 
 
 def modules() -> dict[str, ModuleType]:
-    """What ``sys.modules`` holds once FlagGems is imported."""
+    """The modules that ``sys.modules`` holds once FlagGems is imported."""
     gems, runtime, register = (ModuleType(f"flag_gems{part}") for part in ("", ".runtime", ".runtime.register"))
     by_function: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
     for key, fn in CONFIG:

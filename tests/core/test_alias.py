@@ -18,7 +18,7 @@ SOURCES = Path(vllm_fl.__file__).parents[1]
 
 
 def fresh(code: str, *arguments: str, cold: bool = False) -> str:
-    """What an interpreter prints that has nothing of ours imported yet; ``cold``: nothing at all."""
+    """The output of an interpreter that has nothing of ours imported yet; ``cold``: nothing at all."""
     given = arguments or ("-c", code)
     done = processes.python(
         *given, environment={"PYTHONPATH": str(SOURCES), "HOME": "/nonexistent"}, timeout=120, cold=cold

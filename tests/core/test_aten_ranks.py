@@ -16,7 +16,7 @@ RIGHT = ["_softmax", "addmm", "cumsum", "div.Tensor", "mm.out", "mul_.Tensor", "
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Sequence[dict[str, Any]]:
-    """What each rank has."""
+    """The report of each rank."""
     return two_ranks.run(SCRIPT, tmp_path_factory.mktemp("aten"), {"gloo": ""})["gloo"]
 
 

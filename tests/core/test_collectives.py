@@ -1,4 +1,4 @@
-"""What the ranks of one group exchange, and whether they chose alike: two processes, over gloo and over a stand-in."""
+"""Exchanges between the ranks of one group, and whether they chose alike: two processes, over gloo and a stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where backends come from, and what one that fails leaves behind: nothing."""
+"""Sources of backends; one that fails leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _no_variable_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(generation: int) -> list[str]:
-    """What a child (1), grandchild (2), ... of this process runs."""
+    """The choice of a child (1), grandchild (2), ... of this process."""
     command = [sys.executable, "-c", ASK, str(generation - 1), ASK]
     answer: list[str] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return answer

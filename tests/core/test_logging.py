@@ -35,7 +35,7 @@ def own_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def script(code: str) -> str:
-    """What a plain script writes to stderr."""
+    """The text that a plain script writes to stderr."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

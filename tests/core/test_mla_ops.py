@@ -49,7 +49,7 @@ def test_the_absorbed_form_equals_the_multi_head_form() -> None:
     REFERENCE.kv_cache_write(latent[:, None], rotary[:, None], rows[..., :RANK], rows[..., RANK:], slots)
     absorbed = torch.cat((torch.einsum("thn,hnr->thr", query, up_key), query_rotary), dim=-1)
     lengths = torch.tensor([length], dtype=torch.int32)
-    # What was never written is NaN, so nothing but this request's rows may take part.
+    # Memory that was never written is NaN, so nothing but this request's rows may take part.
     attended = REFERENCE.mla_decode(absorbed, cache, pages, offsets(length), lengths, length, length, SCALE, RANK)
     torch.testing.assert_close(torch.einsum("thr,hvr->thv", attended, up_value), expected)
 

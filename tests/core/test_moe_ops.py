@@ -1,4 +1,4 @@
-"""What the routing and expert operators promise beyond their values."""
+"""Promises of the routing and expert operators beyond their values."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ X = torch.ones(2, 4)
 
 
 class Panic(BaseException):
-    """What a panic in a Rust extension is: no ``Exception``."""
+    """A panic in a Rust extension, which is no ``Exception``."""
 
 
 class SilentError(RuntimeError):

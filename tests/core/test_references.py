@@ -301,7 +301,7 @@ def exact_fused_moe(x, w13, w2, weights, ids, activation, on_input, expert_map, 
 
 
 def result_dtype(name: str, index: int, dtype: torch.dtype) -> torch.dtype:
-    """Of an operator's result: that of the input, unless the declaration says otherwise."""
+    """The dtype of an operator's result: that of the input, unless the declaration says otherwise."""
     wide = torch.promote_types(dtype, torch.float32)
     if OPERATORS[name].prototype.__module__.endswith(".routing"):
         return (torch.float32, torch.int32)[index]

@@ -1,4 +1,4 @@
-"""What workers ran last is on disk, for ``fl doctor``."""
+"""The choices of the workers that ran last are on disk, for ``fl doctor``."""
 
 from __future__ import annotations
 

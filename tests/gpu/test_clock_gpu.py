@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU measure."""
+"""Measurements of benchmarks on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one of two ranks exchanges through SGLang's own groups, with our hooks or without; see ``two_ranks``."""
+"""One of two ranks, which exchanges through SGLang's own groups, with our hooks or without; see ``two_ranks``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_fl import compat, hooks
 
 UNHOOKED = "SGLang"
 IN_ONE_ORDER = ("reduce_scatter_tensor", "reduce_scatter_along_dim", "reduce_scatterv", "reduce_scatterv_into")
-"""What SGLang makes of ``all_reduce`` where sums must not depend on who gets them."""
+"""SGLang's form of ``all_reduce`` for sums that must not depend on who gets them."""
 
 RANKS = two_ranks.RANKS
 ONE_RANK = ("pp_size", "moe_ep_size", "moe_dp_size", "attn_dp_size", "attn_cp_size", "attn_dcp_size")
@@ -76,7 +76,7 @@ def calls(group: GroupCoordinator, rank: int) -> dict[str, Callable[[], Any]]:
 
 
 def results(group: GroupCoordinator, rank: int) -> dict[str, Any]:
-    """What each call gave, or the name of the error."""
+    """The result of each call, or the name of the error."""
     got = {}
     for name, call in calls(group, rank).items():
         try:

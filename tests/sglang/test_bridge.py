@@ -85,7 +85,7 @@ def randomized(layer: nn.Module) -> nn.Module:
 
 
 def rows(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a layer on ``[..., width]`` may meet."""
+    """Inputs that a layer on ``[..., width]`` may meet."""
     return {
         "one token": normal(1, width, dtype=dtype),
         "several tokens": normal(TOKENS, width, dtype=dtype),
@@ -279,7 +279,7 @@ def bridge_of(layer: nn.Module) -> Bridge:
 
 
 def native(layer: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
-    """SGLang's own forward. Where positions lie on one axis, Bailing's and Ernie's are their forward itself."""
+    """SGLang's own forward. If positions lie on one axis, Bailing's and Ernie's are their forward itself."""
     base = type(layer)
     with_native = hasattr(base, "forward_native") and base.__name__ != "BailingMRotaryEmbedding"
     return (base.forward_native if with_native else base.forward)(layer, *cloned(args), **cloned(given))

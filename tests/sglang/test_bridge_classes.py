@@ -157,7 +157,7 @@ def test_a_subclass_that_computes_in_a_way_of_its_own_finds_none(host: None) -> 
 
 
 def test_we_know_every_block_that_scales_its_experts_itself() -> None:
-    """Where it is not on SGLang's GPUs: ``if not _is_cuda ...: ... *= self.routed_scaling_factor``."""
+    """Off SGLang's GPUs they scale: ``if not _is_cuda ...: ... *= self.routed_scaling_factor``."""
     scaling = set()
     for name, found in classes("srt/models").items():
         for node in ast.walk(found.body):

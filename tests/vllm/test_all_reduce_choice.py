@@ -1,4 +1,4 @@
-"""What the out-of-tree platform says about vLLM's own all-reduce, which it cannot have."""
+"""The out-of-tree platform's log lines about vLLM's own all-reduce, which it cannot have."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8
 
 
 def cache() -> torch.Tensor:
-    """What vLLM hands over: logical order blocks, heads, slots, dimensions; in memory slots come before heads."""
+    """vLLM's cache: logical order blocks, heads, slots, dimensions; in memory slots come before heads."""
     return torch.zeros(BLOCKS, SLOTS, HEADS, 2 * DIMS).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What the user got wrong ends the start with one clear error, before a model loads, and with a non-zero exit.
+"""A user's mistake ends the start with one clear error, before a model loads, and with a non-zero exit.
 
 Three cases start a real ``vllm serve``. The others take the steps that it begins with, the platform's entry point and
 the platform's own hook, each in a fork of one process that has imported everything.

@@ -1,4 +1,4 @@
-"""What is known about devices, and which one a machine has."""
+"""Facts about devices, and the one that a machine has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine of each model family does: Hugging Face's tokens, also from the prefix cache, only by right operators.
+"""An engine of each model family gives Hugging Face's tokens, also from the prefix cache, only by right operators.
 
 One engine a family answers all of it, step by step: prompts in chunks, the same from the prefix cache, a wrong
 implementation of each operator, and a right one at the end. The engine is in the process that sets policies.
@@ -27,7 +27,7 @@ DEEPSEEK = ("rms_norm", "silu_and_mul", "rotary_embedding", *LATENT, "grouped_to
 
 @dataclass(frozen=True)
 class Family:
-    """What is expected of a family's engine.
+    """Expectations of a family's engine.
 
     Args:
         operators: all that run.

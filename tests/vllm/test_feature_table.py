@@ -79,7 +79,7 @@ def test_our_own_sentences_name_the_feature_as_the_code_does() -> None:
 
 
 def _pattern(node: ast.JoinedStr | ast.Constant) -> str:
-    """What a text in the code can name: the feature in a whole sentence, or by itself; anything that is filled in."""
+    """The pattern of a text in the code: the feature in a whole sentence, or by itself; anything that is filled in."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     text = "".join(re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"[\w.]+" for part in parts)
     return text.removeprefix(re.escape("vllm_fl does not support ")).partition(re.escape(" yet"))[0]

@@ -64,7 +64,7 @@ def other(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def results(model: Path, other: Path) -> dict[str, Any]:
-    """What each named step returned."""
+    """The result of each named step."""
     constrained = [{"max_tokens": 60, "ignore_eos": False, "structured_outputs": how} for how in CONSTRAINTS.values()]
     load = [{"do": "rpc", "method": "trainer_load", "args": [str(path)]} for path in (other, model)]
     reset = {"do": "reset_prefix_cache"}

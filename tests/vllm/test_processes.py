@@ -19,7 +19,7 @@ COLD = "tensor-spawn"
 """Its processes are really started, as a user's."""
 CASES = [f"{shape}-{method}" for shape in SHAPES for method in METHODS]
 RULES = [f"rms_norm@model.layers.{number}.*" for number in (0, LAYERS - 1, LAYERS)]
-"""Of the first stage, of the last one, of none."""
+"""Rules for a layer of the first stage, of the last one, of none."""
 OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
 ON_RAY = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.probe|reference", "VLLM_FL_PLUGIN_MODULES": "probe_plugin"}
 

@@ -1,4 +1,4 @@
-"""What cannot be served is refused at the start, in one sentence that names it.
+"""A configuration that cannot be served is refused at the start, in one sentence that names the reason.
 
 The configurations are vLLM's own, made from a checkpoint's ``config.json`` as ``vllm serve`` makes them.
 """

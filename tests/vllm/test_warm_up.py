@@ -1,4 +1,4 @@
-"""What a GPU's start calls is enough: no batch that the scheduler allows needs a kernel that was not compiled then.
+"""The calls of a GPU's start are enough: no batch that the scheduler allows needs a kernel that was not compiled then.
 
 Triton compiles a kernel for each combination of constants, for integers that are 1 or divisible by 16, and for each
 number of warps and stages. The tests compare these keys, which the launchers get on any machine: the tensors are on
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def _specialized(parameter: Any, value: Any) -> Any:
-    """What of a value decides about the compiled code."""
+    """The part of a value that decides about the compiled code."""
     if parameter.is_constexpr:
         return value
     if parameter.do_not_specialize or not isinstance(value, int):
@@ -78,7 +78,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
 
 
 def config(limits: tuple[int, int, int]) -> Any:
-    """What the warm-up reads of vLLM's configuration."""
+    """The part of vLLM's configuration that the warm-up reads."""
     length, tokens, requests = limits
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=requests),

@@ -1,6 +1,6 @@
 """FlagGems tries two configurations of each kernel that it tunes, not up to 162: an engine that starts in less time.
 
-What it tuned before, with all of them, must not be found: ``FLAGGEMS_CACHE_DIR`` is an empty folder.
+An earlier tuning, with all of them, must not be found: ``FLAGGEMS_CACHE_DIR`` is an empty folder.
 """
 
 from __future__ import annotations

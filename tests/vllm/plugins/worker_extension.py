@@ -1,4 +1,4 @@
-"""What a trainer brings into the worker: methods that reach the model and the cache of a live engine."""
+"""A trainer's part in the worker: methods that reach the model and the cache of a live engine."""
 
 from pathlib import Path
 
