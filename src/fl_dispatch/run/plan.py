@@ -17,7 +17,7 @@ from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Mode, Operator
 from ..ops.declaration import leading_tensor
 from ..selection.decision import Branch, Decision, admits
-from ..selection.selection_policy import SelectionPolicy
+from ..settings.selection_policy import SelectionPolicy
 from ..signatures import Convention
 from ..state import State, is_elsewhere
 from ..types import OpImpl

@@ -17,7 +17,7 @@ from ..errors import NoImplementationError, NotSupported, RankDivergenceError, t
 from ..knowledge.failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from ..logger_manager import get_logger
 from ..selection.decision import Decision
-from ..selection.selection_policy import SelectionPolicy
+from ..settings.selection_policy import SelectionPolicy
 from ..signatures import Convention
 from ..state import State
 from ..types import OpImpl
