@@ -8,7 +8,7 @@ from dataclasses import replace
 from .errors import ConfigError
 from .logger_manager import get_logger
 from .ops import OPERATORS
-from .selection.selection_policy import SelectionPolicy, fits_scope
+from .settings.selection_policy import SelectionPolicy, fits_scope
 from .state import State
 
 logger = get_logger(__name__)

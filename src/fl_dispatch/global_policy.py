@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from .locking import writers
-from .selection.selection_policy import SelectionPolicy
-from .settings import Settings, get_settings
-
-RENAMED = {"flaggems_allow": "flagos_whitelist", "flaggems_deny": "flagos_blacklist", "reference_only": "enabled"}
-"""Fields of the policy that the settings call otherwise."""
-
-
-def policy_from_settings(settings: Settings) -> SelectionPolicy:
-    """The policy that the user's settings ask for."""
-    names = [name for name in SelectionPolicy.__dataclass_fields__ if name != "origins"]
-    values = {name: getattr(settings, RENAMED.get(name, name)) for name in names}
-    values["reference_only"] = not settings.enabled
-    origins = {name: settings.origin(RENAMED.get(name, name)) for name in names}
-    origins |= {name: origin for name, origin in settings.origins.items() if name.startswith("per_op_order.")}
-    return SelectionPolicy(**values, origins=MappingProxyType(origins))
+from .settings import get_settings
+from .settings.selection_policy import SelectionPolicy
 
 
 class GlobalPolicy:
@@ -44,7 +29,7 @@ class GlobalPolicy:
         policy = self._policy
         if policy is None:
             with writers:
-                policy = self._policy = self._policy or policy_from_settings(get_settings())
+                policy = self._policy = self._policy or get_settings().policy
         return policy
 
     def replace(self, policy: SelectionPolicy | None) -> tuple[SelectionPolicy | None, bool]:

@@ -11,23 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from .errors import ConfigError
-from .global_policy import GLOBAL, policy_from_settings
+from .global_policy import GLOBAL
 from .locking import writers
 from .process import ROOT, admit_policy, change_policy, reread_settings, table_for
 from .run.table import DispatchTable, scope_variable
-from .selection.selection_policy import (
-    CODE,
+from .settings import load_config_file, peek_settings, reset_settings
+from .settings.origins import CODE
+from .settings.selection_policy import (
     PREFER_DEFAULT,
     PREFER_REFERENCE,
     PREFER_VENDOR,
     VALID_PREFER_VALUES,
     SelectionPolicy,
 )
-from .settings import load_config_file, peek_settings, reset_settings
 
 
 def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
@@ -36,7 +35,7 @@ def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
     Raises:
         ConfigError: the file is missing (then also a ``FileNotFoundError``), unreadable or wrong.
     """
-    return policy_from_settings(load_config_file(config_path))
+    return load_config_file(config_path).policy
 
 
 class PolicyManager:
@@ -90,7 +89,7 @@ class PolicyManager:
             DispatchFrozenError: they would change what is frozen.
         """
         with writers:
-            admit_policy("the settings", policy_from_settings(peek_settings()))
+            admit_policy("the settings", peek_settings().policy)
             reset_settings()
             change_policy(None)
 
@@ -161,7 +160,7 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
 def _changed(**changes: Any) -> SelectionPolicy:
     policy = get_policy()
     origins = {**policy.origins, **dict.fromkeys(changes, CODE)}
-    return replace(policy, **changes, origins=MappingProxyType(origins))
+    return replace(policy, **changes, origins=origins)
 
 
 @contextmanager
@@ -208,7 +207,6 @@ __all__ = [
     "get_policy_epoch",
     "policy_context",
     "policy_from_config",
-    "policy_from_settings",
     "reset_global_policy",
     "set_global_policy",
     "with_allowed_vendors",

@@ -9,12 +9,12 @@ from .compiled import views
 from .compiled.freezing import frozen_states
 from .compiled.manifest import Manifest
 from .errors import DispatchFrozenError
-from .global_policy import GLOBAL, policy_from_settings
+from .global_policy import GLOBAL
 from .locking import writers
 from .op_manager import OpManager, managers
 from .run.table import DispatchTable
-from .selection.selection_policy import SelectionPolicy
 from .settings import peek_settings, reset_settings
+from .settings.selection_policy import SelectionPolicy
 
 _default: OpManager | None = None
 
@@ -60,7 +60,7 @@ def reset_default_manager() -> None:
     global _default
     with writers:
         old = _default
-        admit_policy("the settings", policy_from_settings(peek_settings()))
+        admit_policy("the settings", peek_settings().policy)
         if old is not None and old.frozen:
             raise DispatchFrozenError("a new manager", ["everything is asked anew"])
         _default = None

@@ -22,8 +22,8 @@ from .logger_manager import get_logger
 from .ops import OPERATORS, Operator
 from .registry import OpRegistry
 from .selection.decision import Branch, Decision, condition_of, select
-from .selection.selection_policy import SelectionPolicy
 from .settings import TunedRule
+from .settings.selection_policy import SelectionPolicy
 from .types import OpImpl
 
 logger = get_logger(__name__)

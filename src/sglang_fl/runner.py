@@ -56,5 +56,5 @@ def forward(
     runner.fl_undispatched = missed
     replacement.seal()
     runs.record(f"SGLang {host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
-    layers.judge(missed, get_settings().strict)
+    layers.judge(missed, get_settings().policy.strict)
     return result

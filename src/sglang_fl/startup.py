@@ -77,7 +77,7 @@ def _judge() -> tuple[bool, str]:
         )  # fmt: skip
     others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("sglang_fl:")]
     beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
-    state = "" if settings.enabled else "; dispatch is switched off, so operators run their references"
+    state = "" if settings.policy.enabled else "; dispatch is switched off, so operators run their references"
     return True, f"device '{device.name}' ({device.device_name(0)}){state}{beside}"
 
 

@@ -15,7 +15,6 @@ from fl_dispatch import (
     BackendImplKind,
     ConfigError,
     NoImplementationError,
-    SelectionPolicy,
     call_op,
     get_default_manager,
     get_policy,
@@ -153,7 +152,12 @@ def _check_attention_class(path: str) -> None:
 
 def _refuse_layers_switched_off(vllm_config: VllmConfig) -> None:
     settings, asked = get_settings(), set(vllm_config.compilation_config.custom_ops)
-    if "none" in asked and settings.enabled and settings.oot_enabled and not any(op.startswith("+") for op in asked):
+    if (
+        "none" in asked
+        and settings.policy.enabled
+        and settings.oot_enabled
+        and not any(op.startswith("+") for op in asked)
+    ):
         raise ValueError(
             "custom_ops=['none'] would leave every layer to vLLM's own code; set VLLM_FL_OOT_ENABLED=0 if that is meant"
         )
@@ -280,19 +284,16 @@ def workers_here(vllm_config: VllmConfig) -> int:
 def _check_packed(given: Any) -> None:
     """What stands under our key came from a parent process, or from a user who must learn what may stand there."""
     where = f"additional_config.{startup.CONFIG_KEY}"
-    if not isinstance(given, dict) or not set(given) <= {"settings", "policy", WORKERS_KEY}:
-        raise ConfigError(
-            where, None, f"may only hold 'settings' and 'policy' as their to_json() wrote them, not {given!r}"
-        )
+    if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY}:
+        raise ConfigError(where, None, f"may only hold 'settings' as their to_json() wrote them, not {given!r}")
     workers = given.get(WORKERS_KEY, 1)
     if type(workers) is not int or workers < 1:
         raise ConfigError(where, WORKERS_KEY, f"is a number of workers, not {workers!r}")
-    for name, parse in (("settings", Settings.from_json), ("policy", SelectionPolicy.from_json)):
-        try:
-            if name in given:
-                parse(given[name])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(where, name, f"is not what to_json() wrote: {error}") from error
+    try:
+        if "settings" in given:
+            Settings.from_json(given["settings"])
+    except ConfigError as error:
+        raise ConfigError(where, "settings", f"is not what to_json() wrote: {error}") from error
 
 
 def pack_settings(vllm_config: VllmConfig) -> None:

@@ -194,7 +194,7 @@ def _warn_of_lists_without_kernels(settings: Settings) -> None:
     for operator in sorted({operator for row in LAYER_CLASSES if row.own_kernel for operator in row.operators}):
         asked = {row.name for row in LAYER_CLASSES if operator in row.operators} | {operator}
         listed = sorted(asked & (settings.oot_whitelist or frozenset()))
-        if listed and settings.enabled and settings.oot_enabled and not _has_kernel(operator):
+        if listed and settings.policy.enabled and settings.oot_enabled and not _has_kernel(operator):
             logger.warning(
                 "'%s' in the white-list of out-of-tree layers has no effect: for '%s' nothing comes before the "
                 "reference, which is vLLM's own code, so its layers stay vLLM's. VLLM_FL_PER_OP='%s=...' chooses",

@@ -63,7 +63,7 @@ def _judge() -> tuple[bool, str]:
     if device.torch_type not in SERVED_DEVICES:
         served = ", ".join(SERVED_DEVICES)
         return False, f"device '{device.name}' is not served yet (served: {served}); vLLM's own platform runs"
-    if not settings.enabled:
+    if not settings.policy.enabled:
         in_tree = detection.in_tree_platform()
         if in_tree is not None:
             return False, f"dispatch is switched off, and vLLM's own platform '{in_tree}' covers this machine"

@@ -43,7 +43,7 @@ def replace(rank: int, refused: frozenset[str]) -> None:
     sys.modules.update(flaggems_standin.modules())
     library.why_missing = lambda: ""  # type: ignore[assignment]
     library.gems.cache_clear()
-    assert replacement.replace(Settings(flagos_blacklist=refused), CHIP) == ""
+    assert replacement.replace(Settings.of(flagos_blacklist=refused), CHIP) == ""
     torch.mm(torch.randn(3, 4), torch.randn(4, 5))
     if rank == 0:
         torch.add(torch.ones(3), 1)

@@ -59,7 +59,7 @@ def start(**settings: Any) -> str:
     for name in ("flagos_whitelist", "flagos_blacklist"):
         if name in settings:
             settings[name] = frozenset(settings[name])
-    return replacement.replace(Settings(**settings), CHIP)
+    return replacement.replace(Settings.of(**settings), CHIP)
 
 
 # -- whether ----------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ ASKED = {"aten_replacement": True}
 )
 def test_who_asks_for_it(device: Any, settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "why_missing", lambda: "")
-    found = why_not(Settings(**settings), device)
+    found = why_not(Settings.of(**settings), device)
     assert reason in found if reason else found == ""
 
 
@@ -145,9 +145,9 @@ def test_a_blacklist_means_atens_operators_of_our_names_too() -> None:
 
 def test_a_list_takes_names_as_the_list_of_what_runs_has_them() -> None:
     settings = load_settings({"VLLM_FL_FLAGOS_WHITELIST": "aten::mm.out,aten::rms_norm,silu_and_mul"})
-    assert settings.flagos_whitelist is not None
+    assert settings.policy.flagos_whitelist is not None
     table = {**TABLE, "rms_norm": "rms_norm"}
-    assert names.expand_all(settings.flagos_whitelist, table, "x") == {"mm.out", "rms_norm"}
+    assert names.expand_all(settings.policy.flagos_whitelist, table, "x") == {"mm.out", "rms_norm"}
 
 
 def real_table() -> dict[str, str]:
@@ -733,7 +733,7 @@ def test_after_another_start_the_process_is_as_if_nothing_had_been_replaced(gems
     torch.mm(A, B)
     torch.addmm(torch.ones(5), A, B)
     torch.mm(A[:2], B)
-    off = Settings(use_flaggems=False, oplist_path=tmp_path / "list.txt")
+    off = Settings.of(use_flaggems=False, oplist_path=tmp_path / "list.txt")
     replacement.replace(off, CHIP)
     assert not replacement.is_active()
     log.clear()
@@ -774,7 +774,7 @@ threads = [threading.Thread(target=call) for _ in range(2)]
 for thread in threads:
     thread.start()
 for round in range(100):
-    replacement.replace(Settings(flagos_whitelist=frozenset({"mm"})), CPU)
+    replacement.replace(Settings.of(flagos_whitelist=frozenset({"mm"})), CPU)
     before = len(flaggems_standin.log)
     while len(flaggems_standin.log) == before and not errors:
         time.sleep(0.001)

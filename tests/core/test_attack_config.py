@@ -180,7 +180,7 @@ def test_a_file_in_another_encoding_is_refused(key: str, content: bytes, match: 
 @pytest.mark.parametrize("text", ["\ufeffprefer: vendor\n", "prefer: vendor\r\n", "--- \nprefer: vendor\n...\n"])
 def test_what_editors_write_is_read(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_bytes(text.encode())
-    assert load_settings({"VLLM_FL_CONFIG": str(tmp_path / "x.yaml")}).prefer == "vendor"
+    assert load_settings({"VLLM_FL_CONFIG": str(tmp_path / "x.yaml")}).policy.prefer == "vendor"
 
 
 # ---- what a path may name
@@ -284,7 +284,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_one_of_the_two(tmp_path: Pa
     thread = threading.Thread(target=replace)
     thread.start()
     try:
-        seen = {(found.prefer, found.strict) for found in (load_config_file(path) for _ in range(300))}
+        seen = {(found.prefer, found.strict) for found in (load_config_file(path).policy for _ in range(300))}
     finally:
         stop.set()
         thread.join(10)

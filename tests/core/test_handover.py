@@ -11,7 +11,7 @@ import pytest
 
 from fl_dispatch import ConfigError, SelectionPolicy, get_policy, set_global_policy
 from fl_dispatch.hosting import handover
-from fl_dispatch.settings import get_settings
+from fl_dispatch.settings import Settings, install_settings
 
 ASK = """
 import json, subprocess, sys
@@ -22,7 +22,7 @@ handover.adopt()
 deeper = int(sys.argv[1])
 if deeper:
     sys.exit(subprocess.run([sys.executable, "-c", sys.argv[2], str(deeper - 1), sys.argv[2]]).returncode)
-print(json.dumps([get_policy().prefer, str(get_settings().origin("prefer"))]))
+print(json.dumps([get_policy().prefer, str(get_settings().origin("prefer")), get_settings().log_level]))
 """
 
 
@@ -40,11 +40,10 @@ def ask(generation: int) -> list[str]:
 
 @pytest.mark.parametrize("generation", [1, 2])
 def test_children_run_the_settings_and_the_policy_of_the_process_that_offered_them(generation: int) -> None:
+    install_settings(Settings.of(log_level="ERROR"))
     set_global_policy(SelectionPolicy(prefer="vendor"))
     handover.offer()
-    prefer, origin = ask(generation)
-    assert prefer == "vendor"
-    assert origin == str(get_settings().origin("prefer"))
+    assert ask(generation) == ["vendor", "code", "ERROR"]
 
 
 def test_a_later_offer_replaces_the_one_before() -> None:
@@ -71,10 +70,10 @@ def test_a_child_with_variables_of_its_own_reads_them_instead(monkeypatch: pytes
     set_global_policy(SelectionPolicy(prefer="vendor"))
     handover.offer()
     monkeypatch.setenv("VLLM_FL_PREFER", "reference")
-    assert ask(1) == ["reference", "environment variable VLLM_FL_PREFER"]
+    assert ask(1) == ["reference", "environment variable VLLM_FL_PREFER", "INFO"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"pid": "1", "settings": "", "policy": ""}', '{"pid": 1}', "3"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"pid": "1", "settings": ""}', '{"pid": 1}', "3"])
 def test_a_variable_that_somebody_else_wrote_is_one_clear_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(handover.VARIABLE, text)
     with pytest.raises(ConfigError, match=f"{handover.VARIABLE}.*written by a parent process"):
@@ -82,7 +81,7 @@ def test_a_variable_that_somebody_else_wrote_is_one_clear_error(text: str, monke
 
 
 def test_what_a_parent_cannot_have_written_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = {"pid": os.getppid(), "variables": handover._variables(), "settings": "{}", "policy": "{}"}
+    packed = {"pid": os.getppid(), "variables": handover._variables(), "settings": "{}"}
     monkeypatch.setenv(handover.VARIABLE, json.dumps(packed))
     with pytest.raises(ConfigError, match="settings of another process"):
         handover.adopt()

@@ -74,7 +74,7 @@ def test_a_policy_travels_as_text() -> None:
         deny_vendors=frozenset({"y"}),
         allow_vendors=frozenset(),
         op_tuned=(("a", (TunedRule(order=("vendor",), dtype="bfloat16", tokens=(1, None), phase="decode"),)),),
-        flaggems_allow=frozenset({"mm"}),
+        flagos_whitelist=frozenset({"mm"}),
         batch_invariant=True,
     )
     assert SelectionPolicy.from_json(policy.to_json()) == policy

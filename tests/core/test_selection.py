@@ -116,7 +116,7 @@ def test_an_implementation_that_requires_another_fact_is_skipped() -> None:
 
 
 def test_switched_off_means_the_reference_where_there_is_one() -> None:
-    policy = SelectionPolicy(reference_only=True)
+    policy = SelectionPolicy(enabled=False)
     assert ids(select("demo", [impl("vendor.a"), impl("reference.torch")], policy)) == ["reference.torch"]
     assert ids(select("demo", [impl("vendor.a")], policy)) == ["vendor.a"]
 
@@ -126,9 +126,9 @@ def test_switched_off_means_the_reference_where_there_is_one() -> None:
     [
         ({}, True),
         ({"use_flaggems": False}, False),
-        ({"flaggems_deny": frozenset({"demo"})}, False),
-        ({"flaggems_allow": frozenset({"demo"}), "flaggems_deny": frozenset({"demo"})}, True),
-        ({"flaggems_allow": frozenset({"other"})}, False),
+        ({"flagos_blacklist": frozenset({"demo"})}, False),
+        ({"flagos_whitelist": frozenset({"demo"}), "flagos_blacklist": frozenset({"demo"})}, True),
+        ({"flagos_whitelist": frozenset({"other"})}, False),
     ],
 )
 def test_the_flaggems_switches_bind_flaggems_only(fields: dict[str, Any], allowed: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fl_dispatch import config, settings
+from fl_dispatch import SelectionPolicy, config, settings
 from fl_dispatch.backends import vendor
 from fl_dispatch.errors import ConfigError, ConfigFileNotFoundError
 from fl_dispatch.ops import OPERATORS
@@ -106,9 +106,9 @@ BOOLEANS = {
 @pytest.mark.parametrize(("variable", "field"), BOOLEANS.items())
 def test_booleans(variable: str, field: str) -> None:
     for text in ("1", "true", "YES", "On"):
-        assert getattr(load(**{variable: text}), field) is True
+        assert load(**{variable: text}).value(field) is True
     for text in ("0", "False", "no", "OFF"):
-        assert getattr(load(**{variable: text}), field) is False
+        assert load(**{variable: text}).value(field) is False
     refused(f"environment variable {variable}: '2' is no boolean", **{variable: "2"})
 
 
@@ -134,7 +134,7 @@ def test_aten_replacement(platform: Write) -> None:
 @pytest.mark.parametrize("value", ["flagos", "vendor", "reference"])
 def test_prefer(value: str) -> None:
     found = load(VLLM_FL_PREFER=value)
-    assert found.prefer == value
+    assert found.policy.prefer == value
     assert str(found.origin("prefer")) == "environment variable VLLM_FL_PREFER"
 
 
@@ -145,7 +145,7 @@ def test_prefer_refuses_another_word() -> None:
 
 def test_per_op() -> None:
     found = load(VLLM_FL_PER_OP="rms_norm=vendor:cuda|impl:default.triton ; silu_and_mul=reference;")
-    assert found.per_op_order == (
+    assert found.policy.per_op_order == (
         ("rms_norm", ("vendor:cuda", "impl:default.triton")),
         ("silu_and_mul", ("reference",)),
     )
@@ -154,7 +154,7 @@ def test_per_op() -> None:
 
 def test_per_op_takes_a_scope() -> None:
     found = load(VLLM_FL_PER_OP="rms_norm@model.layers.3.*=reference;rms_norm=vendor")
-    assert dict(found.per_op_order) == {"rms_norm@model.layers.3.*": ("reference",), "rms_norm": ("vendor",)}
+    assert dict(found.policy.per_op_order) == {"rms_norm@model.layers.3.*": ("reference",), "rms_norm": ("vendor",)}
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_per_op_refuses(text: str, problem: str) -> None:
 def test_op_config(tmp_path: Path) -> None:
     path = tmp_path / "ops.json"
     path.write_text('{"rms_norm": ["vendor", "flagos"]}')
-    assert load(VLLM_FL_OP_CONFIG=str(path)).per_op_order == (("rms_norm", ("vendor", "flagos")),)
+    assert load(VLLM_FL_OP_CONFIG=str(path)).policy.per_op_order == (("rms_norm", ("vendor", "flagos")),)
 
 
 def test_op_config_is_below_per_op(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "ops.json"
     path.write_text('{"rms_norm": ["vendor"]}')
     found = load(VLLM_FL_OP_CONFIG=str(path), VLLM_FL_PER_OP="silu_and_mul=reference")
-    assert found.per_op_order == (("silu_and_mul", ("reference",)),)
+    assert found.policy.per_op_order == (("silu_and_mul", ("reference",)),)
     assert f"VLLM_FL_OP_CONFIG ({path}) is ignored" in caplog.text
 
 
@@ -224,10 +224,10 @@ def test_op_config_must_exist() -> None:
     [("VLLM_FL_ALLOW_VENDORS", "allow_vendors"), ("VLLM_FL_DENY_VENDORS", "deny_vendors")],
 )
 def test_vendor_lists(variable: str, field: str) -> None:
-    assert getattr(load(**{variable: "cuda, ascend"}), field) == {"cuda", "ascend"}
+    assert load(**{variable: "cuda, ascend"}).value(field) == {"cuda", "ascend"}
     refused("names nothing", **{variable: ","})
     refused("unknown vendor 'asend'; did you mean ascend?", **{variable: "cuda,asend"})
-    assert getattr(load(**{variable: "CUDA"}), field) == {"CUDA"}  # vendors are matched in any case
+    assert load(**{variable: "CUDA"}).value(field) == {"CUDA"}  # vendors are matched in any case
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_vendor_lists(variable: str, field: str) -> None:
     [("VLLM_FL_FLAGOS_WHITELIST", "flagos_whitelist"), ("VLLM_FL_FLAGOS_BLACKLIST", "flagos_blacklist")],
 )
 def test_flagos_lists(variable: str, field: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert getattr(load(**{variable: "mm,to_copy,zeros,custom_op1, mm.out"}), field) == {
+    assert load(**{variable: "mm,to_copy,zeros,custom_op1, mm.out"}).value(field) == {
         "mm", "to_copy", "zeros", "custom_op1", "mm.out",
     }  # fmt: skip
     assert not caplog.records
@@ -247,7 +247,7 @@ def test_flagos_lists(variable: str, field: str, caplog: pytest.LogCaptureFixtur
     [("VLLM_FL_OOT_WHITELIST", "oot_whitelist"), ("VLLM_FL_OOT_BLACKLIST", "oot_blacklist")],
 )
 def test_oot_lists(variable: str, field: str) -> None:
-    assert getattr(load(**{variable: "rms_norm,SiluAndMul,fused_moe"}), field) == {
+    assert load(**{variable: "rms_norm,SiluAndMul,fused_moe"}).value(field) == {
         "rms_norm",
         "SiluAndMul",
         "fused_moe",
@@ -285,7 +285,7 @@ def test_platform_must_have_a_file() -> None:
 def test_config(write: Write) -> None:
     path = write("prefer: vendor\n")
     found = load(VLLM_FL_CONFIG=path)
-    assert (found.prefer, found.config_path) == ("vendor", Path(path))
+    assert (found.policy.prefer, found.config_path) == ("vendor", Path(path))
     assert str(found.origin("prefer")) == f"{path}, line 1"
 
 
@@ -304,15 +304,15 @@ def test_oplist_path() -> None:
 def test_environment_beats_platform_file(platform: Callable[[str], None]) -> None:
     platform("prefer: reference\nflagos_blacklist: [mm]\n")
     found = load(VLLM_FL_PREFER="vendor")
-    assert (found.prefer, found.flagos_blacklist) == ("vendor", {"mm"})
+    assert (found.policy.prefer, found.policy.flagos_blacklist) == ("vendor", {"mm"})
     assert str(found.origin("flagos_blacklist")) == "chip.yaml (platform), line 2"
 
 
 def test_environment_replaces_and_does_not_merge(platform: Callable[[str], None]) -> None:
     platform("flagos_blacklist: [mm]\nop_backends: {rms_norm: [vendor]}\n")
     found = load(VLLM_FL_FLAGOS_BLACKLIST="custom_op1", VLLM_FL_PER_OP="silu_and_mul=reference")
-    assert found.flagos_blacklist == {"custom_op1"}
-    assert found.per_op_order == (("silu_and_mul", ("reference",)),)
+    assert found.policy.flagos_blacklist == {"custom_op1"}
+    assert found.policy.per_op_order == (("silu_and_mul", ("reference",)),)
 
 
 def test_a_preference_of_the_environment_beats_what_the_platform_has_tuned(
@@ -320,24 +320,24 @@ def test_a_preference_of_the_environment_beats_what_the_platform_has_tuned(
 ) -> None:
     tuned = "prefer: flagos\nop_tuned: {silu_and_mul: [{order: [vendor]}], rms_norm: [{order: [vendor]}]}\n"
     platform(tuned + "op_backends: {rotary_embedding: [reference]}\n")
-    assert [op for op, _ in load(VLLM_FL_STRICT="1").op_tuned] == ["silu_and_mul", "rms_norm"]
+    assert [op for op, _ in load(VLLM_FL_STRICT="1").policy.op_tuned] == ["silu_and_mul", "rms_norm"]
     for preference in ("reference", "flagos"):
         found = load(VLLM_FL_PREFER=preference)
-        assert (found.prefer, found.op_tuned) == (preference, ())
+        assert (found.policy.prefer, found.policy.op_tuned) == (preference, ())
         assert str(found.origin("op_tuned.rms_norm")) == "default"
-        assert found.per_op_order == (("rotary_embedding", ("reference",)),)
-    assert [op for op, _ in load(VLLM_FL_CONFIG=write(tuned)).op_tuned] == ["silu_and_mul", "rms_norm"]
+        assert found.policy.per_op_order == (("rotary_embedding", ("reference",)),)
+    assert [op for op, _ in load(VLLM_FL_CONFIG=write(tuned)).policy.op_tuned] == ["silu_and_mul", "rms_norm"]
 
 
 def test_platform_file_beats_the_default(platform: Callable[[str], None]) -> None:
     platform("strict: true\n")
-    assert load().strict
+    assert load().policy.strict
 
 
 def test_a_forced_platform_beats_the_machine(platform: Callable[[str], None], tmp_path: Path) -> None:
     platform("prefer: vendor\n")
     (tmp_path / "config" / "other.yaml").write_text("prefer: reference\n")
-    assert load(VLLM_FL_PLATFORM="other").prefer == "reference"
+    assert load(VLLM_FL_PLATFORM="other").policy.prefer == "reference"
 
 
 def test_the_config_file_beats_everything(
@@ -350,8 +350,13 @@ def test_the_config_file_beats_everything(
         VLLM_FL_PER_OP="rms_norm=vendor",
         VLLM_FL_DENY_VENDORS="cuda",
     )
-    assert found.prefer == "reference"
-    assert (found.strict, found.flagos_blacklist, found.per_op_order, found.deny_vendors) == (False, set(), (), set())
+    assert found.policy.prefer == "reference"
+    assert (
+        found.policy.strict,
+        found.policy.flagos_blacklist,
+        found.policy.per_op_order,
+        found.policy.deny_vendors,
+    ) == (False, set(), (), set())
     ignored = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
     assert [name for text in ignored for name in re.findall("VLLM_FL_[A-Z_]+", text)] == [
         "VLLM_FL_PREFER",
@@ -369,8 +374,8 @@ def test_variables_without_a_key_act_beside_the_config_file(write: Write, caplog
         VLLM_FL_LOG_LEVEL="ERROR",
         USE_FLAGGEMS="0",
     )
-    assert (found.flagos_whitelist, found.oot_enabled, found.log_level) == ({"rms_norm"}, False, "ERROR")
-    assert not found.use_flaggems
+    assert (found.policy.flagos_whitelist, found.oot_enabled, found.log_level) == ({"rms_norm"}, False, "ERROR")
+    assert not found.policy.use_flaggems
     assert not caplog.records
 
 
@@ -386,7 +391,7 @@ def test_an_oot_white_list_leaves_no_say_to_the_blacklist() -> None:
     assert not both.registers("SiluAndMul", "silu_and_mul")
     assert not Settings(oot_blacklist=frozenset({"SiluAndMul"})).registers("SiluAndMul", "silu_and_mul")
     assert not Settings(oot_enabled=False).registers("rms_norm")
-    assert not Settings(enabled=False).registers("rms_norm")
+    assert not Settings.of(enabled=False).registers("rms_norm")
 
 
 @pytest.mark.parametrize("variable", [variable.name for item in ITEMS for variable in item.variables])
@@ -397,9 +402,9 @@ def test_an_empty_variable_is_unset(variable: str) -> None:
 def test_under_another_host_its_prefix_is_read_first() -> None:
     environ = {"SGLANG_FL_PREFER": "reference", "VLLM_FL_PREFER": "vendor", "VLLM_FL_STRICT": "1"}
     found = load_settings(environ, prefixes=("SGLANG_FL_", "VLLM_FL_"))
-    assert (found.prefer, found.strict) == ("reference", True)
+    assert (found.policy.prefer, found.policy.strict) == ("reference", True)
     assert str(found.origin("prefer")) == "environment variable SGLANG_FL_PREFER"
-    assert load_settings(environ).prefer == "vendor"
+    assert load_settings(environ).policy.prefer == "vendor"
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -513,7 +518,7 @@ op_tuned:
 
 def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFixture) -> None:
     found = load_config_file(write(EVERYTHING))
-    assert found == Settings(
+    assert found == Settings.of(
         prefer="vendor",
         strict=True,
         allow_vendors=frozenset({"cuda"}),
@@ -542,8 +547,8 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
 
 
 def test_an_empty_list_allows_nobody(write: Write) -> None:
-    assert load_config_file(write("allow_vendors: []\n")).allow_vendors == frozenset()
-    assert load_config_file(write("prefer: flagos\n")).allow_vendors is None
+    assert load_config_file(write("allow_vendors: []\n")).policy.allow_vendors == frozenset()
+    assert load_config_file(write("prefer: flagos\n")).policy.allow_vendors is None
 
 
 @pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "{}\n", "\ufeffprefer: flagos\n"])
@@ -652,7 +657,7 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 def test_a_link_that_the_user_named_is_followed(write: Write, tmp_path: Path) -> None:
     (tmp_path / "link.yaml").symlink_to(write("prefer: vendor\n"))
-    assert load(VLLM_FL_CONFIG=str(tmp_path / "link.yaml")).prefer == "vendor"
+    assert load(VLLM_FL_CONFIG=str(tmp_path / "link.yaml")).policy.prefer == "vendor"
 
 
 def test_a_broken_platform_file_is_refused(platform: Callable[[str], None]) -> None:
@@ -719,18 +724,18 @@ def test_a_path_that_is_not_unicode_travels() -> None:
 def test_settings_do_not_change(write: Write) -> None:
     found = example(write)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.prefer = "vendor"  # type: ignore[misc]
+        found.policy.prefer = "vendor"  # type: ignore[misc]
     with pytest.raises(TypeError):
         found.origins["prefer"] = Origin("code")  # type: ignore[index]
 
 
 def test_origins_are_no_part_of_the_value() -> None:
-    assert load(VLLM_FL_PREFER="vendor") == Settings(prefer="vendor")
-    assert hash(load(VLLM_FL_PREFER="vendor")) == hash(Settings(prefer="vendor"))
+    assert load(VLLM_FL_PREFER="vendor") == Settings.of(prefer="vendor")
+    assert hash(load(VLLM_FL_PREFER="vendor")) == hash(Settings.of(prefer="vendor"))
 
 
 def test_a_value_from_code_says_so() -> None:
-    assert str(Settings(prefer="vendor").origin("prefer")) == "code"
+    assert str(Settings.of(prefer="vendor").origin("prefer")) == "code"
     assert str(Settings().origin("prefer")) == "default"
     with pytest.raises(KeyError):
         Settings().origin("coffee")
@@ -743,11 +748,11 @@ def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "reference")
     assert get_settings() is first
     reset_settings()
-    assert get_settings().prefer == "reference"
+    assert get_settings().policy.prefer == "reference"
 
 
 def test_a_worker_adopts_its_parents_settings() -> None:
-    theirs = install_settings(Settings(prefer="reference"))
+    theirs = install_settings(Settings.of(prefer="reference"))
     assert get_settings() is theirs
 
 
@@ -755,12 +760,12 @@ def test_the_hosts_prefixes_stay_until_they_are_changed(monkeypatch: pytest.Monk
     monkeypatch.setenv("SGLANG_FL_PREFER", "reference")
     reset_settings(("SGLANG_FL_", "VLLM_FL_"))
     try:
-        assert get_settings().prefer == "reference"
+        assert get_settings().policy.prefer == "reference"
         reset_settings()
-        assert get_settings().prefer == "reference"
+        assert get_settings().policy.prefer == "reference"
     finally:
         reset_settings(("VLLM_FL_",))
-    assert get_settings().prefer == "flagos"
+    assert get_settings().policy.prefer == "flagos"
 
 
 def test_wrong_settings_are_wrong_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,8 +786,8 @@ def test_importing_settings_imports_no_host() -> None:
 
 
 def test_the_table_has_every_field_once() -> None:
-    fields = [field.name for field in dataclasses.fields(Settings) if field.name != "origins"]
-    assert sorted(item.field for item in ITEMS) == sorted(fields)
+    fields = [field.name for kind in (Settings, SelectionPolicy) for field in dataclasses.fields(kind)]
+    assert sorted([*(item.field for item in ITEMS), "policy", "origins", "origins"]) == sorted(fields)
 
 
 def test_the_hosts_own_variable_is_not_ours() -> None:
@@ -812,7 +817,7 @@ def test_the_page_agrees_with_the_table(item: Any) -> None:
 
 
 def shown(field: str) -> str:
-    value = getattr(Settings(), field)
+    value = Settings().value(field)
     if field == "oplist_path":
         return "flaggems_enable_oplist.txt in the user's cache directory"
     if isinstance(value, bool):

@@ -94,7 +94,7 @@ def tuned_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def replaced(tuned_here: None) -> Iterator[Callable[..., None]]:
     def start(**settings: Any) -> None:
-        assert replacement.replace(Settings(**settings), detect_device()) == ""
+        assert replacement.replace(Settings.of(**settings), detect_device()) == ""
 
     with torch.inference_mode():
         yield start

@@ -58,7 +58,7 @@ def result(
 
 
 def _policy(found: dict[str, Any]) -> dict[str, Any]:
-    policy: dict[str, Any] = json.loads(found["report"]["policy"])
+    policy: dict[str, Any] = json.loads(found["report"]["settings"])["policy"]
     return policy
 
 

@@ -146,7 +146,7 @@ def test_a_ban_under_the_same_policy_does_not_load_the_graph_of_what_is_banned(
     results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
 ) -> None:
     before, after = results["moody"]["report"], results["moody fails"]["report"]
-    assert before["policy"] == after["policy"]
+    assert before["settings"] == after["settings"]
     assert after["failed"] == {"silu_and_mul": ["vendor.moody"]}
     assert before["manifest"]["hash"] != after["manifest"]["hash"]
     assert after["compiled"]["loaded"] == 0

@@ -74,7 +74,7 @@ def test_the_selected_implementation_runs(
 def test_the_engine_knows_where_each_value_came_from(
     way: str, field: str, origin: str, results: Mapping[str, Any]
 ) -> None:
-    origins = json.loads(results[way]["report"]["policy"])["origins"]
+    origins = json.loads(results[way]["report"]["settings"])["policy"]["origins"]
     assert origin in json.dumps(origins[field])
 
 
@@ -82,7 +82,7 @@ def test_the_engine_knows_where_each_value_came_from(
 def test_a_policy_set_in_code_reaches_the_engine_process(method: str, results: Mapping[str, Any]) -> None:
     report = results[method]["report"]
     assert report["pid"] != results[method]["pid"]
-    policy = json.loads(report["policy"])
+    policy = json.loads(report["settings"])["policy"]
     assert policy["per_op_order"] == [["silu_and_mul", ["impl:vendor.probe"]]]
     assert policy["deny_vendors"] == ["nobody"]
 

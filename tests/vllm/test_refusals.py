@@ -19,7 +19,7 @@ import torch
 from fl_dispatch import ConfigError, SelectionPolicy, policy_context
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.devices import CPU
-from fl_dispatch.settings import reset_settings
+from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import config, startup
 
 ARCHITECTURES = {
@@ -140,7 +140,7 @@ def test_what_is_supported_is_not_refused(
 ) -> None:
     vllm_config = configure(family, **arguments)
     assert vllm_config.parallel_config.worker_cls == config.CPU_WORKER
-    assert set(vllm_config.additional_config[startup.CONFIG_KEY]) == {"settings", "policy", "workers_here"}
+    assert set(vllm_config.additional_config[startup.CONFIG_KEY]) == {"settings", "workers_here"}
 
 
 def test_flagcx_is_refused_for_compiled_models_on_several_ranks(
@@ -211,9 +211,9 @@ def test_the_users_additional_config_stays_as_it_is(configure: Callable[..., Any
 
 
 def test_what_a_parent_packed_stays(configure: Callable[..., Any]) -> None:
-    theirs = SelectionPolicy(prefer="vendor").to_json()
-    vllm_config = configure(additional_config={"fl_dispatch": {"policy": theirs}})
-    assert vllm_config.additional_config["fl_dispatch"]["policy"] == theirs
+    theirs = Settings.of(prefer="vendor").to_json()
+    vllm_config = configure(additional_config={"fl_dispatch": {"settings": theirs}})
+    assert vllm_config.additional_config["fl_dispatch"]["settings"] == theirs
 
 
 def test_workers_of_all_data_parallel_ranks_here_share_the_machine_and_a_child_knows(

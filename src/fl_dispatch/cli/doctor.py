@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
     try:
         settings = get_settings()
         settings_rows = [
-            [item.field, str(getattr(settings, item.field)), str(settings.origin(item.field))] for item in ITEMS
+            [item.field, str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS
         ]
         manager = get_default_manager()
         manager.ensure_initialized()

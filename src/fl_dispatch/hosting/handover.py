@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 from ..errors import ConfigError
+from ..global_policy import GLOBAL
 from ..logger_manager import get_logger
-from ..policy import PolicyManager, SelectionPolicy, get_policy, set_global_policy
+from ..policy import get_policy, set_global_policy
 from ..settings import Settings, get_settings, install_settings, variable_names
 
 logger = get_logger(__name__)
@@ -21,22 +23,26 @@ VARIABLE = "FL_DISPATCH_HANDOVER"
 
 
 def pack() -> dict[str, str]:
-    """Settings and policy of this process as text."""
-    policy = PolicyManager.get_instance().get_global_policy()
-    if get_policy() != policy:
+    """The settings of this process as text, with the global policy that holds now in place of theirs."""
+    if get_policy() != GLOBAL.get():
         logger.warning(
             "a policy context is open, but the engine may live in other processes: it runs the global policy"
         )
-    return {"settings": get_settings().to_json(), "policy": policy.to_json()}
+    return {"settings": _held().to_json()}
+
+
+def _held() -> Settings:
+    return replace(get_settings(), policy=GLOBAL.get())
 
 
 def take_over(packed: dict[str, str]) -> None:
     """Install what :func:`pack` gave in another process; equal settings and policies change nothing."""
-    if "settings" in packed and packed["settings"] != get_settings().to_json():
-        install_settings(Settings.from_json(packed["settings"]))
-    mine = PolicyManager.get_instance().get_global_policy().to_json()
-    if "policy" in packed and packed["policy"] != mine:
-        set_global_policy(SelectionPolicy.from_json(packed["policy"]))
+    mine = _held()
+    if "settings" not in packed or packed["settings"] == mine.to_json():
+        return
+    theirs = install_settings(Settings.from_json(packed["settings"]))
+    if theirs.policy.to_json() != mine.policy.to_json():  # the origins count, too
+        set_global_policy(theirs.policy)
 
 
 def _variables() -> dict[str, str]:
@@ -62,7 +68,7 @@ def adopt() -> None:
     try:
         packed = json.loads(text)
         parent, variables = packed.pop("pid"), packed.pop("variables")
-        if not isinstance(parent, int) or packed.keys() != {"settings", "policy"}:
+        if not isinstance(parent, int) or packed.keys() != {"settings"}:
             raise ValueError("keys differ")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(

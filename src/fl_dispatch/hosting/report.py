@@ -13,7 +13,7 @@ from . import collectives, handover
 def dispatch_report() -> dict[str, Any]:
     """The dispatch core's part of a worker's report.
 
-    ``settings`` and ``policy`` are their JSON, with the origin of each value; ``counts`` is ``"operator
+    ``settings`` is their JSON with the policy that holds, and the origin of each value; ``counts`` is ``"operator
     implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``failed`` is operator →
     ids; ``communication`` is group → collective → calls; ``manifest`` is what was frozen, or ``None``; ``aten`` says
     which operators of PyTorch FlagGems replaces, see :func:`~fl_dispatch.backends.flaggems.aten.replacement.report`.

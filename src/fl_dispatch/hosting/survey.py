@@ -32,7 +32,7 @@ class Survey:
 
     def refuse_native_run(self, settings: Settings) -> None:
         """Raise ``RuntimeError`` if nothing is ours although something could be: it must not go unnoticed."""
-        if settings.enabled and settings.oot_enabled and self.native and not self.ours:
+        if settings.policy.enabled and settings.oot_enabled and self.native and not self.ours:
             raise RuntimeError(
                 f"no layer of this model runs through fl_dispatch, although it has {', '.join(self.native)}: a list or "
                 f"an option of {self.host} leaves them all out; set VLLM_FL_OOT_ENABLED=0 if that is meant"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from ..global_policy import GLOBAL
 from ..locking import writers
-from ..selection.selection_policy import SelectionPolicy
+from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 from .plan import Key, bound_key, build, keys_of
 from .table import DispatchTable, Plan

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from ..selection.decision import Decision
-from ..selection.selection_policy import SelectionPolicy
+from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 
 scope_variable: ContextVar[DispatchTable] = ContextVar("fl_dispatch_scope")

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..ops import Workload
-from ..settings import Origin, TunedRule
+from ..settings.origins import Origin
+from ..settings.selection_policy import SelectionPolicy, TunedRule
 from ..types import BackendImplKind, OpImpl, match_token
-from .selection_policy import SelectionPolicy
 
 CHOSEN, FALLBACK, SKIPPED = "chosen", "fallback", "skipped"
 FLAGGEMS_ID = "default.flagos"
@@ -218,7 +218,7 @@ def select(
         return Decision(op_name, scope, (own,), refusals)
     order = tuple(policy.get_default_order())
     branches: list[Branch] = []
-    for rule in () if policy.reference_only else policy.get_tuned_rules(op_name, scope):
+    for rule in policy.get_tuned_rules(op_name, scope) if policy.enabled else ():
         tuned = (*rule.order, *(token for token in order if token not in rule.order))
         condition = None if _is_unconditional(rule) else rule
         branches.append(Branch(condition, _rank(fit, tuned), tuned, "op_tuned", policy.origin("op_tuned")))
@@ -261,14 +261,14 @@ def _refusal(
     """Why an implementation may not run at all, or an empty string."""
     kind = impl.kind
     has_reference = any(other.kind is BackendImplKind.REFERENCE for other in impls)
-    if policy.reference_only and has_reference and kind is not BackendImplKind.REFERENCE:
-        return f"dispatch is switched off, only the reference runs ({policy.origin('reference_only')})"
+    if not policy.enabled and has_reference and kind is not BackendImplKind.REFERENCE:
+        return f"dispatch is switched off, only the reference runs ({policy.origin('enabled')})"
     if kind is BackendImplKind.VENDOR and impl.vendor is not None and not policy.is_vendor_allowed(impl.vendor):
         if policy.denies_vendor(impl.vendor):
             return f"vendor {impl.vendor} is denied ({policy.origin('deny_vendors')})"
         return f"vendor {impl.vendor} is not among the allowed ones ({policy.origin('allow_vendors')})"
     if impl.impl_id == FLAGGEMS_ID and not policy.is_flaggems_allowed(op_name):
-        listed = "flaggems_deny" if policy.flaggems_allow is None else "flaggems_allow"
+        listed = "flagos_blacklist" if policy.flagos_whitelist is None else "flagos_whitelist"
         return f"FlagGems is switched off for it ({policy.origin(listed if policy.use_flaggems else 'use_flaggems')})"
     if policy.batch_invariant and not impl.properties.get("batch_invariant"):
         return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"

@@ -1,7 +1,8 @@
 """The user's settings: read once a process into one immutable object that knows where each value came from.
 
-``docs/settings.md`` is the user's page. Parts: ``model`` (the data), ``items`` (the table of settings), ``values``
-(what is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (origins).
+``docs/settings.md`` is the user's page. Parts: ``model`` (the data), ``selection_policy`` (what of it
+selects implementations), ``origins``, ``codec`` (values as text), ``items`` (the table of settings), ``values`` (what
+is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (where one is set).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from fl_dispatch.logger_manager import set_log_level
 
 from .items import ITEMS, Item, Variable, variable_names
 from .load import load_config_file, load_settings
-from .model import Origin, Settings, TunedRule
+from .model import Settings
 from .names import register_layers
+from .origins import Origin
+from .selection_policy import TunedRule
 
 _DEFAULT_PREFIXES = ("VLLM_FL_",)
 

@@ -45,7 +45,7 @@ class Item:
     """One setting.
 
     Args:
-        field: the field of :class:`Settings`.
+        field: the value's name in :class:`Settings` or in its policy.
         variables: first one set wins.
         yaml_key: its key in a YAML file, or ``None``.
         type: the type of its plain data.

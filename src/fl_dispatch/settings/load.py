@@ -12,8 +12,9 @@ from fl_dispatch.logger_manager import get_logger
 from . import platforms
 from .document import read_yaml
 from .items import ITEMS, Item, Variable, variable_names
-from .model import Origin, Settings
+from .model import Settings
 from .names import near_miss, nearest
+from .origins import Origin
 from .place import Place
 
 logger = get_logger(__name__)
@@ -45,7 +46,7 @@ class _Found:
             self.origins.update({key: o for key, o in other.origins.items() if key.partition(".")[0] == item.field})
 
     def settings(self) -> Settings:
-        return Settings(**self.values, origins=self.origins)
+        return Settings.of(self.origins, **self.values)
 
 
 class _Environment:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_dispatch.errors import ConfigError
 
-from .model import Origin
+from .origins import Origin
 
 Path = tuple[str | int, ...]
 

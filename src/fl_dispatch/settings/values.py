@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from fl_dispatch.errors import ConfigError
 
 from . import names, platforms
-from .model import TunedRule
 from .place import Place, show
+from .selection_policy import TunedRule
 
 Plain = Any
 PREFERENCES = ("flagos", "vendor", "reference")

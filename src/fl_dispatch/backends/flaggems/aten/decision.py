@@ -17,17 +17,17 @@ def why_not(settings: Settings, device: DeviceSpec) -> str:
     Where nothing was said, the device decides. PyTorch's own kernels are NVIDIA's on its GPUs, and no measurement says
     that FlagGems' serve better there; see ``docs/gpu.md``.
     """
-    if not settings.enabled:
+    if not settings.policy.enabled:
         return f"dispatch is off ({settings.origin('enabled')})"
-    if not settings.use_flaggems:
+    if not settings.policy.use_flaggems:
         return f"FlagGems is switched off ({settings.origin('use_flaggems')})"
-    if settings.batch_invariant:
+    if settings.policy.batch_invariant:
         return f"FlagGems does not promise batch invariance ({settings.origin('batch_invariant')})"
     if device.torch_type == "cpu":
         return "FlagGems has no kernels for a CPU"
     if settings.aten_replacement is False:
         return f"aten_replacement is off ({settings.origin('aten_replacement')})"
-    listed = settings.flagos_whitelist
+    listed = settings.policy.flagos_whitelist
     if listed is not None and not aten_names(listed):
         return f"the white-list names no ATen operator ({settings.origin('flagos_whitelist')})"
     if listed is None and settings.aten_replacement is None and device.name == "cuda":

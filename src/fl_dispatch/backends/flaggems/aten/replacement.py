@@ -186,12 +186,17 @@ def describe() -> str:
 
 
 def _asked(settings: Settings) -> tuple[Any, ...]:
-    return settings.aten_replacement, settings.flagos_whitelist, settings.flagos_blacklist, settings.strict
+    return (
+        settings.aten_replacement,
+        settings.policy.flagos_whitelist,
+        settings.policy.flagos_blacklist,
+        settings.policy.strict,
+    )
 
 
 def _is_asked_for(settings: Settings) -> bool:
     """Whether a setting, and not the device, says that operators are to be replaced."""
-    listed = settings.flagos_whitelist
+    listed = settings.policy.flagos_whitelist
     return bool(settings.aten_replacement) if listed is None else bool(names.aten_names(listed))
 
 
@@ -213,9 +218,9 @@ def _install(installation: Installation, settings: Settings, device: DeviceSpec)
     wanted = _wanted(installation, settings, table)
     if not wanted:
         return "the lists leave no ATen operator"
-    installation.state = State(device, settings.strict, _note_disabled)
+    installation.state = State(device, settings.policy.strict, _note_disabled)
     registrar = _registrar(frozenset(wanted), installation, device.dispatch_key)
-    if settings.flagos_whitelist is not None:
+    if settings.policy.flagos_whitelist is not None:
         library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
     else:
         library.enable(unused=names.functions_without(wanted, table), registrar=registrar)
@@ -229,14 +234,14 @@ def _install(installation: Installation, settings: Settings, device: DeviceSpec)
 
 def _wanted(installation: Installation, settings: Settings, table: names.Table) -> set[str]:
     """The keys that the lists leave."""
-    if settings.flagos_whitelist is not None:
+    if settings.policy.flagos_whitelist is not None:
         source = str(settings.origin("flagos_whitelist"))
-        wanted = names.expand_all(settings.flagos_whitelist, table, source)
+        wanted = names.expand_all(settings.policy.flagos_whitelist, table, source)
     else:
         source = str(settings.origin("flagos_blacklist"))
-        wanted = table.keys() - names.expand_all(settings.flagos_blacklist, table, source, deny=True)
+        wanted = table.keys() - names.expand_all(settings.policy.flagos_blacklist, table, source, deny=True)
     installation.skipped = {key: why for key in wanted if (why := names.why_refused(key))}
-    if settings.flagos_whitelist is not None and installation.skipped:
+    if settings.policy.flagos_whitelist is not None and installation.skipped:
         logger.warning("%s: not replaced: %s: %s", source, ", ".join(sorted(installation.skipped)),
                        next(iter(installation.skipped.values())))  # fmt: skip
     return set(wanted) - installation.skipped.keys()

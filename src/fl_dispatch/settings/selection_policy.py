@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ..settings import Origin, TunedRule
+from fl_dispatch.types import BackendImplKind
 
-PREFER_DEFAULT = "flagos"
-PREFER_VENDOR = "vendor"
-PREFER_REFERENCE = "reference"
+from . import codec
+from .codec import Names, Origins
+from .origins import CODE, Origin
+
+PREFER_DEFAULT = BackendImplKind.DEFAULT.value
+PREFER_VENDOR = BackendImplKind.VENDOR.value
+PREFER_REFERENCE = BackendImplKind.REFERENCE.value
 VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
 
 _DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -24,7 +28,23 @@ _DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         PREFER_REFERENCE: ("reference", "flagos", "vendor"),
     }
 )
-CODE = Origin("code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedRule:
+    """An order of tokens for the calls that fit; a condition that is ``None`` always fits.
+
+    Args:
+        order: tokens, tried first to last.
+        dtype: name of the leading tensor's dtype, such as ``bfloat16``.
+        tokens: smallest and largest number of tokens, inclusive; a largest of ``None`` has no bound.
+        phase: ``prefill`` or ``decode``.
+    """
+
+    order: tuple[str, ...]
+    dtype: str | None = None
+    tokens: tuple[int, int | None] | None = None
+    phase: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,10 +60,10 @@ class SelectionPolicy:
         allow_vendors: the only vendors that may run; ``None`` allows all, an empty set nobody.
         op_tuned: ``(operator, rules)`` pairs: orders that depend on dtype, tokens and phase of a call. Below
             ``per_op_order``.
-        reference_only: dispatch is switched off; an operator that has a reference runs it.
+        enabled: whether dispatch is on; off, an operator that has a reference runs it.
         use_flaggems: whether FlagGems' implementations may run.
-        flaggems_allow: the only operators for which FlagGems may run; ``None`` for all.
-        flaggems_deny: operators for which FlagGems must not run.
+        flagos_whitelist: the only operators for which FlagGems may run; ``None`` for all.
+        flagos_blacklist: operators for which FlagGems must not run.
         batch_invariant: only implementations that declare ``batch_invariant`` may run.
         origins: where each field was set, for explanations; not part of the value.
 
@@ -54,22 +74,22 @@ class SelectionPolicy:
     prefer: str = PREFER_DEFAULT
     strict: bool = False
     per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    deny_vendors: frozenset[str] = frozenset()
-    allow_vendors: frozenset[str] | None = None
+    deny_vendors: Names = frozenset()
+    allow_vendors: Names | None = None
     op_tuned: tuple[tuple[str, tuple[TunedRule, ...]], ...] = ()
-    reference_only: bool = False
+    enabled: bool = True
     use_flaggems: bool = True
-    flaggems_allow: frozenset[str] | None = None
-    flaggems_deny: frozenset[str] = frozenset()
+    flagos_whitelist: Names | None = None
+    flagos_blacklist: Names = frozenset()
     batch_invariant: bool = False
-    origins: Mapping[str, Origin] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
+    origins: Origins = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.prefer not in VALID_PREFER_VALUES:
             raise ValueError(
                 f"Invalid prefer value: {self.prefer!r}; valid are {', '.join(sorted(VALID_PREFER_VALUES))}"
             )
-        for name in ("deny_vendors", "allow_vendors", "flaggems_allow", "flaggems_deny"):
+        for name in ("deny_vendors", "allow_vendors", "flagos_whitelist", "flagos_blacklist"):
             names = getattr(self, name)
             if isinstance(names, str):
                 raise ValueError(f"{name} is a set of names, not the string {names!r}")
@@ -84,6 +104,7 @@ class SelectionPolicy:
         for op, order in self.per_op_order:
             if not order:
                 raise ValueError(f"per_op_order of '{op}' is empty, so nothing could run")
+        object.__setattr__(self, "origins", MappingProxyType(dict(self.origins)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SelectionPolicy.from_json, (self.to_json(),)  # its origins are a view, which pickle refuses
@@ -148,7 +169,11 @@ class SelectionPolicy:
         """Whether FlagGems may run an operator; a white-list leaves no say to the blacklist."""
         if not self.use_flaggems:
             return False
-        return op_name in self.flaggems_allow if self.flaggems_allow is not None else op_name not in self.flaggems_deny
+        return (
+            op_name in self.flagos_whitelist
+            if self.flagos_whitelist is not None
+            else op_name not in self.flagos_blacklist
+        )
 
     def origin(self, field_name: str) -> Origin:
         """Where a field was set; ``per_op_order.rms_norm`` for one operator's order."""
@@ -156,40 +181,22 @@ class SelectionPolicy:
 
     def fingerprint(self) -> str:
         """A short hash of the value, the same in every process."""
-        return hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode()).hexdigest()[:16]
+        plain = codec.to_plain(self)
+        del plain["origins"]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """The policy as text; :meth:`from_json` gives an equal one, origins included."""
-        return json.dumps({**self._plain(), "origins": {name: str(origin) for name, origin in self.origins.items()}})
+        return codec.to_text(self)
 
     @classmethod
     def from_json(cls, text: str) -> SelectionPolicy:
-        """The policy that :meth:`to_json` wrote."""
-        data: dict[str, Any] = json.loads(text)
-        for name in ("deny_vendors", "allow_vendors", "flaggems_allow", "flaggems_deny"):
-            data[name] = None if data[name] is None else frozenset(data[name])
-        data["per_op_order"] = tuple((op, tuple(order)) for op, order in data["per_op_order"])
-        data["op_tuned"] = tuple((op, tuple(_rule(rule) for rule in rules)) for op, rules in data["op_tuned"])
-        data["origins"] = MappingProxyType({name: Origin(text) for name, text in data["origins"].items()})
-        return cls(**data)
+        """The policy that :meth:`to_json` wrote.
 
-    def _plain(self) -> dict[str, Any]:
-        return {
-            "prefer": self.prefer,
-            "strict": self.strict,
-            "per_op_order": [[op, list(order)] for op, order in self.per_op_order],
-            "deny_vendors": sorted(self.deny_vendors),
-            "allow_vendors": None if self.allow_vendors is None else sorted(self.allow_vendors),
-            "op_tuned": [
-                [op, [[list(r.order), r.dtype, list(r.tokens) if r.tokens else None, r.phase] for r in rules]]
-                for op, rules in self.op_tuned
-            ],
-            "reference_only": self.reference_only,
-            "use_flaggems": self.use_flaggems,
-            "flaggems_allow": None if self.flaggems_allow is None else sorted(self.flaggems_allow),
-            "flaggems_deny": sorted(self.flaggems_deny),
-            "batch_invariant": self.batch_invariant,
-        }
+        Raises:
+            ValueError: the text was not written by :meth:`to_json` of this version.
+        """
+        return codec.from_text(cls, text)
 
 
 def _most_specific(keys: Iterable[str], op_name: str, scope: str | None) -> str | None:
@@ -208,8 +215,3 @@ def fits_scope(pattern: str, scope: str) -> bool:
 
 def _names(vendor: str, vendors: Iterable[str]) -> bool:
     return vendor.casefold() in {name.casefold() for name in vendors}
-
-
-def _rule(plain: list[Any]) -> TunedRule:
-    order, dtype, tokens, phase = plain
-    return TunedRule(order=tuple(order), dtype=dtype, tokens=tuple(tokens) if tokens else None, phase=phase)
