@@ -74,11 +74,11 @@ def test_learning_ends_for_each_backend_and_what_is_wrong_elsewhere_is_left() ->
     register_replacement(one)
     register_replacement(other)
     aten.replace(Settings(), CPU)
-    assert aten.settle() == {"Chip": {}, "Other": {}}
+    assert not any(aten.settle().values())
     aten.leave({"Chip": {"mm": "on rank 1: wrong"}})
     aten.seal()
     assert replaced_operators() == {"aten::add.Tensor": "chip.add.Tensor", "aten::mul": "chip.mul"}
-    assert aten.settle() == {"Chip": {"mm": "on rank 1: wrong"}, "Other": {}}
+    assert aten.settle()["Chip"] == {"mm": "on rank 1: wrong"}
     assert one.sealed
     assert other.sealed
 
@@ -94,7 +94,7 @@ def test_nothing_is_active_where_every_backend_says_why_not() -> None:
     register_replacement(Vendor())
     aten.replace(Settings(enabled=False), CPU)
     assert not aten.is_active()
-    assert aten.describe() == "none by Chip: dispatch is off"
+    assert aten.describe().startswith("none by Chip: dispatch is off; none by FlagGems: ")
 
 
 def test_a_name_has_one_replacement_and_the_same_may_come_again(registered: dict[str, AtenReplacement]) -> None:
