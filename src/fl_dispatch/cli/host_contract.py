@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
 from typing import Any
 
 from ..hosting.host_facts import Findings, HostFact, check
@@ -113,11 +112,11 @@ def compare(host: Host, tree: SourceTree, version: str) -> HostContract:
 
 def installed() -> list[HostContract]:
     """The contract with each host that this environment would import."""
-    packages = [package for package in PLUGINS if find_spec(package) is not None]
-    distributions = packages_distributions() if packages else {}
+    trees = {package: SourceTree.installed(package, "torch") for package in PLUGINS}
+    present = {package: tree for package, tree in trees.items() if package in tree.packages}
+    distributions = packages_distributions() if present else {}
     return [
-        compare(host_of(package), SourceTree.installed(package, "torch"), version(distributions[package][0]))
-        for package in packages
+        compare(host_of(package), tree, version(distributions[package][0])) for package, tree in present.items()
     ]
 
 
