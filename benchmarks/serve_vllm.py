@@ -185,7 +185,7 @@ def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
     manifest = report["manifest"]
     return {name: report[name] for name in ("layers", "native_layers", "attention", "failed", "compiled")} | {
         "chosen": None if manifest is None else manifest["choices"],
-        "aten": {name: report["aten"][name] for name in ("why_not", "calls", "native", "wrong")},
+        "aten": {name: report["aten"]["FlagGems"][name] for name in ("why_not", "calls", "native", "wrong")},
     }
 
 

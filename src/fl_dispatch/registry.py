@@ -11,6 +11,7 @@ from typing import Any
 from .errors import RegistrationError
 from .locking import writers
 from .ops import OPERATORS
+from .replaced import AtenReplacement, refuse_taken_name, register_replacement
 from .signatures import Convention, convention_of
 from .types import OpImpl
 
@@ -79,6 +80,14 @@ class OpRegistry:
                 for impl in new:
                     self._conventions.pop(impl, None)
                 raise
+
+    def register_replacement(self, replacement: AtenReplacement) -> None:
+        """Add a backend's kernels for PyTorch's own operators, for the whole process.
+
+        Raises:
+            RegistrationError: another backend's have this name.
+        """
+        register_replacement(replacement)
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, or ``None``."""
@@ -151,6 +160,7 @@ class Transaction:
     def __init__(self, registry: OpRegistry, source: str) -> None:
         self._registry, self._source = registry, source
         self._collected: list[OpImpl] = []
+        self._replacements: list[AtenReplacement] = []
         self._committed = False
 
     def register_impl(self, impl: OpImpl) -> None:
@@ -163,6 +173,14 @@ class Transaction:
             self._registry.register_many(impls, source)
         else:
             self._collected.extend(impls)
+
+    def register_replacement(self, replacement: AtenReplacement) -> None:
+        """See :meth:`OpRegistry.register_replacement`; takes effect at :meth:`commit`, after that at once."""
+        refuse_taken_name(replacement)
+        if self._committed:
+            self._registry.register_replacement(replacement)
+        else:
+            self._replacements.append(replacement)
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, those collected here included."""
@@ -189,6 +207,8 @@ class Transaction:
             aliases: further names under which the source is known from then on.
         """
         self._registry.register_many(self._collected, source=self._source)
+        for replacement in self._replacements:
+            self._registry.register_replacement(replacement)
         self._committed = True
         for alias in aliases:
             self._registry.register_many((), source=alias)

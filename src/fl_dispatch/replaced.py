@@ -1,22 +1,95 @@
-"""The operators of PyTorch itself that run other kernels in this process: ATen's, where FlagGems replaces them.
+"""Backends that put their kernels in the place of PyTorch's own operators (ATen's), in this process.
 
-Whoever replaces them says so here, so that manifests, reports and the list of operators agree.
+A backend registers one :class:`AtenReplacement`. The plugins ask all of them through :mod:`fl_dispatch.hosting.aten`,
+and manifests and lists of operators read what runs from :func:`replaced_operators`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from typing import Protocol, TypedDict
 
-_operators: Mapping[str, str] = MappingProxyType({})  # replaced as a whole
+from .devices import DeviceSpec
+from .errors import RegistrationError
+from .settings import Settings
+
+
+class ReplacementReport(TypedDict):
+    """The state of a replacement as plain data. A key names an operator with its overload: ``mm.out``.
+
+    Args:
+        why_not: why nothing is replaced, or an empty string.
+        sealed: whether kernels for new kinds of arguments are refused.
+        replaced: the keys that run the backend's kernels, sorted.
+        calls: key → how often its kernel ran.
+        native: key → how often PyTorch's ran, for a kind of arguments that is new, or because the backend raised.
+        waits: the keys that graphs do not capture, because the kernel waits for the device.
+        declined: key → for how many kinds of arguments the backend raised, and what; those are PyTorch's.
+        wrong: key → why it was taken out.
+        skipped: key → why it was never in place.
+    """
+
+    why_not: str
+    sealed: bool
+    replaced: list[str]
+    calls: dict[str, int]
+    native: dict[str, int]
+    waits: list[str]
+    declined: dict[str, str]
+    wrong: dict[str, str]
+    skipped: dict[str, str]
+
+
+class AtenReplacement(Protocol):
+    """A backend's replacement of PyTorch's operators: state of the process. A module can be one."""
+
+    @property
+    def NAME(self) -> str:  # noqa: N802  a module's constant
+        """The backend's name, for people."""
+
+    def replace(self, settings: Settings, device: DeviceSpec) -> str:
+        """Put in place what the settings ask for and begin to learn; why nothing is, or an empty string. Idempotent."""
+
+    def operators(self) -> Mapping[str, str]:
+        """``aten::mm.out`` → the function that runs; empty where nothing is replaced."""
+
+    def settle(self) -> Mapping[str, str]:
+        """End learning: take out what was found wrong. Key → why, of everything that was taken out until now."""
+
+    def leave(self, operators: Mapping[str, str]) -> None:
+        """Take operators out, key → why; what is not in place stays as it is."""
+
+    def seal(self) -> None:
+        """Compile and tune nothing from now on."""
+
+    def report(self) -> ReplacementReport:
+        """The state."""
+
+
+_registered: dict[str, AtenReplacement] = {}
+
+
+def refuse_taken_name(replacement: AtenReplacement) -> None:
+    """Raise :class:`RegistrationError` if another replacement has this one's name."""
+    if _registered.get(replacement.NAME, replacement) is not replacement:
+        raise RegistrationError(f"a replacement of PyTorch's operators is registered as '{replacement.NAME}' already")
+
+
+def register_replacement(replacement: AtenReplacement) -> None:
+    """Add a backend's replacement; the same one again, for another manager, changes nothing.
+
+    Raises:
+        RegistrationError: another one has this name.
+    """
+    refuse_taken_name(replacement)
+    _registered[replacement.NAME] = replacement
+
+
+def replacements() -> tuple[AtenReplacement, ...]:
+    """Those that are registered, in the order of registration."""
+    return tuple(_registered.values())
 
 
 def replaced_operators() -> Mapping[str, str]:
     """``aten::mm.out`` → the function that runs, ``flag_gems.ops.mm.mm_out``; sorted."""
-    return _operators
-
-
-def set_replaced_operators(operators: Mapping[str, str]) -> None:
-    """Say what is replaced from now on."""
-    global _operators
-    _operators = MappingProxyType(dict(sorted(operators.items())))
+    return dict(sorted((key, run) for found in replacements() for key, run in found.operators().items()))

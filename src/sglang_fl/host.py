@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fl_dispatch.hosting.host_layers import Host, HostLayers
 
-from .bridge import BRIDGES, NATIVE
+from .bridge import BRIDGES, NATIVE, PENDING
 from .host_facts import FACTS, FUSED_OP
 
 HOST = Host(
@@ -19,5 +19,6 @@ HOST = Host(
         replaced=frozenset(f"{row.module}:{row.name}" for row in BRIDGES),
         left=NATIVE,
         inherited=True,
+        pending=PENDING,
     ),
 )

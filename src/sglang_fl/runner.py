@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting import oplist, runs
+from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -36,7 +35,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     logger.info("%s", runner.fl_survey.describe())
     runner.fl_survey.refuse_native_run(settings)
     several = runner.tp_size * runner.pp_size > 1
-    replacement.replace(settings, detect_device())  # after the weights: those are PyTorch's own work
+    aten.replace(settings, detect_device())
     distributed.check_ranks()
     oplist.record(manager, settings, runner.tp_rank if several else None)
     return result
@@ -54,7 +53,7 @@ def forward(
     finally:
         missed = watch.finish()
     runner.fl_undispatched = missed
-    replacement.seal()
+    aten.seal()
     runs.record(f"SGLang {host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
     layers.judge(missed, get_settings().policy.strict)
     return result

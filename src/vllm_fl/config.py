@@ -246,7 +246,6 @@ def _references(operators: Sequence[str]) -> list[str]:
 
 def _adapt_to_cpu(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # every process must agree on it
     if vllm_config.use_v2_model_runner:
         raise ValueError(
             "vllm_fl runs vLLM's V1 model runner, but something in this configuration forces the V2 runner"

@@ -571,6 +571,13 @@ REPLACED = (
         "vLLM calls them between steps and at shutdown; without an accelerator they raise.",
     ),
     HostFact(
+        "vllm.config.vllm",
+        ("HAS_TRITON",),
+        "replaces",
+        "compat.model_runner",
+        "The V2 model runner is written in Triton; on a machine with a GPU vLLM would take it for our CPU too.",
+    ),
+    HostFact(
         f"{_WORKER}.block_table:ComputeSlotMappingKernel",
         ("kernel",),
         "replaces",

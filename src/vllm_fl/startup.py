@@ -16,7 +16,7 @@ from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings, register_layers
 
-from .compat import detection, versions
+from .compat import detection, model_runner, versions
 from .host import HOST
 
 logger = get_logger(__name__)
@@ -93,6 +93,7 @@ def register_ops() -> None:
     if is_active():
         from . import layers
 
+        _prepare_host()
         layers.register(get_settings())
     elif wanted is not None:
         from vllm.platforms import current_platform
@@ -104,10 +105,16 @@ def register_ops() -> None:
         )
 
 
+def _prepare_host() -> None:
+    if detect_device().torch_type == "cpu":
+        model_runner.do_without_triton()
+
+
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     raise_stored()
     versions.warn_of_untested_host()
+    _prepare_host()
     from .attention import register_backend
 
     manager = get_default_manager()

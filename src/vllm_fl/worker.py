@@ -17,9 +17,8 @@ from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
 from fl_dispatch import freeze_dispatch, get_default_manager
-from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting import oplist, runs
+from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
@@ -59,7 +58,7 @@ class WorkerFL(Worker):
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
         self.fl_survey.refuse_native_run(get_settings())
-        replacement.replace(get_settings(), detect_device())  # after the weights: those are PyTorch's own work
+        aten.replace(get_settings(), detect_device())
         self._leave_record()
 
     def _leave_record(self) -> None:
@@ -88,8 +87,8 @@ class WorkerFL(Worker):
             logger.info("compiled: %s", ", ".join(f"{name} {value}" for name, value in self._compiled().items()))
         get_default_manager().lockstep = get_world_group().world_size > 1
         ranks.agree_on_replaced_operators()  # what came after the manifest: batches that compile, sizes of graphs
-        replacement.seal()
-        if replacement.is_active():
+        aten.seal()
+        if aten.is_active():
             self._leave_record()  # with what was called
         set_random_seed(self.model_config.seed)
 

@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from fl_dispatch.backends.flaggems.aten import replacement
+from fl_dispatch.hosting import aten
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, warm_up
@@ -51,7 +51,7 @@ class GPUWorkerFL(WorkerFL):
         """Capture the graphs, and run what vLLM runs before it serves."""
         calls = warm_up.attention(self.get_model(), self.vllm_config)
         logger.info("attention is warm: %d calls", calls)
-        if replacement.is_active():
+        if aten.is_active():
             self._warm_up_replaced()
         times = super().compile_or_warm_up_model()
         self._finish_start()

@@ -18,6 +18,7 @@ from fl_dispatch.backends.flaggems import library
 from fl_dispatch.backends.flaggems.aten import replacement
 from fl_dispatch.devices import CPU
 from fl_dispatch.hosting import ranks
+from fl_dispatch.replaced import register_replacement
 from fl_dispatch.settings import Settings
 
 CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip")
@@ -65,6 +66,7 @@ def agreement(group: dist.ProcessGroup) -> dict[str, Any]:
 
 def agree(_: str, rank: int, meeting_point: str) -> Mapping[str, Any]:
     """Everything, once."""
+    register_replacement(replacement)
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=two_ranks.RANKS)
     group = dist.new_group(list(range(two_ranks.RANKS)), backend="gloo")
     replace(rank, frozenset())

@@ -29,10 +29,10 @@ from fl_dispatch.backends.flaggems.aten.slot import slot_of
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.compiled.freezing import Manifest
 from fl_dispatch.devices import CPU, CUDA
-from fl_dispatch.hosting import oplist, runs
+from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.hosting.survey import Survey
-from fl_dispatch.replaced import replaced_operators
+from fl_dispatch.replaced import register_replacement, replaced_operators
 from fl_dispatch.settings import Settings, load_settings
 
 capturing = False
@@ -50,6 +50,7 @@ def gems(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "why_missing", lambda: "")
     library.gems.cache_clear()
     log.clear()
+    register_replacement(replacement)
     yield
     replacement.remove()
     library.gems.cache_clear()
@@ -729,13 +730,13 @@ def test_after_another_start_the_process_is_as_if_nothing_had_been_replaced(gems
     thaw_dispatch()
     nothing = replacement.report()
     start()
-    assert replacement.is_active()
+    assert aten.is_active()
     torch.mm(A, B)
     torch.addmm(torch.ones(5), A, B)
     torch.mm(A[:2], B)
     off = Settings.of(use_flaggems=False, oplist_path=tmp_path / "list.txt")
     replacement.replace(off, CHIP)
-    assert not replacement.is_active()
+    assert not aten.is_active()
     log.clear()
     torch.mm(A, B)
     torch.ones(3, dtype=torch.float16).add(0.5)
@@ -830,7 +831,7 @@ def test_the_manifest_the_list_the_report_and_the_record_name_what_is_replaced(
     path = oplist.record(get_default_manager(), Settings(oplist_path=tmp_path / "list.txt"), rank=1)
     assert path is not None
     assert path.read_text() == "aten::mm\naten::mm.out\n"
-    assert json.loads(json.dumps(dispatch_report()["aten"]))["calls"] == {"mm": 1}
+    assert json.loads(json.dumps(dispatch_report()["aten"]))["FlagGems"]["calls"] == {"mm": 1}
     runs.record("vLLM 0.32", "tiny", Survey("vLLM", {}, {}, {}), {})
     line = "2 replaced by FlagGems; called: mm 1; wrong and left to PyTorch: addmm"
     assert runs.recorded()[0].aten == line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fl_dispatch.cli import app, host_contract
 from fl_dispatch.hosting.host_facts import Broken, HostFact, check, release
 from fl_dispatch.hosting.host_layers import Host, HostLayers
 from fl_dispatch.hosting.host_source import SourceTree
@@ -206,7 +210,21 @@ def layers(*replaced: str, inherited: bool = False, **left: str) -> HostLayers:
     ids=["nothing", "by exact name", "inherited", "of the same name elsewhere", "a whole module"],
 )
 def test_classes_that_nobody_has_judged_are_listed(known: HostLayers, unjudged: list[str], tree: SourceTree) -> None:
-    assert [cls.node.name for cls in known.unjudged(tree, "host")] == unjudged
+    assert [found.cls.node.name for found in known.judge(tree, "host") if found.state == "unjudged"] == unjudged
+
+
+def test_a_class_that_could_be_ours_is_work_and_not_hidden_behind_a_reason(tree: SourceTree) -> None:
+    known = HostLayers(("host.base:Base",), frozenset(), {"host.layers": "theirs."}, False, {"Odd": "no row."})
+    judged = {found.cls.node.name: (found.state, found.why) for found in known.judge(tree, "host")}
+    assert judged["Odd"] == ("pending", "no row.")
+    assert judged["Norm"] == ("left", "theirs.")
+
+
+def test_only_files_that_may_have_a_layer_class_are_parsed(tmp_path: Path) -> None:
+    files = {**HOST, "broken.py": "class Other(Somebody): !", "renamed.py": "from host.base import Base as B\nclass C(B): ..."}
+    tree = SourceTree({"host": write(tmp_path / "host", files)})
+    names = [cls.node.name for cls in tree.subclasses("host", ("host.base:Base",))]
+    assert sorted(names) == ["C", "Exact", "Gated", "Norm", "Odd"]
 
 
 # ---- the tool
@@ -243,16 +261,60 @@ def run(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_the_tool_says_which_facts_do_not_hold_and_fails(run: Callable[..., tuple[int, str]]) -> None:
     status, out = run(fact("host.layers:Norm", "limit", "depth"), fact("host.base:Base", "old", until="1.0"))
     assert status == 1
-    assert "Host 2.0: 2 names looked at, 1 do not hold" in out
-    assert "host.layers:Norm   has no depth" in out
-    assert "1 facts of other versions" in out
+    assert "Host 2.0: 1 of 2 names hold (not looked at: 1 facts of other versions)" in out
+    assert re.search(r"broken[ │]+worker overrides[ │]+host\.layers:Norm[ │]+has no depth[ │]+because\.", out)
 
 
 def test_a_class_that_nobody_has_judged_is_listed_and_is_no_failure(run: Callable[..., tuple[int, str]]) -> None:
     status, out = run(fact("host.layers:Norm", "limit"))
     assert status == 0
-    assert "with a reason: 1\n" in out
-    assert "Gated   host.layers.norm" in out
+    assert "3 stay Host's for a reason, 0 to do, 1 not judged" in out
+    assert re.search(r"not judged[ │]+Gated[ │]+host\.layers\.norm", out)
+
+
+def test_a_wheel_that_cannot_be_had_is_said_in_a_line(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["vllm", "9.99", "--wheel", "/nowhere/vllm.whl"]) == 2
+    assert "vllm 9.99 cannot be read: " in capsys.readouterr().err
+
+
+# ---- fl doctor --host-contract
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """The command, on a host "Host 2.0" with these facts instead of those that are installed."""
+
+    def doctor(*facts: HostFact) -> Any:
+        host, tree = Host("Host", "host", facts, layers(host="because.")), SourceTree({"host": write(tmp_path, HOST)})
+        contracts = [host_contract.compare(host, tree, "2.0")] if facts else []
+        monkeypatch.setattr("fl_dispatch.cli.doctor.installed", lambda: contracts)
+        return CliRunner().invoke(app, ["doctor", "--host-contract", "--json"])
+
+    return doctor
+
+
+def test_doctor_tells_which_facts_hold_which_do_not_and_who_needs_them(doctor: Callable[..., Any]) -> None:
+    result = doctor(fact("host.layers:Norm", "limit", "depth"), fact("host.base:Base", "run(x, residual)"))
+    (contract,) = json.loads(result.stdout)
+    rows = [(row["state"], row["used_by"], row["owner"], row["what"], row["why"]) for row in contract["facts"]]
+    assert rows == [
+        ("broken", "worker", "host.layers:Norm", "has no depth", "because."),
+        ("ok", "worker", "host.base:Base", "run", "because."),
+    ]
+    assert (result.exit_code, contract["holds"]) == (1, False)
+
+
+def test_doctor_is_content_where_every_fact_holds_and_not_where_no_host_is(doctor: Callable[..., Any]) -> None:
+    assert doctor(fact("host.layers:Norm", "limit")).exit_code == 0
+    assert doctor().exit_code == 1
+
+
+def test_doctor_finds_that_the_contract_with_the_installed_hosts_holds() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--host-contract"])
+    assert result.exit_code == 0
+    assert re.search(r"(vLLM|SGLang) [\d.]+: (\d+) of \2 names hold.*, 0 not judged", result.stdout)
 
 
 # ---- the tables
@@ -269,6 +331,7 @@ def test_the_host_that_is_installed_has_everything(plugin: str, package: str) ->
     findings = check(host.facts, tree, version(package))
     assert [str(broken) for broken in findings.broken] == []
     assert not findings.elsewhere
+    assert [found.cls.path for found in host.layers.judge(tree, package) if found.state == "unjudged"] == []
 
 
 @pytest.mark.parametrize("plugin", ["vllm_fl", "sglang_fl"])

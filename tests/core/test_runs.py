@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fl_dispatch import get_default_manager
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.hosting import runs
 from fl_dispatch.hosting.survey import Survey
@@ -29,6 +30,7 @@ def test_a_run_is_read_as_it_was_recorded_by_its_user_alone() -> None:
 
 
 def test_doctor_shows_it_and_warns_of_what_was_never_dispatched_while_it_runs() -> None:
+    get_default_manager().ensure_initialized()
     runs.record("SGLang 1.2", "tiny", SURVEY, {"rms_norm": ["model.norm"]})
     report = examine()
     (row,) = report["runs"]
@@ -39,7 +41,7 @@ def test_doctor_shows_it_and_warns_of_what_was_never_dispatched_while_it_runs() 
         "RMSNorm 13",
         "Conv2dLayer 1",
         "rms_norm (1 layers)",
-        "none: no worker has started in this process",
+        "none by FlagGems: no worker has started in this process",
     ]
     assert any("never dispatched" in warning for warning in report["warnings"])
 

@@ -40,7 +40,7 @@ def test_answers_are_right_although_kernels_are_wrong(
 ) -> None:
     tokens = expected("qwen3")
     assert [step["tokens"] for step in results[name]["steps"]] == [tokens, tokens]
-    aten = results[name]["report"]["aten"]
+    aten = results[name]["report"]["aten"]["FlagGems"]
     assert aten["why_not"] == ""
     assert aten["calls"]["mm"] > 0
     assert aten["native"]["mm"] > 0  # batches of sizes that the start had not met
@@ -52,7 +52,7 @@ def test_answers_are_right_although_kernels_are_wrong(
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_list_and_the_manifest_name_what_is_replaced(name: str, results: Mapping[str, Any], lists: Path) -> None:
     report = results[name]["report"]
-    replaced = [f"aten::{key}" for key in report["aten"]["replaced"]]
+    replaced = [f"aten::{key}" for key in report["aten"]["FlagGems"]["replaced"]]
     assert (lists / name).read_text().split() == replaced
     if report["manifest"] is not None:
         assert report["manifest"]["aten"]["aten::mm"] == "flaggems_standin.mm"
@@ -67,7 +67,7 @@ def test_what_is_wrong_on_one_rank_is_replaced_on_none_and_the_engine_serves(
     uneven = {"VLLM_FL_PLUGIN_MODULES": "aten_uneven_plugin"}
     result = start(checkpoint("qwen3"), engine=engine, variables=uneven).result()
     assert result["steps"][0]["tokens"] == expected("qwen3")
-    first, second = (report["aten"] for report in result["reports"])
+    first, second = (report["aten"]["FlagGems"] for report in result["reports"])
     assert first["wrong"]["mm"].startswith("on rank 1: wrong: ")
     assert second["wrong"]["mm"].startswith("wrong: ")
     assert "mm.out" in first["replaced"]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.replaced import AtenReplacement
 from fl_dispatch.types import BackendImplKind, OpImpl
 
 logger = get_logger(__name__)
@@ -19,6 +20,9 @@ class Registry(Protocol):
 
     def register_many(self, impls: list[OpImpl], /) -> None:
         """Add implementations: all of them, or on an error none."""
+
+    def register_replacement(self, replacement: AtenReplacement, /) -> None:
+        """Add kernels that take the place of PyTorch's own operators."""
 
 
 class Backend(abc.ABC):

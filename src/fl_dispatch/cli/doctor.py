@@ -17,6 +17,7 @@ from ..errors import DispatchError
 from ..hosting.runs import recorded
 from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings
+from .host_contract import installed
 from .output import fail, print_json, print_table
 
 HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.platforms", "sglang.srt.plugins")
@@ -27,8 +28,16 @@ PLUGIN_VARIABLES = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
 SHOWN_RUNS = 5
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False) -> None:
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    host_contract: Annotated[
+        bool, typer.Option("--host-contract", help="What the plugins rely on in the installed hosts, and nothing else.")
+    ] = False,
+) -> None:
     """Check this installation. Exit code 1 where something is broken."""
+    if host_contract:
+        _host_contract(json)
+        return
     report = examine()
     if json:
         print_json(report)
@@ -62,6 +71,19 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON for pro
         if not report["problems"]:
             print("No problem found.")
     if report["problems"]:
+        raise typer.Exit(1)
+
+
+def _host_contract(json: bool) -> None:
+    contracts = installed()
+    if json:
+        print_json([contract.as_data() for contract in contracts])
+    else:
+        for contract in contracts:
+            contract.print(all_facts=True)
+    if not contracts:
+        fail("no host is installed here: neither vllm nor sglang can be imported")
+    if not contracts or not all(contract.holds for contract in contracts):
         raise typer.Exit(1)
 
 

@@ -30,7 +30,7 @@ class Manifest:
             that runs something else than the operator elsewhere.
         reasons: the same keys → why.
         versions: package → version: torch, this one, and those that the implementations come from.
-        aten: operator of PyTorch → the function that replaces it, see :mod:`.aten_operators`.
+        aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.replaced`.
         hash: of choices, versions and replaced operators; equal in processes that run the same.
     """
 

@@ -78,12 +78,14 @@ class Findings:
 
     Args:
         broken: what does not hold.
+        held: the facts of which all holds.
         names: how many names were looked at.
         of_other_versions: facts that do not concern this version.
         elsewhere: facts about packages whose source is not here.
     """
 
     broken: list[Broken] = field(default_factory=list)
+    held: list[HostFact] = field(default_factory=list)
     names: int = 0
     of_other_versions: list[HostFact] = field(default_factory=list)
     elsewhere: list[HostFact] = field(default_factory=list)
@@ -104,7 +106,10 @@ def check(facts: Iterable[HostFact], tree: SourceTree, version: str) -> Findings
         else:
             findings.names += len(fact.names)
             whats = {name: _difference(fact, name, tree) for name in fact.names}
-            findings.broken += [Broken(fact, name, what) for name, what in whats.items() if what is not None]
+            broken = [Broken(fact, name, what) for name, what in whats.items() if what is not None]
+            findings.broken += broken
+            if not broken:
+                findings.held.append(fact)
     return findings
 
 

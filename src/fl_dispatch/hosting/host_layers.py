@@ -1,13 +1,32 @@
-"""Which layer classes of a host run our operators, and which stay the host's on purpose; the rest nobody has judged."""
+"""Which layer classes of a host run our operators, which could, and which stay the host's for a reason."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from .host_facts import HostFact
 from .host_source import Class, SourceTree
+
+
+State = Literal["replaced", "left", "pending", "unjudged"]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What becomes of one layer class of a host.
+
+    Args:
+        cls: the class.
+        state: our forward runs; the host's on purpose; the host's until somebody does the work; nobody has looked.
+        why: the reason; empty for what is replaced, or not judged.
+    """
+
+    cls: Class
+    state: State
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,33 +39,42 @@ class HostLayers:
         left: why others stay the host's: a class's name, or the dotted name of a module for all classes below it.
         inherited: a subclass gets what its base has, unless it has a forward of its own; else each class is replaced
             by its exact name.
+        pending: as ``left``, for those that could run an operator of ours and do not yet: which, and what is missing.
     """
 
     roots: tuple[str, ...]
     replaced: frozenset[str]
     left: Mapping[str, str]
     inherited: bool
+    pending: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         """The classes that a user's list may name."""
-        return frozenset({path.partition(":")[2] for path in self.replaced} | {n for n in self.left if "." not in n})
+        return frozenset(
+            {path.partition(":")[2] for path in self.replaced} | {n for n in (*self.left, *self.pending) if "." not in n}
+        )
 
-    def unjudged(self, tree: SourceTree, package: str) -> list[Class]:
-        """The classes of a host that are neither replaced nor left to it."""
-        return [cls for cls in tree.subclasses(package, self.roots) if not self._is_judged(cls, tree)]
+    def judge(self, tree: SourceTree, package: str) -> list[Judgement]:
+        """Every layer class of a host, in the order of the source."""
+        return [self._judgement(cls, tree) for cls in tree.subclasses(package, self.roots)]
 
-    def _is_judged(self, cls: Class, tree: SourceTree) -> bool:
+    def _judgement(self, cls: Class, tree: SourceTree) -> Judgement:
         for base in tree.ancestors(cls) if self.inherited else [cls]:
-            if base.path in self.replaced or self._is_left(base):
-                return True
+            if base.path in self.replaced:
+                return Judgement(cls, "replaced")
+            if (why := _reason(base, self.pending)) is not None:
+                return Judgement(cls, "pending", why)
+            if (why := _reason(base, self.left)) is not None:
+                return Judgement(cls, "left", why)
             if not _only_wraps(base):
-                return False
-        return False
+                break
+        return Judgement(cls, "unjudged")
 
-    def _is_left(self, cls: Class) -> bool:
-        modules = [name for name in self.left if "." in name]
-        return cls.node.name in self.left or any(f"{cls.module.name}.".startswith(f"{name}.") for name in modules)
+
+def _reason(cls: Class, reasons: Mapping[str, str]) -> str | None:
+    modules = (name for name in reasons if "." in name and f"{cls.module.name}.".startswith(f"{name}."))
+    return reasons.get(cls.node.name) or next((reasons[name] for name in modules), None)
 
 
 def _only_wraps(cls: Class) -> bool:

@@ -6,7 +6,8 @@ Importing a host runs its platform detection and needs what it requires; its sou
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,6 +25,10 @@ class Import:
     module: str
     name: str = ""
 
+
+_CLASS = re.compile(r"^[ \t]*class\s+(\w+)[^(:]*\(([^)]*)\)", re.MULTILINE)
+"""A class statement's name, and its bases as text."""
+_ALIAS = re.compile(r"\b(\w+)\s+as\s+(\w+)")
 
 Bound = dict[str, list[Definition | Import]]
 """Name → what it may stand for, first what the code prefers: a later statement, or what ``try`` tries."""
@@ -101,14 +106,33 @@ class SourceTree:
         files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
         return next((Module(name, file) for file in files if file.is_file()), None)
 
-    def modules(self, package: str) -> Iterator[Module]:
-        """Every module of a package."""
+    def modules_deriving(self, package: str, names: Iterable[str]) -> Iterator[Module]:
+        """The modules of a package whose text may have a class that derives from one of these, found without parsing.
+
+        Names are compared without their modules, so some modules have none: a host's thousands of files are read once,
+        and dozens of them are parsed.
+        """
         folder = self.packages[package]
-        for file in sorted(folder.rglob("*.py")):
+        files = {file: file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.py"))}
+        classes = [(file, name, bases) for file, text in files.items() for name, bases in _CLASS.findall(text)]
+        mentions: dict[str, set[str]] = {}  # name → names that stand for it, or for a class with it among its bases
+        for _, name, bases in classes:
+            for base in re.findall(r"\w+", bases):
+                mentions.setdefault(base, set()).add(name)
+        for text in files.values():
+            for name, alias in _ALIAS.findall(text):
+                mentions.setdefault(name, set()).add(alias)
+        derived, pending = set[str](), list(names)
+        while pending:
+            if (name := pending.pop()) not in derived:
+                derived.add(name)
+                pending += mentions.get(name, ())
+        chosen = dict.fromkeys(file for file, _, bases in classes if derived.intersection(re.findall(r"\w+", bases)))
+        for file in chosen:
             parts = file.relative_to(folder).with_suffix("").parts
-            name = ".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))
-            if (found := self.module(name)) is not None:
-                yield found
+            module = self.module(".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts))))
+            if module is not None:
+                yield module
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -181,7 +205,7 @@ class SourceTree:
     def subclasses(self, package: str, roots: tuple[str, ...]) -> list[Class]:
         """Every class of a package, at the top level of a module, that derives from one of ``module:Class``."""
         found = []
-        for module in self.modules(package):
+        for module in self.modules_deriving(package, (root.partition(":")[2] for root in roots)):
             for node in chain.from_iterable(module.names.values()):
                 if isinstance(node, ast.ClassDef):
                     cls = Class(module, node)

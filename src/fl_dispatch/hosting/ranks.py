@@ -7,10 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..backends.flaggems.aten import replacement
 from ..compiled.manifest import Manifest
 from ..errors import RankDivergenceError
 from ..manager import get_default_manager
+from . import aten
 
 Choices = dict[str, Any]
 
@@ -31,14 +31,14 @@ def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> Non
 
 
 def agree_on_replaced_operators(everybody: ProcessGroup) -> None:
-    """What FlagGems gets wrong on one rank is PyTorch's on all: ATen operators. Every rank must call it.
+    """ATen operators that a backend gets wrong on one rank are PyTorch's on all. Every rank must call it.
 
     It belongs where learning ends, before the ranks compare their manifests, which name what is replaced.
     """
-    replacement.settle()
     ranks = dist.get_process_group_ranks(everybody)
-    for rank, wrong in zip(ranks, _gather(everybody, replacement.wrong()), strict=True):
-        replacement.leave({key: f"on rank {rank}: {why}" for key, why in wrong.items()})
+    for rank, wrong in zip(ranks, _gather(everybody, aten.settle()), strict=True):
+        told = {name: {key: f"on rank {rank}: {why}" for key, why in keys.items()} for name, keys in wrong.items()}
+        aten.leave(told)
 
 
 def refuse_other_manifest(manifest: Manifest, same_layers: ProcessGroup) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..backends.flaggems.aten import replacement
 from ..manager import get_default_manager
-from . import collectives, handover
+from . import aten, collectives, handover
 
 
 def dispatch_report() -> dict[str, Any]:
@@ -15,8 +14,8 @@ def dispatch_report() -> dict[str, Any]:
 
     ``settings`` is their JSON with the policy that holds, and the origin of each value; ``counts`` is ``"operator
     implementation"`` → calls; ``decisions`` is operator → what ``fl explain --json`` prints; ``failed`` is operator →
-    ids; ``communication`` is group → collective → calls; ``manifest`` is what was frozen, or ``None``; ``aten`` says
-    which operators of PyTorch FlagGems replaces, see :func:`~fl_dispatch.backends.flaggems.aten.replacement.report`.
+    ids; ``communication`` is group → collective → calls; ``manifest`` is what was frozen, or ``None``; ``aten`` is
+    backend → which operators of PyTorch it replaces, see :class:`~fl_dispatch.replaced.ReplacementReport`.
     """
     manager = get_default_manager()
     manifest = manager.freezer.manifest
@@ -28,5 +27,5 @@ def dispatch_report() -> dict[str, Any]:
         "failed": {op: sorted(ids) for op, ids in manager.get_failed_impls().items()},
         "communication": collectives.report(),
         "manifest": None if manifest is None else manifest.as_data(),
-        "aten": replacement.report(),
+        "aten": aten.report(),
     }

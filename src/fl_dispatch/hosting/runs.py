@@ -11,9 +11,9 @@ from pathlib import Path
 
 from platformdirs import user_state_path
 
-from ..backends.flaggems.aten import replacement
 from ..errors import DispatchError
 from ..logger_manager import get_logger
+from . import aten
 from .private_file import write_private
 from .survey import Survey
 
@@ -60,7 +60,7 @@ def folder() -> Path:
 
 def record(host: str, model: str, survey: Survey, undispatched: dict[str, list[str]]) -> None:
     """Leave a file about this process. That it cannot be written is a WARNING, and nothing more."""
-    run = Run(host, os.getpid(), model, time.time(), survey.ours, survey.native, undispatched, replacement.describe())
+    run = Run(host, os.getpid(), model, time.time(), survey.ours, survey.native, undispatched, aten.describe())
     try:
         write_private(folder() / f"{run.pid}.json", json.dumps(asdict(run)), "the record of this run")
     except DispatchError as error:

@@ -29,7 +29,7 @@ from .situ_and_mul import SituAndMulBridge
 from .topk import TopKBridge
 from .xielu import XIELUBridge
 
-__all__ = ["BRIDGES", "NATIVE", "Bridge", "Row", "Unbridged", "fallen_through", "find"]
+__all__ = ["BRIDGES", "NATIVE", "PENDING", "Bridge", "Row", "Unbridged", "fallen_through", "find"]
 
 _LAYERS = "sglang.srt.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
@@ -87,6 +87,9 @@ BRIDGES = (
     Row(f"{_LAYERS}.quantization.unquant", "UnquantizedFusedMoEMethod", FusedMoEBridge),
 )
 
+_BEHIND_A_FUNCTION = "a kernel behind a function, not a layer; layers that call it in their own forward are ours"
+_FUSED = "several layers in one kernel; there is no operator for it"
+
 NATIVE = {
     "Llama4VisionRotaryEmbedding": "rotates by complex numbers, without positions",
     "DualChunkRotaryEmbedding": "rotates a query five times",
@@ -97,9 +100,35 @@ NATIVE = {
     "Indexer": "sparse attention; there is no operator for it",
     "IndexerKPool": "sparse attention; there is no operator for it",
     "QSAIndexer": "sparse attention; there is no operator for it",
+    "CompressorHip": "compressed sparse attention; there is no operator for it",
     "MultiPlatformOp": "a base class, which computes nothing",
+    "_GatedActivationOp": "a base class, which computes nothing",
+    "SiluAndMulOp": _BEHIND_A_FUNCTION,
+    "GeluAndMulOp": _BEHIND_A_FUNCTION,
+    "GeluTanhAndMulOp": _BEHIND_A_FUNCTION,
+    "ReLU2Op": _BEHIND_A_FUNCTION,
+    "QuickGELUOp": _BEHIND_A_FUNCTION,
+    "RMSNormOp": _BEHIND_A_FUNCTION,
+    "FusedAddRMSNormOp": _BEHIND_A_FUNCTION,
+    "GemmaRMSNormOp": _BEHIND_A_FUNCTION,
+    "GemmaFusedAddRMSNormOp": _BEHIND_A_FUNCTION,
+    "ClampPositionOp": "positions of a batch, which no layer computes",
+    "Fp8ScaledMMOp": "quantization is refused at start",
+    "_FusedNormFP4Quant": "quantization is refused at start",
+    "BeamAttentionGateOp": "a gate of attention's output; there is no operator for it",
+    "FusedRMSNormGate": "a norm with a gate; there is no operator for it",
+    "FusedPostExpertNormWeightedSumTRTLLM": "experts with a norm behind each; there is no operator for it",
+    "BeamSandwichResidualRMSNormOp": _FUSED,
+    "FusedPostNormResidualPreNorm": _FUSED,
+    "FusedQKNorm": _FUSED,
+    "sglang.multimodal_gen": "models that make images and videos; they are not served",
 }
-"""Classes below ``sglang.srt.layers`` that stay SGLang's, and why."""
+"""Classes that stay SGLang's, or all of a module, and why."""
+
+PENDING = {
+    "FusedMuseSparkRouting": "its routing could run grouped_topk with a bias; its model calls it as a function",
+}
+"""Classes that could run an operator of ours and do not yet, and what is missing."""
 
 _TABLE = {(row.module, row.name): row for row in BRIDGES}
 

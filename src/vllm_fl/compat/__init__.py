@@ -8,6 +8,7 @@ imports the module that it needs:
 ``detection``        what vLLM is told and asked before it has a platform
 ``accelerator``      ``torch.accelerator`` without an accelerator
 ``kernels``          the Triton kernels that the V1 model runner launches, on a CPU
+``model_runner``     which of vLLM's model runners a device without Triton gets
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``

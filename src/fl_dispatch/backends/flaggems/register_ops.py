@@ -5,12 +5,14 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
+from .aten import replacement
 from .flaggems import FlagGemsBackend
 from .impl import activation, custom_attention, experts, normalization, rotary
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register ``default.flagos`` for every operator of FlagGems, and ``default.fl`` for ``attention_backend``."""
+    """Register ``default.flagos`` for each operator, ``default.fl`` for ``attention_backend``, and its ATen kernels."""
+    registry.register_replacement(replacement)
     custom_attention.register(registry)
     registry.register_many(
         FlagGemsBackend().implementations(

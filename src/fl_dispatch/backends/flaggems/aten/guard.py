@@ -42,12 +42,10 @@ class State:
     Args:
         device: whose operators are replaced; it says whether a graph is being captured.
         strict: whether a wrong or failing kernel is an error.
-        disabled: called with an operator that is found wrong.
     """
 
     device: DeviceSpec
     strict: bool
-    disabled: Callable[[Guard], None]
     sealed: bool = False
     inside: threading.local = field(default_factory=threading.local)
 
@@ -239,7 +237,6 @@ class Guard:
         logger.warning("ATen operator '%s' is left to PyTorch, for FlagGems' %s %s", self.key, verb, self.why_disabled)
         if self.state.strict:
             raise DispatchError(f"strict: FlagGems' ATen operator '{self.key}' {verb} {self.why_disabled}")
-        self.state.disabled(self)
 
 
 def _text(error: Exception) -> str:

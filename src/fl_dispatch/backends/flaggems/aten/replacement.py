@@ -21,7 +21,7 @@ from fl_dispatch.backends.flaggems.library import gems
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.replaced import set_replaced_operators
+from fl_dispatch.replaced import ReplacementReport
 from fl_dispatch.settings import Settings
 
 from . import names
@@ -30,6 +30,9 @@ from .guard import Guard, State
 from .slot import Slot, slot_of
 
 logger = get_logger(__name__)
+
+NAME = "FlagGems"
+"""Of the replacement, see :class:`~fl_dispatch.replaced.AtenReplacement`: this module is one."""
 
 
 @dataclass
@@ -50,15 +53,6 @@ class Installation:
     slots: dict[str, Slot] = field(default_factory=dict)
     state: State | None = None
 
-    def publish(self) -> None:
-        """Tell the core what runs."""
-        running = {
-            f"aten::{key}": f"{guard.run.__module__}.{guard.run.__name__}"
-            for key, guard in self.guards.items()
-            if not guard.why_disabled
-        }
-        set_replaced_operators(running)
-
     def take_out(self, *keys: str) -> None:
         """Give operators back to PyTorch. A call that is under way ends as it began."""
         for key in keys:
@@ -68,8 +62,8 @@ class Installation:
         """Key → why it was taken out; sorted."""
         return {key: guard.why_disabled for key, guard in sorted(self.guards.items()) if guard.why_disabled}
 
-    def report(self) -> dict[str, Any]:
-        """The state as plain data, see :func:`report`."""
+    def report(self) -> ReplacementReport:
+        """The state as plain data."""
         running = {key: guard for key, guard in self.guards.items() if not guard.why_disabled}
         return {
             "why_not": self.why_not,
@@ -110,7 +104,6 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
             _current.why_not = _install(_current, settings, device)
         except Exception as error:  # FlagGems' own: it looks at devices, and opens a database, when it is imported
             _fail(settings, error)
-        _current.publish()
     if _current.why_not:
         level = logging.WARNING if _is_asked_for(settings) else logging.INFO
         logger.log(level, "ATen operators are PyTorch's own: %s", _current.why_not)
@@ -119,16 +112,17 @@ def replace(settings: Settings, device: DeviceSpec) -> str:
     return _current.why_not
 
 
-def settle() -> None:
-    """Take out what was found wrong, or was right for no arguments."""
+def operators() -> Mapping[str, str]:
+    """``aten::mm.out`` → FlagGems' function that runs."""
+    running = {key: guard.run for key, guard in _current.guards.items() if not guard.why_disabled}
+    return {f"aten::{key}": f"{function.__module__}.{function.__name__}" for key, function in running.items()}
+
+
+def settle() -> Mapping[str, str]:
+    """Take out what was found wrong, or was right for no arguments: key → why, those of earlier included."""
     for guard in _current.guards.values():
         guard.settle()
     _current.take_out(*(key for key in list(_current.slots) if _current.guards[key].why_disabled))
-    _current.publish()
-
-
-def wrong() -> dict[str, str]:
-    """Key → why every call of it is PyTorch's, for what FlagGems has and was put in place."""
     return _current.wrong()
 
 
@@ -148,7 +142,8 @@ def seal() -> None:
         return
     settle()
     _current.state.sealed = True
-    logger.info("%s", describe())
+    found = _current.report()
+    logger.info("ATen operators of FlagGems in place: %d; called: %d", len(found["replaced"]), len(found["calls"]))
 
 
 def remove() -> None:
@@ -156,33 +151,11 @@ def remove() -> None:
     global _current
     _current.take_out(*list(_current.slots))
     _current = Installation(_NOTHING)
-    set_replaced_operators({})
 
 
-def is_active() -> bool:
-    """Whether operators are replaced in this process."""
-    return not _current.why_not
-
-
-def report() -> dict[str, Any]:
-    """The replacement that is in place, as plain data.
-
-    ``why_not``; ``sealed``; ``replaced``: keys; ``calls``: key → how often FlagGems ran; ``native``: key → how often
-    PyTorch's kernel ran, for a kind of arguments that is new, or because FlagGems raised; ``waits``: keys that graphs
-    do not capture, because FlagGems waits for the device; ``declined``: key → for how many kinds of arguments FlagGems
-    raised, and what; those are PyTorch's; ``wrong`` and ``skipped``: key → why it is not replaced.
-    """
+def report() -> ReplacementReport:
+    """The replacement that is in place."""
     return _current.report()
-
-
-def describe() -> str:
-    """The same in one line."""
-    found = _current.report()
-    if found["why_not"]:
-        return f"none: {found['why_not']}"
-    called = ", ".join(f"{key} {calls}" for key, calls in found["calls"].items()) or "none"
-    wrong = f"; wrong and left to PyTorch: {', '.join(found['wrong'])}" if found["wrong"] else ""
-    return f"{len(found['replaced'])} replaced by FlagGems; called: {called}{wrong}"
 
 
 def _asked(settings: Settings) -> tuple[Any, ...]:
@@ -218,7 +191,7 @@ def _install(installation: Installation, settings: Settings, device: DeviceSpec)
     wanted = _wanted(installation, settings, table)
     if not wanted:
         return "the lists leave no ATen operator"
-    installation.state = State(device, settings.policy.strict, _note_disabled)
+    installation.state = State(device, settings.policy.strict)
     registrar = _registrar(frozenset(wanted), installation, device.dispatch_key)
     if settings.policy.flagos_whitelist is not None:
         library.only_enable(include=names.functions_of(wanted, table), registrar=registrar)
@@ -273,10 +246,6 @@ def _registrar(wanted: frozenset[str], installation: Installation, dispatch_key:
 def _declined(guard: Guard) -> str:
     last = next(reversed(guard.declined.values()))
     return f"{len(guard.declined)} kind{'s' if len(guard.declined) > 1 else ''} of arguments, last {last}"
-
-
-def _note_disabled(guard: Guard) -> None:
-    _current.publish()
 
 
 @cache

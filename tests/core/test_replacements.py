@@ -1,0 +1,116 @@
+"""A backend other than FlagGems replaces PyTorch's own operators: a worker's report, record and manifest name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from fl_dispatch import replaced
+from fl_dispatch.devices import CPU, DeviceSpec
+from fl_dispatch.errors import DispatchError, RegistrationError
+from fl_dispatch.hosting import aten
+from fl_dispatch.hosting.report import dispatch_report
+from fl_dispatch.registry import OpRegistry, Transaction
+from fl_dispatch.replaced import AtenReplacement, ReplacementReport, register_replacement, replaced_operators
+from fl_dispatch.settings import Settings
+
+
+@dataclass
+class Vendor:
+    """Replaces what it is told to."""
+
+    NAME: str = "Chip"
+    wanted: tuple[str, ...] = ("mm", "add.Tensor")
+    running: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    sealed: bool = False
+
+    def replace(self, settings: Settings, device: DeviceSpec) -> str:
+        self.running = {key: f"chip.{key}" for key in self.wanted if settings.enabled}
+        return "" if self.running else "dispatch is off"
+
+    def operators(self) -> Mapping[str, str]:
+        return {f"aten::{key}": run for key, run in self.running.items()}
+
+    def settle(self) -> Mapping[str, str]:
+        return self.wrong
+
+    def leave(self, operators: Mapping[str, str]) -> None:
+        for key, why in operators.items():
+            self.wrong[key] = why
+            self.running.pop(key, None)
+
+    def seal(self) -> None:
+        self.sealed = True
+
+    def report(self) -> ReplacementReport:
+        why_not = "" if self.running else "dispatch is off"
+        calls = dict.fromkeys(self.running, 3)
+        return ReplacementReport(why_not=why_not, sealed=self.sealed, replaced=sorted(self.running), calls=calls,
+                                 native={}, waits=[], declined={}, wrong=self.wrong, skipped={})  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, AtenReplacement]]:
+    """Only what a test registers, and the built-in backends when it makes a manager."""
+    found: dict[str, AtenReplacement] = {}
+    monkeypatch.setattr(replaced, "_registered", found)
+    yield found
+
+
+def test_a_workers_report_and_record_name_each_backend() -> None:
+    register_replacement(Vendor())
+    aten.replace(Settings(), CPU)
+    assert dispatch_report()["aten"]["Chip"]["replaced"] == ["add.Tensor", "mm"]
+    assert aten.describe().startswith("2 replaced by Chip; called: mm 3, add.Tensor 3; none by FlagGems: ")
+    assert replaced_operators() == {"aten::add.Tensor": "chip.add.Tensor", "aten::mm": "chip.mm"}
+    assert aten.is_active()
+
+
+def test_learning_ends_for_each_backend_and_what_is_wrong_elsewhere_is_left() -> None:
+    one, other = Vendor(), Vendor("Other", ("mul",))
+    register_replacement(one)
+    register_replacement(other)
+    aten.replace(Settings(), CPU)
+    assert not any(aten.settle().values())
+    aten.leave({"Chip": {"mm": "on rank 1: wrong"}})
+    aten.seal()
+    assert replaced_operators() == {"aten::add.Tensor": "chip.add.Tensor", "aten::mul": "chip.mul"}
+    assert aten.settle()["Chip"] == {"mm": "on rank 1: wrong"}
+    assert one.sealed
+    assert other.sealed
+
+
+def test_two_backends_cannot_replace_one_operator() -> None:
+    register_replacement(Vendor())
+    register_replacement(Vendor("Other", ("mm",)))
+    with pytest.raises(DispatchError, match="aten::mm is replaced by two backends, Chip and Other"):
+        aten.replace(Settings(), CPU)
+
+
+def test_nothing_is_active_where_every_backend_says_why_not() -> None:
+    register_replacement(Vendor())
+    aten.replace(Settings(enabled=False), CPU)
+    assert not aten.is_active()
+    assert aten.describe().startswith("none by Chip: dispatch is off; none by FlagGems: ")
+
+
+def test_a_name_has_one_replacement_and_the_same_may_come_again(registered: dict[str, AtenReplacement]) -> None:
+    chip = Vendor()
+    register_replacement(chip)
+    register_replacement(chip)
+    with pytest.raises(RegistrationError, match="'Chip' already"):
+        register_replacement(Vendor())
+    with pytest.raises(RegistrationError, match="'Chip' already"):
+        Transaction(OpRegistry(), "second").register_replacement(Vendor())
+    assert registered == {"Chip": chip}
+
+
+def test_a_backend_that_fails_leaves_no_replacement_behind(registered: dict[str, AtenReplacement]) -> None:
+    transaction = Transaction(OpRegistry(), "chip")
+    transaction.register_replacement(Vendor())
+    assert registered == {}
+    transaction.commit()
+    assert registered.keys() == {"Chip"}
