@@ -8,6 +8,7 @@ imports the module that it needs:
 ``detection``        what vLLM is told and asked before it has a platform
 ``accelerator``      ``torch.accelerator`` without an accelerator
 ``kernels``          the Triton kernels that the V1 model runner launches, on a CPU
+``streams``          ``torch.cuda``'s streams, events and graphs on a device whose PyTorch module is another
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
