@@ -103,7 +103,7 @@ def test_a_capture_is_what_the_devices_module_says(
 
 def test_a_capture_is_what_a_devices_own_hook_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "npu", SimpleNamespace(is_current_stream_capturing=lambda: False), raising=False)
-    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, torch_type="npu", is_capturing=lambda: True),))
+    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, is_capturing=lambda: True),))
     assert device.detect_device().captures()
     assert failures.is_capturing()
 
@@ -112,7 +112,7 @@ def test_a_device_that_cannot_say_whether_it_captures_counts_as_capturing(monkey
     def broken() -> bool:
         raise OSError("driver")
 
-    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, torch_type="npu", is_capturing=broken),))
+    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, is_capturing=broken),))
     assert failures.is_capturing()
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..devices import CPU, detect_device, device_specs
+from ..devices import CPU, detect_device, device_specs, load_failures
 from ..discovery import get_discovered_plugins
 from ..errors import DispatchError
 from ..hosting.runs import recorded
@@ -147,10 +147,12 @@ def _device(problems: list[str]) -> dict[str, str]:
     except DispatchError as error:
         problems.append(str(error))
         return {}
+    problems += load_failures()
     return {
         "device": device.name,
         "name": device.device_name(0),
         "torch device": device.torch_type,
+        "verified": "; ".join(f"under {host}: {what}" for host, what in device.verified.items()) or "never",
         "known devices": ", ".join(spec.name for spec in device_specs()),
         "threads": str(torch.get_num_threads()),
     }

@@ -45,7 +45,7 @@ def attribute(torch_type: str, *names: str) -> Callable[[int], int]:
     return ask
 
 
-def functions(torch_type: str) -> dict[str, Callable[..., Any]]:
+def functions(torch_type: str) -> dict[str, Any]:
     """The fields that nearly every module answers under the same names."""
     return {
         "manual_seed": hook(torch_type, "manual_seed_all"),

@@ -43,7 +43,7 @@ def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
 
 def unowned_view(tensor: Any) -> Any:
     """The same memory, without keeping it alive: the memory pool of captured graphs does that."""
-    if not isinstance(tensor, torch.Tensor) or tensor.is_cpu or not tensor.numel():
+    if not isinstance(tensor, torch.Tensor) or tensor.get_device() < 0 or not tensor.numel():
         return tensor
     memory = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())

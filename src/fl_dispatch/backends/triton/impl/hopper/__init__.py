@@ -51,9 +51,10 @@ def why_unavailable(device: torch.device) -> str:
 @functools.cache
 def _why_unavailable(device: torch.device, chip_features: bool) -> str:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if INTERPRETED or device_of(device.type) is not CUDA:
+    spec = device_of(device.type)
+    if INTERPRETED or spec.vendor != CUDA.vendor:
         return "not an NVIDIA GPU"
-    if (CUDA.capability(device.index or 0) or (0, 0))[0] != CAPABILITY:
+    if (spec.capability(device.index or 0) or (0, 0))[0] != CAPABILITY:
         return f"the device is not of compute capability {CAPABILITY}"
     reason = ""
     if not chip_features:
