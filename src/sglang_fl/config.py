@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fl_dispatch.devices import DeviceSpec
-from fl_dispatch.hosting import collectives, handover
+from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
@@ -89,8 +89,10 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     """Where the user chose nothing, what runs on this device."""
+    multiple = kv_layout.wish().multiple
     defaults = {
         "device": device.torch_type,
+        **({"page_size": multiple} if multiple > 1 else {}),
         "attention_backend": ATTENTION,
         "sampling_backend": "pytorch",
     }
