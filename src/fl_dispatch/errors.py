@@ -33,6 +33,22 @@ class ConfigFileNotFoundError(ConfigError, FileNotFoundError):
     __str__ = Exception.__str__  # OSError's own would print the two bases' fields
 
 
+class DeviceError(DispatchError, ValueError):
+    """A device's spec is wrong, or PyTorch cannot use the device that it describes.
+
+    Args:
+        device: the spec's name.
+        problem: what is wrong with it, and what would be right.
+    """
+
+    def __init__(self, device: str, problem: str) -> None:
+        self.device, self.problem = device, problem
+        super().__init__(f"device '{device}': {problem}")
+
+    def __reduce__(self) -> tuple[type[DeviceError], tuple[str, str]]:
+        return type(self), (self.device, self.problem)
+
+
 class RegistrationError(DispatchError, ValueError):
     """An implementation cannot be registered: a duplicate id, or a signature that differs from the declaration."""
 

@@ -235,6 +235,8 @@ class OpManager:
     def set_facts(self, **facts: Any) -> None:
         """State facts about the process that implementations may require, such as ``kv_layout="NHD"``.
 
+        A fact that is a ``frozenset`` is each of its members at once, such as all the numbers that divide a block.
+
         Raises:
             DispatchFrozenError: the facts would change what is frozen.
         """

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-FACTS = {"kv_layout": "NHD"}
-"""What attention implementations may require of the cache: slots, then heads, then dimensions."""
-
 
 @dataclass(frozen=True)
 class AttentionFLMetadata:
@@ -107,6 +104,8 @@ class AttentionFLBackend(AttentionBackend):
         """Keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        if keys.dim() == 4:  # pages already: another layout than SGLang's
+            return keys, values
         return keys.unflatten(0, (-1, self.page_size)), values.unflatten(0, (-1, self.page_size))
 
     def _run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from fl_dispatch.backends.triton.availability import why_unserved
 from fl_dispatch.hosting.host_facts import check
 from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger
@@ -48,7 +49,7 @@ def _last_locations(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) 
 
 
 def _cap_logits(original: Any, logits: Any, cap: float) -> Any:
-    return logits.div_(cap).tanh_().mul_(cap) if logits.is_cpu else original(logits, cap)
+    return logits.div_(cap).tanh_().mul_(cap) if why_unserved() else original(logits, cap)
 
 
 def dispatch_target() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fl_dispatch.devices import DeviceSpec
-from fl_dispatch.hosting import collectives, handover
+from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
         if present:
             raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {model.model_path})")
     for backend in sorted({*attention_backends()} - {ATTENTION}):
-        if device.torch_type == "cpu" and backend != "torch_native":
+        if not device.accelerator and backend != "torch_native":
             raise ValueError(
                 f"the attention backend '{backend}' cannot run on {device.name} (model {model.model_path})"
             )
@@ -89,8 +89,10 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     """Where the user chose nothing, what runs on this device."""
+    multiple = kv_layout.wish().multiple
     defaults = {
         "device": device.torch_type,
+        **({"page_size": multiple} if multiple > 1 else {}),
         "attention_backend": ATTENTION,
         "sampling_backend": "pytorch",
     }
@@ -101,11 +103,11 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
             setattr(args, field, value)
     if args.attention_backend == COMPILED_ATTENTION:  # SGLang has set it itself, before it asks the platform
         _set(args, "attention_backend", ATTENTION, f"'{COMPILED_ATTENTION}' needs SGLang's compiled CPU kernels")
-    if not device.graphs:
-        _set(args, "disable_cuda_graph", True, f"{device.name} has no graphs to capture")
+    no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
+    _set(args, "disable_cuda_graph", True, no_graphs)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
-    if device.torch_type == "cpu":
+    if not device.accelerator:
         _cpu_defaults(args)
 
 

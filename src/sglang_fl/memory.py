@@ -11,9 +11,39 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.utils import get_num_new_pages
 from torch import Tensor
 
+from fl_dispatch.hosting import kv_layout
+from fl_dispatch.hosting.kv_layout import KVLayout
+
+DEFAULT = KVLayout.parse("(NHD|NHD)")
+"""SGLang's own: a tensor of keys and a tensor of values for each layer."""
+
+_in_force = DEFAULT
+
+
+def choose(page_size: int) -> KVLayout:
+    """Decide how the cache lies, from the policy, and state it to the dispatch core with the pages' size."""
+    global _in_force
+    _in_force = kv_layout.wish().layout or DEFAULT
+    kv_layout.state(_in_force, page_size)
+    return _in_force
+
 
 class KVPoolFL(MHATokenToKVPool):
-    """Keys and values ``[slots, kv_heads, head_size]`` of each layer; attention writes them by ``kv_cache_write``."""
+    """Keys and values ``[slots, kv_heads, size]`` of each layer; attention writes them by ``kv_cache_write``.
+
+    Where implementations need another layout they are views ``[pages, page_size, kv_heads, size]`` of one tensor, which
+    nothing else of what is served reads.
+    """
+
+    def _create_buffers_normal(self) -> None:
+        if _in_force == DEFAULT:
+            super()._create_buffers_normal()
+            return
+        pages, sizes = self.size // self.page_size + 1, (self.head_dim, self.v_head_dim)  # one page takes padding
+        shape = (pages, self.page_size * self.head_num * sum(sizes))
+        layers = [torch.zeros(shape, dtype=self.store_dtype, device=self.device) for _ in range(self.layer_num)]
+        views = [_in_force.split(memory, self.page_size, self.head_num, *sizes) for memory in layers]
+        self.k_buffer, self.v_buffer = ([pair[part] for pair in views] for part in (0, 1))
 
 
 class MLAPoolFL(MLATokenToKVPool):

@@ -30,10 +30,10 @@ class PlatformFL(SRTPlatform):
     # -- the device ---------------------------------------------------------------------------------------------------
 
     def get_device(self, device_id: int = 0) -> str:
-        return DEVICE.torch_type if DEVICE.torch_type == "cpu" else f"{DEVICE.torch_type}:{device_id}"
+        return DEVICE.place(device_id)
 
     def set_device(self, device: torch.device) -> None:
-        if DEVICE.torch_type != "cpu":
+        if DEVICE.accelerator:
             torch.accelerator.set_device_index(device)
 
     def get_device_name(self, device_id: int = 0) -> str:
@@ -69,7 +69,7 @@ class PlatformFL(SRTPlatform):
         return DEVICE.dist_backend
 
     def get_torch_profiler_activity_str(self) -> str:
-        return "CPU" if DEVICE.torch_type == "cpu" else DEVICE.torch_type.upper()
+        return DEVICE.torch_type.upper()
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         found = torch.profiler.ProfilerActivity.CPU
@@ -117,6 +117,7 @@ class PlatformFL(SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """The parent's last step before processes start: raises what is wrong, sets defaults, leaves our settings."""
         startup.activate()
+        startup.warn_of_unverified_device()
         config.apply_defaults(server_args, DEVICE)
         config.refuse_unsupported(server_args, DEVICE)
         config.hand_over()

@@ -11,7 +11,7 @@ from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import attention, config, distributed, hooks, layers
+from . import config, distributed, hooks, layers, memory
 from .version import host_version
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     hooks.refuse_unhooked()
     config.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
-    manager.set_facts(**attention.FACTS)
+    memory.choose(runner.page_size)
     manager.ensure_initialized()
     result = original(runner, *args, **kwargs)
     layers.warn_of_unknown_names(settings)

@@ -7,6 +7,7 @@ scheduler process when it imports the model runner. Both are before a model load
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from importlib.metadata import entry_points
@@ -26,9 +27,6 @@ PLATFORM = "sglang_fl.platform.PlatformFL"
 PLATFORM_GROUP = "sglang.srt.platforms"
 PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
 """Under SGLang a variable of ours may begin with either; the first is read first."""
-
-SERVED_DEVICES = ("cpu",)
-"""PyTorch device types that were served."""
 
 _stored: Exception | None = None
 
@@ -60,16 +58,28 @@ def detect() -> str | None:
         # Said at once, because SGLang may stop for a reason of its own before activate() runs.
         logger.error("start-up will stop, because of %s: %s", type(error).__name__, error)
         return PLATFORM
-    logger.info("sglang_fl is %s: %s", "active" if active else "not active", reason)
+    level = logging.INFO if active or not _stepped_aside() else logging.WARNING
+    logger.log(level, "sglang_fl is %s: %s", "active" if active else "not active", reason)
     return PLATFORM if active else None
+
+
+def _stepped_aside() -> bool:
+    """Whether the device, and not the user, keeps the plugin from running."""
+    return HOST.name in detect_device().left_to_host
+
+
+@cache
+def warn_of_unverified_device() -> None:
+    """One WARNING where nobody has verified this machine's device under SGLang."""
+    if reason := detect_device().unverified(HOST.name):
+        logger.warning("%s: compare tokens before you rely on it (docs/chips.md)", reason)
 
 
 def _judge() -> tuple[bool, str]:
     """Whether to activate, and why."""
     device, settings = detect_device(), get_settings()
-    if device.torch_type not in SERVED_DEVICES:
-        served = ", ".join(SERVED_DEVICES)
-        return False, f"device '{device.name}' is not served yet (served: {served}); SGLang's own platform runs"
+    if _stepped_aside():
+        return False, f"device '{device.name}' is not served: {device.left_to_host[HOST.name]}"
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         raise ConfigError(
             "environment variable SGLANG_USE_CPU_ENGINE", None, "selects SGLang's compiled CPU kernels, which "

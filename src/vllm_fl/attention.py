@@ -199,7 +199,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor."""
         if kv_cache is not self._split[0]:
-            self._split = (kv_cache, *self.kv_layout.split(kv_cache, self.head_size))
+            self._split = (kv_cache, *kv_layout.split(self.kv_layout, kv_cache, self.head_size))
         return self._split[1], self._split[2]
 
     def do_kv_cache_update(
@@ -277,7 +277,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
+        return [MultipleOf(kv_layout.block_multiple())]
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices import CPP, TRITON, DeviceSpec
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PASS_MANAGER = "vllm_fl.passes.PassManagerFL"
-DEFAULT_BACKEND = "inductor"
+DEFAULT_BACKEND, WITHOUT_INDUCTOR = "inductor", "eager"
 MANIFEST_KEY = "fl_dispatch_manifest"
 """Where vLLM's ``additional_config``, a part of its compile-cache key, carries the hash of the frozen choices."""
 
@@ -38,13 +38,28 @@ def is_compiled(vllm_config: VllmConfig) -> bool:
     return vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
 
 
+def model_backend(device: DeviceSpec) -> str:
+    """The compilation backend for models on a device."""
+    return WITHOUT_INDUCTOR if device.inductor is None else DEFAULT_BACKEND
+
+
+def helper_backend(device: DeviceSpec) -> str:
+    """The backend for vLLM's small helper functions, which then need no C++ compiler at run time."""
+    return DEFAULT_BACKEND if device.inductor == TRITON else WITHOUT_INDUCTOR
+
+
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
 def refuse_missing_compiler(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Raise ``ValueError`` if Inductor is asked for and cannot build code for this device."""
     inductor = is_compiled(vllm_config) and vllm_config.compilation_config.backend == DEFAULT_BACKEND
-    if inductor and device.torch_type == "cpu" and (missing := _missing_for_inductor()):
+    if inductor and device.inductor is None:
+        raise ValueError(
+            f"Inductor writes no code for {device.name}; choose the compilation backend '{WITHOUT_INDUCTOR}', or leave "
+            "compilation off (enforce_eager)"
+        )
+    if inductor and device.inductor == CPP and (missing := _missing_for_inductor()):
         raise ValueError(
             f"compilation with Inductor needs {missing} on {device.name}; install it, or choose the compilation "
             "backend 'eager', or leave compilation off (enforce_eager)"
@@ -86,7 +101,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
             compilation.compile_sizes,
         )
     compilation.compile_sizes = sizes  # vLLM leaves None where graphs are not captured, and then finds no graph
-    if device.torch_type == "cpu" and compilation.inductor_compile_config.get("combo_kernels"):
+    if device.inductor == CPP and compilation.inductor_compile_config.get("combo_kernels"):
         logger.info("CompilationConfig.inductor_compile_config: combo_kernels is off, because they are for GPUs")
         compilation.inductor_compile_config["combo_kernels"] = False
 

@@ -19,7 +19,7 @@ from fl_dispatch import (
     get_default_manager,
     get_policy,
 )
-from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices import TRITON, DeviceSpec
 from fl_dispatch.hosting import collectives, handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.selection.decision import select
@@ -27,6 +27,7 @@ from fl_dispatch.settings import Settings, get_settings
 
 from . import compile, startup
 from .compat import attention_class, models
+from .host import HOST
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -60,8 +61,8 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         if present:
             where = "" if model is None else f" (model {model.model})"
             raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
-    if device.torch_type == "cpu" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-        raise ValueError("vllm_fl runs vLLM's V1 model runner on a CPU; unset VLLM_USE_V2_MODEL_RUNNER")
+    if "v2" not in device.model_runners and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+        raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(attention_backend_path(model.use_mla))
         _refuse_native_experts(model)
@@ -188,14 +189,21 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly on a CPU."""
+    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
+
+    They are compiled only where Inductor writes kernels of Triton's, and graphs are captured only where somebody
+    verified the device.
+    """
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
-    if compilation.mode is None and device.torch_type == "cpu":
+    if compilation.mode is None and device.inductor != TRITON:
         compilation.mode = CompilationMode.NONE
+    if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
+        reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
     if compilation.cudagraph_mode is not None and not device.graphs:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, f"{device.name} has no graphs to capture")
 
@@ -204,18 +212,22 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     """Set what the worker needs; with ``native`` vLLM treats the platform as its own."""
     parallel = vllm_config.parallel_config
     if parallel.worker_cls == "auto":
-        parallel.worker_cls = CPU_WORKER if device.torch_type == "cpu" else GPU_WORKER
+        parallel.worker_cls = device.workers.get(HOST.name, GPU_WORKER if device.accelerator else CPU_WORKER)
     if not native:
         reason = "it is a CUDA kernel"
-        if device.vendor == "cuda" and parallel.tensor_parallel_size > 1:
+        if HOST.name in device.native_platforms and parallel.tensor_parallel_size > 1:
             reason += "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which decodes faster with several GPUs (docs/gpu.md)"
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
-    if device.torch_type == "cpu":
-        _adapt_to_cpu(vllm_config, device)
-    else:
+    if not device.forks:
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may hold a device context
+    if "v2" not in device.model_runners:
+        _keep_to_v1(vllm_config)
+    if device.accelerator:
         _adapt_graphs(vllm_config)
+    else:
+        _adapt_to_host(vllm_config, device)
 
 
 def _adapt_graphs(vllm_config: VllmConfig) -> None:
@@ -244,12 +256,16 @@ def _references(operators: Sequence[str]) -> list[str]:
     return found
 
 
-def _adapt_to_cpu(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
+def _keep_to_v1(vllm_config: VllmConfig) -> None:
     if vllm_config.use_v2_model_runner:
         raise ValueError(
             "vllm_fl runs vLLM's V1 model runner, but something in this configuration forces the V2 runner"
         )
+
+
+def _adapt_to_host(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """The device is the host itself: nothing is asynchronous there, and the workers share its cores."""
+    _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // workers_here(vllm_config))
         logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)

@@ -1,74 +1,33 @@
-"""How a page of vLLM's KV cache holds keys and values: decided once, when a worker starts, from the policy.
+"""How vLLM's KV cache lies in memory: decided once, when a worker starts, from the policy.
 
 vLLM hands a layer its cache as one tensor ``[blocks, kv_heads, block_size, head_size + head_size_v]`` and does not look
-inside a page. So a page may be laid out as the chosen kernels want it, and all other implementations, which take views
-in any strides, share it with them. An implementation asks for a layout with ``requires={"kv_layout": NAME}``.
+inside a block. So a block may be laid out as the chosen kernels want it, and all other implementations, which take
+views in any strides, share it with them. :mod:`fl_dispatch.hosting.kv_layout` has the layouts and who decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fl_dispatch import get_default_manager, get_policy
+from fl_dispatch.hosting import kv_layout
+from fl_dispatch.hosting.kv_layout import KVLayout
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.selection.decision import select
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = get_logger(__name__)
 
-OPERATORS = ("paged_attention", "kv_cache_write")
+DEFAULT = KVLayout.parse("NHD")
+HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
+"""First axis of the keys → vLLM's name of the order of its tensor in memory, and the same as a permutation.
 
+A block is one piece in both; vLLM only has to name one.
+"""
 
-@dataclass(frozen=True)
-class KVLayout:
-    """One layout of a page.
-
-    Args:
-        name: the fact that implementations require: order of a block's axes in memory (slots N, heads H, dimensions D),
-            of keys and of values where they differ.
-        host_name: vLLM's name of the order that its tensor must have in memory.
-        stride_order: the same as a permutation of the tensor's four axes.
-        split: vLLM's tensor and the head size → keys and values as views ``[blocks, block_size, kv_heads, size]``.
-    """
-
-    name: str
-    host_name: str
-    stride_order: tuple[int, int, int, int]
-    split: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-
-
-def _side_by_side(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """The value of a slot and head lies behind its key."""
-    return kv_cache[..., :head_size].transpose(1, 2), kv_cache[..., head_size:].transpose(1, 2)
-
-
-def _keys_transposed(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """A head's part of a page is ``[head_size, block_size]`` keys, then ``[block_size, head_size_v]`` values."""
-    blocks, heads, block_size, size = kv_cache.shape
-    page = kv_cache.view(blocks, heads, block_size * size)
-    keys, values = page[..., : head_size * block_size], page[..., head_size * block_size :]
-    return (
-        keys.unflatten(-1, (head_size, block_size)).permute(0, 3, 1, 2),
-        values.unflatten(-1, (block_size, size - head_size)).transpose(1, 2),
-    )
-
-
-DEFAULT = KVLayout("NHD", "LBNHC", (0, 2, 1, 3), _side_by_side)
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        DEFAULT,
-        KVLayout("HDN/HND", "LBHNC", (0, 1, 2, 3), _keys_transposed),  # the compiled kernels of vLLM's CPU build
-    )
-}
-
-_in_force = DEFAULT
+_in_force, _multiple = DEFAULT, 1
 
 
 def in_force() -> KVLayout:
@@ -76,27 +35,37 @@ def in_force() -> KVLayout:
     return _in_force
 
 
-def choose(vllm_config: VllmConfig) -> KVLayout:
-    """Decide the layout, and state it to the dispatch core as the fact ``kv_layout``.
+def block_multiple() -> int:
+    """The number of which the slots of a block have to be a multiple."""
+    return _multiple
 
-    It is the one that the first implementation in the policy's order requires, of attention before that of writing;
-    for an operator with conditional rules the first rule counts whose choice requires one. The default stays where
-    none requires any, and where pages go to other instances, which read them as vLLM describes them.
+
+def host_order() -> tuple[str, tuple[int, int, int, int]]:
+    """vLLM's name of the order that its tensor has in memory, and the same as a permutation of its four axes."""
+    return HOST_ORDERS.get(_in_force.keys[0], HOST_ORDERS["N"])
+
+
+def choose(vllm_config: VllmConfig) -> KVLayout:
+    """Decide layout and block size, and state them to the dispatch core.
+
+    The default layout stays where nobody needs another, and where blocks go elsewhere (to other instances, to other
+    memory), because who reads them there knows vLLM's own order. A block size that the user chose stays, too.
     """
-    global _in_force
-    _in_force = DEFAULT if vllm_config.kv_transfer_config is not None else _wanted()
-    get_default_manager().set_facts(kv_layout=_in_force.name)
+    global _in_force, _multiple
+    wish, cache = kv_layout.wish(), vllm_config.cache_config
+    travel = vllm_config.kv_transfer_config is not None
+    if travel and wish.layout is not None:
+        logger.warning("KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, wish.layout.name)
+    _in_force = DEFAULT if travel or wish.layout is None else wish.layout
+    fixed = cache.block_size if cache.user_specified_block_size else None
+    _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
+    usual = type(cache).DEFAULT_BLOCK_SIZE
+    block_size = fixed or (usual if usual % _multiple == 0 else _multiple)
+    kv_layout.state(_in_force, block_size)
     return _in_force
 
 
-def _wanted() -> KVLayout:
-    manager, policy = get_default_manager(), get_policy()
-    manager.ensure_initialized()
-    for op in OPERATORS:
-        decision = select(op, manager.registry.get_implementations(op), policy)
-        for branch in decision.branches:
-            name = branch.candidates[0].requires.get("kv_layout") if branch.candidates else None
-            if name in LAYOUTS:
-                logger.info("KV cache layout %s: '%s' of '%s' needs it", name, branch.candidates[0].impl_id, op)
-                return LAYOUTS[name]
-    return DEFAULT
+def split(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer as views ``[blocks, block_size, kv_heads, size]`` of vLLM's tensor."""
+    _, heads, block_size, size = kv_cache.shape
+    return layout.split(kv_cache, block_size, heads, head_size, size - head_size)

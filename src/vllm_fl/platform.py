@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
+from fl_dispatch.backends.triton.availability import why_unserved
 from fl_dispatch.devices import detect_device
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
 from . import compile, config, startup
 from .compat import accelerator, kernels
+from .host import HOST
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,10 +28,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 DEVICE = detect_device()
-
-RAY_RESOURCES = {"npu": "NPU"}
-"""PyTorch device type → what Ray calls it. Ray places workers by accelerators, so a machine without any needs to be
-started with as many as it shall have workers (``ray start --num-gpus``)."""
+GRAPH_WRAPPER = "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
 
 def _capability(device_id: int = 0) -> DeviceCapability | None:
@@ -87,6 +86,7 @@ class Dispatching:
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         accelerator.silence_accelerator()
         startup.activate()
+        startup.warn_of_unverified_device()
         config.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE, native=cls.native)
         config.pack_settings(vllm_config)
@@ -100,10 +100,11 @@ class PlatformFL(Dispatching, Platform):
     device_type = DEVICE.torch_type
     dispatch_key = DEVICE.dispatch_key
     dist_backend = DEVICE.dist_backend
-    ray_device_key = RAY_RESOURCES.get(DEVICE.torch_type, "GPU")
+    # Ray places workers by accelerators: a machine without any is started with as many as it shall have workers
+    # (``ray start --num-gpus``).
+    ray_device_key = DEVICE.ray_resource
     device_control_env_var = DEVICE.visible_devices or Platform.device_control_env_var
-    # vLLM's small helper functions then need no C++ compiler at run time
-    simple_compile_backend = "eager" if DEVICE.torch_type == "cpu" else compile.DEFAULT_BACKEND
+    simple_compile_backend = compile.helper_backend(DEVICE)
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        if DEVICE.torch_type != "cpu":
+        if DEVICE.accelerator:
             torch.accelerator.set_device_index(device)
 
     @classmethod
@@ -143,7 +144,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if dtype not in DEVICE.dtypes:
             raise ValueError(f"vllm_fl does not support models of dtype {dtype} on {DEVICE.name}")
 
     @classmethod
@@ -152,7 +153,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        if DEVICE.torch_type == "cpu":
+        if why_unserved():
             kernels.replace_kernels()
 
     # -- what vLLM may use --------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+        return DEVICE.graph_wrapper.get(HOST.name, GRAPH_WRAPPER)
 
     @classmethod
     def use_custom_op_collectives(cls) -> bool:
@@ -179,7 +180,7 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def get_compile_backend(cls) -> str:
-        return compile.DEFAULT_BACKEND  # for models; simple_compile_backend is for vLLM's helper functions
+        return compile.model_backend(DEVICE)  # for models; simple_compile_backend is for vLLM's helper functions
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:

@@ -6,6 +6,7 @@ keeps an error instead, and :func:`activate`, which runs where vLLM does not wra
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -22,12 +23,8 @@ from .host import HOST
 logger = get_logger(__name__)
 
 PLATFORM = "vllm_fl.platform.PlatformFL"
-CUDA_PLATFORM = "vllm_fl.platform_cuda.CudaPlatformFL"
 DISPATCHING = "vllm_fl.platform.Dispatching"
 PLATFORM_GROUP = "vllm.platform_plugins"
-SERVED_DEVICES = ("cpu", "cuda")
-"""PyTorch device types that the worker can start on."""
-
 CONFIG_KEY = "fl_dispatch"
 """Where vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
 
@@ -50,19 +47,25 @@ def _decide() -> str | None:
     except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
         _stored = error
         active, reason = True, f"start-up will stop, because of {type(error).__name__}: {error}"
-    logger.info("vllm_fl is %s: %s", "active" if active else "not active", reason)
+    level = logging.INFO if active or not _stepped_aside() else logging.WARNING
+    logger.log(level, "vllm_fl is %s: %s", "active" if active else "not active", reason)
     if not active:
         return None
-    native = _stored is None and get_settings().native_platform and detect_device().torch_type == "cuda"
-    return CUDA_PLATFORM if native else PLATFORM
+    if _stored is None and get_settings().native_platform:
+        return detect_device().native_platforms.get(HOST.name, PLATFORM)
+    return PLATFORM
+
+
+def _stepped_aside() -> bool:
+    """Whether the device, and not the user, keeps the plugin from running."""
+    return HOST.name in detect_device().left_to_host
 
 
 def _judge() -> tuple[bool, str]:
     """Whether to activate, and why."""
     device, settings = detect_device(), get_settings()
-    if device.torch_type not in SERVED_DEVICES:
-        served = ", ".join(SERVED_DEVICES)
-        return False, f"device '{device.name}' is not served yet (served: {served}); vLLM's own platform runs"
+    if _stepped_aside():
+        return False, f"device '{device.name}' is not served: {device.left_to_host[HOST.name]}"
     if not settings.policy.enabled:
         in_tree = detection.in_tree_platform()
         if in_tree is not None:
@@ -71,6 +74,13 @@ def _judge() -> tuple[bool, str]:
     others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("vllm_fl:")]
     beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
     return True, f"device '{device.name}' ({device.device_name(0)}){beside}"
+
+
+@cache
+def warn_of_unverified_device() -> None:
+    """One WARNING where nobody has verified this machine's device under vLLM."""
+    if reason := detect_device().unverified(HOST.name):
+        logger.warning("%s: compare tokens before you rely on it (docs/chips.md)", reason)
 
 
 def raise_stored() -> None:
@@ -106,7 +116,7 @@ def register_ops() -> None:
 
 
 def _prepare_host() -> None:
-    if detect_device().torch_type == "cpu":
+    if "v2" not in detect_device().model_runners:
         model_runner.do_without_triton()
 
 

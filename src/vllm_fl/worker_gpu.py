@@ -1,4 +1,4 @@
-"""The worker on a GPU: vLLM's own model runners (V1 and V2), memory profile, compilation and graphs.
+"""The worker on an accelerator: vLLM's own model runners (V1 and V2), memory profile, compilation and graphs.
 
 vLLM compiles in the first full batch, when it measures memory, and captures graphs when the KV cache is there. So the
 choices are fixed before the former, after some eager batches in which implementations have proven themselves. Those
@@ -8,19 +8,25 @@ ends the start.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from fl_dispatch.devices import DeviceSpec, detect_device
 from fl_dispatch.hosting import aten
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, warm_up
-from .compat import library
+from .compat import library, streams
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -32,7 +38,35 @@ class GPUWorkerFL(WorkerFL):
     def init_device(self) -> None:
         if current_platform.is_out_of_tree():
             library.do_without_library()
-        super().init_device()
+        device = detect_device()
+        if not device.is_foreign:
+            super().init_device()
+            return
+        streams.lend_names(device)
+        self._init_foreign_device(device)
+
+    def _init_foreign_device(self, device: DeviceSpec) -> None:
+        """What vLLM does for devices that PyTorch calls ``cuda``, for one of any type."""
+        parallel = self.parallel_config
+        if parallel.distributed_executor_backend not in ("ray", "external_launcher"):
+            replica = parallel.data_parallel_rank_local or 0
+            self.local_rank += replica * parallel.pipeline_parallel_size * parallel.tensor_parallel_size
+        if self.local_rank >= device.device_count():
+            raise ValueError(
+                f"rank {self.local_rank} of this machine has no device: {device.name} has {device.device_count()}"
+            )
+        self.device = torch.device(device.place(self.local_rank))
+        current_platform.set_device(self.device)
+        current_platform.check_if_supports_dtype(self.model_config.dtype)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
+        )
+        set_random_seed(self.model_config.seed)
+        gc.collect()
+        torch.accelerator.empty_cache()
+        self.init_snapshot = MemorySnapshot(device=self.device)  # after the collectives took theirs
+        self.requested_memory = request_memory(self.init_snapshot, self.cache_config)
+        self._init_workspace_and_model_runner()
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:

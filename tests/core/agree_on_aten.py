@@ -21,7 +21,7 @@ from fl_dispatch.hosting import ranks
 from fl_dispatch.replaced import register_replacement
 from fl_dispatch.settings import Settings
 
-CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip")
+CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip", triton=True)
 
 
 def add(a: Tensor, b: Tensor | float, *, alpha: float = 1) -> Tensor:

@@ -36,7 +36,7 @@ from fl_dispatch.replaced import register_replacement, replaced_operators
 from fl_dispatch.settings import Settings, load_settings
 
 capturing = False
-CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip", is_capturing=lambda: capturing)
+CHIP = dataclasses.replace(CPU, name="chip", torch_type="chip", triton=True, is_capturing=lambda: capturing)
 """A device of its own whose tensors are the CPU's, and which captures graphs while :data:`capturing` is set."""
 TABLE = {key: fn.__name__ for key, fn in CONFIG}
 A, B = torch.randn(3, 4), torch.randn(4, 5)
@@ -78,8 +78,8 @@ ASKED = {"aten_replacement": True}
         (CHIP, {"batch_invariant": True, **ASKED}, "batch invariance"),
         (CHIP, {"flagos_whitelist": {"silu_and_mul", "rms_norm"}, **ASKED}, "names no ATen operator"),
         (CHIP, {"flagos_whitelist": {"silu_and_mul", "mm"}}, ""),
-        (CPU, ASKED, "no kernels for a CPU"),
-        (CUDA, {}, "on NVIDIA GPUs only"),
+        (CPU, ASKED, "no kernels for device 'cpu'"),
+        (CUDA, {}, "on device 'cuda' only"),
         (CUDA, ASKED, ""),
         (CUDA, {"flagos_whitelist": {"mm"}}, ""),
         (CUDA, {"flagos_whitelist": {"mm"}, "aten_replacement": False}, "aten_replacement is off"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fl_dispatch.backends.triton.impl import attention, hopper, mla_prefill
+from fl_dispatch.devices import CUDA
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.settings import reset_settings
 from gluon_on_cpu import Machine, Pointer
@@ -286,7 +288,6 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
     monkeypatch.setattr(hopper, "INTERPRETED", False)
     monkeypatch.setattr(hopper, "_launcher", lambda: None)
     monkeypatch.setattr(hopper, "_latent_launcher", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     for version, capability, why in (
         ("3.6.0", (9, 0), ""),
         ("3.6.1+git1234", (9, 0), ""),
@@ -294,7 +295,7 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
         ("3.6.0", (10, 0), "the device is not of compute capability 9"),
     ):
         monkeypatch.setattr(hopper.triton, "__version__", version)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(hopper, "device_of", lambda kind: replace(CUDA, capability=lambda index: capability))
         hopper._why_unavailable.cache_clear()
         assert hopper.why_unavailable(torch.device("cuda", 0)) == why
     hopper._why_unavailable.cache_clear()
@@ -304,9 +305,8 @@ def test_chip_features_off_takes_the_plain_kernel_from_then_on(monkeypatch: pyte
     monkeypatch.setattr(hopper, "INTERPRETED", False)
     monkeypatch.setattr(hopper, "_launcher", lambda: None)
     monkeypatch.setattr(hopper, "_latent_launcher", lambda: None)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(hopper.triton, "__version__", "3.6.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "device_of", lambda kind: replace(CUDA, capability=lambda index: (9, 0)))
     hopper._why_unavailable.cache_clear()
     assert hopper.why_unavailable(torch.device("cuda", 0)) == ""
     monkeypatch.setenv("VLLM_FL_CHIP_FEATURES", "0")

@@ -12,22 +12,26 @@ import pytest
 import torch
 
 from fl_dispatch import devices as device
+from fl_dispatch.devices import cpu, detect
 from fl_dispatch.knowledge import failures
+
+
+def forget() -> None:
+    for found in (detect._packages, device.device_specs, device.detect_device, device.device_of):
+        found.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    device.device_specs.cache_clear()
-    device.detect_device.cache_clear()
+    forget()
     yield
-    device.device_specs.cache_clear()
-    device.detect_device.cache_clear()
+    forget()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
     """Pretend that packages with these entry points are installed."""
     points = [EntryPoint(name, value, device.DEVICE_GROUP) for name, value in targets.items()]
-    monkeypatch.setattr(device, "entry_points", lambda group: points if group == device.DEVICE_GROUP else [])
+    monkeypatch.setattr(detect, "entry_points", lambda group: points if group == device.DEVICE_GROUP else [])
 
 
 DRAGON = replace(device.CPU, name="dragon", vendor="dragon", priority=100)
@@ -46,9 +50,12 @@ def test_without_an_accelerator_it_is_the_cpu() -> None:
         assert device.detect_device() is device.CPU
 
 
-def test_the_order_is_packages_then_ascend_then_cuda_then_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_come_first_and_what_looks_like_cuda_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, dragon=f"{__name__}:DRAGON")
-    assert [spec.name for spec in device.device_specs()] == ["dragon", "ascend", "cuda", "cpu"]
+    names = [spec.name for spec in device.device_specs()]
+    assert names[0] == "dragon"
+    assert names[-2:] == ["cuda", "cpu"]
+    assert all(names.index(spec.name) < names.index("cuda") for spec in device.OTHERS)
 
 
 @pytest.mark.parametrize("target", ["DRAGON", "dragon"])
@@ -69,7 +76,7 @@ def test_one_that_does_not_load_is_reported_and_passed_over(
 def test_a_detection_that_raises_is_no_detection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, detect=broken), device.CPU))
+    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, detect=broken), device.CPU))
     assert device.detect_device() is device.CPU
     assert "dragon" in caplog.text
 
@@ -96,7 +103,7 @@ def test_a_capture_is_what_the_devices_module_says(
 
 def test_a_capture_is_what_a_devices_own_hook_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "npu", SimpleNamespace(is_current_stream_capturing=lambda: False), raising=False)
-    monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, torch_type="npu", is_capturing=lambda: True),))
+    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, is_capturing=lambda: True),))
     assert device.detect_device().captures()
     assert failures.is_capturing()
 
@@ -105,7 +112,7 @@ def test_a_device_that_cannot_say_whether_it_captures_counts_as_capturing(monkey
     def broken() -> bool:
         raise OSError("driver")
 
-    monkeypatch.setattr(device, "device_specs", lambda: (replace(DRAGON, torch_type="npu", is_capturing=broken),))
+    monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, is_capturing=broken),))
     assert failures.is_capturing()
 
 
@@ -123,7 +130,7 @@ def test_the_cpu_knows_its_memory_and_its_name() -> None:
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    monkeypatch.setattr(device, "_CGROUP", tmp_path)
-    assert device.cpu_memory() == (600000, 1000000)
+    monkeypatch.setattr(cpu, "_CGROUP", tmp_path)
+    assert cpu.cpu_memory() == (600000, 1000000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert device.cpu_memory()[1] > 1000000
+    assert cpu.cpu_memory()[1] > 1000000

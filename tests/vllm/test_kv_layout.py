@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fl_dispatch import (
     BackendImplKind,
@@ -20,15 +19,26 @@ from fl_dispatch import (
     reset_global_policy,
     set_global_policy,
 )
+from fl_dispatch.hosting.kv_layout import OPERATORS
 from fl_dispatch.settings import TunedRule
 from vllm_fl import kv_layout
 from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
 from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 TRANSPOSED = "HDN/HND"
-BLOCKS, HEADS, SLOTS, KEY, VALUE = 5, 2, 16, 8, 6
-ALONE: Any = SimpleNamespace(kv_transfer_config=None)
-CONNECTED: Any = SimpleNamespace(kv_transfer_config=object())
+BLOCKS, HEADS, SLOTS = 5, 2, 16
+
+
+class Cache(SimpleNamespace):
+    """vLLM's configuration of a cache."""
+
+    DEFAULT_BLOCK_SIZE = 16
+    block_size = 16
+    user_specified_block_size = False
+
+
+ALONE: Any = SimpleNamespace(kv_transfer_config=None, cache_config=Cache())
+CONNECTED: Any = SimpleNamespace(kv_transfer_config=object(), cache_config=Cache())
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +47,7 @@ def another_vendor() -> Iterator[None]:
     reset_default_manager()
     manager = get_default_manager()
     manager.ensure_initialized()
-    for op in kv_layout.OPERATORS:
+    for op in OPERATORS:
         impl = OpImpl(
             op,
             "vendor.other",
@@ -98,29 +108,37 @@ def test_the_host_is_told_the_order_that_the_layout_needs() -> None:
         assert layout.layer_view_order == v0_26_attention.get_kv_cache_stride_order()
 
 
-def pages(layout: kv_layout.KVLayout) -> Tensor:
-    """A cache as vLLM hands it over: logical order blocks, heads, slots, both; in memory as the layout says."""
-    shape = (BLOCKS, HEADS, SLOTS, KEY + VALUE)
-    memory = torch.zeros([shape[axis] for axis in layout.stride_order])
-    return memory.permute([layout.stride_order.index(axis) for axis in range(4)])
-
-
-@pytest.mark.parametrize("layout", kv_layout.LAYOUTS.values(), ids=lambda layout: layout.name)
-def test_keys_and_values_fill_the_page_and_never_overlap(layout: kv_layout.KVLayout) -> None:
-    cache = pages(layout)
-    keys, values = layout.split(cache, KEY)
-    assert keys.shape == (BLOCKS, SLOTS, HEADS, KEY)
-    assert values.shape == (BLOCKS, SLOTS, HEADS, VALUE)
-    keys += 1
-    values += 2
-    assert sorted(cache.flatten().tolist()) == [1.0] * keys.numel() + [2.0] * values.numel()
-    keys[2] = 7
-    assert (cache[2] == 7).sum() == keys[2].numel(), "a block stays inside its page"
-
-
 def test_a_layer_takes_the_layout_that_was_decided_before_it() -> None:
     choose(prefer="vendor")
     layer = AttentionFLImpl(4, SLOTS, 0.5, HEADS)
     choose(prefer="reference")
     keys, _ = layer._caches(torch.zeros(BLOCKS, HEADS, SLOTS, 2 * SLOTS))
     assert keys.stride()[1:] == (1, 2 * SLOTS * SLOTS, SLOTS)
+
+
+def test_the_engine_takes_the_block_size_that_the_implementation_needs() -> None:
+    manager = get_default_manager()
+    impl = OpImpl(
+        "paged_attention",
+        "vendor.large",
+        BackendImplKind.VENDOR,
+        lambda *args, **kwargs: None,
+        vendor="large",
+        priority=300,
+        requires={"kv_layout": "(NHD|NHD)", "kv_block_multiple": 128},
+        signature="unchecked",
+    )
+    manager.registry.register_impl(impl)
+    assert choose(prefer="vendor") == "(NHD|NHD)"
+    assert AttentionFLBackend.get_preferred_block_size(16) == 128
+    assert explain("paged_attention").candidates[0] is impl
+
+
+def test_a_block_size_that_the_user_chose_stays(caplog: pytest.LogCaptureFixture) -> None:
+    test_the_engine_takes_the_block_size_that_the_implementation_needs()
+    user: Any = SimpleNamespace(
+        kv_transfer_config=None, cache_config=Cache(block_size=32, user_specified_block_size=True)
+    )
+    choose(user, prefer="vendor")
+    assert AttentionFLBackend.supports_block_size(32)
+    assert "'vendor.large' of 'paged_attention' does not run: it needs kv_block_multiple=128" in caplog.text

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..devices import detect_device, device_specs
+from ..devices import CPU, detect_device, device_specs, load_failures
 from ..discovery import get_discovered_plugins
 from ..errors import DispatchError
 from ..hosting.runs import recorded
@@ -169,10 +169,12 @@ def _device(problems: list[str]) -> dict[str, str]:
     except DispatchError as error:
         problems.append(str(error))
         return {}
+    problems += load_failures()
     return {
         "device": device.name,
         "name": device.device_name(0),
         "torch device": device.torch_type,
+        "verified": "; ".join(f"under {host}: {what}" for host, what in device.verified.items()) or "never",
         "known devices": ", ".join(spec.name for spec in device_specs()),
         "threads": str(torch.get_num_threads()),
     }
@@ -205,7 +207,7 @@ def _entry_points(warnings: list[str], problems: list[str]) -> list[list[str]]:
             rows.append([group, point.name, point.value, state])
     if not ours:
         problems.append("no entry point of ours is visible to the hosts: is fl-dispatch installed in this environment?")
-    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == CPU.torch_type:
         warnings.append("VLLM_TARGET_DEVICE=cpu makes vLLM ignore every platform plugin, ours too")
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         warnings.append(

@@ -102,7 +102,7 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
         try:
             calls = _calls(function, args, work.bytes_moved, clock)
             device = clock.time(calls)
-            if clock.device.type != "cpu":
+            if clock.spec.accelerator:
                 host = clock.host(calls[0])
         except Exception as error:  # a stranger's code: a row without a time says why
             note = f"{type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import device_of
 from ..ops import Operator
 
 WEIGHTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -85,11 +86,11 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
         yield from _rows(name, "", tokens, (width,), lambda t, h: _write(place, t))
     elif name == "paged_attention":
         yield from _attention(place, max(32, *tokens))
-    elif name in MIXTURE and place.device.type != "cpu":  # too large for a CPU
+    elif name in MIXTURE and device_of(place.device.type).accelerator:  # too large for a CPU
         yield from MIXTURE[name](place, tokens)
-    elif name == "mla_decode" and place.device.type != "cpu":
+    elif name == "mla_decode" and device_of(place.device.type).accelerator:
         yield from _latent_decode(place, max(32, *tokens))
-    elif name == "mla_prefill" and place.device.type != "cpu":
+    elif name == "mla_prefill" and device_of(place.device.type).accelerator:
         yield from _latent_prefill(place, max(32, *tokens))
     elif operator.samples is not None:
         yield from _samples(operator, place)
@@ -108,7 +109,7 @@ def _rows(
 
 
 def _products(place: Place, most: int) -> Iterator[Case]:
-    if place.device.type == "cpu":  # as wide as they are they would take minutes there
+    if not device_of(place.device.type).accelerator:  # as wide as they are they would take minutes there
         shapes: Sequence[tuple[int, int]] = ((1024, 1024),)
     else:
         shapes = WEIGHTS

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..devices import device_of
 from .timing import Call, Clock
 
 MOST_SETS = 64
@@ -16,9 +17,7 @@ CACHE_BYTES = 64 << 20
 
 def sets_to_rotate(device: torch.device, size: int) -> int:
     """So many sets of ``size`` bytes that all of them together are twice the device's cache, but no more than 64."""
-    cache = CACHE_BYTES
-    if device.type == "cuda":
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    cache = device_of(device.type).cache_bytes(device.index or 0) or CACHE_BYTES
     return min(MOST_SETS, max(1, -(-2 * cache // max(1, size))))
 
 
@@ -50,7 +49,7 @@ class Yardstick:
     def __init__(self, clock: Clock, dtype: torch.dtype) -> None:
         self.clock = clock
         self._copies: dict[int, float] = {}
-        large = clock.device.type != "cpu"
+        large = clock.spec.accelerator
         size = 8192 if large else 1024
         left, right = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
         clock.warm_up(lambda: left @ right)

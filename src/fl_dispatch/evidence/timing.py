@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..devices import device_of
+
 Call = Callable[[], Any]
 
 WARMUPS = 3
@@ -58,8 +60,9 @@ class Clock:
 
     def __init__(self, device: torch.device, seconds: float = 0.05) -> None:
         self.device, self.seconds = device, seconds
-        self._module: Any = getattr(torch, device.type, None)
-        self.graphs = device.type == "cuda"
+        self.spec = device_of(device.type)
+        self._module: Any = self.spec.module()
+        self.graphs = self.spec.graphs and self.spec.refuse_waits is not None
 
     def time(self, calls: Sequence[Call]) -> Timing:
         """Time of one call, over rounds that make each of ``calls`` once."""
@@ -106,22 +109,20 @@ class Clock:
 
     def synchronize(self) -> None:
         """Wait for everything that was launched."""
-        if self.device.type != "cpu":
-            self._module.synchronize()
+        self.spec.synchronize()
 
-    def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, calls: Sequence[Call]) -> Any:
         """All calls in one graph, or ``None`` for a call that waits for the device, which no graph can hold."""
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        assert self.spec.refuse_waits is not None
         try:
-            calls[0]()
+            with self.spec.refuse_waits():
+                calls[0]()
         except RuntimeError:
             return None
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-        graph = torch.cuda.CUDAGraph()
+        names = self.spec.stream_names()
+        graph = names["CUDAGraph"]()
         results = []  # alive until all calls are captured, or one call's results would lie where the last one's did
-        with torch.cuda.graph(graph):
+        with names["graph"](graph):
             for call in calls:
                 results.append(call())
         return graph

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import device_of
 from ..errors import DispatchError
 from ..manager import OpManager
 from ..ops import OPERATORS, Access, Operator, Sample, Tolerance
@@ -22,8 +23,6 @@ from ..types import BackendImplKind, OpImpl
 from .arguments import Arguments, changed, copied, double, meta, poisoned_memory, same_bits
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-FLOAT64_DEVICES = ("cpu", "cuda")
-"""Device types that compute in float64; for others the reference runs on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ def _flat(result: Any) -> list[Tensor | None]:
 
 def _expected(operator: Operator, oracle: Callable[..., Any], args: Arguments) -> list[Tensor | None]:
     device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
-    if device.type not in FLOAT64_DEVICES:
+    if not device_of(device.type).float64:  # then the reference runs on the CPU
         device = torch.device("cpu")
     given = tuple(double(arg, device) for arg in args)
     return [tensor for _, tensor in _outputs(operator, given, oracle(*given))]

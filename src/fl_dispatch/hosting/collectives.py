@@ -102,7 +102,7 @@ def connect(
     path = get_settings().flagcx_path
     if path is None:
         return TorchCollectives(device_group, ranks)
-    return flagcx.connect(flagcx.load(path, device_type), cpu_group)
+    return flagcx.connect(flagcx.load(path, device_type), cpu_group, device_type)
 
 
 class Communicator:

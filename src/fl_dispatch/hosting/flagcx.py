@@ -7,6 +7,7 @@ accelerator.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..devices import device_of
 from ..errors import ConfigError
 from ..logger_manager import get_logger
 
@@ -81,7 +83,7 @@ def load(path: Path, device_type: str) -> ctypes.CDLL:
         advice = f"name a {LIBRARY} that was built for this device, or unset {VARIABLE} to use torch.distributed"
         return ConfigError(f"environment variable {VARIABLE}", str(path), f"{problem}; {advice}")
 
-    if device_type != "cpu":
+    if device_of(device_type).flagcx_stream is None:
         raise wrong(f"streams of device '{device_type}' cannot be handed to FlagCX yet")
     file = path
     if path.is_dir():
@@ -107,15 +109,21 @@ def load(path: Path, device_type: str) -> ctypes.CDLL:
     return library
 
 
-def connect(library: ctypes.CDLL, cpu_group: ProcessGroup) -> FlagCXCollectives:
-    """Make FlagCX's communicator of a group. Every rank of the group must call it."""
+def connect(library: ctypes.CDLL, cpu_group: ProcessGroup, device_type: str) -> FlagCXCollectives:
+    """Make FlagCX's communicator of a group. Every rank of the group must call it.
+
+    Args:
+        library: see :func:`load`.
+        cpu_group: the ranks; they find each other through it.
+        device_type: the PyTorch device type whose tensors it shall move.
+    """
     rank, ranks = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
     of_first = [_unique_id(library) if rank == 0 else b""]
     dist.broadcast_object_list(of_first, src=dist.get_process_group_ranks(cpu_group)[0], group=cpu_group)
     unique_id, communicator = _UniqueId.from_buffer_copy(of_first[0]), c_void_p()
     code = library.flagcxCommInitRank(byref(communicator), ranks, byref(unique_id), rank)
     _check(library, "flagcxCommInitRank", code)
-    return FlagCXCollectives(library, communicator)
+    return FlagCXCollectives(library, communicator, device_of(device_type).flagcx_stream or (lambda: None))
 
 
 def _unique_id(library: ctypes.CDLL) -> bytes:
@@ -138,10 +146,10 @@ def _check(library: ctypes.CDLL, function: str, code: int) -> None:
 
 
 class FlagCXCollectives:
-    """The collectives of one FlagCX communicator, over contiguous tensors in host memory."""
+    """The collectives of one FlagCX communicator, over contiguous tensors, on the device's current stream."""
 
-    def __init__(self, library: ctypes.CDLL, communicator: c_void_p) -> None:
-        self._library, self._communicator = library, communicator
+    def __init__(self, library: ctypes.CDLL, communicator: c_void_p, stream: Callable[[], int | None]) -> None:
+        self._library, self._communicator, self._stream = library, communicator, stream
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._run("flagcxAllReduce", tensor, tensor, tensor.numel(), SUM)
@@ -171,7 +179,7 @@ class FlagCXCollectives:
         self._call(function, source.data_ptr(), target.data_ptr(), count, _dtype(source), *rest)
 
     def _call(self, function: str, *arguments: Any) -> None:
-        code = getattr(self._library, function)(*arguments, self._communicator, None)
+        code = getattr(self._library, function)(*arguments, self._communicator, self._stream())
         _check(self._library, function, code)
 
 

@@ -273,10 +273,19 @@ def _refusal(
     if policy.batch_invariant and not impl.properties.get("batch_invariant"):
         return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
     for name, needed in impl.requires.items():
-        if name in facts and facts[name] != needed:
-            return f"it needs {name}={needed!r}, but here it is {facts[name]!r}"
+        if name in facts and not _holds(facts[name], needed):
+            return f"it needs {name}={needed!r}, but here it is {_in_words(facts[name])}"
     is_available, why_not = available(impl)
     return "" if is_available else why_not
+
+
+def _holds(fact: Any, needed: Any) -> bool:
+    """Whether a fact is what is needed; of a set every member is a fact."""
+    return needed in fact if isinstance(fact, frozenset) else bool(fact == needed)
+
+
+def _in_words(fact: Any) -> str:
+    return " or ".join(repr(member) for member in sorted(fact)) if isinstance(fact, frozenset) else repr(fact)
 
 
 def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> tuple[OpImpl, ...]:

@@ -5,18 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from fl_dispatch import devices
+from fl_dispatch.errors import DeviceError
 
 CONFIG_DIR = Path(__file__).parents[1] / "config"
 
 
+def _files() -> dict[str, Path]:
+    """Platform → its file: this package's, and those that other packages ship with their device's spec.
+
+    A package may also ship files for single chips beside the one that its spec names, as :func:`detect_platform` says.
+    """
+    files = {path.stem: path for path in CONFIG_DIR.glob("*.yaml")}
+    for device in devices.device_specs():
+        shipped = device.platform_config
+        if isinstance(shipped, Path):
+            files |= {path.stem: path for path in (shipped, *shipped.parent.glob(f"{shipped.stem}-*.yaml"))}
+    return files
+
+
 def list_platforms() -> tuple[str, ...]:
     """The platforms that have a file."""
-    return tuple(sorted(path.stem for path in CONFIG_DIR.glob("*.yaml")))
+    return tuple(sorted(_files()))
 
 
 def get_config_path(platform: str) -> Path | None:
     """A platform's file, or ``None`` if it has none."""
-    return CONFIG_DIR / f"{platform}.yaml" if platform in list_platforms() else None
+    return _files().get(platform)
 
 
 def detect_platform() -> str | None:
@@ -24,10 +38,17 @@ def detect_platform() -> str | None:
 
     A file for one chip is named after the platform and a word of the chip's name: ``cuda-h200.yaml`` is for an
     ``NVIDIA H200``.
+
+    Raises:
+        DeviceError: the device names a file that does not exist.
     """
     device = devices.detect_device()
-    base = device.platform_config
-    chips = [name for name in list_platforms() if base and name.startswith(f"{base}-")]
+    if device.platform_config is None:
+        return None
+    base, platforms = Path(device.platform_config).stem, list_platforms()
+    if base not in platforms:
+        raise DeviceError(device.name, f"platform_config names '{base}', but there is only {', '.join(platforms)}")
+    chips = [name for name in platforms if name.startswith(f"{base}-")]
     if chips:  # only then the device is asked for its name
         words = device.device_name(0).lower().split()
         return next((name for name in chips if name.removeprefix(f"{base}-") in words), base)

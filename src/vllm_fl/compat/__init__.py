@@ -9,6 +9,7 @@ imports the module that it needs:
 ``accelerator``      ``torch.accelerator`` without an accelerator
 ``kernels``          the Triton kernels that the V1 model runner launches, on a CPU
 ``model_runner``     which of vLLM's model runners a device without Triton gets
+``streams``          ``torch.cuda``'s streams, events and graphs on a device whose PyTorch module is another
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fl_dispatch.backends.triton.availability import why_unserved
+
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 
 
@@ -36,12 +38,12 @@ def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
     """
     if not cpu_tensor.is_pinned():
         raise ValueError("a GPU can only read host memory that is pinned")
-    return torch.as_tensor(_HostMemory(cpu_tensor), device=f"cuda:{torch.cuda.current_device()}")
+    return torch.as_tensor(_HostMemory(cpu_tensor), device=torch.accelerator.current_accelerator())
 
 
 def unowned_view(tensor: Any) -> Any:
     """The same memory, without keeping it alive: the memory pool of captured graphs does that."""
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or not tensor.numel():
+    if not isinstance(tensor, torch.Tensor) or tensor.get_device() < 0 or not tensor.numel():
         return tensor
     memory = tensor.untyped_storage()
     storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
@@ -51,6 +53,8 @@ def unowned_view(tensor: Any) -> Any:
 
 def warm_up_kernels(worker: Any, *, process_local_only: bool = False) -> None:
     """Compile the Triton kernels that the V1 model runner has registered; the other runners' are warm after a batch."""
+    if why_unserved():
+        return
     if not worker.use_v2_model_runner and not worker.model_runner.is_pooling_model:
         worker.model_runner.jit_warmup_registry.warmup()
 

@@ -42,8 +42,13 @@ def adapt() -> None:
     if host_version() == "0.26":
         from vllm.platforms import current_platform
 
+        from fl_dispatch.backends.triton.availability import why_unserved
         from fl_dispatch.devices import detect_device
 
         from . import v0_26
 
-        v0_26.install(detect_device().torch_type, out_of_tree=current_platform.is_out_of_tree())
+        v0_26.install(
+            triton=not why_unserved(),
+            pinned=detect_device().pin_memory,
+            out_of_tree=current_platform.is_out_of_tree(),
+        )

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from typing import Any
 
-import torch
+from fl_dispatch.backends.triton.availability import why_unserved
 
 
 @functools.cache
@@ -27,9 +27,7 @@ def why_unavailable() -> str:
     """Why our operators cannot be FlagGems' here, as a message, or an empty string. Creates no device context."""
     if missing := why_missing():
         return missing
-    if torch.cuda.device_count() == 0:
-        return "no GPU that PyTorch knows as 'cuda'"
-    return ""
+    return why_unserved()
 
 
 @functools.cache

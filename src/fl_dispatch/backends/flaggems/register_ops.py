@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Registry
+from fl_dispatch.devices import detect_device
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .aten import replacement
@@ -28,6 +29,6 @@ def register_builtins(registry: Registry) -> None:
                 "moe_sum": experts.supports_moe_sum,
             },
             opaque=True,  # it launches through layers of Python that Dynamo does not follow
-            device_types=("cuda",),
+            device_types=(detect_device().torch_type,),
         )
     )

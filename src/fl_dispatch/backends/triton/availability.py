@@ -5,8 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
-import torch
+from fl_dispatch.devices import detect_device
+
+NOT_INSTALLED = "Triton is not installed"
 
 
 def interpreted() -> bool:
@@ -18,7 +24,53 @@ def interpreted() -> bool:
 def why_unavailable() -> str:
     """In words why the kernels cannot run here, or an empty string."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if not interpreted() and torch.cuda.device_count() == 0:
-        return "no GPU that PyTorch knows as 'cuda' (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
-    return ""
+        return NOT_INSTALLED
+    if interpreted() or not (reason := why_unserved()):
+        return ""
+    return f"{reason} (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+
+
+@functools.cache
+def why_unserved() -> str:
+    """In words why no driver of Triton's serves this machine's device, or an empty string.
+
+    A driver says whether it is active, and of which PyTorch device its tensors are. Its class is asked, because an
+    instance compiles code and looks at the current device, for which a context is needed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return NOT_INSTALLED
+    device = detect_device()
+    if not device.triton:
+        return f"Triton does not serve device '{device.name}'"
+    from triton.backends import backends
+
+    with _without_context():
+        active = {name: _torch_type(backend.driver) for name, backend in backends.items() if backend.driver.is_active()}
+    if device.torch_type in active.values():
+        return ""
+    found = ", ".join(f"{name} for '{torch_type}'" for name, torch_type in active.items()) or "none"
+    return f"no driver of Triton's serves device '{device.name}' ('{device.torch_type}'; active drivers: {found})"
+
+
+def _torch_type(driver: Any) -> str:
+    """The PyTorch device type whose tensors a driver's kernels take; empty for one that does not say so."""
+    first = SimpleNamespace(get_current_device=lambda: 0)  # instead of an instance
+    try:
+        return str(driver.get_active_torch_device(first).type)
+    except (AttributeError, TypeError, RuntimeError):
+        return ""
+
+
+@contextmanager
+def _without_context() -> Iterator[None]:
+    """Inside, PyTorch asks NVIDIA's management library whether there are GPUs: CUDA itself does not survive a fork."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

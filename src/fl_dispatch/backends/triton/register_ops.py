@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fl_dispatch.backends.base import Backend, Registry
+from fl_dispatch.devices import detect_device
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import BackendImplKind, OpImpl
 
@@ -76,7 +77,10 @@ def register_builtins(registry: Registry) -> None:
 
         # In host memory the launch declines, so that a call need not look where its tensors are.
         made = TritonBackend().implementations(
-            BackendImplKind.DEFAULT, IMPL_ID, PRIORITY, device_types=None if interpreted() else ("cuda",)
+            BackendImplKind.DEFAULT,
+            IMPL_ID,
+            PRIORITY,
+            device_types=None if interpreted() else (detect_device().torch_type,),
         )
         impls = [replace(impl, opaque=impl.op_name in NOT_TRACED) for impl in made]
     registry.register_many(impls)

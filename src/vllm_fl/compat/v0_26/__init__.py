@@ -10,11 +10,12 @@ from .facts import FACTS
 __all__ = ["FACTS", "install"]
 
 
-def install(torch_type: str, *, out_of_tree: bool) -> None:
+def install(*, triton: bool, pinned: bool, out_of_tree: bool) -> None:
     """Adapt this process, a worker before vLLM's part of it is made. Idempotent.
 
     Args:
-        torch_type: PyTorch's type of the worker's device.
+        triton: a driver of Triton's serves the worker's device.
+        pinned: pinned host memory helps.
         out_of_tree: the platform is no subclass of vLLM's own for this device.
     """
     from . import attention, kernels, latent, linear, worker
@@ -26,6 +27,7 @@ def install(torch_type: str, *, out_of_tree: bool) -> None:
     if out_of_tree:
         latent.offer_prefill()
         worker.warm_up_block_table()
-    if torch_type == "cpu":
+    if not triton:
         kernels.replace_by_name()
+    if not pinned:
         latent.plan_context_unpinned()

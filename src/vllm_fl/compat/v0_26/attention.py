@@ -15,7 +15,7 @@ def get_kv_cache_shape(
 
 def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
     """The order of its axes in memory."""
-    order = kv_layout.in_force().stride_order
+    order = kv_layout.host_order()[1]
     return (1, 0, *(axis + 1 for axis in order[1:])) if include_num_layers_dimension else order
 
 

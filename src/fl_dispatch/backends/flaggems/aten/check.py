@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -162,17 +163,26 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def waits_for_device(run: Kernel, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> bool:
-    """Whether a kernel that has been called before waits for a CUDA device, which no graph can capture."""
+def waits_for_device(
+    refuse_waits: Callable[[], AbstractContextManager[None]],
+    run: Kernel,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    seed: int,
+) -> bool:
+    """Whether a kernel that has been called before waits for the device, which no graph can capture.
+
+    Args:
+        refuse_waits: of the :class:`~fl_dispatch.devices.DeviceSpec`.
+        run, args, kwargs: the kernel and its arguments.
+        seed: of the values.
+    """
     again = randomized(args, kwargs, seed)
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        run(*again[0], **again[1])
+        with refuse_waits():
+            run(*again[0], **again[1])
     except RuntimeError as error:
         if "synchronizing" in str(error):
             return True
         raise
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     return False

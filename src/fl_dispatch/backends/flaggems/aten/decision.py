@@ -23,15 +23,15 @@ def why_not(settings: Settings, device: DeviceSpec) -> str:
         return f"FlagGems is switched off ({settings.origin('use_flaggems')})"
     if settings.policy.batch_invariant:
         return f"FlagGems does not promise batch invariance ({settings.origin('batch_invariant')})"
-    if device.torch_type == "cpu":
-        return "FlagGems has no kernels for a CPU"
+    if not device.triton:
+        return f"FlagGems has no kernels for device '{device.name}'"
     if settings.aten_replacement is False:
         return f"aten_replacement is off ({settings.origin('aten_replacement')})"
     listed = settings.policy.flagos_whitelist
     if listed is not None and not aten_names(listed):
         return f"the white-list names no ATen operator ({settings.origin('flagos_whitelist')})"
-    if listed is None and settings.aten_replacement is None and device.name == "cuda":
-        return "on NVIDIA GPUs only aten_replacement, or a white-list of ATen operators, asks for it"
+    if listed is None and settings.aten_replacement is None and not device.replaces_aten:
+        return f"on device '{device.name}' only aten_replacement, or a white-list of ATen operators, asks for it"
     if not hasattr(torch.library, "get_kernel"):
         return f"PyTorch {torch.__version__} does not hand out its own kernels, which ours are compared with"
     return library.why_missing()

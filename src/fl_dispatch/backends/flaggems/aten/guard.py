@@ -167,8 +167,8 @@ class Guard:
                     return unchecked
                 if not right:
                     return None
-                is_cuda = self.state.device.torch_type == "cuda"
-                waits = is_cuda and check.waits_for_device(self.run, args, kwargs, SEED)
+                refuse = self.state.device.refuse_waits
+                waits = refuse is not None and check.waits_for_device(refuse, self.run, args, kwargs, SEED)
         except DispatchError:  # ours
             raise
         except Exception as error:  # FlagGems' own: it cannot take what PyTorch takes

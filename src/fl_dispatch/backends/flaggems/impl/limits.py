@@ -10,7 +10,7 @@ DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 def problem(name: str, tensor: Tensor, contiguous: bool = False) -> str:
     """Why the kernels cannot take this tensor, or an empty string."""
-    if tensor.is_cpu:
+    if tensor.get_device() < 0:
         return f"{name} is on the CPU"
     if tensor.dtype not in DTYPES:
         return f"{name} is {tensor.dtype}, not float32, float16 or bfloat16"

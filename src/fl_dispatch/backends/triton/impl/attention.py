@@ -15,11 +15,12 @@ import functools
 import torch
 from torch import Tensor
 
+from fl_dispatch.devices import device_of
 from fl_dispatch.errors import NotSupported
 
 from . import hopper
 from .attention_kernels import _attention, _combine
-from .launch import Launcher, power_of_two
+from .launch import INTERPRETED, Launcher, power_of_two
 
 LONG_TILE, LONG_TILE_LARGE = (128, 64, 8, 3), (64, 32, 4, 2)
 """Queries, keys, warps, stages of the long route; the large ones for float32 and for heads over 128."""
@@ -31,6 +32,7 @@ MOST_SHORT_ROWS = 64
 """Up to so many rows a whole batch takes the short route."""
 SHORT_PER_PROCESSOR = 2
 """Programs of the short route that share a processor."""
+INTERPRETED_PROCESSORS = 4
 FULL = 0.9
 """How full the last wave of programs has to be."""
 LEAST_KEYS = 128
@@ -49,7 +51,7 @@ _launch_combine = Launcher(_combine)
 @functools.cache
 def _slots(device: torch.device) -> int:
     """How many programs of the short route the device runs at a time."""
-    processors = 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    processors = INTERPRETED_PROCESSORS if INTERPRETED else device_of(device.type).compute_units(device.index or 0)
     return SHORT_PER_PROCESSOR * processors
 
 

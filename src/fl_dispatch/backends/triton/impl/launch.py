@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fl_dispatch.devices import CUDA, detect_device
 from fl_dispatch.errors import NotSupported
 
 from ..availability import interpreted
@@ -31,7 +32,7 @@ def power_of_two(number: int) -> int:
 
 
 def _short_way() -> bool:
-    if INTERPRETED or torch.version.cuda is None or not torch.cuda.is_available():
+    if INTERPRETED or detect_device() is not CUDA:
         return False
     major, minor = triton.__version__.split(".")[:2]
     return (int(major), int(minor)) in TESTED

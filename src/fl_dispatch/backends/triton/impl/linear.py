@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.devices import device_of
+
 from .launch import Launcher, power_of_two
 
 COLUMNS = 4
@@ -115,9 +117,7 @@ _launch_rows = Launcher(_rows)
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
-    if device.type == "cpu":
-        return SHARED_MEMORY
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+    return device_of(device.type).shared_memory(device.index or 0)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fl_dispatch.devices import CUDA, device_of
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -50,9 +51,10 @@ def why_unavailable(device: torch.device) -> str:
 @functools.cache
 def _why_unavailable(device: torch.device, chip_features: bool) -> str:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if INTERPRETED or device.type != "cuda" or torch.version.cuda is None:
-        return "not a CUDA device"
-    if torch.cuda.get_device_capability(device)[0] != CAPABILITY:
+    spec = device_of(device.type)
+    if INTERPRETED or spec.vendor != CUDA.vendor:
+        return "not an NVIDIA GPU"
+    if (spec.capability(device.index or 0) or (0, 0))[0] != CAPABILITY:
         return f"the device is not of compute capability {CAPABILITY}"
     reason = ""
     if not chip_features:
@@ -88,7 +90,7 @@ def _latent_launcher() -> Launcher:
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return device_of(device.type).compute_units(device.index or 0)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -1,0 +1,30 @@
+"""Huawei's Ascend NPUs, which ``torch_npu`` gives PyTorch under the type ``npu``.
+
+Run with the real package over an emulated runtime; numerics, speed and graphs (aclgraph) were never seen on a chip.
+"""
+
+from __future__ import annotations
+
+from .spec import DeviceSpec
+from .torch_module import counter, functions, hook
+
+ASCEND = DeviceSpec(
+    name="ascend",
+    vendor="ascend",
+    torch_type="npu",
+    extension="torch_npu",
+    dispatch_key="PrivateUse1",
+    dist_backend="hccl",
+    platform_config="ascend",
+    visible_devices="ASCEND_RT_VISIBLE_DEVICES",
+    ray_resource="NPU",
+    priority=20,
+    pin_memory=True,
+    graphs=True,
+    graph_class="NPUGraph",
+    detect=lambda: counter("npu", "torch_npu")() > 0,
+    device_count=counter("npu", "torch_npu"),
+    device_name=hook("npu", "get_device_name"),
+    memory=hook("npu", "mem_get_info"),
+    **functions("npu"),
+)

@@ -1,0 +1,80 @@
+"""NVIDIA's GPUs, and no chip of another vendor that PyTorch also calls ``cuda``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..logger_manager import get_logger
+from . import nvml
+from .spec import TRITON, DeviceSpec
+from .torch_module import counter, functions
+
+logger = get_logger(__name__)
+
+DRIVER_FILES = ("dev/nvidiactl", "dev/nvidia[0-9]*", "dev/dxg", "dev/nvmap", "proc/driver/nvidia")
+"""What NVIDIA's drivers make: on servers, under Windows' Linux, on Jetson boards."""
+
+
+def has_file(*patterns: str, root: Path = Path("/")) -> bool:
+    """Whether a file of this name exists; patterns are relative to the root."""
+    return any(next(root.glob(pattern), None) is not None for pattern in patterns)
+
+
+def _gpu(index: int) -> nvml.Gpu:
+    """An NVIDIA GPU; through a CUDA context where its management library is missing, as in some containers."""
+    try:
+        return nvml.query(index)
+    except nvml.NvmlError as error:
+        logger.debug("GPU %d is asked through CUDA: %s", index, error)
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        return nvml.Gpu(name, *torch.cuda.mem_get_info(index), capability)
+
+
+def _is_nvidia() -> bool:
+    """A ROCm build has ``torch.cuda``, too; other vendors' builds even say a version of CUDA."""
+    return torch.version.cuda is not None and count() > 0 and has_file(*DRIVER_FILES)
+
+
+@contextmanager
+def _refuse_waits() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+count = counter("cuda")
+
+CUDA = DeviceSpec(
+    name="cuda",
+    vendor="cuda",
+    torch_type="cuda",
+    dispatch_key="CUDA",
+    dist_backend="nccl",
+    platform_config="cuda",
+    visible_devices="CUDA_VISIBLE_DEVICES",
+    priority=10,
+    verified={"vLLM": "served on an NVIDIA H200"},
+    left_to_host={"SGLang": "it captures no graphs there yet, so SGLang's own platform runs and nothing is dispatched"},
+    forks=True,
+    float64=True,
+    pin_memory=True,
+    inductor=TRITON,
+    graphs=True,
+    model_runners=("v1", "v2"),
+    native_platforms={"vLLM": "vllm_fl.platform_cuda.CudaPlatformFL"},
+    replaces_aten=False,
+    detect=_is_nvidia,
+    device_count=count,
+    device_name=lambda index: _gpu(index).name,
+    memory=lambda index: (_gpu(index).available, _gpu(index).total),
+    capability=lambda index: _gpu(index).capability,
+    refuse_waits=_refuse_waits,
+    **functions("cuda"),
+)

@@ -1,0 +1,101 @@
+"""Which devices are known, which of them this machine has, and whose a tensor is.
+
+A package adds its own device through the entry point group ``vllm_fl.device``; the target is a ``DeviceSpec``, or a
+function without parameters that returns one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from ..errors import DeviceError
+from ..logger_manager import get_logger
+from .ascend import ASCEND
+from .cpu import CPU
+from .cuda import CUDA
+from .others import OTHERS
+from .spec import DeviceSpec
+
+logger = get_logger(__name__)
+
+DEVICE_GROUP = "vllm_fl.device"
+BUILTIN_DEVICES = (*OTHERS, ASCEND, CUDA, CPU)
+
+
+def _load(entry: EntryPoint) -> DeviceSpec | str:
+    """The spec that a package's entry point names, or why there is none.
+
+    Raises:
+        DeviceError: the package has a spec, and a field of it is wrong.
+    """
+    try:
+        target = entry.load()
+        spec = target if isinstance(target, DeviceSpec) else target()
+        if not isinstance(spec, DeviceSpec):
+            raise TypeError(f"it gave {type(spec).__name__}, not a DeviceSpec")
+    except DeviceError as error:
+        raise DeviceError(error.device, f"{error.problem} (entry point '{entry.name}': {entry.value})") from error
+    except Exception as error:  # somebody else's code: reported, and the others still count
+        return f"device entry point '{entry.name}' ({entry.value}) did not load: {type(error).__name__}: {error}"
+    return spec
+
+
+@cache
+def _packages() -> tuple[tuple[DeviceSpec, ...], tuple[str, ...]]:
+    """The packages' devices, and what did not load: somebody else's fault must not stop the others, so a WARNING."""
+    loaded = [_load(entry) for entry in entry_points(group=DEVICE_GROUP)]
+    failures = tuple(found for found in loaded if isinstance(found, str))
+    for failure in failures:
+        logger.warning("%s", failure)
+    return tuple(found for found in loaded if isinstance(found, DeviceSpec)), failures
+
+
+def load_failures() -> tuple[str, ...]:
+    """Why devices of installed packages are missing, one sentence each."""
+    return _packages()[1]
+
+
+@cache
+def device_specs() -> tuple[DeviceSpec, ...]:
+    """Every known device, in the order in which they are asked: packages' own, then CUDA's likes, …, CUDA, CPU.
+
+    Raises:
+        DeviceError: a package's spec is wrong.
+    """
+    return tuple(sorted((*_packages()[0], *BUILTIN_DEVICES), key=lambda spec: -spec.priority))
+
+
+@cache
+def detect_device() -> DeviceSpec:
+    """The device of this machine: the first in :func:`device_specs` that is there. The CPU always is.
+
+    ``VLLM_FL_PLATFORM`` does not enter: it says which YAML file holds the defaults, not which device runs.
+
+    Raises:
+        DeviceError: a package's spec is wrong, or the spec of this machine's device is.
+    """
+    for spec in device_specs():
+        try:
+            found = spec.detect()
+        except Exception as error:  # somebody else's code: reported, and the others still count
+            logger.warning("Detection of device '%s' failed: %s: %s", spec.name, type(error).__name__, error)
+            continue
+        if found:
+            spec.check()
+            return spec
+    return CPU
+
+
+@cache
+def device_of(torch_type: str) -> DeviceSpec:
+    """Whose tensors of a PyTorch device type are: this machine's device, or another one of that type.
+
+    Raises:
+        DeviceError: nobody knows the type.
+    """
+    own = detect_device()
+    found = next((spec for spec in (own, CPU, CUDA, *device_specs()) if spec.torch_type == torch_type), None)
+    if found is None:
+        raise DeviceError(torch_type, "no known device has this PyTorch type; a package can bring one (docs/chips.md)")
+    return found

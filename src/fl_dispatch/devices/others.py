@@ -1,0 +1,111 @@
+"""Chips of other vendors: one row each. None of them was seen; the detection and the names are read, not run.
+
+Some are a device of their own for PyTorch, some are called ``cuda`` because the vendor's PyTorch is made to look like
+NVIDIA's. The latter are told apart by what their drivers and management programs leave on a machine; every row says
+which signs those are. ``torch.version.cuda`` says nothing: most of these builds have one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cuda import count as cuda_count
+from .cuda import has_file
+from .spec import TRITON, DeviceSpec
+from .torch_module import counter, functions, hook
+
+ROOT = Path("/")
+"""Where signs of drivers are looked for."""
+
+
+def _signed(*files: str, tool: str | None = None) -> Callable[[], bool]:
+    """Whether PyTorch sees devices that it calls ``cuda``, and one of the files, or the program, is on the machine."""
+
+    def detect() -> bool:
+        if cuda_count() == 0:
+            return False
+        return has_file(*files, root=ROOT) or (tool is not None and shutil.which(tool) is not None)
+
+    return detect
+
+
+def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceSpec:
+    """A chip whose PyTorch calls it ``cuda``; all that PyTorch is asked for has CUDA's names."""
+    told: dict[str, Any] = {
+        "vendor": name,
+        "torch_type": "cuda",
+        "dispatch_key": "CUDA",
+        "dist_backend": "nccl",
+        "platform_config": name,
+        "visible_devices": "CUDA_VISIBLE_DEVICES",
+        "priority": 30,
+        "pin_memory": True,
+        "inductor": TRITON,
+        "graphs": True,
+        "device_count": cuda_count,
+        "device_name": hook("cuda", "get_device_name"),
+        "memory": hook("cuda", "mem_get_info"),
+        **functions("cuda"),
+    }
+    return DeviceSpec(name=name, detect=detect, **{**told, **changes})
+
+
+def _of_its_own(name: str, torch_type: str, extension: str | None, dist_backend: str, **changes: Any) -> DeviceSpec:
+    """A chip that PyTorch knows under a type of its own: it is there if PyTorch counts one."""
+    count = counter(torch_type, extension)
+    told: dict[str, Any] = {
+        "vendor": name,
+        "dispatch_key": "PrivateUse1",
+        "platform_config": name,
+        "priority": 20,
+        "pin_memory": True,
+        "detect": lambda: count() > 0,
+        "device_count": count,
+        "device_name": hook(torch_type, "get_device_name"),
+        "memory": hook(torch_type, "mem_get_info"),
+        **functions(torch_type),
+    }
+    given = {**told, **changes}
+    return DeviceSpec(name=name, torch_type=torch_type, extension=extension, dist_backend=dist_backend, **given)
+
+
+def _is_hygon() -> bool:
+    """A build for HIP on a machine with the DCU's driver; AMD's own driver is older and named alike."""
+    return torch.version.hip is not None and _signed("sys/module/hydcu", "opt/dtk*", tool="hy-smi")()
+
+
+def _is_amd() -> bool:
+    """A build for HIP that is not the DCU's."""
+    return torch.version.hip is not None and cuda_count() > 0 and not _is_hygon()
+
+
+METAX = _like_cuda("metax", _signed("dev/mxcd", "opt/maca", tool="mx-smi"))
+ILUVATAR = _like_cuda("iluvatar", _signed("dev/iluvatar*", "usr/local/corex", tool="ixsmi"))
+KUNLUNXIN = _like_cuda(
+    "kunlunxin",
+    _signed("dev/xpuctrl", "dev/xpu[0-9]*", tool="xpu_smi"),
+    visible_devices="XPU_VISIBLE_DEVICES",
+    inductor=None,
+    graphs=False,
+)
+THEAD = _like_cuda("thead", _signed("dev/alixpu*", tool="ppu-smi"))
+HYGON = _like_cuda("hygon", _is_hygon, visible_devices="HIP_VISIBLE_DEVICES", float64=True)
+AMD = _like_cuda("amd", _is_amd, visible_devices="HIP_VISIBLE_DEVICES", float64=True)
+
+MTHREADS = _of_its_own(
+    "mthreads", "musa", "torch_musa", "mccl", visible_devices="MUSA_VISIBLE_DEVICES", graph_class="MUSAGraph"
+)
+CAMBRICON = _of_its_own(
+    "cambricon", "mlu", "torch_mlu", "cncl", visible_devices="MLU_VISIBLE_DEVICES", graph_class="MLUGraph"
+)
+ENFLAME = _of_its_own("enflame", "gcu", "torch_gcu", "eccl", visible_devices="TOPS_VISIBLE_DEVICES")
+INTEL = _of_its_own(
+    "intel", "xpu", None, "xccl", dispatch_key="XPU", visible_devices="ZE_AFFINITY_MASK", inductor=TRITON
+)
+
+OTHERS = (METAX, ILUVATAR, KUNLUNXIN, THEAD, HYGON, AMD, MTHREADS, CAMBRICON, ENFLAME, INTEL)

@@ -1,0 +1,231 @@
+"""What a chip is besides its kernels: :class:`DeviceSpec`, one for each kind of device.
+
+Whatever differs from chip to chip is a field or a function here, so that neither the core nor a host's plugin compares
+the type of a device with a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import DeviceError
+
+CPP, TRITON = "cpp", "triton"
+"""Languages in which Inductor writes its code."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+STREAM_NAMES = ("Stream", "Event", "default_stream", "current_stream", "stream", "set_stream")
+GRAPH_NAMES = ("CUDAGraph", "graph", "graph_pool_handle")
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _unknown(index: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceSpec:
+    """One kind of device. Callables that take an index mean the device with that index.
+
+    The functions ``detect``, ``device_count``, ``capability`` and ``is_capturing`` must not create a device context,
+    because hosts ask them in a parent process and fork afterwards. Mappings are from the name of a host (``vLLM``,
+    ``SGLang``).
+
+    Args:
+        name: its name, such as ``ascend``.
+        vendor: the vendor whose implementations it runs, or ``None`` for a device that belongs to nobody.
+        torch_type: its PyTorch device type, such as ``npu``.
+        extension: the package that gives PyTorch this type; imported before the device is asked for, if it is there.
+        dispatch_key: PyTorch's dispatch key of its tensors.
+        platform_config: the YAML file with its defaults: a path for one that is shipped with the spec, or the name of
+            one of this package without the suffix, or ``None``.
+        visible_devices: the environment variable that says which devices a process may use, or ``None``.
+        ray_resource: what Ray calls the device when it places workers.
+        priority: among several that are detected the highest wins; packages should stay above 100.
+        verified: host → what was run on such a chip. A host that is missing starts with a WARNING.
+        left_to_host: host → why its plugin steps aside, and what runs in its place.
+        accelerator: whether it is a device beside the host: with an index, memory, streams and events of its own.
+        dtypes: of the models that it runs.
+        float64: whether it computes in float64.
+        pin_memory: whether pinned host memory helps.
+        dist_backend: the ``torch.distributed`` backend of its collectives.
+        flagcx_stream: the current stream as FlagCX takes it, ``None`` for host memory; a field that is ``None`` means
+            that FlagCX cannot run with this device's streams.
+        triton: whether Triton may serve it, where a driver of Triton's does.
+        inductor: the language in which Inductor writes code for it (``cpp``, ``triton``), or ``None``: it writes none.
+        graphs: whether it can capture and replay graphs.
+        graph_class: the graph's class in the device's PyTorch module.
+        graph_wrapper: host → path of the class with which it captures; its own class where it is missing.
+        forks: whether a process may fork after it asked ``device_name`` and ``memory``, because they create no context;
+            hosts start their processes anew elsewhere.
+        model_runners: which of vLLM's model runners (``v1``, ``v2``) run on it.
+        workers: host → path of the worker's class; the plugin's for an accelerator, or for a CPU, where it is missing.
+        native_platforms: host → path of a platform's class that is the host's own for this device, with our operators.
+        replaces_aten: whether FlagGems replaces PyTorch's own operators where the user said nothing.
+        detect: whether this machine has one.
+        device_count: how many there are.
+        device_name: the name a person knows it by, such as ``NVIDIA H200``.
+        memory: bytes available now, and bytes in total.
+        capability: compute capability as (major, minor), or ``None`` where there is no such thing.
+        compute_units: how many processors it has, each of which runs programs of its own. May create a context.
+        warp_size: threads that run in step. May create a context.
+        shared_memory: bytes of fast memory that one program may have, 0 if unknown. May create a context.
+        cache_bytes: bytes of the last cache before memory, 0 if unknown. May create a context.
+        manual_seed: seeds the random generators of all devices.
+        synchronize: waits for everything that was launched.
+        empty_cache: gives cached memory back.
+        refuse_waits: a context in which a call that waits for the device raises ``RuntimeError``; ``None`` where
+            PyTorch cannot tell.
+        is_capturing: whether a graph is being captured in this thread's current stream. By default
+            ``torch.<torch_type>.is_current_stream_capturing`` is asked; a device whose PyTorch module has no such
+            function never captures.
+
+    Raises:
+        DeviceError: a field has a wrong type; the message names the spec, the field and what is needed.
+    """
+
+    name: str
+    torch_type: str
+    dispatch_key: str
+    dist_backend: str
+    detect: Callable[[], bool]
+    device_count: Callable[[], int]
+    device_name: Callable[[int], str]
+    memory: Callable[[int], tuple[int, int]]
+    vendor: str | None = None
+    extension: str | None = None
+    platform_config: str | Path | None = None
+    visible_devices: str | None = None
+    ray_resource: str = "GPU"
+    priority: int = 100
+    verified: Mapping[str, str] = field(default_factory=dict)
+    left_to_host: Mapping[str, str] = field(default_factory=dict)
+    accelerator: bool = True
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    float64: bool = False
+    pin_memory: bool = False
+    flagcx_stream: Callable[[], int | None] | None = None
+    triton: bool = True
+    inductor: str | None = None
+    graphs: bool = False
+    graph_class: str = "CUDAGraph"
+    graph_wrapper: Mapping[str, str] = field(default_factory=dict)
+    forks: bool = False
+    model_runners: tuple[str, ...] = ("v1",)
+    workers: Mapping[str, str] = field(default_factory=dict)
+    native_platforms: Mapping[str, str] = field(default_factory=dict)
+    replaces_aten: bool = True
+    capability: Callable[[int], tuple[int, int] | None] = field(default=_nothing)
+    compute_units: Callable[[int], int] = field(default=lambda index: 1)
+    warp_size: Callable[[int], int] = field(default=lambda index: 1)
+    shared_memory: Callable[[int], int] = field(default=_unknown)
+    cache_bytes: Callable[[int], int] = field(default=_unknown)
+    manual_seed: Callable[[int], None] = field(default=_nothing)
+    synchronize: Callable[[], None] = field(default=_nothing)
+    empty_cache: Callable[[], None] = field(default=_nothing)
+    refuse_waits: Callable[[], AbstractContextManager[None]] | None = None
+    is_capturing: Callable[[], bool] | None = None
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            needed, fits = _RULES[str(part.type)]
+            value = getattr(self, part.name)
+            if not fits(value):
+                name = self.name if isinstance(self.name, str) else "?"
+                raise DeviceError(name, f"{part.name} must be {needed}, not {value!r}")
+        if self.inductor not in (None, CPP, TRITON):
+            raise DeviceError(self.name, f"inductor must be '{CPP}', '{TRITON}' or None, not {self.inductor!r}")
+
+    def check(self) -> None:
+        """Raise ``DeviceError`` if PyTorch does not know the device's type, or its YAML file does not exist.
+
+        Asked of the device that was detected: the type of another one may be that of a package that is not installed.
+        """
+        try:
+            torch.device(self.torch_type)
+        except RuntimeError as error:
+            package = f"is the package that brings it ('{self.extension}') installed?" if self.extension else (
+                "name the package that brings it in 'extension', or rename PyTorch's PrivateUse1 before"
+            )  # fmt: skip
+            raise DeviceError(self.name, f"PyTorch knows no device type '{self.torch_type}'; {package}") from error
+        if isinstance(self.platform_config, Path) and not self.platform_config.is_file():
+            raise DeviceError(self.name, f"platform_config names {self.platform_config}, which does not exist")
+
+    def module(self) -> Any:
+        """PyTorch's module of the device, such as ``torch.npu``; ``None`` where there is none."""
+        return getattr(torch, self.torch_type, None)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether hosts do not know its streams and events: they say ``torch.cuda``, and its module is another one."""
+        return self.accelerator and self.module() is not torch.cuda
+
+    def stream_names(self) -> dict[str, Any]:
+        """What ``torch.cuda`` calls streams, events and graphs → what the device's own module has for it."""
+        module = self.module()
+        names = {name: name for name in STREAM_NAMES}
+        if self.graphs:
+            names |= {name: name for name in GRAPH_NAMES} | {"CUDAGraph": self.graph_class}
+        return {name: getattr(module, own) for name, own in names.items() if hasattr(module, own)}
+
+    def place(self, index: int = 0) -> str:
+        """The PyTorch device with this index, in words: ``npu:0``; the host has no index."""
+        return f"{self.torch_type}:{index}" if self.accelerator else self.torch_type
+
+    def captures(self) -> bool:
+        """Whether a graph is being captured in this thread's current stream: what :attr:`is_capturing` says."""
+        if self.is_capturing is not None:
+            return self.is_capturing()
+        module = self.module()
+        ask, initialized = (getattr(module, name, None) for name in ("is_current_stream_capturing", "is_initialized"))
+        if ask is None or (initialized is not None and not initialized()):
+            return False
+        return bool(ask())
+
+    def unverified(self, host: str) -> str:
+        """Why nobody should rely on this device under a host yet, or an empty string."""
+        if host in self.verified:
+            return ""
+        elsewhere = "; ".join(f"under {other} {what}" for other, what in self.verified.items())
+        return f"device '{self.name}' was never verified under {host}" + (f" ({elsewhere})" if elsewhere else "")
+
+
+def _mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(part, str) for item in value.items() for part in item)
+
+
+def _tuple_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, tuple) and all(isinstance(part, kind) for part in value)
+
+
+def _rule(annotation: str) -> tuple[str, Callable[[Any], bool]]:
+    """In words what a field of this annotation needs, and the check."""
+    optional = annotation.endswith(" | None") and not annotation.startswith("Callable[[int], tuple")
+    kind = annotation.removesuffix(" | None") if optional else annotation
+    needed, fits = next(rule for start, rule in _KINDS.items() if kind.startswith(start))
+    if optional:
+        return f"{needed}, or None", lambda value: value is None or fits(value)
+    return needed, fits
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "str | Path": ("a name or a pathlib.Path", lambda value: isinstance(value, str | Path)),
+    "str": ("a string", lambda value: isinstance(value, str) and bool(value)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", lambda value: type(value) is int),
+    "Mapping": ("a mapping from hosts to strings", _mapping),
+    "tuple[torch.dtype": ("a tuple of PyTorch dtypes", _tuple_of(torch.dtype)),
+    "tuple[str": ("a tuple of strings", _tuple_of(str)),
+    "Callable": ("a function", callable),
+}
+_RULES = {str(part.type): _rule(str(part.type)) for part in fields(DeviceSpec)}

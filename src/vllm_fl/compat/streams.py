@@ -1,0 +1,37 @@
+"""``torch.cuda``'s streams, events and graphs, by which vLLM's model runners call those of any device."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+from fl_dispatch.devices import DeviceSpec
+
+
+def lend_names(device: DeviceSpec) -> None:
+    """Give ``torch.cuda`` the streams, events and graphs of a device whose PyTorch module is another. Idempotent.
+
+    A class stays itself, because vLLM's annotations name it. A function gets a shell of its own, because Dynamo refuses
+    to know one function under two names.
+    """
+    if device.is_foreign:
+        for name, found in device.stream_names().items():
+            setattr(torch.cuda, name, _event(found) if name == "Event" else _shell(found))
+
+
+def _shell(found: Any) -> Any:
+    return found if isinstance(found, type) else partial(found)
+
+
+def _event(event: Any) -> Any:
+    """The device's class of events, called without ``blocking`` where it does not know it."""
+    if "blocking" in inspect.signature(event).parameters:
+        return event
+
+    def unblocking(*args: Any, blocking: bool = False, **options: Any) -> Any:
+        return event(*args, **options)
+
+    return unblocking
