@@ -30,19 +30,22 @@ class Convention:
     Args:
         takes: the declared parameters that it takes, in its own order (which is the declaration's).
         left_out: the declared parameters that it does not take; a call that gives one has to go elsewhere.
+        dropped: the hints that it does not take; a call that gives one does without.
+        asked: the hints that its ``supports`` takes, by name.
         layer_first: its first parameter is a layer.
         defaults: its function takes a call by name, and with defaults left out, exactly as the declaration does.
     """
 
     takes: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
     layer_first: bool = False
     defaults: bool = True
 
-    @property
-    def positional(self) -> bool:
-        """Whether the full argument list of the declaration can be passed as it is."""
-        return not self.left_out and not self.layer_first
+    def takes_all(self, layer_first: bool) -> bool:
+        """Whether the full argument list of the declaration, or of its layer form, can be passed as it is."""
+        return self.layer_first == layer_first and not self.left_out and not self.dropped
 
 
 def convention_of(impl: OpImpl, operator: Operator) -> Convention:
@@ -52,9 +55,11 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         RegistrationError: they do not fit; the message names both.
     """
     declared = operator.parameters
-    _check_predicate(impl, operator)
+    asked = _hints_asked(impl, operator)
+    # A callable that nobody can look into takes what was declared before there were hints.
+    unchecked = Convention(operator.operands(tuple(declared)), (), operator.hints, asked, defaults=False)
     if impl.signature == "unchecked":
-        return Convention(takes=tuple(declared), defaults=False)
+        return unchecked
     parameters = _parameters(impl)
     if [parameter.kind for parameter in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         logger.warning(
@@ -62,7 +67,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
             "signature='unchecked' says that this is meant",
             _name(impl),
         )
-        return Convention(takes=tuple(declared), defaults=False)
+        return unchecked
     layer_first = bool(parameters) and parameters[0].name == OBJ and OBJ not in declared
     expected: Mapping[str, Parameter] = declared
     if layer_first:
@@ -75,28 +80,37 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
     ordinary = len(taken) == len(parameters) and all(p.kind is not Parameter.POSITIONAL_ONLY for p in taken.values())
     return Convention(
         takes=tuple(taken),
-        left_out=tuple(name for name in expected if name not in taken),
+        left_out=tuple(name for name in expected if name not in taken and name not in operator.hints),
+        dropped=tuple(name for name in operator.hints if name not in taken),
+        asked=asked,
         layer_first=layer_first,
         defaults=ordinary
         and all(taken[name].default is not Parameter.empty for name in taken if _optional(expected[name])),
     )
 
 
-def _check_predicate(impl: OpImpl, operator: Operator) -> None:
-    """``supports`` is called with all of the operator's arguments, positionally."""
+def _hints_asked(impl: OpImpl, operator: Operator) -> tuple[str, ...]:
+    """The hints that ``supports`` takes; it is called with all other arguments positionally, and with those by name.
+
+    Raises:
+        RegistrationError: it does not take the other arguments.
+    """
     if impl.supports is None:
-        return
+        return ()
     try:
         signature = inspect.signature(impl.supports)
     except (TypeError, ValueError):
-        return
+        return ()
+    operands = operator.operands(tuple(operator.parameters))
+    asked = tuple(name for name in operator.hints if name in signature.parameters)
     try:
-        signature.bind(*operator.parameters)
+        signature.bind(*operands, **dict.fromkeys(asked))
     except TypeError as error:
         raise RegistrationError(
-            f"{_name(impl)}: its 'supports' is called with all arguments ({', '.join(operator.parameters)}), "
+            f"{_name(impl)}: its 'supports' is called with all arguments ({', '.join(operands)}), "
             f"but takes {signature}: {error}"
         ) from None
+    return asked
 
 
 def _match(

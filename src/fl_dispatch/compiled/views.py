@@ -48,7 +48,8 @@ class Variant:
     Args:
         name: of the torch operator, without the namespace.
         parameters: the declared parameters that it takes, in order.
-        fixed: the parameter that it does not take, and the value that this stands for.
+        fixed: the parameters that it does not take (the hints, and the one that decides between two views), and the
+            value of each.
         writes: the parameters into which it writes the first results, in their order.
         returns: the schema types of the other results.
     """
@@ -70,7 +71,7 @@ def view(root: DispatchTable, operator: Operator, scope: str = "") -> Callable[.
         scope: the layer for which it dispatches.
 
     Returns:
-        The function. What it writes it also returns, as the operator does.
+        The function. What it writes it also returns, as the operator does. Hints are dropped.
     """
     decider, _ = _decider(operator)
     names = list(operator.parameters)
@@ -102,25 +103,26 @@ def variants(operator: Operator) -> tuple[Variant, ...]:
         ValueError: what it writes cannot be told from one parameter.
     """
     results = _results(operator)
+    operands, hints = operator.operands(tuple(operator.parameters)), dict.fromkeys(operator.hints)
     if not operator.writes:
-        return (Variant(operator.name, tuple(operator.parameters), {}, (), tuple(results)),)
+        return (Variant(operator.name, operands, hints, (), tuple(results)),)
     decider, absent = _decider(operator)
     writes = tuple(operator.writes)
     if not decider:
         rest = results[len(writes) :] if results else []
-        return (Variant(operator.name, tuple(operator.parameters), {}, writes, tuple(rest)),)
-    without = tuple(name for name in operator.parameters if name != decider)
-    with_it = without if absent is False else tuple(operator.parameters)
-    fixed = {decider: True} if absent is False else {}
+        return (Variant(operator.name, operands, hints, writes, tuple(rest)),)
+    without = tuple(name for name in operands if name != decider)
+    with_it = without if absent is False else operands
+    fixed = {**hints, decider: True} if absent is False else hints
     return (
-        Variant(operator.name, without, {decider: absent}, (), tuple(results)),
+        Variant(operator.name, without, {**hints, decider: absent}, (), tuple(results)),
         Variant(f"{operator.name}_", with_it, fixed, writes, tuple(_results(operator, given=True)[len(writes) :])),
     )
 
 
 def schema(operator: Operator, variant: Variant) -> str:
     """The torch schema of a view, without its name."""
-    hints = _hints(operator)
+    hints = _types(operator)
     parts = []
     for name in variant.parameters:
         kind, optional = _schema_type(operator, name, hints[name])
@@ -141,11 +143,11 @@ def _decider(operator: Operator) -> tuple[str, bool | None]:
     if len(deciders) > 1:
         raise ValueError(f"operator {operator.name}: several parameters decide what is written: {sorted(deciders)}")
     decider = next(iter(deciders), "")
-    return decider, False if decider and _hints(operator)[decider] is bool else None
+    return decider, False if decider and _types(operator)[decider] is bool else None
 
 
 @functools.cache
-def _hints(operator: Operator) -> dict[str, Any]:
+def _types(operator: Operator) -> dict[str, Any]:
     return typing.get_type_hints(operator.prototype)
 
 
@@ -166,7 +168,7 @@ def _results(operator: Operator, given: bool = False) -> list[str]:
 
     Where the return type is a union, the tuple is returned when the deciding parameter is given, else the tensor.
     """
-    hint = _hints(operator)["return"]
+    hint = _types(operator)["return"]
     members = _members(hint)
     tuples = [member for member in members if typing.get_origin(member) is tuple]
     if len(members) > 1:
@@ -205,7 +207,7 @@ def _full(operator: Operator, variant: Variant) -> str:
 def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callable[..., Any]:
     """What the view runs: a dispatched call, and then care for the memory of its results."""
     own = [name for name in operator.parameters if name in variant.parameters]
-    tensors = [name for name in own if Tensor in _members(_hints(operator)[name])]
+    tensors = [name for name in own if Tensor in _members(_types(operator)[name])]
     targets = variant.writes
     call = f"({_full(operator, variant)}{',' if operator.parameters else ''})"
     lines = [
@@ -245,7 +247,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
     elif variant.returns == ("Tensor",):
         shared = " or ".join(
             f"({name} is not None and _place == {name}.untyped_storage().data_ptr())"
-            if type(None) in _members(_hints(operator)[name])
+            if type(None) in _members(_types(operator)[name])
             else f"_place == {name}.untyped_storage().data_ptr()"
             for name in tensors
         )
@@ -272,7 +274,7 @@ def _fake(operator: Operator, variant: Variant) -> Callable[..., Any]:
         if not variant.returns:
             return None
         values = {**dict(zip(variant.parameters, args, strict=False)), **variant.fixed}
-        results = compute(*(values[name] for name in operator.parameters))
+        results = compute(*(values[name] for name in operator.operands(tuple(operator.parameters))))
         results = results if isinstance(results, tuple) else (results,)
         results = results[len(variant.writes) :]
         return results[0] if len(results) == 1 else results

@@ -144,10 +144,14 @@ class Operator:
     Args:
         name: its name.
         prototype: a function with its signature and docstring; never called.
+        hints: its last parameters that carry information which an implementation may use and may ignore, such as
+            lengths as integers on the host beside the tensor that holds them. A call that passes one to an
+            implementation without that parameter drops it. Their default is ``None``; they decide nothing: neither the
+            kind of the arguments nor an opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
         writes: the arguments that a call may write. Anything not named here is only read.
         layer: the layer form, or ``None`` where no layer takes part.
         modes: where it may run.
-        fake: computes outputs without data (same parameters); ``None`` for a selection.
+        fake: computes outputs without data (same parameters, less the hints); ``None`` for a selection.
         samples: generates inputs; ``None`` for a selection.
         tolerances: accepted error for each dtype.
         workload: what a conditional choice sees of a call (positional arguments).
@@ -158,6 +162,7 @@ class Operator:
 
     name: str
     prototype: Callable[..., Any]
+    hints: tuple[str, ...] = ()
     writes: Mapping[str, Write] = field(default_factory=lambda: MappingProxyType({}))
     layer: LayerForm | None = None
     modes: frozenset[Mode] = frozenset({Mode.EAGER})
@@ -182,6 +187,25 @@ class Operator:
         for name in self.layer.attributes if self.layer else ():
             if name not in parameters:
                 raise ValueError(f"operator {self.name}: the layer form names a parameter that does not exist: {name}")
+        if self.hints:
+            self._check_hints()
+            for name in ("fake", "workload", "work"):
+                object.__setattr__(self, name, self._without_hints(getattr(self, name)))
+
+    def _check_hints(self) -> None:
+        last = tuple(self.parameters)[-len(self.hints) :]
+        if last != self.hints:
+            raise ValueError(f"operator {self.name}: hints must be the last parameters {last}, in order: {self.hints}")
+        used = {*self.writes, *(write.given for write in self.writes.values())}
+        used |= set(self.layer.attributes if self.layer else ())
+        for name in self.hints:
+            if self.parameters[name].default is not None:
+                raise ValueError(f"operator {self.name}: the hint {name} must have the default None")
+            if name in used:
+                raise ValueError(f"operator {self.name}: {name} is a hint, so neither writes nor layer can name it")
+
+    def _without_hints(self, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return None if function is None else lambda *args: function(*self.operands(args))
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -207,6 +231,10 @@ class Operator:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments.values())
+
+    def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a call less the hints; ``args`` in the declaration's order."""
+        return args[: len(self.parameters) - len(self.hints)]
 
     def written(self, args: tuple[Any, ...]) -> dict[str, tuple[Access, torch.Tensor]]:
         """The tensors that this call may write, by parameter name; ``args`` as :meth:`bind` returns them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class Call:
         if operator is not None:
             args, kwargs = operator.bind(args, kwargs), {}
         self.args, self.kwargs = args, kwargs
-        self.kind = ArgumentKind.of((*args, *kwargs.values()), scope)
+        operands = args if operator is None else operator.operands(args)
+        self.kind = ArgumentKind.of((*operands, *kwargs.values()), scope)
 
     @classmethod
     def of(cls, op_name: str, scope: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -58,6 +59,13 @@ class Call:
             return fn(*taken)
         layer = entries.stand_in(self.operator, values) if self.layer is None else self.layer
         return fn(layer, *taken)
+
+    def ask(self, supports: Callable[..., bool | str], convention: Convention | None) -> bool | str:
+        """The answer of an implementation's ``supports``."""
+        if self.operator is None or convention is None:
+            return supports(*self.args, **self.kwargs)
+        values = dict(zip(self.operator.parameters, self.args, strict=True))
+        return supports(*self.operator.operands(self.args), **{name: values[name] for name in convention.asked})
 
     def branch(self, decision: Decision) -> Branch:
         """The branch of a decision that this call takes."""

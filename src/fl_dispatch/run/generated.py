@@ -63,7 +63,7 @@ def direct(
         return fn if supports is None else _predicated(fn, supports, otherwise)
     guards = [_at_default(operator, name) for name in convention.left_out]
     guards += [f"({name} is None or {name} is False)" for name in unproven]
-    bare = convention.layer_first if form == LAYER else convention.positional
+    bare = convention.takes_all(layer_first=form == LAYER)
     if bare and not guards and view is None and supports is None and (form == BOUND or convention.defaults):
         return fn
     return _generate(operator, convention, form, fn, otherwise, supports, guards, view)
@@ -182,7 +182,7 @@ def _generate(
         # In a trace the answer may be symbolic: neither True itself nor a string.
         lines += [
             "    try:",
-            f"        _fits = _supports({', '.join(operator.parameters)})",
+            f"        _fits = _supports({_asked(operator, convention)})",
             "        _fits = _fits is True or (not isinstance(_fits, str) and bool(_fits))",
             "    except Exception:",
             "        _fits = False",
@@ -220,6 +220,11 @@ def _predicated(
         return fn(*args, **kwargs) if fits else otherwise(*args, **kwargs)
 
     return predicated
+
+
+def _asked(operator: Operator, convention: Convention) -> str:
+    """The arguments of ``supports``, as source."""
+    return ", ".join([*operator.operands(tuple(operator.parameters)), *(f"{name}={name}" for name in convention.asked)])
 
 
 def _at_default(operator: Operator, name: str) -> str:

@@ -190,7 +190,7 @@ def _kind_checked(
         if torch.compiler.is_dynamo_compiling():
             return traced(*args, **kwargs)
         full = operator.bind(args, kwargs) if kwargs else args
-        chosen = careful if ArgumentKind.of(full, scope) in banned else entry
+        chosen = careful if ArgumentKind.of(operator.operands(full), scope) in banned else entry
         return chosen(*args, **kwargs)
 
     kind_checked.__dict__.update(entry.__dict__ if hasattr(entry, MADE_FROM) else {})
@@ -287,17 +287,17 @@ def _traced(
             convention = state.registry.convention(impl)
             first = generated.direct(operator, impl, convention, form, impl.fn, function)
             if is_elsewhere(impl):
-                function = _on_its_devices(impl, first, function)
+                function = _on_its_devices(impl, operator.hints if operator else (), first, function)
             else:
                 function = first if function is nobody else _or_next(first, function)
     return function
 
 
-def _on_its_devices(impl: OpImpl, first: Function, other: Function) -> Function:
+def _on_its_devices(impl: OpImpl, hints: Sequence[str], first: Function, other: Function) -> Function:
     """The first function for tensors on the implementation's devices, which a trace knows; the other one elsewhere."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        tensor = leading_tensor((*args, *kwargs.values()))
+        tensor = leading_tensor((*args, *(value for name, value in kwargs.items() if name not in hints)))
         fits = impl.takes_device("none" if tensor is None else tensor.device.type)
         return first(*args, **kwargs) if fits else other(*args, **kwargs)
 

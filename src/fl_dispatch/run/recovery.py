@@ -18,6 +18,7 @@ from ..knowledge.failures import add_note, declines, is_capturing, is_dead_devic
 from ..logger_manager import get_logger
 from ..selection.decision import Decision
 from ..selection.selection_policy import SelectionPolicy
+from ..signatures import Convention
 from ..state import State
 from ..types import OpImpl
 from .arguments import Call
@@ -128,7 +129,7 @@ def refusal(state: State, impl: OpImpl, call: Call) -> str:
         given = call.given(convention.left_out)
         if given:
             return f"it does not take '{given}'"
-    answer = _supports(impl, call)
+    answer = _supports(impl, convention, call)
     if isinstance(answer, Exception):
         reason = f"its 'supports' raised {text_of(answer)}"
         if state.failures.tell_once(impl, type(answer).__name__):
@@ -139,11 +140,11 @@ def refusal(state: State, impl: OpImpl, call: Call) -> str:
     return "" if answer else "it does not support these arguments"
 
 
-def _supports(impl: OpImpl, call: Call) -> bool | str | Exception:
+def _supports(impl: OpImpl, convention: Convention | None, call: Call) -> bool | str | Exception:
     if impl.supports is None:
         return True
     try:
-        answer = impl.supports(*call.args, **call.kwargs)
+        answer = call.ask(impl.supports, convention)
         return answer if isinstance(answer, str) else bool(answer)
     except Exception as error:
         return error
