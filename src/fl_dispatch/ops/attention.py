@@ -104,6 +104,7 @@ def _write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 
 @operator(
+    hints=("may_skip",),
     writes={"key_cache": STATE, "value_cache": STATE},
     modes=MODES,
     fake=_write_fake,
@@ -111,7 +112,14 @@ def _write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     workload=_write_workload,
     work=_write_work,
 )
-def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def kv_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    may_skip: bool | None = None,
+) -> None:
     """Store keys and values of new tokens in a paged cache.
 
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
@@ -124,6 +132,7 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
             overwritten.
         value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise.
         slot_mapping: ``[at most tokens]``, int64.
+        may_skip: hint: ``False`` where the caller knows that no slot is negative.
     """
     raise NotImplementedError
 
@@ -275,6 +284,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 @operator(
+    hints=("query_start_loc_host", "seq_lens_host"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_fake,
@@ -300,6 +310,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    query_start_loc_host: Sequence[int] | None = None,
+    seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of new tokens over a paged cache, prefill and decode mixed (Kwon et al., arXiv 2309.06180).
 
@@ -327,6 +339,8 @@ def paged_attention(
         alibi_slopes: ``[heads]``, float32, or ``None``.
         sinks: ``[heads]``, floating point, or ``None``: one more score for each head that takes part in the softmax's
             denominator only (Xiao et al., arXiv 2309.17453).
+        query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
+        seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 
     Returns:
         ``[tokens, heads, value_dim]``, dtype of ``query``: ``out`` where given. Rows that no request covers are

@@ -42,21 +42,30 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
     import torch_npu
 
-    return torch_npu.npu_swiglu(x.contiguous(), dim=-1) if x.numel() else _half(x)
+    if not x.numel():
+        return _half(x)
+    y: Tensor = torch_npu.npu_swiglu(x.contiguous(), dim=-1)
+    return y
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """See :data:`fl_dispatch.ops.activation.gelu`."""
     import torch_npu
 
-    return torch_npu.npu_gelu(x.contiguous(), approximate=approximate) if x.numel() else x.new_empty(x.shape)
+    if not x.numel():
+        return x.new_empty(x.shape)
+    y: Tensor = torch_npu.npu_gelu(x.contiguous(), approximate=approximate)
+    return y
 
 
 def quick_gelu(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.quick_gelu`; the chip's "fast" GELU is this one."""
     import torch_npu
 
-    return torch_npu.npu_fast_gelu(x.contiguous()) if x.numel() else x.new_empty(x.shape)
+    if not x.numel():
+        return x.new_empty(x.shape)
+    y: Tensor = torch_npu.npu_fast_gelu(x.contiguous())
+    return y
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -68,7 +77,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
     if not x.numel():
         return _half(x)
-    y, _ = torch_npu.npu_geglu(x.contiguous(), dim=-1, approximate=GELU[approximate], activate_left=True)
+    y: Tensor = torch_npu.npu_geglu(x.contiguous(), dim=-1, approximate=GELU[approximate], activate_left=True)[0]
     return y
 
 
@@ -87,6 +96,7 @@ def _clipped(x: Tensor, alpha: float, limit: float, bias: float, interleaved: bo
 
     if not x.numel():
         return _half(x)
-    return torch_npu.npu_clipped_swiglu(
+    y: Tensor = torch_npu.npu_clipped_swiglu(
         x.contiguous(), dim=-1, alpha=alpha, limit=limit, bias=bias, interleaved=interleaved
     )
+    return y

@@ -35,7 +35,8 @@ def rms_norm(
     if not x.numel():
         return _empty(x, residual)
     if residual is None:
-        return torch_npu.npu_rms_norm(x.contiguous(), weight, epsilon)[0]  # type: ignore[no-any-return]
+        y: Tensor = torch_npu.npu_rms_norm(x.contiguous(), weight, epsilon)[0]
+        return y
     y, _, total = torch_npu.npu_add_rms_norm(x.contiguous(), residual.contiguous(), weight, epsilon)
     return y, total
 
