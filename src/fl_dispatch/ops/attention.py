@@ -274,6 +274,12 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("alibi", mixed[1:], (8, 8), 64, alibi=True)
     yield sample("keys transposed, decode", decode, (16, 4), 128, block_size=32, layout="keys transposed", padding=0)
     yield sample("keys transposed, sliding window 24", mixed, (8, 4), 80, layout="keys transposed", window=24)
+    apart = {"block_size": 128, "layout": "token-major", "padding": 2}
+    yield sample("blocks of 128, decode", decode, (16, 4), 128, **apart)
+    yield sample("blocks of 128, mixed batch", [*mixed, (0, 0)], (8, 2), 64, **apart)
+    yield sample("blocks of 128, decode, sliding window 200", decode, (8, 4), 64, window=200, **apart)
+    yield sample("blocks of 128, sliding window 48", mixed, (8, 8), 64, window=48, **apart)
+    yield sample("blocks of 128, not causal", mixed[1:4], (4, 2), 64, causal=False, serving=False, **apart)
     yield sample("not causal", [(20, 20), (7, 7)], (4, 2), 64, causal=False, serving=False)
     yield sample("not causal, sliding window 5", [(20, 20)], (4, 2), 64, causal=False, window=5, serving=False)
     yield sample("value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
