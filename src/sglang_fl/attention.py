@@ -7,6 +7,7 @@ grouped into pages, so a page is a block of the operators, and every ``page_size
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -29,6 +30,8 @@ class AttentionFLMetadata:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
         seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
         block_table: ``[requests, pages]`` int32.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where SGLang's copies on the host
+            are not exact.
     """
 
     query_start_loc: Tensor
@@ -36,6 +39,8 @@ class AttentionFLMetadata:
     block_table: Tensor
     max_query_len: int
     max_seq_len: int
+    query_start_loc_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
 
 
 def bind(layer: RadixAttention, scope: str | None) -> None:
@@ -84,20 +89,24 @@ class AttentionFLBackend(AttentionBackend):
             raise NotImplementedError("sglang_fl does not support cross attention yet")
         requests = batch.seq_lens.shape[0]
         if mode.is_decode_or_idle():
-            longest_query = 1
+            longest_query, queries = 1, [1] * requests
             starts = torch.arange(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
         else:
-            longest_query = max(batch.extend_seq_lens_cpu, default=0)
+            queries = list(batch.extend_seq_lens_cpu)
+            longest_query = max(queries, default=0)
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
             torch.cumsum(batch.extend_seq_lens, dim=0, out=starts[1:])
         longest = int(batch.seq_lens_cpu.max()) if requests else 0
         table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : longest : self.page_size]
+        exact = batch.spec_info is None  # a draft's length is known to the device first
         self.forward_metadata = AttentionFLMetadata(
             query_start_loc=starts,
             seq_lens=batch.seq_lens.to(torch.int32),
             block_table=(table if self.page_size == 1 else table // self.page_size).to(torch.int32),
             max_query_len=longest_query,
             max_seq_len=longest,
+            query_start_loc_host=[0, *accumulate(queries)] if exact else None,
+            seq_lens_host=batch.seq_lens_cpu.tolist() if exact else None,
         )
 
     def _caches(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
@@ -152,6 +161,8 @@ class AttentionFLBackend(AttentionBackend):
             layer.logit_cap,
             None,
             sinks,
+            metadata.query_start_loc_host,
+            metadata.seq_lens_host,
         )
         return result.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -221,6 +232,10 @@ class MLAFLBackend(AttentionFLBackend):
             metadata.max_seq_len,
             layer.scaling,
             rank,
+            None,
+            True,
+            metadata.query_start_loc_host,
+            metadata.seq_lens_host,
         )
         return result.reshape(-1, layer.tp_q_head_num * rank)
 

@@ -78,6 +78,8 @@ class AttentionFLMetadata:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
         seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
         block_table: ``[requests, blocks]`` int32.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where vLLM's copies on the host
+            are not exact.
     """
 
     num_actual_tokens: int
@@ -87,6 +89,8 @@ class AttentionFLMetadata:
     seq_lens: Tensor
     block_table: Tensor
     causal: bool
+    query_start_loc_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
 
 
 class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
@@ -103,6 +107,8 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        # With speculation the device decides how many drafts count, and vLLM's copies on the host are bounds.
+        self.exact_host_lengths = vllm_config.speculative_config is None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -110,6 +116,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
         common = common_attn_metadata
         if isinstance(common.causal, Tensor):
             raise NotImplementedError("batches of causal and bidirectional requests are not supported")
+        starts, lengths = host_lengths(common) if self.exact_host_lengths else (None, None)
         return AttentionFLMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -118,7 +125,15 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
             seq_lens=common.seq_lens,
             block_table=_token_blocks(common) if self.encoder_only else common.block_table_tensor,
             causal=common.causal,
+            query_start_loc_host=starts,
+            seq_lens_host=lengths,
         )
+
+
+def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, list[int] | None]:
+    """Starts and lengths of a batch's requests, read from the copies that vLLM keeps on the host, if it has both."""
+    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
+    return (None, None) if lengths is None else (common.query_start_loc_cpu.tolist(), lengths.tolist())
 
 
 def _token_blocks(common: CommonAttentionMetadata) -> Tensor:
@@ -248,6 +263,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             self.softcap,
             self.alibi_slopes,
             self.sinks,
+            attn_metadata.query_start_loc_host,
+            attn_metadata.seq_lens_host,
         )
         if result is not out:
             if result.shape != out.shape:

@@ -104,6 +104,7 @@ def _write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 
 @operator(
+    hints=("may_skip",),
     writes={"key_cache": STATE, "value_cache": STATE},
     modes=MODES,
     fake=_write_fake,
@@ -111,7 +112,14 @@ def _write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     workload=_write_workload,
     work=_write_work,
 )
-def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def kv_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    may_skip: bool | None = None,
+) -> None:
     """Store keys and values of new tokens in a paged cache.
 
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
@@ -124,6 +132,7 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
             overwritten.
         value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise.
         slot_mapping: ``[at most tokens]``, int64.
+        may_skip: hint: ``False`` where the caller knows that no slot is negative.
     """
     raise NotImplementedError
 
@@ -265,6 +274,12 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("alibi", mixed[1:], (8, 8), 64, alibi=True)
     yield sample("keys transposed, decode", decode, (16, 4), 128, block_size=32, layout="keys transposed", padding=0)
     yield sample("keys transposed, sliding window 24", mixed, (8, 4), 80, layout="keys transposed", window=24)
+    apart = {"block_size": 128, "layout": "token-major", "padding": 2}
+    yield sample("blocks of 128, decode", decode, (16, 4), 128, **apart)
+    yield sample("blocks of 128, mixed batch", [*mixed, (0, 0)], (8, 2), 64, **apart)
+    yield sample("blocks of 128, decode, sliding window 200", decode, (8, 4), 64, window=200, **apart)
+    yield sample("blocks of 128, sliding window 48", mixed, (8, 8), 64, window=48, **apart)
+    yield sample("blocks of 128, not causal", mixed[1:4], (4, 2), 64, causal=False, serving=False, **apart)
     yield sample("not causal", [(20, 20), (7, 7)], (4, 2), 64, causal=False, serving=False)
     yield sample("not causal, sliding window 5", [(20, 20)], (4, 2), 64, causal=False, window=5, serving=False)
     yield sample("value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
@@ -275,6 +290,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 @operator(
+    hints=("query_start_loc_host", "seq_lens_host"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_fake,
@@ -300,6 +316,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    query_start_loc_host: Sequence[int] | None = None,
+    seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
     """Attention of new tokens over a paged cache, prefill and decode mixed (Kwon et al., arXiv 2309.06180).
 
@@ -327,6 +345,8 @@ def paged_attention(
         alibi_slopes: ``[heads]``, float32, or ``None``.
         sinks: ``[heads]``, floating point, or ``None``: one more score for each head that takes part in the softmax's
             denominator only (Xiao et al., arXiv 2309.17453).
+        query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
+        seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 
     Returns:
         ``[tokens, heads, value_dim]``, dtype of ``query``: ``out`` where given. Rows that no request covers are

@@ -130,6 +130,7 @@ def _decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
 
 
 @operator(
+    hints=("query_start_loc_host", "seq_lens_host"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_decode_fake,
@@ -151,6 +152,8 @@ def mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    query_start_loc_host: Sequence[int] | None = None,
+    seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
     """Latent attention in its absorbed form: all heads attend over the paged latent cache itself.
 
@@ -173,6 +176,8 @@ def mla_decode(
         out: ``[tokens, heads, kv_lora_rank]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
             covers.
         causal: a query sees no token behind its own position.
+        query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
+        seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 
     Returns:
         ``[tokens, heads, kv_lora_rank]``, dtype of ``query``: ``out`` where given. Rows that see no cached token are
@@ -268,6 +273,7 @@ def _prefill_samples(dtype: torch.dtype, device: torch.device, generator: torch.
 
 
 @operator(
+    hints=("query_start_loc_host", "key_start_loc_host"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_prefill_fake,
@@ -288,6 +294,8 @@ def mla_prefill(
     scale: float,
     out: Tensor | None = None,
     causal: bool = True,
+    query_start_loc_host: Sequence[int] | None = None,
+    key_start_loc_host: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Latent attention in its multi-head form: attention over contiguous keys and values of several requests.
 
@@ -307,6 +315,8 @@ def mla_prefill(
         out: ``[tokens, heads, value_dim]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
             covers.
         causal: the last query of a request stands at its last key, and a query sees no key behind its own position.
+        query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
+        key_start_loc_host: hint: the numbers in ``key_start_loc``, likewise.
 
     Returns:
         ``(out, lse)``: ``[tokens, heads, value_dim]`` in the dtype of ``query``, ``out`` where given, and the

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .elsewhere import names_of
+from fl_dispatch.backends.elsewhere import names_of
 
 __getattr__ = names_of("vllm_fl.mla", "MLAFLBackend", "MLAFLImpl")

@@ -1,0 +1,1 @@
+"""Huawei Ascend NPUs, through the public operators of ``torch_npu``."""

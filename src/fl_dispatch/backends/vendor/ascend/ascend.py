@@ -1,0 +1,70 @@
+"""The Ascend backend, in two parts: attention, which needs a KV cache in the layout of its kernels, and the rest.
+
+Some operators have no kernel here, because ``torch_npu`` has none with their meaning: ``mul_and_silu``,
+``fatrelu_and_mul``, ``swiglustep_and_mul``, ``situ_and_mul``, ``gelu_and_mul_sparse``, ``relu2``, ``xielu`` and
+``moe_align_block_size``. docs/ascend.md has the calls of the others, what they decline and what no chip has shown yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from fl_dispatch.backends.base import Backend
+from fl_dispatch.devices import ASCEND
+
+from .impl import activation, attention, experts, linear, mla, normalization, rotary, routing
+
+
+class _Kernels(Backend):
+    """Name, vendor and availability, which both parts share."""
+
+    @property
+    def name(self) -> str:
+        """``ascend``."""
+        return "ascend"
+
+    @property
+    def vendor(self) -> str:
+        """``ascend``."""
+        return "ascend"
+
+    def is_available(self) -> bool:
+        """Whether PyTorch has an NPU to offer, which is asked without a device context."""
+        return not self.why_unavailable()
+
+    def why_unavailable(self) -> str:
+        """Why it has none."""
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed"
+        return "" if ASCEND.detect() else "no Ascend NPU that PyTorch can use"
+
+
+class AscendBackend(_Kernels):
+    """The operators that ask nothing of the KV cache."""
+
+    silu_and_mul = staticmethod(activation.silu_and_mul)
+    gelu_and_mul = staticmethod(activation.gelu_and_mul)
+    swigluoai_and_mul = staticmethod(activation.swigluoai_and_mul)
+    silu_and_mul_with_clamp = staticmethod(activation.silu_and_mul_with_clamp)
+    gelu = staticmethod(activation.gelu)
+    quick_gelu = staticmethod(activation.quick_gelu)
+    rms_norm = staticmethod(normalization.rms_norm)
+    gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
+    layer_norm = staticmethod(normalization.layer_norm)
+    rotary_embedding = staticmethod(rotary.rotary_embedding)
+    linear = staticmethod(linear.linear)
+    topk_softmax = staticmethod(routing.topk_softmax)
+    topk_sigmoid = staticmethod(routing.topk_sigmoid)
+    grouped_topk = staticmethod(routing.grouped_topk)
+    fused_moe = staticmethod(experts.fused_moe)
+    moe_sum = staticmethod(experts.moe_sum)
+    mla_decode = staticmethod(mla.mla_decode)
+    mla_prefill = staticmethod(mla.mla_prefill)
+    attention_backend = staticmethod(attention.attention_backend)
+
+
+class AscendAttentionKernels(_Kernels):
+    """Attention over a paged cache, and the cache's writes."""
+
+    kv_cache_write = staticmethod(attention.kv_cache_write)
+    paged_attention = staticmethod(attention.paged_attention)

@@ -1,0 +1,1 @@
+"""Implementations, one file a family of operators."""

@@ -1,0 +1,146 @@
+"""The experts of a mixture: rows sorted by expert, two grouped products, and the weighted sum of a token's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
+from .limits import problem
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_tanh": partial(gelu_and_mul, approximate="tanh"),
+    "swigluoai": swigluoai_and_mul,
+}
+MOST_EXPERTS = 1024
+MOST_CHOICES = 512
+LARGEST_AXIS = 65535
+"""Elements of the last axis of a matrix in a grouped product."""
+
+
+def supports_fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> bool | str:
+    """Gated experts without biases, at least two of them and one dtype for all."""
+    for name, tensor in (("hidden_states", hidden_states), ("w13", w13), ("w2", w2)):
+        if why := problem("npu_grouped_matmul", name, tensor, like=hidden_states):
+            return why
+    if activation not in ACTIVATIONS:
+        return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
+    if w13_bias is not None or w2_bias is not None:
+        return "there are biases; the documentation of npu_grouped_matmul has none of an expert's own"
+    if not 2 <= w13.shape[0] <= MOST_EXPERTS:
+        return f"{w13.shape[0]} experts are here; npu_grouped_matmul takes 2 to {MOST_EXPERTS}"
+    if max(*w13.shape[1:], *w2.shape[1:]) > LARGEST_AXIS:
+        return f"an axis of the weights is larger than {LARGEST_AXIS}"
+    if topk_ids.shape[1] > MOST_CHOICES:
+        return f"a token has {topk_ids.shape[1]} experts; npu_moe_token_unpermute takes at most {MOST_CHOICES}"
+    if apply_router_weight_on_input and topk_ids.shape[1] > 1:
+        return "weights on the input of more than one expert a token"
+    return True
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. Does not wait for the device.
+
+    A grouped product has to cover all rows. So choices that have no expert here are sorted behind the others, the last
+    expert computes them, and they count as zero.
+    """
+    import torch_npu
+
+    if not hidden_states.shape[0]:
+        return hidden_states.new_empty(hidden_states.shape) if out is None else out
+    experts, dtype = w13.shape[0], hidden_states.dtype
+    ids = _local(topk_ids, expert_map, experts)
+    weights = topk_weights.masked_fill(ids == experts, 0.0)
+    if apply_router_weight_on_input:
+        hidden_states = (hidden_states * topk_weights).to(dtype)
+        weights = torch.where(ids == experts, 0.0, 1.0)
+    rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+        hidden_states.contiguous(),
+        ids,
+        active_num=-1,
+        expert_capacity=-1,
+        expert_num=experts + 1,
+        drop_pad_mode=0,
+        expert_tokens_num_type=1,  # how many rows each expert has
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, experts + 1],
+        row_idx_type=0,  # the place of each choice among the sorted rows
+    )
+    absent = counts[experts:]
+    counts = torch.cat((counts[: experts - 1], counts[experts - 1 :].sum(dim=0, keepdim=True)))
+    inner = ACTIVATIONS[activation](_grouped(rows, w13, counts))
+    y = _grouped(inner, w2, counts)
+    if expert_map is not None:  # what another rank's expert makes of a row may be infinite here
+        row = torch.arange(y.shape[0], device=y.device)
+        y = y.masked_fill((row >= y.shape[0] - absent)[:, None], 0.0)
+    result: Tensor = torch_npu.npu_moe_token_unpermute(y, places, probs=weights.to(dtype))
+    return result if out is None else out.copy_(result)
+
+
+def _local(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
+    """The expert of each choice as numbered on this rank, int32; the number of experts where it is not here."""
+    ids = topk_ids
+    if expert_map is not None:
+        ids = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()], -1)
+    return torch.where(ids >= 0, ids, experts).to(torch.int32).contiguous()
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """The product of each expert's rows with its matrix ``[columns, inner]``."""
+    import torch_npu
+
+    (y,) = torch_npu.npu_grouped_matmul(
+        [x], [weight.transpose(1, 2)], split_item=2, group_type=0, group_list_type=1, group_list=counts
+    )
+    return y  # type: ignore[no-any-return]
+
+
+def supports_moe_sum(x: Tensor, out: Tensor | None = None) -> bool | str:
+    """At most 512 experts a token."""
+    if x.shape[1] > MOST_CHOICES:
+        return f"a token has {x.shape[1]} experts; npu_moe_token_unpermute takes at most {MOST_CHOICES}"
+    return problem("npu_moe_token_unpermute", "x", x) or True
+
+
+def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """See :data:`fl_dispatch.ops.moe.moe_sum`: rows that lie in order, with weight one."""
+    import torch_npu
+
+    tokens, topk, hidden = x.shape
+    if not x.numel():
+        return x.new_empty(tokens, hidden) if out is None else out
+    order = torch.arange(tokens * topk, dtype=torch.int32, device=x.device)
+    result: Tensor = torch_npu.npu_moe_token_unpermute(
+        x.reshape(-1, hidden).contiguous(), order, probs=x.new_ones(tokens, topk)
+    )
+    return result if out is None else out.copy_(result)
