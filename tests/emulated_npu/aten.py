@@ -115,9 +115,7 @@ class Call:
             for original, made in self._aliases:
                 if made.numel() and made.untyped_storage().data_ptr() == pointer:
                     empty = torch.empty(0, dtype=value.dtype, device=original.device)
-                    return empty.set_(
-                        original.untyped_storage(), value.storage_offset(), value.shape, value.stride()
-                    )
+                    return empty.set_(original.untyped_storage(), value.storage_offset(), value.shape, value.stride())
         return to_npu(value, self.device)
 
 

@@ -113,9 +113,7 @@ def install() -> list[str]:
     return list(_kernels)
 
 
-def _run(
-    operator: torch._ops.OpOverload, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
+def _run(operator: torch._ops.OpOverload, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     call = Call(f"npu::{name}")
     cpu_args, cpu_kwargs = call.into(args), {key: call.into(value) for key, value in kwargs.items()}
     call.check_devices()

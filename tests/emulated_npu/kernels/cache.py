@@ -41,11 +41,11 @@ def scatter_pa_kv_cache(
     the docstring's range begins at 0. Compression (case three) is not emulated.
     """
     require_default(compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
-    require_contiguous(
-        key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping
-    )
+    require_contiguous(key=key, value=value, key_cache=key_cache, value_cache=value_cache, slot_mapping=slot_mapping)
     require_same_dtype(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
-    require(slot_mapping.dtype in (torch.int32, torch.int64), f"slot_mapping is {slot_mapping.dtype}, not int32 or int64")
+    require(
+        slot_mapping.dtype in (torch.int32, torch.int64), f"slot_mapping is {slot_mapping.dtype}, not int32 or int64"
+    )
     require(key.dim() == value.dim() == 3, f"key has {key.dim()} dimensions; three are emulated")
     require(key.shape[:2] == value.shape[:2], "key and value must have the same tokens and heads")
     require(key_cache.dim() == value_cache.dim() == 4, f"key_cache has {key_cache.dim()} dimensions, not 4")

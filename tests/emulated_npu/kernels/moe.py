@@ -209,7 +209,9 @@ def token_unpermute(
     k = 1
     if probs is not None:
         require_dtype("probs", probs, FLOAT)
-        require(probs.dim() == 2 and probs.numel() == len(where), f"probs is {tuple(probs.shape)}, of {len(where)} rows")
+        require(
+            probs.dim() == 2 and probs.numel() == len(where), f"probs is {tuple(probs.shape)}, of {len(where)} rows"
+        )
         k = probs.shape[1]
     require(k <= 512, f"{k} experts a token, above 512")
     rows = permuted_tokens[where].float().view(-1, k, permuted_tokens.shape[1])
@@ -249,7 +251,9 @@ def finalize_routing(
     require(expanded_permuted_rows.dim() == (3 if dropping else 2), "rows are [rows, H], with dropping [E, C, H]")
     where = expanded_src_to_dst_row.long()
     least = -1 if dropping else 0
-    require(bool(((where >= least) & (where < len(rows))).all()), "expanded_src_to_dst_row names rows that are not there")
+    require(
+        bool(((where >= least) & (where < len(rows))).all()), "expanded_src_to_dst_row names rows that are not there"
+    )
     experts = 1 if scales is None else scales.shape[1]
     tokens = len(where) // experts
     where = where.view(experts, tokens).t() if drop_pad_mode in (0, 1) else where.view(tokens, experts)

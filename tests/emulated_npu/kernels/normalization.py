@@ -20,9 +20,7 @@ def _normalized(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[t
 
 
 @kernel("npu_rms_norm")
-def rms_norm(
-    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """Source: the wheel's docstring. Refused: dtypes beside float16, bfloat16, float32; a gamma of another dtype.
 
     Assumed: float32 inside, rounded once. The docstring's "2 to 8 dimensions" of gamma is not enforced, because its
