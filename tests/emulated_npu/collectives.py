@@ -1,0 +1,54 @@
+"""Collectives of the emulated NPU: the backend "hccl" is gloo, on the memory of NPU tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .aten import alias, has_kernel
+
+_libraries: list[torch.library.Library] = []
+
+
+def install() -> None:
+    """Make groups of gloo for "hccl", and let every ``c10d::`` operator work on aliases."""
+    dist.Backend._plugins["HCCL"] = dist.Backend._BackendPlugin(_group, True)
+    dist.Backend.backend_capability["hccl"] = ["npu", "cpu"]
+    library = torch.library.Library("c10d", "IMPL")
+    _libraries.append(library)
+    for full in torch._C._dispatch_get_all_op_names():
+        if full.startswith("c10d::") and has_kernel(full, "PrivateUse1"):
+            name = full.removeprefix("c10d::")
+            library.impl(name, _served(getattr(torch.ops.c10d, name).default), "PrivateUse1", allow_override=True)
+
+
+def _group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+def _served(operator: torch._ops.OpOverload) -> Any:
+    def run(*args: Any) -> Any:
+        originals: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def into(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [into(item) for item in value]
+            if isinstance(value, torch.Tensor) and value.device.type == "npu":
+                made = alias(value)
+                made.owner = value  # type: ignore[attr-defined]  # as long as gloo holds the alias
+                originals.append((value, made))
+                return made
+            if isinstance(value, torch.device) and value.type == "npu":
+                return torch.device("cpu")
+            return value
+
+        def back(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(back(item) for item in value)
+            return next((original for original, made in originals if made is value), value)
+
+        return back(operator(*into(args)))
+
+    return run

@@ -1,0 +1,142 @@
+"""Emulated kernels refuse what the documentation refuses, by one error that names the rule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import emulated_npu
+import pytest
+import torch
+import torch_npu
+
+HALF = torch.float16
+TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
+def ones(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device="npu")
+
+
+def ints(values: list, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="npu")
+
+
+def attend(query: tuple[int, ...] = (4, 2, 128), dtype: torch.dtype = HALF, **changed: Any) -> Any:
+    """A paged call that is right but for what is changed."""
+    size = changed.get("block_size", 16)
+    cache = changed.pop("cache", ones(4, size, 2 * query[-1], dtype=dtype))
+    arguments = {
+        "actual_seq_lengths": [1, 4], "actual_seq_lengths_kv": [20, 3], "block_table": ints([[1, 2], [3, 0]]),
+        "num_heads": 2, "input_layout": "TND", "block_size": 16, "atten_mask": TRIANGLE.npu(), "sparse_mode": 3,
+    } | changed  # fmt: skip
+    return torch_npu.npu_fused_infer_attention_score(ones(*query, dtype=dtype), cache, cache, **arguments)
+
+
+def scatter(**changed: Any) -> Any:
+    arguments = {
+        "key": ones(2, 2, 16), "value": ones(2, 2, 16), "key_cache": ones(3, 4, 2, 16),
+        "value_cache": ones(3, 4, 2, 16), "slot_mapping": ints([3, 7]), "cache_mode": "Norm",
+    } | changed  # fmt: skip
+    return torch_npu.npu_scatter_pa_kv_cache(**arguments)
+
+
+def grouped(**changed: Any) -> Any:
+    arguments = {
+        "x": [ones(4, 16)], "weight": [ones(2, 16, 8)], "group_list": ints([1, 3], torch.int64), "split_item": 2,
+        "group_type": 0, "group_list_type": 1,
+    } | changed  # fmt: skip
+    return torch_npu.npu_grouped_matmul(arguments.pop("x"), arguments.pop("weight"), **arguments)
+
+
+def update(dim: int) -> Any:
+    return torch_npu.npu_attention_update([ones(3, dtype=torch.float32)], [ones(3, dim)], 0)
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: torch_npu.npu_rms_norm(ones(2, 8), ones(8, dtype=torch.float32)), "dtypes must be equal"),
+    (lambda: torch_npu.npu_rms_norm(ones(2, 8), ones(4)), "gamma (4,) must be the last dimensions"),
+    (lambda: torch_npu.npu_rms_norm(ones(8), ones(8)), "1 dimensions, not 2 to 8"),
+    (lambda: torch_npu.npu_add_rms_norm(ones(2, 8), ones(1, 8), ones(8)), "must have one shape"),
+    (lambda: torch_npu.npu_gemma_rms_norm(ones(8, 2).t(), ones(8)), "input must be contiguous"),
+    (lambda: torch_npu.npu_swiglu(ones(2, 7)), "7, which two halves cannot share"),
+    (lambda: torch_npu.npu_rotary_mul(ones(1, 3, 2, 8), ones(1, 3, 1, 4), ones(1, 3, 1, 4)), "r1 has D 4"),
+    (lambda: torch_npu.npu_rotary_mul(ones(2, 3, 4, 8), *[ones(1, 3, 4, 8)] * 2), "no layout of coefficients"),
+    (lambda: torch_npu.npu_rotary_mul(ones(2, 3, 4, 8), *[ones(2, 3, 1, 8)] * 2, "interleave"), "no layout"),
+    (lambda: torch_npu.npu_rotary_mul(ones(1, 2, 1, 896), *[ones(1, 2, 1, 896)] * 2), "below 896"),
+    (lambda: torch_npu.npu_apply_rotary_pos_emb(*[ones(1, 2, 1, 32)] * 4), "D 32, not 64 or 128"),
+    (lambda: torch_npu.npu_interleave_rope(*[ones(1, 1, 2, 64, dtype=torch.float32)] * 3), "float32, not one of"),
+    (lambda: torch_npu.npu_mrope(ints([5]), ones(1, 32), ones(1, 32), ones(4, 32), 32), "beyond the cache's 4 rows"),
+    (lambda: torch_npu.npu_mrope(ints([0]), ones(1, 32), ones(1, 32), ones(4, 16), 32), "no multiple of 32"),
+    (lambda: scatter(key=ones(2, 16, 2).transpose(1, 2)), "key must be contiguous"),
+    (lambda: scatter(slot_mapping=ints([3, 12])), "slot 12 of 12"),
+    (lambda: scatter(slot_mapping=ints([3, 3])), "slots must not repeat"),
+    (lambda: scatter(slot_mapping=ints([3.0, 7.0], torch.float32)), "not int32 or int64"),
+    (lambda: scatter(key_cache=ones(3, 4, 32), value_cache=ones(3, 4, 32)), "3 dimensions, not 4"),
+    (lambda: scatter(value=ones(2, 2, 16, dtype=torch.bfloat16)), "dtypes must be equal"),
+    (lambda: attend(dtype=torch.float32), "query has dtype float32"),
+    (lambda: attend(query=(4, 2, 64)), "TND takes D 128"),
+    (lambda: attend(block_size=24), "block_size=24; a multiple of 16 up to 1024"),
+    (lambda: attend(cache=ones(4, 16, 2, 128)), "[blocks, KV heads, block_size, D]"),
+    (lambda: attend(cache=ones(4, 2, 16, 256)[:, 0]), "key must be contiguous"),
+    (lambda: attend(atten_mask=None), "needs the atten_mask of 2048 x 2048"),
+    (lambda: attend(atten_mask=TRIANGLE[:1024, :1024].contiguous().npu()), "not 2048 x 2048"),
+    (lambda: attend(atten_mask=(~TRIANGLE).npu()), "1 above the diagonal"),
+    (lambda: attend(atten_mask=TRIANGLE.half().npu()), "not bool, int8 or uint8"),
+    (lambda: attend(actual_seq_lengths=[1, 3]), "ends at 3, and there are 4 tokens"),
+    (lambda: attend(actual_seq_lengths=[3, 1]), "must be cumulative"),
+    (lambda: attend(actual_seq_lengths=None), "must be given for layout TND"),
+    (lambda: attend(actual_seq_lengths_kv=[20]), "2 sequences of queries, 1 of keys"),
+    (lambda: attend(actual_seq_lengths_kv=[40, 3]), "3 blocks; block_table has 2 columns"),
+    (lambda: attend(block_table=ints([[1, 4], [3, 0]])), "block [1, 4] of 4"),
+    (lambda: attend(block_table=ints([[1, 2], [3, 0]], torch.int64)), "block_table is torch.int64, not int32"),
+    (lambda: attend(sparse_mode=5), "sparse_mode=5"),
+    (lambda: attend(num_heads=3), "TND has 2 heads, and 3 are named"),
+    (lambda: attend(input_layout="BSND", query=(2, 4, 2, 128)), "block_size=16; 128, 256, 384 or 512"),
+    (lambda: attend(quant_scale1=ones(1, dtype=torch.float32)), "is not emulated"),
+    (lambda: update(12), "D is 12, no multiple of 8"),
+    (lambda: torch_npu.npu_transpose_batchmatmul(ones(1, 2, 8), ones(1, 8, 16)), "no multiples of 16"),
+    (lambda: torch_npu.npu_moe_gating_top_k(ones(2, 8), 3, k_group=1, group_count=4), "more than two are wanted"),
+    (lambda: torch_npu.npu_moe_gating_top_k(ones(2, 8), 2, renorm=1), "renorm=1, not 0"),
+    (lambda: torch_npu.npu_moe_gating_top_k_softmax(ones(2, 8), None, 9), "k=9 of 8 experts"),
+    (lambda: torch_npu.npu_moe_init_routing_v2(ones(1, 8), ints([[4]]), expert_num=4), "not below 4"),
+    (lambda: torch_npu.npu_moe_init_routing_v2(ones(1, 8), ints([[1]], torch.int64), expert_num=4), "not int32"),
+    (lambda: grouped(group_list=ints([1, 3])), "group_list is torch.int32, not int64"),
+    (lambda: grouped(group_list=ints([1, 2], torch.int64)), "names 3 rows, x has 4"),
+    (lambda: grouped(group_list=ints([4], torch.int64), weight=[ones(1, 16, 8)]), "more than one entry"),
+    (lambda: grouped(split_item=0), "split_item=0, not 2 or 3"),
+    (lambda: grouped(weight=[ones(2, 16, 8, dtype=torch.bfloat16)]), "must have one dtype"),
+    (lambda: torch_npu.npu_moe_token_unpermute(ones(2, 8), ints([0, 0])), "must not repeat"),
+    (lambda: torch_npu.npu_moe_token_unpermute(ones(2, 8), ints([0, 1], torch.int64)), "not int32"),
+    (lambda: torch_npu.npu_top_k_top_p(ones(1, 8), ones(1), ints([1], torch.int64)), "k is torch.int64, not int32"),
+    (lambda: torch_npu.npu_top_k_top_p(ones(1, 2000), ones(1), ints([1025])), "from 1 to 1024"),
+    (lambda: torch_npu.npu_dynamic_quant(ones(2, 8, dtype=torch.float32)), "float32, not one of"),
+    (lambda: torch_npu.npu_format_cast(ones(8), 29), "needs two dimensions"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_the_documentation_excludes_is_refused(number: int) -> None:
+    call, rule = REFUSED[number]
+    with pytest.raises(emulated_npu.Refused, match=r"the emulated NPU refuses npu::\w+: .*" + re.escape(rule)):
+        call()
+    assert emulated_npu.calls() == {}, "a refused call is not counted"
+
+
+@pytest.mark.parametrize("call", [attend, scatter, grouped, lambda: update(16)])
+def test_the_calls_that_are_changed_are_right(call: Callable[[], Any]) -> None:
+    call()
+    assert sum(emulated_npu.calls().values()) == 1
+
+
+def test_two_rules_can_be_waived_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMU_NPU_WAIVE", "float32,head_size")
+    assert attend(query=(4, 2, 32), dtype=torch.float32)[0].dtype == torch.float32
+    with pytest.raises(emulated_npu.Refused, match="block_size=24"):
+        attend(block_size=24)
+
+
+def test_tensors_of_the_cpu_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"npu::npu_rms_norm got cpu, npu:0"):
+        torch_npu.npu_rms_norm(ones(2, 8), torch.ones(8, dtype=HALF))
