@@ -74,8 +74,8 @@ class HostContract:
         return (
             f"{self.host.name} {self.version}: {found.names - len(found.broken)} of {found.names} names hold"
             + (f" (not looked at: {', '.join(passed_over)})" if passed_over else "")
-            + f"; layer classes: {states['replaced']} run our operators, {states['left']} stay {self.host.name}'s for a "
-            f"reason, {states['pending']} to do, {states['unjudged']} not judged"
+            + f"; layer classes: {states['replaced']} run our operators, {states['left']} stay {self.host.name}'s "
+            f"for a reason, {states['pending']} to do, {states['unjudged']} not judged"
         )
 
     def print(self, *, all_facts: bool) -> None:
