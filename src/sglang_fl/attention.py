@@ -6,6 +6,7 @@ grouped into pages, so a page is a block of the operators, and every ``page_size
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,6 +17,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor
 
 from fl_dispatch import bind_op
+from fl_dispatch.hosting.attached import Attached
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -43,11 +45,22 @@ class AttentionFLMetadata:
     seq_lens_host: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class BoundOperators:
+    """An attention layer's operators, bound for its prefix."""
+
+    write: Callable[..., Any]
+    attend: Callable[..., Any]
+    attend_latent: Callable[..., Any]
+
+
+OPERATORS = Attached[BoundOperators]("fl_operators")
+
+
 def bind(layer: RadixAttention, scope: str | None) -> None:
     """Bind a layer's operators, again for its prefix."""
-    layer.fl_write = bind_op("kv_cache_write", scope)
-    layer.fl_attend = bind_op("paged_attention", scope)
-    layer.fl_attend_latent = bind_op("mla_decode", scope)
+    names = ("kv_cache_write", "paged_attention", "mla_decode")
+    OPERATORS.give(layer, BoundOperators(*(bind_op(name, scope) for name in names)))
 
 
 def refusal(layer: RadixAttention) -> str | None:
@@ -143,9 +156,9 @@ class AttentionFLBackend(AttentionBackend):
         metadata = self.forward_metadata
         key_cache, value_cache = self._caches(layer)
         if save_kv_cache and k is not None and v is not None:
-            layer.fl_write(k, v, key_cache, value_cache, forward_batch.out_cache_loc)
+            OPERATORS.of(layer).write(k, v, key_cache, value_cache, forward_batch.out_cache_loc)
         window = layer.sliding_window_size  # the tokens before a token's own
-        result = layer.fl_attend(
+        result = OPERATORS.of(layer).attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             key_cache,
             value_cache,
@@ -219,10 +232,10 @@ class MLAFLBackend(AttentionFLBackend):
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
-            layer.fl_write(
+            OPERATORS.of(layer).write(
                 k[..., :rank], k[..., rank:], rows[..., :rank], rows[..., rank:], forward_batch.out_cache_loc
             )
-        result: Tensor = layer.fl_attend_latent(
+        result: Tensor = OPERATORS.of(layer).attend_latent(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             rows.squeeze(2),
             metadata.block_table,

@@ -26,30 +26,27 @@ from torch import Tensor
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting import ranks
+from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.collectives import Communicator, connect
 
 from .hooks import Kind
 
-ATTRIBUTE = "fl_communicator"
-"""Where a group of several ranks keeps its :class:`Communicator`."""
+COMMUNICATOR = Attached[Communicator]("fl_communicator")
+"""Of a group of several ranks."""
 
 
 def connect_group(result: None, group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
     """After a group is made, which all its ranks do together: connect them."""
     if group.world_size > 1:
         collectives = connect(group.device_group, group.cpu_group, group.ranks, group.device.type)
-        setattr(group, ATTRIBUTE, Communicator(group.unique_name, collectives, group.rank_in_group, group.world_size))
-
-
-def _of(group: GroupCoordinator) -> Communicator:
-    communicator: Communicator = getattr(group, ATTRIBUTE)
-    return communicator
+        ours = Communicator(group.unique_name, collectives, group.rank_in_group, group.world_size)
+        COMMUNICATOR.give(group, ours)
 
 
 def close_group(original: Callable[..., None], group: GroupCoordinator) -> None:
     """Before a group is destroyed: give back what the library holds for it."""
-    if hasattr(group, ATTRIBUTE):
-        _of(group).close()
+    if (communicator := COMMUNICATOR.find(group)) is not None:
+        communicator.close()
     original(group)
 
 
@@ -81,21 +78,21 @@ _any_order = _unless(_sums_in_one_order)
 @_several_ranks
 def all_reduce(group: GroupCoordinator, input_: Tensor) -> Tensor:
     """Overwrite ``input_`` with the sum over the ranks, and return it."""
-    result = _of(group).all_reduce(input_)
+    result = COMMUNICATOR.of(group).all_reduce(input_)
     return input_ if result is input_ else input_.copy_(result)
 
 
 @_any_order
 def reduce_scatter_tensor(group: GroupCoordinator, output: Tensor, input: Tensor) -> None:
     """Write this rank's part of the sum of ``input`` ``[ranks * n, ...]`` into ``output`` ``[n, ...]``."""
-    _of(group).reduce_scatter(input.reshape(-1), output=output.view(-1))
+    COMMUNICATOR.of(group).reduce_scatter(input.reshape(-1), output=output.view(-1))
 
 
 @_several_ranks
 def reduce_scatter(group: GroupCoordinator, output: Tensor, input_list: Sequence[Tensor]) -> Tensor:
     """Write the sum of the ranks' ``input_list[rank]`` into ``output``, and return it."""
     parts = [part.reshape(-1) for part in input_list]
-    _of(group).reduce_scatter(torch.cat(parts), sizes=[len(part) for part in parts], output=output.view(-1))
+    COMMUNICATOR.of(group).reduce_scatter(torch.cat(parts), sizes=[len(part) for part in parts], output=output.view(-1))
     return output
 
 
@@ -104,7 +101,7 @@ def reduce_scatterv(
     group: GroupCoordinator, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None
 ) -> Tensor:
     """This rank's part, the first dimension's ``sizes[rank]``, of the sum over the ranks; written into ``output``."""
-    return _of(group).reduce_scatter(input_, 0, sizes, output)
+    return COMMUNICATOR.of(group).reduce_scatter(input_, 0, sizes, output)
 
 
 # -- everybody's parts ------------------------------------------------------------------------------------------------
@@ -116,8 +113,10 @@ def all_gather(
 ) -> Tensor | None:
     """All ranks' tensors of one shape, joined along ``dim``; or each of them written into one of a list."""
     if output_tensor_list is None:
-        return _of(group).all_gather(input_, dim)
-    gathered = _of(group).all_gather(input_.reshape(-1), sizes=[output.numel() for output in output_tensor_list])
+        return COMMUNICATOR.of(group).all_gather(input_, dim)
+    gathered = COMMUNICATOR.of(group).all_gather(
+        input_.reshape(-1), sizes=[output.numel() for output in output_tensor_list]
+    )
     parts = gathered.split_with_sizes([output.numel() for output in output_tensor_list])
     for output, part in zip(output_tensor_list, parts, strict=True):
         output.copy_(part.view(output.shape))
@@ -127,7 +126,7 @@ def all_gather(
 @_several_ranks
 def all_gather_into_tensor(group: GroupCoordinator, output: Tensor, input: Tensor) -> None:
     """Write all ranks' ``input`` ``[n, ...]`` into ``output`` ``[ranks * n, ...]``."""
-    _of(group).all_gather(input.reshape(-1), output=output.view(-1))
+    COMMUNICATOR.of(group).all_gather(input.reshape(-1), output=output.view(-1))
 
 
 @_several_ranks
@@ -145,10 +144,10 @@ def all_gatherv(
         output: overwritten with the result for a single tensor.
     """
     if isinstance(input_, Tensor):
-        return [_of(group).all_gather(input_, 0, sizes, output)]
+        return [COMMUNICATOR.of(group).all_gather(input_, 0, sizes, output)]
     if output is not None:
         raise ValueError("all_gatherv writes into 'output' for a single tensor only")
-    return [_of(group).all_gather(tensor, 0, sizes) for tensor in input_]
+    return [COMMUNICATOR.of(group).all_gather(tensor, 0, sizes) for tensor in input_]
 
 
 # -- from one rank to another -----------------------------------------------------------------------------------------
@@ -157,21 +156,21 @@ def all_gatherv(
 @_several_ranks
 def broadcast(group: GroupCoordinator, input_: Tensor, src: int = 0) -> Tensor:
     """Overwrite ``input_`` with the one of rank ``src`` of this group, and return it."""
-    _of(group).broadcast(input_, src)
+    COMMUNICATOR.of(group).broadcast(input_, src)
     return input_
 
 
 @_several_ranks
 def send(group: GroupCoordinator, tensor: Tensor, dst: int | None = None) -> None:
     """Send to rank ``dst`` of this group, the next one by default."""
-    _of(group).send(tensor, (group.rank_in_group + 1) % group.world_size if dst is None else dst)
+    COMMUNICATOR.of(group).send(tensor, (group.rank_in_group + 1) % group.world_size if dst is None else dst)
 
 
 @_several_ranks
 def recv(group: GroupCoordinator, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Tensor:
     """Receive a tensor from rank ``src`` of this group, the previous one by default."""
     source = (group.rank_in_group - 1) % group.world_size if src is None else src
-    return _of(group).receive(size, dtype, group.device, source)
+    return COMMUNICATOR.of(group).receive(size, dtype, group.device, source)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

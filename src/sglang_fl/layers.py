@@ -19,8 +19,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.bound_layer import bind_for
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
@@ -41,15 +42,13 @@ def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFu
     return native if bridge is None else bridge.forward
 
 
-def bridge_of(layer: nn.Module) -> Bridge | None:
-    """The bridge that a layer has."""
-    bridge: Bridge | None = vars(layer).get("fl_bridge")
-    return bridge
+BRIDGE = Attached[Bridge]("fl_bridge")
+"""Of a layer that runs our operator."""
 
 
 def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
     """The layer's bridge, made at the first question; ``None`` where SGLang's own code runs."""
-    if (present := bridge_of(layer)) is not None:
+    if (present := BRIDGE.find(layer)) is not None:
         return present
     row = find(type(layer))
     names, settings = (type(layer).__name__, row.name) if row else (), get_settings()
@@ -62,7 +61,7 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
         return None
     if not settings.registers(*names, bridge.fl_operator):
         return None
-    vars(layer)["fl_bridge"] = bridge  # not a submodule, so it goes around nn.Module.__setattr__
+    BRIDGE.give(layer, bridge)
     return bridge
 
 
@@ -76,7 +75,7 @@ def _installed(layer: Any) -> Bridge | None:
             vars(layer)["forward"] = bridge.forward
     elif layer._forward_method is None:  # else its constructor has pinned SGLang's own code
         layer._forward_method = layer._resolve_forward_method()
-    return bridge_of(layer)
+    return BRIDGE.find(layer)
 
 
 @cache
@@ -136,11 +135,7 @@ def prepare(model: nn.Module) -> Survey:
 
 def warn_of_unknown_names(settings: Settings) -> None:
     """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
-    known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
-    for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
-        logger.warning(
-            "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
-        )
+    warn_of_unknown_layers(settings, {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())})
 
 
 # -- the first forward pass -------------------------------------------------------------------------------------------
@@ -165,7 +160,7 @@ class FirstPass:
         """Start counting, and notice which modules that contain a claimed layer are entered."""
         modules = dict(model.named_modules())
         claims = {
-            prefix: found.fl_operator for prefix, layer in modules.items() if (found := bridge_of(layer)) is not None
+            prefix: found.fl_operator for prefix, layer in modules.items() if (found := BRIDGE.find(layer)) is not None
         }
         if (ours := _ours(backend)) is not None:
             layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))

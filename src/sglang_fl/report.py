@@ -15,12 +15,12 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.report import dispatch_report
 
 from .bridge import fallen_through
+from .loaded import LOADED
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
-
 
 PATIENCE = 60.0
 """Seconds that ranks have for an answer."""
@@ -36,16 +36,14 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
     is ``"class: reason"`` → calls; ``undispatched`` is operator → layers that the first pass missed, ``None`` before
     it.
     """
-    survey = runner.fl_survey
+    loaded = LOADED.of(runner)
     return {
         "rank": runner.tp_rank + runner.tp_size * getattr(runner, "pp_rank", 0),
         **dispatch_report(),
-        "layers": {name: count for name, (_, count) in survey.ours.items()},
-        "native_layers": survey.native,
-        "attention": survey.attention,
+        **loaded.survey.as_data(),
         "attention_backend": type(runner.attn_backend).__name__,
         "fallen_through": {f"{name}: {reason}": calls for (name, reason), calls in fallen_through.items()},
-        "undispatched": runner.fl_undispatched,
+        "undispatched": loaded.undispatched,
     }
 
 

@@ -12,6 +12,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from . import config, distributed, hooks, layers, memory
+from .loaded import LOADED, LoadedModel
 from .version import host_version
 
 if TYPE_CHECKING:
@@ -30,10 +31,10 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     manager.ensure_initialized()
     result = original(runner, *args, **kwargs)
     layers.warn_of_unknown_names(settings)
-    runner.fl_survey = layers.prepare(runner.model)
-    runner.fl_undispatched = None
-    logger.info("%s", runner.fl_survey.describe())
-    runner.fl_survey.refuse_native_run(settings)
+    survey = layers.prepare(runner.model)
+    LOADED.give(runner, LoadedModel(survey))
+    logger.info("%s", survey.describe())
+    survey.refuse_native_run(settings)
     several = runner.tp_size * runner.pp_size > 1
     aten.replace(settings, detect_device())
     distributed.check_ranks()
@@ -45,15 +46,16 @@ def forward(
     original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """SGLang's forward pass; the first one of a batch that is not empty is watched."""
-    if runner.fl_undispatched is not None or forward_batch.forward_mode.is_idle():
+    loaded = LOADED.of(runner)
+    if loaded.undispatched is not None or forward_batch.forward_mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
     watch = layers.FirstPass.watch(runner.model, runner.attn_backend)
     try:
         result = original(runner, forward_batch, *args, **kwargs)
     finally:
         missed = watch.finish()
-    runner.fl_undispatched = missed
+    loaded.undispatched = missed
     aten.seal()
-    runs.record(f"SGLang {host_version()}", runner.server_args.model_path, runner.fl_survey, missed)
+    runs.record(f"SGLang {host_version()}", runner.server_args.model_path, loaded.survey, missed)
     layers.judge(missed, get_settings().policy.strict)
     return result

@@ -18,9 +18,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
+from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.collectives import Communicator, connect
 
 Capture = Callable[..., AbstractContextManager[Any]]
+ORIGINAL = Attached[Capture]("fl_original")
+"""Of a function of ours in the place of one of vLLM's."""
 
 
 class CommunicatorFL(DeviceCommunicatorBase):
@@ -133,5 +136,5 @@ def any_communicator(original: Capture) -> Capture:
                 group.device_communicator = communicator
             yield context
 
-    graph_capture.fl_original = original  # type: ignore[attr-defined]
+    ORIGINAL.give(graph_capture, original)
     return graph_capture

@@ -19,7 +19,7 @@ from torch import nn
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.host_facts import HostFact
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import get_policy
 from fl_dispatch.selection.decision import select
@@ -164,11 +164,7 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
     from vllm.model_executor import custom_op
 
     registered = custom_op.op_registry_oot
-    known = {name for row in LAYER_CLASSES for name in (row.name, *row.operators)}
-    for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
-        logger.warning(
-            "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
-        )
+    warn_of_unknown_layers(settings, {name for row in LAYER_CLASSES for name in (row.name, *row.operators)})
     if in_worker:
         _warn_of_lists_without_kernels(settings)
     for row in LAYER_CLASSES:

@@ -114,8 +114,6 @@ class WorkerFL(Worker):
         return {
             "rank": self.rank,
             **dispatch_report(),
-            "layers": {name: count for name, (_, count) in self.fl_survey.ours.items()},
-            "native_layers": self.fl_survey.native,
-            "attention": self.fl_survey.attention,
+            **self.fl_survey.as_data(),
             "compiled": self._compiled() if compile.is_compiled(self.vllm_config) else None,
         }

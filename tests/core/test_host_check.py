@@ -221,7 +221,11 @@ def test_a_class_that_could_be_ours_is_work_and_not_hidden_behind_a_reason(tree:
 
 
 def test_only_files_that_may_have_a_layer_class_are_parsed(tmp_path: Path) -> None:
-    files = {**HOST, "broken.py": "class Other(Somebody): !", "renamed.py": "from host.base import Base as B\nclass C(B): ..."}
+    files = {
+        **HOST,
+        "broken.py": "class Other(Somebody): !",
+        "renamed.py": "from host.base import Base as B\nclass C(B): ...",
+    }
     tree = SourceTree({"host": write(tmp_path / "host", files)})
     names = [cls.node.name for cls in tree.subclasses("host", ("host.base:Base",))]
     assert sorted(names) == ["C", "Exact", "Gated", "Norm", "Odd"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -53,11 +53,11 @@ class Vendor:
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, AtenReplacement]]:
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, AtenReplacement]:
     """Only what a test registers, and the built-in backends when it makes a manager."""
     found: dict[str, AtenReplacement] = {}
     monkeypatch.setattr(replaced, "_registered", found)
-    yield found
+    return found
 
 
 def test_a_workers_report_and_record_name_each_backend() -> None:

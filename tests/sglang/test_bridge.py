@@ -273,7 +273,7 @@ def bridge_of(layer: nn.Module) -> Bridge:
 
     layers.prepare(nn.ModuleDict({"layer": layer}))
     target = getattr(layer, "quant_method", layer)
-    bridge = layers.bridge_of(target)
+    bridge = layers.BRIDGE.find(target)
     assert bridge is not None, f"{type(target).__name__} has no bridge"
     return bridge
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -82,6 +85,22 @@ def test_replacing_the_kernel_twice_replaces_it_once() -> None:
     first = ComputeSlotMappingKernel.kernel
     kernels.replace_kernels()
     assert ComputeSlotMappingKernel.kernel is first
+
+
+def test_a_configuration_takes_the_v1_runner_and_leaves_nothing_in_the_environment() -> None:
+    """In a process of its own, where vLLM believes that Triton has a driver: that is so on a machine with a GPU."""
+    code = """
+import os
+from vllm.config import VllmConfig
+from vllm.triton_utils import HAS_TRITON
+print([VllmConfig().use_v2_model_runner for _ in range(2)], HAS_TRITON, os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[False, False] True None"
 
 
 def test_our_variables_are_known_to_vllm() -> None:

@@ -94,7 +94,6 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Our classes registered with vLLM, inside a configuration of vLLM."""
     startup.activate()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else our platform sets it for this process
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
     config = VllmConfig()
     layers.register(get_settings())

@@ -74,8 +74,8 @@ class HostContract:
         return (
             f"{self.host.name} {self.version}: {found.names - len(found.broken)} of {found.names} names hold"
             + (f" (not looked at: {', '.join(passed_over)})" if passed_over else "")
-            + f"; layer classes: {states['replaced']} run our operators, {states['left']} stay {self.host.name}'s for a "
-            f"reason, {states['pending']} to do, {states['unjudged']} not judged"
+            + f"; layer classes: {states['replaced']} run our operators, {states['left']} stay {self.host.name}'s "
+            f"for a reason, {states['pending']} to do, {states['unjudged']} not judged"
         )
 
     def print(self, *, all_facts: bool) -> None:
@@ -83,9 +83,9 @@ class HostContract:
         title = "Facts" if all_facts else "Facts that do not hold"
         facts, layers = list(self.facts(all_facts=all_facts)), list(self.open_layers())
         if facts:
-            columns = ("state", "used by", "owner", "what is there", "why it is needed")
+            heads = ("state", "used by", "owner", "what is there", "why it is needed")
             rows = ((state, f"{user} {verb}", owner, what, why) for state, user, verb, owner, what, why in facts)
-            print_table(f"{title}: {self.host.name} {self.version}", columns, rows)
+            print_table(f"{title}: {self.host.name} {self.version}", heads, rows)
         if layers:
             columns = ("state", "class", "module", "what is missing")
             print_table(f"Layer classes that run {self.host.name}'s code and may not have to", columns, layers)
@@ -115,9 +115,7 @@ def installed() -> list[HostContract]:
     trees = {package: SourceTree.installed(package, "torch") for package in PLUGINS}
     present = {package: tree for package, tree in trees.items() if package in tree.packages}
     distributions = packages_distributions() if present else {}
-    return [
-        compare(host_of(package), tree, version(distributions[package][0])) for package, tree in present.items()
-    ]
+    return [compare(host_of(package), tree, version(distributions[package][0])) for package, tree in present.items()]
 
 
 def _whose(fact: HostFact) -> tuple[str, str, str]:

@@ -10,7 +10,6 @@ from typing import Literal
 from .host_facts import HostFact
 from .host_source import Class, SourceTree
 
-
 State = Literal["replaced", "left", "pending", "unjudged"]
 
 
@@ -52,7 +51,8 @@ class HostLayers:
     def names(self) -> frozenset[str]:
         """The classes that a user's list may name."""
         return frozenset(
-            {path.partition(":")[2] for path in self.replaced} | {n for n in (*self.left, *self.pending) if "." not in n}
+            {path.partition(":")[2] for path in self.replaced}
+            | {n for n in (*self.left, *self.pending) if "." not in n}
         )
 
     def judge(self, tree: SourceTree, package: str) -> list[Judgement]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
+from typing import Any
 
+from ..logger_manager import get_logger
 from ..settings import Settings
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,11 @@ class Survey:
         attention = ", ".join(f"{name} {count}" for name, count in self.attention.items()) or "none"
         return f"layers through fl_dispatch: {ours}; attention: {attention}; left to {self.host}'s own code: {native}"
 
+    def as_data(self) -> dict[str, Any]:
+        """A worker's report of it: ``layers`` and ``native_layers`` are class name → how many."""
+        layers = {name: count for name, (_, count) in self.ours.items()}
+        return {"layers": layers, "native_layers": self.native, "attention": self.attention}
+
     def refuse_native_run(self, settings: Settings) -> None:
         """Raise ``RuntimeError`` if nothing is ours although something could be: it must not go unnoticed."""
         if settings.policy.enabled and settings.oot_enabled and self.native and not self.ours:
@@ -37,3 +47,11 @@ class Survey:
                 f"no layer of this model runs through fl_dispatch, although it has {', '.join(self.native)}: a list or "
                 f"an option of {self.host} leaves them all out; set VLLM_FL_OOT_ENABLED=0 if that is meant"
             )
+
+
+def warn_of_unknown_layers(settings: Settings, known: Set[str]) -> None:
+    """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
+    for listed in sorted({*(settings.oot_whitelist or ()), *settings.oot_blacklist} - known):
+        logger.warning(
+            "'%s' in the lists of out-of-tree layers has no effect: no layer of that name is replaced", listed
+        )

@@ -65,11 +65,11 @@ def do_without_library() -> None:
     from vllm.utils import torch_utils
     from vllm.v1.worker import gpu_worker
 
-    from ..distributed import any_communicator
+    from ..distributed import ORIGINAL, any_communicator
 
     buffers: Any = importlib.import_module(BUFFERS)
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
     torch_utils.weak_ref_tensor = unowned_view
     gpu_worker.kernel_warmup = warm_up_kernels
-    if not hasattr(GroupCoordinator.graph_capture, "fl_original"):
+    if ORIGINAL.find(GroupCoordinator.graph_capture) is None:
         GroupCoordinator.graph_capture = any_communicator(GroupCoordinator.graph_capture)
