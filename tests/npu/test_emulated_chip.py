@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-import emulated_npu
 import pytest
 import torch
 import torch_npu
+
+import emulated_npu
 
 MIB = 1 << 20
 Numbers = Callable[..., torch.Tensor]
@@ -152,7 +154,7 @@ def test_a_process_announces_the_emulation_once_and_ends_normally() -> None:
 
 def test_nothing_has_to_be_set_for_the_libraries() -> None:
     assert not os.environ.get("LD_LIBRARY_PATH")
-    assert "torch_npu.libs/libascendcl.so" in open("/proc/self/maps").read()
+    assert "torch_npu.libs/libascendcl.so" in Path("/proc/self/maps").read_text()
 
 
 TWO_DEVICES = """

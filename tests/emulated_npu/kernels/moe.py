@@ -9,7 +9,7 @@ from . import FLOAT, kernel, require, require_default, require_dtype, require_sa
 
 def _top(values: torch.Tensor, k: int) -> torch.Tensor:
     """Columns of the k largest of each row; the lower column first among equals."""
-    return values.argsort(-1, descending=True, stable=True)[..., :k]
+    return values.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 
 @kernel("npu_moe_gating_top_k")
