@@ -139,7 +139,7 @@ def init_routing_v2(
     kept = order[:size]
     expanded = torch.full((size, x.shape[1]), torch.nan, dtype=x.dtype)
     expanded[: len(kept)] = x[kept // k]
-    scales = torch.full((size if quant_mode == 1 else total,), torch.nan)
+    scales = torch.full((size,), torch.nan)
     if quant_mode == 1:
         wide = expanded.float()
         if scale is not None:
