@@ -64,6 +64,14 @@ const char *aclrtGetSocName(void) { return "Ascend910B1"; }
 int aclrtGetDeviceCount(uint32_t *count) { return *count = device_count(), OK; }
 int aclrtGetDevice(int *device) { return *device = current_device, OK; }
 int aclrtResetDevice(int device) { return OK; }
+int aclrtSetDevice(int device) {
+  if (device < 0 || device >= device_count()) {
+    snprintf(error_message, sizeof error_message, "emulated NPU: device %d of %d", device, device_count());
+    return INVALID_DEVICE;
+  }
+  current_device = device;
+  return OK;
+}
 int aclrtGetCurrentContext(void **context) { return *context = &contexts[current_device], OK; }
 int aclrtSetCurrentContext(void *context) {
   current_device = (int)((int *)context - contexts);
