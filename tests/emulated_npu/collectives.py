@@ -25,13 +25,34 @@ def install() -> None:
 
 
 class Group(dist.ProcessGroupGloo):
-    """Gloo, for the two collectives that ``torch_npu`` asks of the backend itself, past the dispatcher."""
+    """Gloo, with the collectives that ``torch_npu`` asks of the backend itself, past the dispatcher."""
 
     def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         return super().allgather(into(outputs, []), into(inputs, []), *options)
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         return super().gather(into(outputs, []), into(inputs, []), *options)
+
+    def batch_isend_irecv(self, operations: list[str], tensors: list[torch.Tensor], ranks: list[int]) -> Works:
+        """Start each operation, named "isend" or "irecv"."""
+        started = []
+        for operation, tensor, rank in zip(operations, into(tensors, []), ranks, strict=True):
+            start = super().send if operation == "isend" else super().recv
+            started.append(start([tensor], rank, 0))
+        return Works(started)
+
+
+class Works:
+    """Several transfers as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        return all(work.wait() for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 _groups: list[Group] = []
