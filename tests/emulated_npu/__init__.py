@@ -2,7 +2,7 @@
 
 ``runtime.c`` is the runtime, ``aten.py`` runs PyTorch's operators, ``kernels`` those of ``torch_npu``, from its
 documentation, and ``collectives.py`` is the stand-in for HCCL. ``install.py`` puts it into an environment, where
-``import torch`` calls ``activate`` in every process. docs/ascend.md says what it can show and what it cannot.
+``import torch`` calls ``startup.activate`` in every process. docs/ascend.md says what it can show and what it cannot.
 
 Environment variables, read in each process:
 
@@ -13,37 +13,8 @@ Environment variables, read in each process:
 
 from __future__ import annotations
 
-import os
-import sys
+import torch as _torch  # noqa: F401  before all else: its import activates the emulation
 
 from .kernels import Refused, calls, reset_calls
 
-__all__ = ["Refused", "activate", "calls", "reset_calls"]
-
-_active = False
-
-
-def activate() -> None:
-    """Import ``torch_npu`` and emulate what it calls; the entry point of the group ``torch.backends``."""
-    global _active
-    if _active:
-        return
-    _active = True
-    os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # else kernels are launched by a thread of their own
-    import torch_npu  # noqa: F401
-
-    from . import aten, collectives, kernels
-
-    served = aten.install()
-    collectives.install()
-    names = kernels.install()
-    changed = "".join(
-        f", {variable}={os.environ[variable]}"
-        for variable in ("EMU_NPU_WRONG", "EMU_NPU_WAIVE")
-        if os.environ.get(variable)
-    )
-    print(
-        f"INFO emulated_npu: npu devices of this process are emulated on the CPU "
-        f"({served} ATen and {len(names)} npu operators{changed})",
-        file=sys.stderr,
-    )
+__all__ = ["Refused", "calls", "reset_calls"]

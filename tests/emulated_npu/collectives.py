@@ -24,31 +24,69 @@ def install() -> None:
             library.impl(name, _served(getattr(torch.ops.c10d, name).default), "PrivateUse1", allow_override=True)
 
 
+class Group(dist.ProcessGroupGloo):
+    """Gloo, with the collectives that ``torch_npu`` asks of the backend itself, past the dispatcher."""
+
+    def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return super().allgather(into(outputs, []), into(inputs, []), *options)
+
+    def gather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        return super().gather(into(outputs, []), into(inputs, []), *options)
+
+    def batch_isend_irecv(self, operations: list[str], tensors: list[torch.Tensor], ranks: list[int]) -> Works:
+        """Start each operation, named "isend" or "irecv"."""
+        started = []
+        for operation, tensor, rank in zip(operations, into(tensors, []), ranks, strict=True):
+            start = super().send if operation == "isend" else super().recv
+            started.append(start([tensor], rank, 0))
+        return Works(started)
+
+
+class Works:
+    """Several transfers as one."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> bool:
+        return all(work.wait() for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+_groups: list[Group] = []
+"""Kept, because Python forgets the class of a group that only C++ holds."""
+
+
 def _group(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
-    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    _groups.append(Group(options.store, options.group_rank, options.group_size, options.timeout))
+    return _groups[-1]
+
+
+def into(value: Any, originals: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """The CPU's view of arguments; ``originals`` gets each NPU tensor with its alias."""
+    if isinstance(value, list | tuple):
+        return [into(item, originals) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "npu":
+        made = alias(value)
+        made.owner = value  # type: ignore[attr-defined]  # as long as gloo holds the alias
+        originals.append((value, made))
+        return made
+    if isinstance(value, torch.device) and value.type == "npu":
+        return torch.device("cpu")
+    return value
 
 
 def _served(operator: torch._ops.OpOverload) -> Any:
     def run(*args: Any) -> Any:
         originals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def into(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return [into(item) for item in value]
-            if isinstance(value, torch.Tensor) and value.device.type == "npu":
-                made = alias(value)
-                made.owner = value  # type: ignore[attr-defined]  # as long as gloo holds the alias
-                originals.append((value, made))
-                return made
-            if isinstance(value, torch.device) and value.type == "npu":
-                return torch.device("cpu")
-            return value
-
         def back(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return type(value)(back(item) for item in value)
             return next((original for original, made in originals if made is value), value)
 
-        return back(operator(*into(args)))
+        return back(operator(*into(args, originals)))
 
     return run

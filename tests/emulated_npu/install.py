@@ -33,7 +33,7 @@ def install(site_packages: Path) -> None:
     (distribution / "RECORD").write_text("")
     (distribution / "INSTALLER").write_text("make\n")
     # torch imports its backends by this group, and torch_npu's own entry point does no more than import torch_npu.
-    (distribution / "entry_points.txt").write_text("[torch.backends]\nemulated_npu = emulated_npu:activate\n")
+    (distribution / "entry_points.txt").write_text("[torch.backends]\nemulated_npu = emulated_npu.startup:activate\n")
 
 
 def build(folder: Path) -> None:

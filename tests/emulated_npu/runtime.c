@@ -64,11 +64,6 @@ const char *aclrtGetSocName(void) { return "Ascend910B1"; }
 int aclrtGetDeviceCount(uint32_t *count) { return *count = device_count(), OK; }
 int aclrtGetDevice(int *device) { return *device = current_device, OK; }
 int aclrtResetDevice(int device) { return OK; }
-int aclrtGetPrimaryCtxState(int device, uint32_t *flags, int32_t *active) { /* empty_cache asks */
-  if (flags) *flags = 0;
-  *active = 1;
-  return OK;
-}
 int aclrtSetDevice(int device) {
   if (device < 0 || device >= device_count()) {
     snprintf(error_message, sizeof error_message, "emulated NPU: device %d of %d", device, device_count());

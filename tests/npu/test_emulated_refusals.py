@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import emulated_npu
 import pytest
 import torch
 import torch_npu
+
+import emulated_npu
 
 HALF = torch.float16
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

@@ -1,10 +1,8 @@
-"""Emulated attention: one product of scores, softmax and values for each sequence, behind three operators."""
+"""Emulated attention: one product of scores, softmax and values for each sequence, behind four operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,214 +18,8 @@ from . import (
     require_same_dtype,
     waived,
 )
-
-COMPRESSED = 2048
-"""Rows and columns of the causal mask that sparse modes 2, 3 and 4 take."""
-UNBOUNDED = 2147483647
-
-
-@dataclass(frozen=True)
-class Sparsity:
-    """Which scores count: ``sparse_mode`` with its mask and window."""
-
-    mode: int
-    mask: torch.Tensor | None
-    before: int
-    after: int
-
-    def check(self) -> None:
-        require(self.mode in (0, 1, 2, 3, 4), f"sparse_mode={self.mode} is not one of 0 to 4")
-        if self.mode == 1:
-            require(self.mask is not None, "sparse_mode=1 needs atten_mask")
-        if self.mode >= 2:
-            require(self.mask is not None, f"sparse_mode={self.mode} needs the atten_mask of 2048 x 2048")
-            assert self.mask is not None
-            shape = tuple(self.mask.shape)
-            wanted = (COMPRESSED, COMPRESSED)
-            require(shape in (wanted, (1, *wanted), (1, 1, *wanted)), f"atten_mask is {shape}, not 2048 x 2048")
-            triangle = torch.ones(wanted, dtype=torch.bool).triu_(1)
-            require(
-                torch.equal(self.mask.view(wanted) != 0, triangle),
-                "atten_mask must be 1 above the diagonal and 0 elsewhere",
-            )
-
-    def hidden(self, batch: int, queries: int, keys: int) -> torch.Tensor | None:
-        """True where a score does not count, [queries, keys]; None if all count."""
-        if self.mode == 0 and self.mask is None:
-            return None
-        row, column = torch.arange(queries)[:, None], torch.arange(keys)
-        if self.mode in (0, 1):
-            given = self._full(batch, queries, keys)
-            if self.mode == 0:
-                given = given | (column < row - self.before) | (column > row + self.after)
-            return given
-        if self.mode == 2:
-            return column > row
-        last = row + keys - queries
-        if self.mode == 3:
-            return column > last
-        return (column < last - self.before) | (column > last + self.after)
-
-    def _full(self, batch: int, queries: int, keys: int) -> torch.Tensor:
-        mask = self.mask
-        assert mask is not None
-        while mask.dim() > 2:
-            mask = mask[batch if mask.shape[0] > 1 else 0]
-        require(
-            mask.shape[0] >= queries and mask.shape[1] >= keys,
-            f"atten_mask is {tuple(mask.shape)}, and a sequence has {queries} queries and {keys} keys",
-        )
-        return mask[:queries, :keys] != 0
-
-
-@dataclass
-class Attended:
-    """Attention of one sequence: output [queries, heads, D], the rest [queries, heads] in float32."""
-
-    output: torch.Tensor
-    maximum: torch.Tensor
-    total: torch.Tensor
-
-    @property
-    def lse(self) -> torch.Tensor:
-        """Log of the sum of exponentials; infinite where no key counts."""
-        lse = self.total.log() + self.maximum
-        return torch.where(self.total == 0, torch.inf, lse)
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    hidden: torch.Tensor | None,
-    sink: torch.Tensor | None = None,
-) -> Attended:
-    """Softmax(scale * Q K) V of one sequence, in float32.
-
-    Args:
-        query: [queries, heads, D]
-        key, value: [keys, KV heads, D]; each serves heads / KV heads consecutive heads.
-        hidden: scores that do not count, [queries, keys].
-        sink: a score for each head that takes its share of the softmax and has no value.
-    """
-    queries, heads, _ = query.shape
-    keys, kv_heads, size = value.shape
-    groups = heads // kv_heads
-    q, k, v = query.float(), key.float().repeat_interleave(groups, 1), value.float().repeat_interleave(groups, 1)
-    scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -math.inf)
-    if keys == 0:
-        empty = torch.zeros(queries, heads)
-        return Attended(torch.zeros(queries, heads, size), empty, empty)
-    maximum = scores.amax(-1)
-    if sink is not None:
-        maximum = torch.maximum(maximum, sink.float()[:, None])
-    maximum = torch.where(maximum == -math.inf, 0.0, maximum)
-    weights = torch.exp(scores - maximum[..., None])
-    total = weights.sum(-1)
-    if sink is not None:
-        total = total + torch.exp(sink.float()[:, None] - maximum)
-    output = torch.matmul(weights, v.transpose(0, 1)) / torch.where(total == 0, 1.0, total)[..., None]
-    return Attended(output.transpose(0, 1), maximum.t(), total.t())
-
-
-def cumulative(name: str, ends: list[int] | None, total: int | None) -> list[tuple[int, int]]:
-    """The ranges that cumulative lengths name."""
-    require(ends is not None and len(ends) > 0, f"{name} must be given for layout TND")
-    assert ends is not None
-    require(all(isinstance(end, int) for end in ends), f"{name} must be integers on the host")
-    require(len(ends) <= 4096, f"{name} has {len(ends)} sequences; 4096 are the most")
-    starts = [0, *ends[:-1]]
-    require(
-        all(0 <= a <= b for a, b in zip(starts, ends, strict=True)),
-        f"{name} must be cumulative: each at least the one before, none negative",
-    )
-    if total is not None:
-        require(ends[-1] == total, f"{name} ends at {ends[-1]}, and there are {total} tokens")
-    return list(zip(starts, ends, strict=True))
-
-
-LAYOUTS = {
-    "BSH": ("BSH", "BSH"),
-    "BSND": ("BSND", "BSND"),
-    "BNSD": ("BNSD", "BNSD"),
-    "BNSD_BSND": ("BNSD", "BSND"),
-    "TND": ("TND", "TND"),
-    "TND_NTD": ("TND", "NTD"),
-    "NTD_TND": ("NTD", "TND"),
-}
-"""``input_layout`` → layouts of the input and of the output. The outputs NBSD are not emulated."""
-
-
-def to_sequences(tensor: torch.Tensor, layout: str, heads: int) -> torch.Tensor:
-    """A tensor of one layout as [B, S, N, D], or [T, N, D]."""
-    require(tensor.dim() == len(layout), f"layout {layout} has {len(layout)} dimensions, a tensor {tensor.dim()}")
-    if layout == "BSH":
-        require(tensor.shape[-1] % heads == 0, f"H is {tensor.shape[-1]}, and there are {heads} heads")
-        return tensor.unflatten(-1, (heads, -1))
-    if layout in ("BNSD", "NTD"):
-        tensor = tensor.transpose(-3, -2)
-    require(tensor.shape[-2] == heads, f"layout {layout} has {tensor.shape[-2]} heads, and {heads} are named")
-    return tensor
-
-
-def from_sequences(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The opposite of ``to_sequences``."""
-    if layout == "BSH":
-        return tensor.flatten(-2)
-    return tensor.transpose(-3, -2).contiguous() if layout in ("BNSD", "NTD") else tensor
-
-
-@dataclass(frozen=True)
-class Pages:
-    """A paged KV cache: [blocks, block_size, KV heads * D], or for some layouts [blocks, KV heads, block_size, D]."""
-
-    table: torch.Tensor
-    block_size: int
-    kv_heads: int
-
-    def check(self, cache: torch.Tensor, layout: str, queries: int, latent: bool) -> None:
-        size = self.block_size
-        require(self.table.dtype == torch.int32, f"block_table is {self.table.dtype}, not int32")
-        require(self.table.dim() == 2, f"block_table has {self.table.dim()} dimensions, not 2")
-        require_contiguous(block_table=self.table)
-        if latent or layout in ("TND", "NTD"):
-            require(0 < size <= 1024 and size % 16 == 0, f"block_size={size}; a multiple of 16 up to 1024 is wanted")
-        elif queries > 1:
-            require(128 <= size <= 512 and size % 128 == 0, f"block_size={size}; 128, 256, 384 or 512 are allowed")
-        else:
-            require(0 < size <= 512 and size % 16 == 0, f"block_size={size}; a multiple of 16 up to 512 is wanted")
-        if cache.dim() == 4:
-            require(layout in ("BNSD", "TND", "NTD"), f"layout {layout} takes a cache [blocks, block_size, H] only")
-            wanted = (cache.shape[0], self.kv_heads, size, cache.shape[3])
-            require(
-                cache.shape == wanted,
-                f"a cache of four dimensions is [blocks, KV heads, block_size, D], here {wanted}, "
-                f"not {tuple(cache.shape)}",
-            )
-        else:
-            require(cache.dim() == 3, f"a paged cache has 3 or 4 dimensions, not {cache.dim()}")
-            require(cache.shape[1] == size, f"the cache has blocks of {cache.shape[1]}, block_size is {size}")
-            require(cache.shape[2] <= 65535, f"KV heads * D is {cache.shape[2]}, above 65535")
-            require(cache.shape[2] % self.kv_heads == 0, f"H is {cache.shape[2]}, of {self.kv_heads} KV heads")
-
-    def gather(self, cache: torch.Tensor, sequence: int, length: int) -> torch.Tensor:
-        """The first tokens of a sequence, [length, KV heads, D]."""
-        count = -(-length // self.block_size)
-        require(
-            count <= self.table.shape[1],
-            f"sequence {sequence} has {length} keys, {count} blocks; block_table has {self.table.shape[1]} columns",
-        )
-        blocks = self.table[sequence, :count].long()
-        require(
-            bool(((blocks >= 0) & (blocks < len(cache))).all()),
-            f"block_table names block {blocks.tolist()} of {len(cache)} for sequence {sequence}",
-        )
-        rows = cache[blocks]
-        rows = rows.transpose(1, 2).flatten(0, 1) if cache.dim() == 4 else rows.flatten(0, 1)
-        return rows.reshape(count * self.block_size, self.kv_heads, -1)[:length]
+from .scores import UNBOUNDED, Sparsity, attend
+from .sequences import LAYOUTS, Pages, from_sequences, sequences, to_sequences
 
 
 def _check_sizes(size: int, value: int, packed: bool, rope: bool, waive: bool) -> None:
@@ -322,7 +114,7 @@ def fused_infer_attention(
     sparsity.check()
     output = torch.empty(*q.shape[:-1], sizes[1], dtype=query.dtype)
     lse = torch.empty(*q.shape[:-1], dtype=torch.float32)
-    for number, where, length, keys in _sequences(q, caches, layout, kv_heads, query_lengths, kv_lengths, pages):
+    for number, where, length, keys in sequences(q, caches, layout, kv_heads, query_lengths, kv_lengths, pages):
         rows, k, v = q[where][:length], keys[0], keys[1]
         if rope:
             k = torch.cat((k, keys[2]), -1)
@@ -342,47 +134,6 @@ def _one_query(mask: torch.Tensor | None) -> torch.Tensor | None:
 def _lse(lse: torch.Tensor, packed: bool) -> torch.Tensor:
     """[T, N, 1], or [B, N, S, 1]."""
     return lse[..., None] if packed else lse.transpose(1, 2)[..., None].contiguous()
-
-
-def _sequences(
-    q: torch.Tensor,
-    caches: list[torch.Tensor],
-    layout: str,
-    kv_heads: int,
-    query_lengths: list[int] | None,
-    kv_lengths: list[int] | None,
-    pages: Pages | None,
-) -> Iterator[tuple[int, Any, int, list[torch.Tensor]]]:
-    """For each sequence: its number, where its queries are, how many of them count, and keys, values (and rope)."""
-    kv_total = None
-    if pages is None:
-        caches = [to_sequences(cache, layout, kv_heads) for cache in caches]
-        kv_total = caches[0].shape[0]
-    if layout in ("TND", "NTD"):
-        ranges = cumulative("actual_seq_lengths", query_lengths, len(q))
-        kv = [(0, n) for n in kv_lengths or []] if pages else cumulative("actual_seq_lengths_kv", kv_lengths, kv_total)
-        require(len(kv) == len(ranges), f"{len(ranges)} sequences of queries, {len(kv)} of keys")
-        for number, ((start, end), (first, last)) in enumerate(zip(ranges, kv, strict=True)):
-            keys = [pages.gather(c, number, last) if pages else c[first:last] for c in caches]
-            yield number, slice(start, end), end - start, keys
-        return
-    batch, queries = q.shape[:2]
-    lengths = _per_batch("actual_seq_lengths", query_lengths if queries > 1 else None, batch, queries)
-    most = pages.table.shape[1] * pages.block_size if pages else caches[0].shape[1]
-    for number, (length, kv_length) in enumerate(
-        zip(lengths, _per_batch("actual_seq_lengths_kv", kv_lengths, batch, most), strict=True)
-    ):
-        keys = [pages.gather(c, number, kv_length) if pages else c[number, :kv_length] for c in caches]
-        yield number, number, length, keys
-
-
-def _per_batch(name: str, lengths: list[int] | None, batch: int, most: int) -> list[int]:
-    if lengths is None:
-        return [most] * batch
-    require(len(lengths) == 1 or len(lengths) >= batch, f"{name} has {len(lengths)} values for {batch} sequences")
-    found = list(lengths) * batch if len(lengths) == 1 else list(lengths)[:batch]
-    require(all(0 <= length <= most for length in found), f"{name} {found} exceeds {most}")
-    return found
 
 
 @kernel("npu_fused_infer_attention_score")
@@ -552,7 +303,7 @@ def fusion_attention(
     sparsity.check()
     output = torch.empty(*q.shape[:-1], value.shape[-1], dtype=query.dtype)
     maximum, total = (torch.empty(q.shape[:-1]) for _ in range(2))
-    for number, where, _, (k, v) in _sequences(
+    for number, where, _, (k, v) in sequences(
         q, [key, value], input_layout, kv_heads, actual_seq_qlen, actual_seq_kvlen, None
     ):
         made = attend(q[where], k, v, scale, sparsity.hidden(number, len(q[where]), len(k)), sink)

@@ -147,12 +147,12 @@ def grouped_matmul(
         return _int8(x, weight, bias, scale, per_token_scale, ends, split, output_dtype)
     require_default(scale=scale, per_token_scale=per_token_scale, tuning_config=tuning_config)
     _check_plain(x, weight, bias)
-    wanted = x[0].dtype if output_dtype is None else _dtype(output_dtype)
+    wanted = x[0].dtype if output_dtype is None else dtype_of(output_dtype)
     require(wanted == x[0].dtype, f"output_dtype {wanted} for x of {x[0].dtype}")
     return [one.to(wanted) for one in _products(x, weight, bias, ends, split)]
 
 
-def _dtype(code: int | torch.dtype) -> torch.dtype:
+def dtype_of(code: int | torch.dtype) -> torch.dtype:
     """The dtype of ``output_dtype``: torch's own, or its number (the operator's schema has integers)."""
     numbers = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
     found = code if isinstance(code, torch.dtype) else numbers.get(code)
@@ -177,8 +177,10 @@ def _int8(
     require(bias is None, "a bias of int8 products is not emulated")
     require(scale is not None and len(scale) == 1, "scale must be given for int8")
     require(output_dtype is not None, "int8 results are not emulated; name output_dtype")
-    assert scale is not None and output_dtype is not None and ends is not None
-    made = _dtype(output_dtype)
+    assert scale is not None
+    assert output_dtype is not None
+    assert ends is not None
+    made = dtype_of(output_dtype)
     wanted = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16}.get(made)
     require(scale[0].dtype == wanted, f"scale is {scale[0].dtype}; output {made} wants {wanted}")
     require(scale[0].shape == (len(weight[0]), weight[0].shape[2]), "scale must be [E, N]")

@@ -9,7 +9,7 @@ from . import FLOAT, kernel, require, require_default, require_dtype, require_sa
 
 def _top(values: torch.Tensor, k: int) -> torch.Tensor:
     """Columns of the k largest of each row; the lower column first among equals."""
-    return values.argsort(-1, descending=True, stable=True)[..., :k]
+    return values.argsort(dim=-1, descending=True, stable=True)[..., :k]
 
 
 @kernel("npu_moe_gating_top_k")
@@ -139,7 +139,7 @@ def init_routing_v2(
     kept = order[:size]
     expanded = torch.full((size, x.shape[1]), torch.nan, dtype=x.dtype)
     expanded[: len(kept)] = x[kept // k]
-    scales = torch.full((size if quant_mode == 1 else total,), torch.nan)
+    scales = torch.full((size,), torch.nan)
     if quant_mode == 1:
         wide = expanded.float()
         if scale is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import HALF, kernel, require, require_default, require_dtype
-from .matmul import _dtype as dtype_of
+from .matmul import dtype_of
 
 
 @kernel("npu_dynamic_quant")

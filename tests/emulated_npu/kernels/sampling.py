@@ -17,7 +17,7 @@ def top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Te
     require_dtype("logits", logits, FLOAT)
     require(logits.dim() == 2, f"logits have {logits.dim()} dimensions, not 2")
     rows, words = logits.shape
-    values, order = logits.float().sort(-1, stable=True)
+    values, order = logits.float().sort(dim=-1, stable=True)
     if k is not None:
         require(k.dtype == torch.int32, f"k is {k.dtype}, not int32")
         require(k.shape == (rows,), f"k is {tuple(k.shape)}, not [{rows}]")
