@@ -102,7 +102,9 @@ def test_query_lengths_are_cumulative_integers_and_key_lengths_are_not(npu: Call
     assert (call.input_layout, call.num_heads, call.num_key_value_heads, call.scale) == ("TND", 4, 2, 0.125)
 
 
-def test_lengths_that_the_caller_knows_are_not_read_from_the_device(npu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_the_caller_knows_are_not_read_from_the_device(
+    npu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = batch([0, 3, 4], [130, 9])
     monkeypatch.setattr(Tensor, "tolist", lambda self: pytest.fail("the device was waited for"))
     attention.paged_attention(**arguments, query_start_loc_host=[0, 3, 4], seq_lens_host=[130, 9])
@@ -221,9 +223,7 @@ def test_a_write_without_a_slot_calls_nothing(npu: Calls) -> None:
     assert not npu.made
 
 
-def test_a_caller_who_knows_that_none_is_skipped_makes_nobody_wait(
-    npu: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_who_knows_that_none_is_skipped_makes_nobody_wait(npu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "nonzero", lambda self: pytest.fail("the device was waited for"))
     write([5, 6], may_skip=False)
     assert npu.made[0].args[4].tolist() == [5, 6]
@@ -308,7 +308,12 @@ def test_the_sum_with_a_residual_is_the_kernels_and_nothing_is_overwritten(npu: 
 
 def test_absent_experts_are_sorted_last_and_the_groups_cover_all_rows(npu: Calls) -> None:
     npu.results = {
-        "npu_moe_init_routing_v2": (torch.ones(6, 4), torch.arange(6, dtype=torch.int32), torch.tensor([1, 3, 2]), None),
+        "npu_moe_init_routing_v2": (
+            torch.ones(6, 4),
+            torch.arange(6, dtype=torch.int32),
+            torch.tensor([1, 3, 2]),
+            None,
+        ),
         "npu_grouped_matmul": lambda x, weight, **_: [x[0] @ weight[0][0]],
         "npu_swiglu": lambda x, dim: x[..., : x.shape[-1] // 2],
         "npu_moe_token_unpermute": lambda y, places, probs: y[: len(probs)],

@@ -148,9 +148,7 @@ def _heads_problem(query: Tensor, key_cache: Tensor) -> str:
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return f"head size {size} is not a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
     if heads > MOST_HEADS or heads > kv_heads * MOST_HEADS_A_GROUP:
-        return (
-            f"{heads} heads over {kv_heads}; at most {MOST_HEADS}, and {MOST_HEADS_A_GROUP} for each key-value head"
-        )
+        return f"{heads} heads over {kv_heads}; at most {MOST_HEADS}, and {MOST_HEADS_A_GROUP} for each key-value head"
     if kv_heads * size > LARGEST_ROW:
         return f"{kv_heads} key-value heads of {size} elements are more than {LARGEST_ROW} elements a slot"
     return ""
