@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import call_op
-from fl_dispatch.backends.vendor.ascend.impl import attention, attention_mask, experts, linear, mla, normalization
-from fl_dispatch.backends.vendor.ascend.impl import rotary, routing
+from fl_dispatch.backends.vendor.ascend.impl import (
+    attention,
+    attention_mask,
+    experts,
+    linear,
+    mla,
+    normalization,
+    rotary,
+    routing,
+)
 from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.registry import OpRegistry
@@ -70,7 +79,7 @@ def batch(starts: list[int], lengths: list[int], padding: int = 0, **options: An
         "block_table": torch.full((len(lengths), blocks), 3, dtype=torch.int32),
         "query_start_loc": torch.tensor(starts, dtype=torch.int32),
         "seq_lens": torch.tensor(lengths, dtype=torch.int32),
-        "max_query_len": max(end - start for start, end in zip(starts, starts[1:], strict=False)),
+        "max_query_len": max(end - start for start, end in itertools.pairwise(starts)),
         "max_seq_len": max(lengths),
         "scale": 0.125,
         **options,
@@ -115,9 +124,11 @@ def test_caches_go_as_contiguous_blocks_with_all_heads_in_a_row(npu: Calls) -> N
     arguments = batch([0, 1], [5])
     attention.paged_attention(**arguments)
     (call,) = npu.made
-    assert call.args[1].shape == call.args[2].shape == (8, BLOCK, 128) and call.block_size == BLOCK
+    assert call.args[1].shape == call.args[2].shape == (8, BLOCK, 128)
+    assert call.block_size == BLOCK
     assert call.args[1].data_ptr() == arguments["key_cache"].data_ptr()
-    assert call.block_table.dtype is torch.int32 and call.block_table.is_contiguous()
+    assert call.block_table.dtype is torch.int32
+    assert call.block_table.is_contiguous()
 
 
 def test_padding_requests_and_padding_rows_do_not_reach_the_kernel(npu: Calls) -> None:
@@ -126,8 +137,10 @@ def test_padding_requests_and_padding_rows_do_not_reach_the_kernel(npu: Calls) -
     assert attention.paged_attention(**arguments, out=out) is out
     (call,) = npu.made
     assert (call.actual_seq_lengths, call.actual_seq_lengths_kv) == ([2, 3], [7, 4])
-    assert call.args[0].shape[0] == 3 and call.block_table.shape[0] == 2
-    assert torch.equal(out[:3], arguments["query"][:3]) and (out[3:] == 9.0).all()
+    assert call.args[0].shape[0] == 3
+    assert call.block_table.shape[0] == 2
+    assert torch.equal(out[:3], arguments["query"][:3])
+    assert (out[3:] == 9.0).all()
 
 
 def test_a_batch_of_padding_alone_calls_nothing(npu: Calls) -> None:
@@ -158,7 +171,8 @@ def test_decoding_with_a_window_gives_each_query_twice_because_a_single_one_has_
     arguments = batch([0, 1, 2], [130, 9], sliding_window=48)
     result = attention.paged_attention(**arguments)
     (call,) = npu.made
-    assert call.actual_seq_lengths == [2, 4] and call.args[0].shape[0] == 4
+    assert call.actual_seq_lengths == [2, 4]
+    assert call.args[0].shape[0] == 4
     assert torch.equal(result, arguments["query"])
 
 
@@ -171,7 +185,8 @@ def test_entries_of_the_table_that_a_window_has_left_name_blocks_of_the_cache(np
 
 def test_the_mask_hides_what_comes_later_and_is_made_once() -> None:
     mask = attention_mask.triangle(torch.device("cpu"))
-    assert mask.shape == (2048, 2048) and mask.dtype is torch.bool
+    assert mask.shape == (2048, 2048)
+    assert mask.dtype is torch.bool
     assert mask[5].tolist() == [False] * 6 + [True] * 2042
     assert attention_mask.triangle(torch.device("cpu")) is mask
 
@@ -214,8 +229,11 @@ def test_skipped_tokens_do_not_reach_the_kernel(npu: Calls) -> None:
     write([5, -1, 7])
     (call,) = npu.made
     key, value, _, _, slots = call.args
-    assert slots.tolist() == [5, 7] and key[:, 0, 0].tolist() == value[:, 0, 0].tolist() == [0.0, 2.0]
-    assert key.is_contiguous() and value.is_contiguous() and call.cache_mode == "Norm"
+    assert slots.tolist() == [5, 7]
+    assert key[:, 0, 0].tolist() == value[:, 0, 0].tolist() == [0.0, 2.0]
+    assert key.is_contiguous()
+    assert value.is_contiguous()
+    assert call.cache_mode == "Norm"
 
 
 def test_a_write_without_a_slot_calls_nothing(npu: Calls) -> None:
@@ -235,8 +253,11 @@ def test_latent_rows_are_written_whole(npu: Calls) -> None:
     attention.kv_cache_write(key, value, rows[..., :512], rows[..., 512:], torch.tensor([3, 40]))
     (call,) = npu.made
     target, slots, new = call.args
-    assert call.name == "npu_scatter_nd_update_" and target.data_ptr() == rows.data_ptr()
-    assert target.shape == (64, 576) and slots.tolist() == [[3], [40]] and new.shape == (2, 576)
+    assert call.name == "npu_scatter_nd_update_"
+    assert target.data_ptr() == rows.data_ptr()
+    assert target.shape == (64, 576)
+    assert slots.tolist() == [[3], [40]]
+    assert new.shape == (2, 576)
 
 
 # -- latent attention -------------------------------------------------------------------------------------------------
@@ -249,10 +270,15 @@ def test_a_latent_batch_is_copied_in_two_parts_into_blocks_of_128(npu: Calls) ->
     query = torch.zeros(2, 8, 576, dtype=HALF)
     out = mla.mla_decode(query, cache, table, starts, lengths, 1, 40, 0.1, 512)
     (call,) = npu.made
-    assert call.args[1].shape == (2, 128, 512) and call.key_rope.shape == (2, 128, 64)
-    assert call.args[1][:, :48:16, 0].tolist()[0] == [4.0, 5.0, 6.0] and call.args[1][1, 0, 0] == 9.0
-    assert call.block_table.tolist() == [[0], [1]] and call.actual_seq_kvlen == [40, 3] and call.sparse_mode == 0
-    assert call.atten_mask is None and out.shape == (2, 8, 512)
+    assert call.args[1].shape == (2, 128, 512)
+    assert call.key_rope.shape == (2, 128, 64)
+    assert call.args[1][:, :48:16, 0].tolist()[0] == [4.0, 5.0, 6.0]
+    assert call.args[1][1, 0, 0] == 9.0
+    assert call.block_table.tolist() == [[0], [1]]
+    assert call.actual_seq_kvlen == [40, 3]
+    assert call.sparse_mode == 0
+    assert call.atten_mask is None
+    assert out.shape == (2, 8, 512)
 
 
 def test_a_large_latent_batch_is_copied_in_parts(npu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +297,10 @@ def test_requests_without_keys_take_no_part_in_a_latent_prefill(npu: Calls) -> N
     starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32), torch.tensor([0, 5, 5, 9], dtype=torch.int32)
     out, lse = mla.mla_prefill(query, key, key[..., :128], *starts, 3, 5, 0.1, None, False)
     assert [(call.actual_seq_qlen, call.actual_seq_kvlen) for call in npu.made] == [([2], [5]), ([3], [4])]
-    assert (out[2] == 0).all() and lse[:, 2].isinf().all() and (lse[:, 3:] == 1).all() and lse.dtype is torch.float32
+    assert (out[2] == 0).all()
+    assert lse[:, 2].isinf().all()
+    assert (lse[:, 3:] == 1).all()
+    assert lse.dtype is torch.float32
 
 
 def test_more_queries_than_keys_are_declined_before_anything_is_written(npu: Calls) -> None:
@@ -289,20 +318,26 @@ def test_angles_are_given_for_both_elements_of_a_pair_in_the_querys_dtype(npu: C
     for interleaved, row in ((False, [3, 4, 3, 4]), (True, [3, 3, 4, 4])):
         rotary.rotary_embedding(query, None, table, table, torch.tensor([1, 0, 1]), interleaved, False)
         _, cos, sin, mode = npu.made[-1].args
-        assert cos.shape == (1, 3, 1, 4) and cos.dtype is sin.dtype is HALF and cos[0, 0, 0].tolist() == row
+        assert cos.shape == (1, 3, 1, 4)
+        assert cos.dtype is sin.dtype is HALF
+        assert cos[0, 0, 0].tolist() == row
         assert mode == ("interleave" if interleaved else "half")
 
 
 def test_the_part_of_a_head_that_is_not_rotated_stays(npu: Calls) -> None:
     query, table = torch.zeros(3, 2, 6, dtype=HALF), torch.ones(2, 2)
     rotated, _ = rotary.rotary_embedding(query, None, table, table, torch.tensor([1, 0, 1]))
-    assert rotated is query and query[0, 0].tolist() == [1, 1, 1, 1, 0, 0]
+    assert rotated is query
+    assert query[0, 0].tolist() == [1, 1, 1, 1, 0, 0]
 
 
 def test_the_sum_with_a_residual_is_the_kernels_and_nothing_is_overwritten(npu: Calls) -> None:
     x, residual = torch.ones(2, 4), torch.full((2, 4), 2.0)
     y, total = normalization.rms_norm(x, residual, torch.ones(4), 1e-5)
-    assert (x == 1).all() and (residual == 2).all() and (total == 3).all() and (y == 2).all()
+    assert (x == 1).all()
+    assert (residual == 2).all()
+    assert (total == 3).all()
+    assert (y == 2).all()
     assert npu.made[0].args[3] == 1e-5
 
 
@@ -322,19 +357,25 @@ def test_absent_experts_are_sorted_last_and_the_groups_cover_all_rows(npu: Calls
     weights = torch.full((3, 2), 0.5)
     experts.fused_moe(torch.ones(3, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3), weights, ids, expert_map=here)
     routed, first, _, _, unpermuted = npu.made
-    assert routed.args[1].tolist() == [[2, 1], [0, 1], [2, 0]] and routed.args[1].dtype is torch.int32
-    assert routed.expert_num == 3 and routed.active_expert_range == [0, 3]
-    assert first.group_list.tolist() == [1, 5] and first.args[1][0].shape == (2, 4, 6)
+    assert routed.args[1].tolist() == [[2, 1], [0, 1], [2, 0]]
+    assert routed.args[1].dtype is torch.int32
+    assert routed.expert_num == 3
+    assert routed.active_expert_range == [0, 3]
+    assert first.group_list.tolist() == [1, 5]
+    assert first.args[1][0].shape == (2, 4, 6)
     assert unpermuted.probs.tolist() == [[0.0, 0.5], [0.5, 0.5], [0.0, 0.5]]
-    assert (unpermuted.args[0][4:] == 0).all() and (unpermuted.args[0][:4] != 0).all()
+    assert (unpermuted.args[0][4:] == 0).all()
+    assert (unpermuted.args[0][:4] != 0).all()
 
 
 def test_weights_are_scores_whatever_the_kernel_says_they_are(npu: Calls) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=HALF)
     npu.results = {"npu_moe_gating_top_k": (torch.full((1, 2), 77.0), torch.tensor([[3, 1]], dtype=torch.int32), None)}
     weights, ids = routing.topk_sigmoid(logits, 2)
-    assert torch.allclose(weights, torch.tensor([[3.0, 1.0]]).sigmoid()) and ids.tolist() == [[3, 1]]
-    assert npu.made[0].args[0].dtype is torch.float32 and npu.made[0].norm_type == 1
+    assert torch.allclose(weights, torch.tensor([[3.0, 1.0]]).sigmoid())
+    assert ids.tolist() == [[3, 1]]
+    assert npu.made[0].args[0].dtype is torch.float32
+    assert npu.made[0].norm_type == 1
 
 
 def test_a_dtype_that_the_documentation_does_not_name_is_declined_by_name() -> None:
@@ -344,7 +385,8 @@ def test_a_dtype_that_the_documentation_does_not_name_is_declined_by_name() -> N
 
 def test_without_torch_npu_nothing_is_available_and_the_reason_says_so() -> None:
     found, why = implementation("rms_norm").availability()
-    assert not found and why in ("torch_npu is not installed", "no Ascend NPU that PyTorch can use")
+    assert not found
+    assert why in ("torch_npu is not installed", "no Ascend NPU that PyTorch can use")
 
 
 def test_the_attention_class_is_named_by_its_path_and_no_host_is_imported() -> None:

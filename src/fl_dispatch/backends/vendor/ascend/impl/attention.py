@@ -57,7 +57,7 @@ def supports_kv_cache_write(
     for name, tensor in (("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
         if why := problem(kernel, name, tensor, like=key):
             return why
-    if key_cache.is_contiguous() and value_cache.is_contiguous() or _latent_rows(key_cache, value_cache) is not None:
+    if (key_cache.is_contiguous() and value_cache.is_contiguous()) or _latent_rows(key_cache, value_cache) is not None:
         return True
     return f"the caches are neither contiguous (layout {KV_LAYOUT}) nor two parts of latent rows"
 
