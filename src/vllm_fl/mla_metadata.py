@@ -61,12 +61,12 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=MLAFLMetadata)
         # With speculation the device decides how many drafts count, and vLLM's copies on the host are bounds.
         self.exact_host_lengths = vllm_config.speculative_config is None
-        self._seq_lens_host: list[int] | None = None
+        self.seq_lens_host: list[int] | None = None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAFLMetadata:
-        self._seq_lens_host = host_lengths(common_attn_metadata)[1] if self.exact_host_lengths else None
+        self.seq_lens_host = host_lengths(common_attn_metadata)[1] if self.exact_host_lengths else None
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
@@ -80,7 +80,7 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None = None,
     ) -> MLAFLDecodeMetadata:
-        lengths = self._seq_lens_host and self._seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests are first
+        lengths = self.seq_lens_host and self.seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests are first
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
