@@ -440,7 +440,11 @@ OVERRIDDEN = (
     ),
     HostFact(
         f"{_MLA}:MLACommonMetadataBuilder",
-        ("_cudagraph_support", "query_len_support"),
+        (
+            "_cudagraph_support",
+            "query_len_support",
+            "build(common_prefix_len, common_attn_metadata, fast_build=None)",
+        ),
         "overrides",
         "mla_metadata",
         "Requests with several new tokens may be decoded, and captured.",

@@ -164,6 +164,8 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             self.kv_lora_rank,
             None,
             attn_metadata.causal,
+            decode.query_start_loc_host,
+            decode.seq_lens_host,
         )
         return out, None
 

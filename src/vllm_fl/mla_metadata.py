@@ -13,7 +13,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+
+from .attention import host_lengths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,11 +28,15 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where vLLM's copies on the host
+            are not exact.
     """
 
     query_start_loc: Tensor
     max_query_len: int
     max_seq_len: int
+    query_start_loc_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
 
 
 class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
@@ -53,6 +59,15 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=MLAFLMetadata)
+        # With speculation the device decides how many drafts count, and vLLM's copies on the host are bounds.
+        self.exact_host_lengths = vllm_config.speculative_config is None
+        self.seq_lens_host: list[int] | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLAFLMetadata:
+        self.seq_lens_host = host_lengths(common_attn_metadata)[1] if self.exact_host_lengths else None
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
         self,
@@ -65,6 +80,7 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None = None,
     ) -> MLAFLDecodeMetadata:
+        lengths = self.seq_lens_host and self.seq_lens_host[: seq_lens_device.shape[0]]  # decoding requests are first
         return MLAFLDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -72,4 +88,6 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
             query_start_loc=query_start_loc_device,
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
+            query_start_loc_host=query_start_loc_cpu.tolist() if lengths else None,
+            seq_lens_host=lengths or None,
         )

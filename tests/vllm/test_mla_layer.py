@@ -242,7 +242,7 @@ def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLIm
         first = torch.empty(decodes + 1, dtype=torch.int32)
     layer.do_kv_cache_update(latents, rotary, cache, slot_mapping, "auto", None)
     layer.forward_mha(query, latents, rotary, cache, SimpleNamespace(prefill=metadata), None, output)
-    builder = SimpleNamespace(reorder_batch_threshold=3)
+    builder = SimpleNamespace(reorder_batch_threshold=3, seq_lens_host=None)
     decode = with_longest_query(MLAFLMetadataBuilder._build_decode)(
         builder, block_table, lengths, 36, starts([1] * decodes), first, decodes, dcp_tot_seq_lens_device=None
     )

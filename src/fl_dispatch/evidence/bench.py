@@ -95,7 +95,7 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
     assert operator.work is not None
     work = operator.work(*args)
     note = ""
-    refusal = True if impl.supports is None else impl.supports(*args)
+    refusal = True if impl.supports is None else impl.supports(*operator.operands(args))
     if refusal is not True:
         note = refusal or "declined"
     else:

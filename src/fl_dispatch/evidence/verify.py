@@ -109,7 +109,7 @@ def verify(
     function = direct_function(manager.state, impl)
     for sample in samples:
         args = _poisoned(operator, operator.bind(sample.args, {}))
-        refusal = True if impl.supports is None else impl.supports(*copied(args))
+        refusal = True if impl.supports is None else impl.supports(*copied(operator.operands(args)))
         if refusal is not True:
             found.declined[sample.label] = refusal or "its 'supports' says no"
             continue

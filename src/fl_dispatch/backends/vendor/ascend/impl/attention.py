@@ -57,7 +57,7 @@ def supports_kv_cache_write(
     for name, tensor in (("value", value), ("key_cache", key_cache), ("value_cache", value_cache)):
         if why := problem(kernel, name, tensor, like=key):
             return why
-    if key_cache.is_contiguous() and value_cache.is_contiguous() or _latent_rows(key_cache, value_cache) is not None:
+    if (key_cache.is_contiguous() and value_cache.is_contiguous()) or _latent_rows(key_cache, value_cache) is not None:
         return True
     return f"the caches are neither contiguous (layout {KV_LAYOUT}) nor two parts of latent rows"
 
@@ -148,9 +148,7 @@ def _heads_problem(query: Tensor, key_cache: Tensor) -> str:
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return f"head size {size} is not a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
     if heads > MOST_HEADS or heads > kv_heads * MOST_HEADS_A_GROUP:
-        return (
-            f"{heads} heads over {kv_heads}; at most {MOST_HEADS}, and {MOST_HEADS_A_GROUP} for each key-value head"
-        )
+        return f"{heads} heads over {kv_heads}; at most {MOST_HEADS}, and {MOST_HEADS_A_GROUP} for each key-value head"
     if kv_heads * size > LARGEST_ROW:
         return f"{kv_heads} key-value heads of {size} elements are more than {LARGEST_ROW} elements a slot"
     return ""

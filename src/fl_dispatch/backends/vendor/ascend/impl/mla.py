@@ -6,6 +6,7 @@ decoding copies the blocks of a batch's requests before it attends, a bounded nu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -186,8 +187,8 @@ def mla_prefill(
 
     if query_start_loc_host is None or key_start_loc_host is None:
         query_start_loc_host, key_start_loc_host = from_device(query_start_loc, key_start_loc)
-    rows = [end - start for start, end in zip(query_start_loc_host, query_start_loc_host[1:], strict=False)]
-    keys = [end - start for start, end in zip(key_start_loc_host, key_start_loc_host[1:], strict=False)]
+    rows = [end - start for start, end in itertools.pairwise(query_start_loc_host)]
+    keys = [end - start for start, end in itertools.pairwise(key_start_loc_host)]
     if causal and any(0 < length < queries for queries, length in zip(rows, keys, strict=True)):
         raise NotSupported(f"{KERNEL} takes no request with more queries than keys")
     lse = query.new_full((query.shape[1], query.shape[0]), float("-inf"), dtype=torch.float32)

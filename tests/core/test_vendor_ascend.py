@@ -1,0 +1,395 @@
+"""What the Ascend backend passes to ``torch_npu``: a stand-in notes the calls, and computes nothing.
+
+``tests/npu`` has the genuine schemas and the results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_dispatch import call_op
+from fl_dispatch.backends.vendor.ascend.impl import (
+    attention,
+    attention_mask,
+    experts,
+    linear,
+    mla,
+    normalization,
+    rotary,
+    routing,
+)
+from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.registry import OpRegistry
+from fl_dispatch.types import OpImpl
+
+HALF = torch.float16
+BLOCK = 128
+
+
+class Calls:
+    """A ``torch_npu`` whose functions note their arguments and return what was prepared for them."""
+
+    def __init__(self) -> None:
+        self.made: list[SimpleNamespace] = []
+        self.results: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            self.made.append(SimpleNamespace(name=name, args=args, **kwargs))
+            result = self.results[name]
+            return result(*args, **kwargs) if callable(result) else result
+
+        return function
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    calls.results = {
+        "npu_fused_infer_attention_score": lambda query, *_, **__: (query, None),
+        "npu_fused_infer_attention_score_v2": lambda query, key, value, **__: (
+            query.new_ones(*query.shape[:2], value.shape[-1]),
+            query.new_ones(*query.shape[:2], 1).float(),
+        ),
+        "npu_scatter_pa_kv_cache": None,
+        "npu_scatter_nd_update_": None,
+        "npu_rotary_mul": lambda x, *_: x + 1,
+        "npu_add_rms_norm": lambda x, residual, *_: (x + 1, None, x + residual),
+    }
+    monkeypatch.setitem(sys.modules, "torch_npu", calls)
+    return calls
+
+
+def batch(starts: list[int], lengths: list[int], padding: int = 0, **options: Any) -> dict[str, Any]:
+    """Arguments of ``paged_attention`` for requests that begin at these rows, over blocks of 128 tokens."""
+    blocks = 1 + max(-(-length // BLOCK) for length in lengths)
+    cache = torch.zeros(8, BLOCK, 2, 64, dtype=HALF)
+    return {
+        "query": torch.randn(starts[-1] + padding, 4, 64).to(HALF),
+        "key_cache": cache,
+        "value_cache": cache.clone(),
+        "block_table": torch.full((len(lengths), blocks), 3, dtype=torch.int32),
+        "query_start_loc": torch.tensor(starts, dtype=torch.int32),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "max_query_len": max(end - start for start, end in itertools.pairwise(starts)),
+        "max_seq_len": max(lengths),
+        "scale": 0.125,
+        **options,
+    }
+
+
+def implementation(name: str) -> OpImpl:
+    registry = OpRegistry()
+    register_builtins(registry)
+    found = registry.get_implementation(name, "vendor.ascend")
+    assert found is not None
+    return found
+
+
+def answer(name: str, **arguments: Any) -> bool | str:
+    supports = implementation(name).supports
+    assert supports is not None
+    return supports(**arguments)
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def test_query_lengths_are_cumulative_integers_and_key_lengths_are_not(npu: Calls) -> None:
+    attention.paged_attention(**batch([0, 3, 4], [130, 9]))
+    (call,) = npu.made
+    assert (call.actual_seq_lengths, call.actual_seq_lengths_kv) == ([3, 4], [130, 9])
+    assert {type(number) for number in (*call.actual_seq_lengths, *call.actual_seq_lengths_kv)} == {int}
+    assert (call.input_layout, call.num_heads, call.num_key_value_heads, call.scale) == ("TND", 4, 2, 0.125)
+
+
+def test_lengths_that_the_caller_knows_are_not_read_from_the_device(
+    npu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = batch([0, 3, 4], [130, 9])
+    monkeypatch.setattr(Tensor, "tolist", lambda self: pytest.fail("the device was waited for"))
+    attention.paged_attention(**arguments, query_start_loc_host=[0, 3, 4], seq_lens_host=[130, 9])
+    assert npu.made[0].actual_seq_lengths == [3, 4]
+
+
+def test_caches_go_as_contiguous_blocks_with_all_heads_in_a_row(npu: Calls) -> None:
+    arguments = batch([0, 1], [5])
+    attention.paged_attention(**arguments)
+    (call,) = npu.made
+    assert call.args[1].shape == call.args[2].shape == (8, BLOCK, 128)
+    assert call.block_size == BLOCK
+    assert call.args[1].data_ptr() == arguments["key_cache"].data_ptr()
+    assert call.block_table.dtype is torch.int32
+    assert call.block_table.is_contiguous()
+
+
+def test_padding_requests_and_padding_rows_do_not_reach_the_kernel(npu: Calls) -> None:
+    arguments = batch([0, 2, 3, 3, 3], [7, 4, 0, 0], padding=5)
+    out = torch.full_like(arguments["query"], 9.0)
+    assert attention.paged_attention(**arguments, out=out) is out
+    (call,) = npu.made
+    assert (call.actual_seq_lengths, call.actual_seq_lengths_kv) == ([2, 3], [7, 4])
+    assert call.args[0].shape[0] == 3
+    assert call.block_table.shape[0] == 2
+    assert torch.equal(out[:3], arguments["query"][:3])
+    assert (out[3:] == 9.0).all()
+
+
+def test_a_batch_of_padding_alone_calls_nothing(npu: Calls) -> None:
+    attention.paged_attention(**batch([0, 0], [1], padding=4))
+    assert not npu.made
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "bounds"),
+    [
+        ({}, 3, None),
+        ({"causal": False}, 0, None),
+        ({"sliding_window": 48}, 4, (47, 0)),
+        ({"sliding_window": 48, "causal": False}, 4, (47, 47)),
+    ],
+)
+def test_what_a_query_sees_is_a_mode_of_the_kernel(
+    npu: Calls, options: dict[str, Any], mode: int, bounds: tuple[int, int] | None
+) -> None:
+    attention.paged_attention(**batch([0, 3], [130], **options))
+    (call,) = npu.made
+    assert call.sparse_mode == mode
+    assert (mode == 0) == (not hasattr(call, "atten_mask"))
+    assert bounds is None or (call.pre_tokens, call.next_tokens) == bounds
+
+
+def test_decoding_with_a_window_gives_each_query_twice_because_a_single_one_has_no_window(npu: Calls) -> None:
+    arguments = batch([0, 1, 2], [130, 9], sliding_window=48)
+    result = attention.paged_attention(**arguments)
+    (call,) = npu.made
+    assert call.actual_seq_lengths == [2, 4]
+    assert call.args[0].shape[0] == 4
+    assert torch.equal(result, arguments["query"])
+
+
+def test_entries_of_the_table_that_a_window_has_left_name_blocks_of_the_cache(npu: Calls) -> None:
+    arguments = batch([0, 3], [300], sliding_window=48)
+    arguments["block_table"][0, 0], arguments["block_table"][0, 1] = -7, 1 << 20
+    attention.paged_attention(**arguments)
+    assert npu.made[0].block_table.tolist() == [[0, 7, 3, 3]]
+
+
+def test_the_mask_hides_what_comes_later_and_is_made_once() -> None:
+    mask = attention_mask.triangle(torch.device("cpu"))
+    assert mask.shape == (2048, 2048)
+    assert mask.dtype is torch.bool
+    assert mask[5].tolist() == [False] * 6 + [True] * 2042
+    assert attention_mask.triangle(torch.device("cpu")) is mask
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"query": torch.zeros(1, 4, 64)}, "query is float32; .* takes float16 or bfloat16"),
+        ({"softcap": 30.0}, "a soft cap"),
+        ({"alibi_slopes": torch.zeros(4)}, "ALiBi"),
+        ({"sinks": torch.zeros(4)}, "sinks"),
+        ({"key_cache": torch.zeros(8, 16, 2, 64, dtype=HALF)}, "block size 16"),
+        ({"key_cache": torch.zeros(8, BLOCK, 2, 128, dtype=HALF)[..., :64]}, "not contiguous"),
+        ({"value_cache": torch.zeros(8, BLOCK, 2, 32, dtype=HALF)}, "values have 32 elements"),
+        ({"query": torch.zeros(1, 4, 40, dtype=HALF)}, "head size 40"),
+    ],
+)
+def test_what_the_documentation_refuses_is_declined_with_a_reason(change: dict[str, Any], reason: str) -> None:
+    import re
+
+    assert answer("paged_attention", **batch([0, 1], [5])) is True
+    assert re.search(reason, str(answer("paged_attention", **{**batch([0, 1], [5]), **change})))
+
+
+def test_attention_needs_the_layout_and_the_blocks_of_its_kernels() -> None:
+    for name in ("kv_cache_write", "paged_attention"):
+        assert implementation(name).requires == {"kv_layout": "(NHD|NHD)", "kv_block_multiple": 128}
+
+
+# -- the cache's writes -----------------------------------------------------------------------------------------------
+
+
+def write(slots: list[int], **options: Any) -> None:
+    rows = torch.arange(len(slots) + 2.0)[:, None, None].expand(-1, 2, 64).to(HALF)
+    cache = torch.zeros(4, BLOCK, 2, 64, dtype=HALF)
+    attention.kv_cache_write(rows, rows, cache, cache.clone(), torch.tensor(slots), **options)
+
+
+def test_skipped_tokens_do_not_reach_the_kernel(npu: Calls) -> None:
+    write([5, -1, 7])
+    (call,) = npu.made
+    key, value, _, _, slots = call.args
+    assert slots.tolist() == [5, 7]
+    assert key[:, 0, 0].tolist() == value[:, 0, 0].tolist() == [0.0, 2.0]
+    assert key.is_contiguous()
+    assert value.is_contiguous()
+    assert call.cache_mode == "Norm"
+
+
+def test_a_write_without_a_slot_calls_nothing(npu: Calls) -> None:
+    write([-1, -1])
+    assert not npu.made
+
+
+def test_a_caller_who_knows_that_none_is_skipped_makes_nobody_wait(npu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "nonzero", lambda self: pytest.fail("the device was waited for"))
+    write([5, 6], may_skip=False)
+    assert npu.made[0].args[4].tolist() == [5, 6]
+
+
+def test_latent_rows_are_written_whole(npu: Calls) -> None:
+    rows = torch.zeros(4, 16, 1, 576, dtype=HALF)
+    key, value = torch.ones(2, 1, 512, dtype=HALF), torch.zeros(2, 1, 64, dtype=HALF)
+    attention.kv_cache_write(key, value, rows[..., :512], rows[..., 512:], torch.tensor([3, 40]))
+    (call,) = npu.made
+    target, slots, new = call.args
+    assert call.name == "npu_scatter_nd_update_"
+    assert target.data_ptr() == rows.data_ptr()
+    assert target.shape == (64, 576)
+    assert slots.tolist() == [[3], [40]]
+    assert new.shape == (2, 576)
+
+
+# -- latent attention -------------------------------------------------------------------------------------------------
+
+
+def test_a_latent_batch_is_copied_in_two_parts_into_blocks_of_128(npu: Calls) -> None:
+    cache = torch.arange(20.0)[:, None, None].expand(20, 16, 576).to(HALF)
+    table = torch.tensor([[4, 5, 6] + [0] * 7, [9] + [-3] * 9], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([40, 3], dtype=torch.int32)
+    query = torch.zeros(2, 8, 576, dtype=HALF)
+    out = mla.mla_decode(query, cache, table, starts, lengths, 1, 40, 0.1, 512)
+    (call,) = npu.made
+    assert call.args[1].shape == (2, 128, 512)
+    assert call.key_rope.shape == (2, 128, 64)
+    assert call.args[1][:, :48:16, 0].tolist()[0] == [4.0, 5.0, 6.0]
+    assert call.args[1][1, 0, 0] == 9.0
+    assert call.block_table.tolist() == [[0], [1]]
+    assert call.actual_seq_kvlen == [40, 3]
+    assert call.sparse_mode == 0
+    assert call.atten_mask is None
+    assert out.shape == (2, 8, 512)
+
+
+def test_a_large_latent_batch_is_copied_in_parts(npu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla, "COPIED_AT_ONCE", 256)
+    cache, query = torch.zeros(9, 128, 576, dtype=HALF), torch.zeros(4, 2, 576, dtype=HALF)
+    table = torch.zeros(3, 4, dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 3, 4], dtype=torch.int32), torch.tensor([100, 90, 300], dtype=torch.int32)
+    mla.mla_decode(query, cache, table, starts, lengths, 2, 300, 0.1, 512)
+    assert [call.actual_seq_kvlen for call in npu.made] == [[100, 90], [300]]
+    assert [call.actual_seq_qlen for call in npu.made] == [[1, 3], [1]]
+    assert [call.sparse_mode for call in npu.made] == [3, 0]
+
+
+def test_requests_without_keys_take_no_part_in_a_latent_prefill(npu: Calls) -> None:
+    query, key = torch.zeros(6, 2, 192, dtype=torch.bfloat16), torch.zeros(9, 2, 192, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32), torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    out, lse = mla.mla_prefill(query, key, key[..., :128], *starts, 3, 5, 0.1, None, False)
+    assert [(call.actual_seq_qlen, call.actual_seq_kvlen) for call in npu.made] == [([2], [5]), ([3], [4])]
+    assert (out[2] == 0).all()
+    assert lse[:, 2].isinf().all()
+    assert (lse[:, 3:] == 1).all()
+    assert lse.dtype is torch.float32
+
+
+def test_more_queries_than_keys_are_declined_before_anything_is_written(npu: Calls) -> None:
+    query, key = torch.zeros(3, 2, 192, dtype=torch.bfloat16), torch.zeros(2, 2, 192, dtype=torch.bfloat16)
+    with pytest.raises(NotSupported, match="more queries than keys"):
+        mla.mla_prefill(query, key, key[..., :128], torch.tensor([0, 3]), torch.tensor([0, 2]), 3, 2, 0.1)
+    assert not npu.made
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def test_angles_are_given_for_both_elements_of_a_pair_in_the_querys_dtype(npu: Calls) -> None:
+    table, query = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(3, 2, 6, dtype=HALF)
+    for interleaved, row in ((False, [3, 4, 3, 4]), (True, [3, 3, 4, 4])):
+        rotary.rotary_embedding(query, None, table, table, torch.tensor([1, 0, 1]), interleaved, False)
+        _, cos, sin, mode = npu.made[-1].args
+        assert cos.shape == (1, 3, 1, 4)
+        assert cos.dtype is sin.dtype is HALF
+        assert cos[0, 0, 0].tolist() == row
+        assert mode == ("interleave" if interleaved else "half")
+
+
+def test_the_part_of_a_head_that_is_not_rotated_stays(npu: Calls) -> None:
+    query, table = torch.zeros(3, 2, 6, dtype=HALF), torch.ones(2, 2)
+    rotated, _ = rotary.rotary_embedding(query, None, table, table, torch.tensor([1, 0, 1]))
+    assert rotated is query
+    assert query[0, 0].tolist() == [1, 1, 1, 1, 0, 0]
+
+
+def test_the_sum_with_a_residual_is_the_kernels_and_nothing_is_overwritten(npu: Calls) -> None:
+    x, residual = torch.ones(2, 4), torch.full((2, 4), 2.0)
+    y, total = normalization.rms_norm(x, residual, torch.ones(4), 1e-5)
+    assert (x == 1).all()
+    assert (residual == 2).all()
+    assert (total == 3).all()
+    assert (y == 2).all()
+    assert npu.made[0].args[3] == 1e-5
+
+
+def test_absent_experts_are_sorted_last_and_the_groups_cover_all_rows(npu: Calls) -> None:
+    npu.results = {
+        "npu_moe_init_routing_v2": (
+            torch.ones(6, 4),
+            torch.arange(6, dtype=torch.int32),
+            torch.tensor([1, 3, 2]),
+            None,
+        ),
+        "npu_grouped_matmul": lambda x, weight, **_: [x[0] @ weight[0][0]],
+        "npu_swiglu": lambda x, dim: x[..., : x.shape[-1] // 2],
+        "npu_moe_token_unpermute": lambda y, places, probs: y[: len(probs)],
+    }
+    ids, here = torch.tensor([[0, 2], [3, 2], [-1, 3]]), torch.tensor([-1, -1, 1, 0], dtype=torch.int32)
+    weights = torch.full((3, 2), 0.5)
+    experts.fused_moe(torch.ones(3, 4), torch.ones(2, 6, 4), torch.ones(2, 4, 3), weights, ids, expert_map=here)
+    routed, first, _, _, unpermuted = npu.made
+    assert routed.args[1].tolist() == [[2, 1], [0, 1], [2, 0]]
+    assert routed.args[1].dtype is torch.int32
+    assert routed.expert_num == 3
+    assert routed.active_expert_range == [0, 3]
+    assert first.group_list.tolist() == [1, 5]
+    assert first.args[1][0].shape == (2, 4, 6)
+    assert unpermuted.probs.tolist() == [[0.0, 0.5], [0.5, 0.5], [0.0, 0.5]]
+    assert (unpermuted.args[0][4:] == 0).all()
+    assert (unpermuted.args[0][:4] != 0).all()
+
+
+def test_weights_are_scores_whatever_the_kernel_says_they_are(npu: Calls) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], dtype=HALF)
+    npu.results = {"npu_moe_gating_top_k": (torch.full((1, 2), 77.0), torch.tensor([[3, 1]], dtype=torch.int32), None)}
+    weights, ids = routing.topk_sigmoid(logits, 2)
+    assert torch.allclose(weights, torch.tensor([[3.0, 1.0]]).sigmoid())
+    assert ids.tolist() == [[3, 1]]
+    assert npu.made[0].args[0].dtype is torch.float32
+    assert npu.made[0].norm_type == 1
+
+
+def test_a_dtype_that_the_documentation_does_not_name_is_declined_by_name() -> None:
+    x = torch.zeros(2, 4, dtype=torch.bfloat16)
+    assert linear.supports_linear(x, x) == "x is bfloat16; npu_linear takes float32 or float16"
+
+
+def test_without_torch_npu_nothing_is_available_and_the_reason_says_so() -> None:
+    found, why = implementation("rms_norm").availability()
+    assert not found
+    assert why in ("torch_npu is not installed", "no Ascend NPU that PyTorch can use")
+
+
+def test_the_attention_class_is_named_by_its_path_and_no_host_is_imported() -> None:
+    path = implementation("attention_backend").fn()
+    assert path == "fl_dispatch.backends.vendor.ascend.impl.attention.AscendAttentionBackend"
+    assert implementation("attention_backend").fn(True) == call_op("attention_backend", True)
