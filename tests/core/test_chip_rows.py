@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fl_dispatch import config, devices
-from fl_dispatch.devices import cuda, others
+from fl_dispatch.devices import cuda, detect, others
 
 LIKE_CUDA = {  # name → torch.version.cuda and .hip of the vendor's build, a file of its driver, a program of its own
     "metax": ("11.6", None, "dev/mxcd", "mx-smi"),
@@ -40,6 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A machine without any device, of which a test says what it has."""
     monkeypatch.setattr(others, "ROOT", tmp_path)
     monkeypatch.setattr(cuda, "ROOT", tmp_path)
+    monkeypatch.setattr(cuda.nvml, "is_there", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
 
@@ -76,6 +77,18 @@ def test_or_by_its_management_program(machine: Any, name: str) -> None:
 def test_a_chip_that_only_says_a_version_of_cuda_is_not_nvidias(machine: Any) -> None:
     machine(("12.1", None))
     assert detected() == ["cpu"]
+
+
+def test_an_accelerator_that_nobody_knows_is_not_left_alone_in_silence(machine: Any, caplog: Any) -> None:
+    machine(("12.1", None))
+    assert detect.detect_device.__wrapped__() is devices.CPU
+    assert "PyTorch sees 2 devices of type 'cuda', but no known chip's driver" in caplog.text
+
+
+def test_nvidias_management_library_is_a_sign_too(machine: Any, monkeypatch: Any) -> None:
+    machine(("13.0", None))
+    monkeypatch.setattr(cuda.nvml, "is_there", lambda: True)
+    assert detected() == ["cuda", "cpu"]
 
 
 @pytest.mark.parametrize("name", ["metax", "iluvatar", "kunlunxin", "thead"])
