@@ -14,6 +14,8 @@ from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
+from .host import HOST
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -22,8 +24,6 @@ logger = get_logger(__name__)
 
 ATTENTION = "fl"
 """The name of our attention backend in SGLang's lists."""
-
-COMPILED_ATTENTION = "intel_amx"
 
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
 
@@ -101,14 +101,20 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     for field, value in defaults.items():
         if getattr(args, field) is None:
             setattr(args, field, value)
-    if args.attention_backend == COMPILED_ATTENTION:  # SGLang has set it itself, before it asks the platform
-        _set(args, "attention_backend", ATTENTION, f"'{COMPILED_ATTENTION}' needs SGLang's compiled CPU kernels")
+    _take_back_attention(args, device.host_attention.get(HOST.name))
     no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
     _set(args, "disable_cuda_graph", True, no_graphs)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
         _cpu_defaults(args)
+
+
+def _take_back_attention(args: ServerArgs, host: str | None) -> None:
+    """Our attention in the place of the backend that SGLang has set itself for the device, before it asked us."""
+    for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if host is not None and getattr(args, field) == host:
+            _set(args, field, ATTENTION, f"'{host}' needs kernels that SGLang brings for this device alone")
 
 
 def _cpu_defaults(args: ServerArgs) -> None:

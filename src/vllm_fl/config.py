@@ -311,6 +311,12 @@ def _check_packed(given: Any) -> None:
         raise ConfigError(where, "settings", f"is not what to_json() wrote: {error}") from error
 
 
+def is_packed(vllm_config: VllmConfig) -> bool:
+    """Whether :func:`pack_settings` has been here, perhaps in a parent process."""
+    given = vllm_config.additional_config
+    return isinstance(given, dict) and WORKERS_KEY in given.get(startup.CONFIG_KEY, {})
+
+
 def pack_settings(vllm_config: VllmConfig) -> None:
     """Put settings and policy where every child process finds them; what is there already stays.
 

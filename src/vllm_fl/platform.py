@@ -86,7 +86,8 @@ class Dispatching:
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         accelerator.silence_accelerator()
         startup.activate()
-        startup.warn_of_unverified_device()
+        if not config.is_packed(vllm_config):  # else a parent process has said it
+            startup.warn_of_unverified_device()
         config.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE, native=cls.native)
         config.pack_settings(vllm_config)

@@ -10,13 +10,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.backends.triton.availability import why_unavailable
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, IMPLEMENTED, PRIORITY
+from fl_dispatch.devices import CPU
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -179,3 +183,52 @@ def test_triton_is_not_imported_where_it_cannot_run() -> None:
         "print(not why_unavailable() or 'triton' not in sys.modules)"
     )
     assert run(program, TRITON_INTERPRET="0").strip() == "True"
+
+
+class FakeDriver:
+    """A driver of Triton's that serves tensors of one PyTorch type; an instance would need a context."""
+
+    def __init__(self) -> None:
+        raise AssertionError("the driver was made")
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+def serving(kind: str) -> Any:
+    return lambda self: torch.device(kind, self.get_current_device())
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("device", "drivers", "why"),
+    [
+        ("meta", ["meta"], ""),
+        ("meta", ["cuda", "meta"], ""),
+        ("meta", ["cuda"], "no driver of Triton's serves device 'nimbus' ('meta'; active drivers: d0 for 'cuda')"),
+        ("meta", [], "no driver of Triton's serves device 'nimbus' ('meta'; active drivers: none)"),
+    ],
+)
+def test_the_kernels_are_there_where_a_driver_serves_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, drivers: list[str], why: str
+) -> None:
+    from triton import backends
+
+    from fl_dispatch.backends.triton import availability
+
+    made = {
+        f"d{at}": SimpleNamespace(driver=type("Driver", (FakeDriver,), {"get_active_torch_device": serving(kind)}))
+        for at, kind in enumerate(drivers)
+    }
+    monkeypatch.setattr(backends, "backends", made)
+    spec = replace(CPU, name="nimbus", torch_type=device, triton=True)
+    monkeypatch.setattr(availability, "detect_device", lambda: spec)
+    assert availability.why_unserved.__wrapped__() == why
+
+
+@needs_triton
+def test_a_device_may_say_that_triton_never_serves_it() -> None:
+    from fl_dispatch.backends.triton import availability
+
+    assert availability.why_unserved.__wrapped__() == "Triton does not serve device 'cpu'"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import Finished, Runs, background, python, start
 
+from fl_dispatch.devices import CPU
 from vllm_fl import startup
 from vllm_fl.compat import detection
 
@@ -96,22 +98,25 @@ def test_it_says_whether_it_is_active_and_why() -> None:
     assert ended.log.count("vllm_fl is active: device 'cpu'") == 1
 
 
-def test_where_it_stays_off_its_variables_are_still_known_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_steps_aside_it_says_so_and_its_variables_are_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from vllm import envs
 
-    monkeypatch.setattr(startup, "SERVED_DEVICES", ())
+    left = replace(CPU, name="nimbus", left_to_host={"vLLM": "it has no graphs, so vLLM's own platform runs"})
+    monkeypatch.setattr(startup, "detect_device", lambda: left)
     monkeypatch.setattr(envs, "environment_variables", {})
     startup._decide.cache_clear()
     try:
         assert startup.detect() is None
+        said = "vllm_fl is not active: device 'nimbus' is not served: it has no graphs, so vLLM's own platform runs"
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [said]
         assert "VLLM_FL_PREFER" in envs.environment_variables
     finally:
         startup._decide.cache_clear()
 
 
 def test_switched_off_it_leaves_a_machine_to_vllm_that_vllm_covers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     from fl_dispatch.settings import get_settings
 
     off = replace(get_settings(), enabled=False)

@@ -19,6 +19,7 @@ ASCEND = DeviceSpec(
     visible_devices="ASCEND_RT_VISIBLE_DEVICES",
     ray_resource="NPU",
     priority=20,
+    host_attention={"SGLang": "ascend"},
     pin_memory=True,
     graphs=True,
     graph_class="NPUGraph",

@@ -19,7 +19,11 @@ DRIVER_FILES = ("dev/nvidiactl", "dev/nvidia[0-9]*", "dev/dxg", "dev/nvmap", "pr
 """What NVIDIA's drivers make: on servers, under Windows' Linux, on Jetson boards."""
 
 
-def has_file(*patterns: str, root: Path = Path("/")) -> bool:
+ROOT = Path("/")
+"""Where signs of the driver are looked for."""
+
+
+def has_file(*patterns: str, root: Path) -> bool:
     """Whether a file of this name exists; patterns are relative to the root."""
     return any(next(root.glob(pattern), None) is not None for pattern in patterns)
 
@@ -36,7 +40,7 @@ def _gpu(index: int) -> nvml.Gpu:
 
 def _is_nvidia() -> bool:
     """A ROCm build has ``torch.cuda``, too; other vendors' builds even say a version of CUDA."""
-    return torch.version.cuda is not None and count() > 0 and has_file(*DRIVER_FILES)
+    return torch.version.cuda is not None and count() > 0 and (has_file(*DRIVER_FILES, root=ROOT) or nvml.is_there())
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
+import torch
+
 from ..errors import DeviceError
 from ..logger_manager import get_logger
 from .ascend import ASCEND
@@ -16,6 +18,7 @@ from .cpu import CPU
 from .cuda import CUDA
 from .others import OTHERS
 from .spec import DeviceSpec
+from .torch_module import count
 
 logger = get_logger(__name__)
 
@@ -83,8 +86,27 @@ def detect_device() -> DeviceSpec:
             continue
         if found:
             spec.check()
+            if not spec.accelerator:
+                _warn_of_unknown()
             return spec
     return CPU
+
+
+def _warn_of_unknown() -> None:
+    """One WARNING where PyTorch sees an accelerator and no spec is its: then the CPU would serve in silence."""
+    own = torch._C._get_privateuse1_backend_name()
+    for torch_type in ("cuda", own):
+        try:
+            there = count(torch_type)
+        except (RuntimeError, AttributeError, TypeError):  # a module that is no device's
+            continue
+        if there:
+            logger.warning(
+                "PyTorch sees %d devices of type '%s', but no known chip's driver is on this machine, so the CPU "
+                "runs; a package can bring the chip's DeviceSpec (docs/chips.md)",
+                there,
+                torch_type,
+            )
 
 
 @cache

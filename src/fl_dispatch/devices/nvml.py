@@ -50,6 +50,15 @@ def _library() -> Any:
     return library
 
 
+def is_there() -> bool:
+    """Whether the library is on this machine, and answers."""
+    try:
+        _library()
+    except NvmlError:
+        return False
+    return True
+
+
 def _check(code: int, call: str) -> None:
     if code:
         raise NvmlError(f"{call} failed with code {code}")

@@ -70,6 +70,8 @@ class DeviceSpec:
             hosts start their processes anew elsewhere.
         model_runners: which of vLLM's model runners (``v1``, ``v2``) run on it.
         workers: host → path of the worker's class; the plugin's for an accelerator, or for a CPU, where it is missing.
+        host_attention: host → the attention backend that the host sets by itself for this device, with kernels of its
+            own; the plugin puts its own there.
         native_platforms: host → path of a platform's class that is the host's own for this device, with our operators.
         replaces_aten: whether FlagGems replaces PyTorch's own operators where the user said nothing.
         detect: whether this machine has one.
@@ -123,6 +125,7 @@ class DeviceSpec:
     forks: bool = False
     model_runners: tuple[str, ...] = ("v1",)
     workers: Mapping[str, str] = field(default_factory=dict)
+    host_attention: Mapping[str, str] = field(default_factory=dict)
     native_platforms: Mapping[str, str] = field(default_factory=dict)
     replaces_aten: bool = True
     capability: Callable[[int], tuple[int, int] | None] = field(default=_nothing)

@@ -2,8 +2,8 @@
 
 An implementation that needs its keys in a certain order says so: ``requires={"kv_layout": "HDN/HND"}``. A host lays its
 cache so, and every other implementation reads and writes the same cache through views. A layout is a string. The
-letters are a block's axes from the outermost to the innermost: its slots (``N``), the heads (``H``), the dimensions of a
-head (``D``).
+letters are a block's axes from the outermost to the innermost: its slots (``N``), the heads (``H``), a head's
+dimensions (``D``).
 
 =============  =====================================================================================================
 ``NHD``        one array a block; its ``D`` has a head's key, then its value
@@ -160,7 +160,7 @@ def state(layout: KVLayout, block_size: int) -> None:
             why = _unstated(impl) or next(entry.reason for entry in now[op].considered if entry.impl is impl)
             logger.warning("'%s' of '%s' does not run: %s; %s runs", impl.impl_id, op, why, _named(instead))
     for op, other in (OPERATORS, OPERATORS[::-1]):
-        mine, theirs = ({impl for impl in _chosen(now[name])} for name in (op, other))
+        mine, theirs = _chosen(now[op]), _chosen(now[other])
         tied = [impl for impl in mine if LAYOUT in impl.requires]
         if tied and not any(LAYOUT in impl.requires for impl in theirs):
             logger.warning(
@@ -169,7 +169,7 @@ def state(layout: KVLayout, block_size: int) -> None:
                 op,
                 layout.name,
                 other,
-                _named(sorted(theirs, key=lambda impl: impl.impl_id)),
+                _named(theirs),
             )
 
 

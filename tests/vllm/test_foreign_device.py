@@ -1,0 +1,120 @@
+"""What vLLM's configuration and process become on a device that PyTorch does not call ``cuda``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+
+from fl_dispatch import devices
+from vllm_fl import compile, config, startup
+from vllm_fl.compat import streams
+
+
+class Stream: ...
+
+
+class Event:
+    """Like ``torch.xpu.Event``, it knows nothing of ``blocking``."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+
+
+class NimbusGraph: ...
+
+
+NIMBUS = replace(
+    devices.ASCEND,
+    name="nimbus",
+    vendor="nimbus",
+    torch_type="nimbus",
+    graph_class="NimbusGraph",
+    device_count=lambda: 2,
+)
+NAMES = ("Stream", "Event", "current_stream", "CUDAGraph")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """PyTorch's module of the device; ``torch.cuda`` is itself again afterwards."""
+    for name in NAMES:
+        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    own = SimpleNamespace(Stream=Stream, Event=Event, NimbusGraph=NimbusGraph, current_stream=lambda: "current")
+    monkeypatch.setattr(torch, "nimbus", own, raising=False)
+    yield own
+
+
+def test_vllms_names_mean_the_devices_own_streams_events_and_graphs(module: Any) -> None:
+    streams.lend_names(NIMBUS)
+    assert (torch.cuda.Stream, torch.cuda.CUDAGraph) == (Stream, NimbusGraph)
+    assert torch.cuda.current_stream is not module.current_stream
+    assert torch.cuda.current_stream() == "current"
+    assert torch.cuda.Event(enable_timing=True, blocking=True).enable_timing
+
+
+def test_a_device_that_pytorch_calls_cuda_and_the_host_keep_them() -> None:
+    before = {name: getattr(torch.cuda, name) for name in NAMES}
+    for spec in (devices.CUDA, devices.CPU, devices.OTHERS[0]):
+        streams.lend_names(spec)
+    assert before == {name: getattr(torch.cuda, name) for name in NAMES}
+
+
+def test_defaults_are_eager_and_without_graphs_until_somebody_verified_it() -> None:
+    for verified, mode in (({}, CUDAGraphMode.NONE), ({"vLLM": "served"}, None)):
+        given = VllmConfig()
+        given.compilation_config.mode = given.compilation_config.cudagraph_mode = None
+        config.apply_defaults(given, replace(NIMBUS, verified=verified))
+        assert given.compilation_config.mode == CompilationMode.NONE
+        assert given.compilation_config.cudagraph_mode == mode
+
+
+def test_the_worker_and_how_processes_start_follow_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec, worker, method in (
+        (NIMBUS, config.GPU_WORKER, "spawn"),
+        (replace(NIMBUS, forks=True), config.GPU_WORKER, None),
+        (replace(NIMBUS, workers={"vLLM": "nimbus.Worker"}), "nimbus.Worker", "spawn"),
+        (devices.CPU, config.CPU_WORKER, None),
+    ):
+        for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        given = VllmConfig()
+        given.parallel_config.worker_cls = "auto"
+        config.adapt(given, spec)
+        assert given.parallel_config.worker_cls == worker
+        assert os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == method
+
+
+@pytest.mark.parametrize(
+    ("language", "model", "helper"),
+    [(None, "eager", "eager"), ("cpp", "inductor", "eager"), ("triton", "inductor", "inductor")],
+)
+def test_the_compilation_backend_is_what_inductor_writes(language: str | None, model: str, helper: str) -> None:
+    spec = replace(NIMBUS, inductor=language)
+    assert (compile.model_backend(spec), compile.helper_backend(spec)) == (model, helper)
+
+
+def test_inductor_where_it_writes_nothing_is_refused() -> None:
+    given = VllmConfig()
+    given.compilation_config.mode, given.compilation_config.backend = CompilationMode.VLLM_COMPILE, "inductor"
+    with pytest.raises(ValueError, match="Inductor writes no code for nimbus; choose the compilation backend 'eager'"):
+        compile.refuse_missing_compiler(given, NIMBUS)
+
+
+def test_one_warning_says_that_nobody_verified_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    startup.warn_of_unverified_device.cache_clear()
+    monkeypatch.setattr(startup, "detect_device", lambda: replace(NIMBUS, verified={"SGLang": "served on a Nimbus X2"}))
+    for _ in range(2):
+        startup.warn_of_unverified_device()
+    startup.warn_of_unverified_device.cache_clear()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith(
+        "device 'nimbus' was never verified under vLLM (under SGLang served on a Nimbus X2): compare"
+    )
