@@ -21,9 +21,9 @@ from .registry import OpRegistry
 from .run import generated, recovery
 from .run.arguments import Call
 from .run.dispatch import call_through
-from .run.keeper import TableKeeper
+from .run.keeper import PrivateTable, TableKeeper
 from .run.plan import direct_function, frozen_function
-from .run.table import DispatchTable, scope_variable
+from .run.table import DispatchTable
 from .selection.decision import Decision
 from .start import Start
 from .state import State, unknown
@@ -31,20 +31,6 @@ from .types import OpImpl
 
 managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 """All managers that live."""
-
-
-class PrivateTable(DispatchTable):
-    """Root table of a manager that is not the process's: its context tables are looked up by policy."""
-
-    __slots__ = ("keeper",)
-
-    keeper: TableKeeper
-
-    @property
-    def current(self) -> DispatchTable:
-        """The table that a call here reads."""
-        in_force = scope_variable.get(self)
-        return self.keeper.table_for(in_force.policy) if in_force.of_context else self
 
 
 class OpManager:
