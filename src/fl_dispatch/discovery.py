@@ -1,4 +1,4 @@
-"""Where backends outside this package come from: entry points, and modules that the user names.
+"""Backends from outside this package: entry points, and modules that the user names.
 
 What the user named fails hard; what was only found fails with a WARNING, and ``fl doctor`` shows it. A backend that
 fails leaves nothing half-registered.
@@ -78,7 +78,7 @@ def discover_plugins(registry: OpRegistry) -> int:
     A plugin that this registry has already is skipped.
 
     Returns:
-        How many plugins were loaded.
+        The number of plugins that were loaded.
 
     Raises:
         PluginLoadError: a module that the user named does not load, or has no registration function.

@@ -243,7 +243,7 @@ class OpManager:
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.
 
-        Counting puts a wrapper before each implementation. What a compiled or captured graph replays is not seen, nor
+        Counting puts a wrapper before each implementation. Replays of a compiled or captured graph are not seen, nor
         are calls of operators that were bound while dispatch was frozen: they are the implementation itself.
         """
         with writers:

@@ -1,6 +1,6 @@
-"""What is wanted now: the selection policy in force, globally and in contexts.
+"""The selection policy in force, globally and in contexts.
 
-A context belongs to its thread or task. What the context variable holds is the dispatch *table* of the context's policy
+A context belongs to its thread or task. The context variable holds the dispatch *table* of the context's policy
 (see :mod:`fl_dispatch.run.table`), so that a call reads one attribute and no policy.
 """
 

@@ -35,7 +35,7 @@ class OpRegistry:
     """The implementations of every operator. Thread-safe; registration is all or nothing.
 
     Args:
-        parent: another registry. What is registered here shows here alone until :meth:`commit` adds all of it there, so
+        parent: another registry. A registration here shows here alone until :meth:`commit` adds all of them there, so
             that a backend that fails half-way leaves nothing behind.
         source: the name of the backend that registers here.
     """
@@ -74,7 +74,7 @@ class OpRegistry:
             aliases: further names under which the source is known from then on.
 
         Returns:
-            How many implementations that were.
+            The number of implementations.
         """
         assert self._parent is not None
         count, sources = len(self._added), {*aliases, *filter(None, (self._source,))}

@@ -24,7 +24,7 @@ def described(result: Any) -> tuple[Any, ...]:
 def promised(
     operator: Operator, args: tuple[Any, ...], kind: tuple[Any, ...], promises: dict[tuple[Any, ...], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """What the declaration promises for arguments of this kind."""
+    """Shape and dtype that the declaration promises for arguments of this kind."""
     assert operator.fake is not None
     if len(promises) >= KEPT_PROMISES:
         promises.clear()

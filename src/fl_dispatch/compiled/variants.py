@@ -42,7 +42,7 @@ def variants(operator: Operator) -> tuple[Variant, ...]:
     """The views of an operator: one that writes nothing, one that writes, or both.
 
     Raises:
-        ValueError: what it writes cannot be told from one parameter.
+        ValueError: what it writes does not follow from one parameter.
     """
     returned = return_types(operator)
     operands, hints = operator.operands(tuple(operator.parameters)), dict.fromkeys(operator.hints)
@@ -108,7 +108,7 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 def return_types(operator: Operator, given: bool = False) -> list[str]:
     """The schema types of the results.
 
-    Where the return type is a union, the tuple is returned when the deciding parameter is given, else the tensor.
+    If the return type is a union, the tuple is returned when the deciding parameter is given, else the tensor.
     """
     hint = types_of(operator)["return"]
     members = members_of(hint)

@@ -46,7 +46,7 @@ def view(root: DispatchTable, operator: Operator, scope: str = "") -> Callable[.
         scope: the layer for which it dispatches.
 
     Returns:
-        The function. What it writes it also returns, as the operator does. Hints are dropped.
+        The function. It also returns the arguments that it writes, as the operator does. Hints are dropped.
     """
     decider, _ = decider_of(operator)
     names = list(operator.parameters)
@@ -92,7 +92,7 @@ def _full(operator: Operator, variant: Variant) -> str:
 
 
 def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callable[..., Any]:
-    """What the view runs: a dispatched call, and then care for the memory of its results."""
+    """The view's kernel: a dispatched call, and then care for the memory of its results."""
     own = [name for name in operator.parameters if name in variant.parameters]
     tensors = [name for name in own if Tensor in members_of(types_of(operator)[name])]
     targets = variant.writes

@@ -25,7 +25,7 @@ _FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key
 
 
 class LayerStandIn:
-    """What an implementation that takes a layer receives when the caller passed tensors."""
+    """The layer that an implementation receives when the caller passed tensors."""
 
     __slots__ = ("__dict__",)
 
@@ -196,7 +196,7 @@ def _generate(
     lines = [f"def {operator.name}({head}):", *prepare]
     if view is not None:
         lines += ["    if _is_compiling():", f"        return _view({', '.join(operator.parameters)})"]
-    if supports is not None:  # one that raises is asked again, and its error told, on the other path
+    if supports is not None:  # one that raises is asked again, and its error logged, on the other path
         # In a trace the answer may be symbolic: neither True itself nor a string.
         lines += [
             "    try:",
@@ -233,7 +233,7 @@ def _predicated(
         try:
             answer = supports(*args, **kwargs)
             fits = not isinstance(answer, str) and bool(answer)
-        except Exception:  # it is asked again, and its error told, on the other path
+        except Exception:  # it is asked again, and its error logged, on the other path
             fits = False
         return fn(*args, **kwargs) if fits else otherwise(*args, **kwargs)
 

@@ -92,7 +92,7 @@ def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What the entries of several layers have in common.
+    """The common part of several layers' entries.
 
     Args:
         operator: the declaration; ``None`` for an operator that nobody declared.

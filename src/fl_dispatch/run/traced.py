@@ -1,4 +1,4 @@
-"""What compiled code runs in place of a table's entry: an opaque view, or a choice that Dynamo can trace."""
+"""Functions that compiled code runs in place of a table's entry: an opaque view, or a choice that Dynamo can trace."""
 
 from __future__ import annotations
 
