@@ -1,4 +1,8 @@
-"""Counts lines of code by part, without blank lines, comments and docstrings: ``make lines``."""
+"""Counts lines of code by part, and those of the core proper by promise: ``make lines``.
+
+Blank lines, comments and docstrings do not count. A promise is a row of docs/contract.md that a user could do without;
+its lines are the files, classes and functions that serve nothing else.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,141 @@ PARTS = {
     "SGLang plugin": ("sglang_fl/**/*.py",),
 }
 """Part → patterns; every file below ``src`` belongs to one."""
+PROMISES = {
+    "operators have a declaration that implementations are checked against": ("signatures.py",),
+    "a layer may come first": (
+        "run/generated.py:LayerStandIn is_layer_first may_be_layer stand_in layer_parameters from_layer",
+        "run/generated.py:_read_attributes",
+        "run/dispatch.py:key_of",
+        "calls.py:_entry_for",
+    ),
+    "an operator that nobody declared may write whatever it reaches": (
+        "run/generated.py:_predicated",
+        "run/snapshot.py:mutable_parts _held _slots _members _is_open _is_array _is_scalar",
+    ),
+    "what was overwritten comes back before another implementation runs": (
+        "knowledge/failures.py:Proofs",
+        "run/snapshot.py",
+        "run/arguments.py:Call.updated Call.holds_state Call._reached Call._is_shared Call._others _share_memory",
+        "run/recovery.py:_needs_copies _copy",
+        "state.py:State.prove State.watch",
+    ),
+    "a call falls back, and nothing is retried that must not be": (
+        "run/recovery.py",
+        "run/plan.py:_careful",
+        "knowledge/failures.py:add_note declines is_out_of_memory is_dead_device is_capturing _parts",
+        "run/arguments.py",
+    ),
+    "a failure bans for its kind of arguments": (
+        "knowledge/failures.py:ArgumentKind Failure FailureLog",
+        "run/plan.py:_kind_checked",
+    ),
+    "a choice may depend on dtype, tokens and phase": (
+        "run/plan.py:_conditional",
+        "selection/decision.py:admits condition_of _is_unconditional Decision.branch_for Decision.conditional",
+        "run/arguments.py:Call.branch",
+    ),
+    "every choice can be explained": (
+        "selection/decision.py:Considered Branch.consider Branch._why Decision.for_call Decision.skipped_reasons",
+        "selection/decision.py:Decision.reasons Decision.as_data Decision.__str__ Decision.considered",
+        "op_manager.py:OpManager.explain",
+        "calls.py:explain",
+    ),
+    "choices can be frozen": (
+        "state.py:Choice State.frozen State.fix State.fix_one State.choices State.check State.admits State.admit",
+        "state.py:State._remembered State._different data in_one_line",
+        "op_manager.py:OpManager._fix_new OpManager._check OpManager._admit_registration OpManager.frozen",
+        "run/plan.py:frozen_function",
+        "process.py:freeze_dispatch thaw_dispatch admit_policy",
+    ),
+    "compiled code is traced into the choice": ("run/traced.py", "run/plan.py:_Recipe"),
+    "policies hold in contexts": (
+        "policy.py:_Entered policy_context _changed with_strict_mode with_preference with_allowed_vendors",
+        "policy.py:with_denied_vendors",
+        "run/keeper.py:TableKeeper.table_for TableKeeper.adopt",
+        "process.py:table_for",
+    ),
+    "there may be managers besides the process's": (
+        "run/keeper.py:PrivateTable TableKeeper.retire",
+        "run/dispatch.py",
+        "op_manager.py:OpManager.private_table OpManager.call",
+        "process.py:reset_default_manager",
+    ),
+    "a child forked at any moment works": (
+        "locking.py:WriterLock._before WriterLock._in_parent WriterLock._in_child WriterLock.mine",
+        "op_manager.py:OpManager.after_fork_in_child",
+        "start.py:Start.after_fork_in_child",
+        "process.py:_after_fork_in_child",
+        "knowledge/availability.py:Availability.forget_who_asks",
+    ),
+    "a change that is interrupted has not happened": (
+        "op_manager.py:OpManager.on_policy_change",
+        "process.py:change_policy",
+        "global_policy.py:GlobalPolicy.restore",
+        "knowledge/failures.py:FailureLog.restore",
+    ),
+    "calls are counted": (
+        "knowledge/counting.py",
+        "op_manager.py:OpManager.set_counting OpManager.reset_counts OpManager.call_counts",
+    ),
+    "hosts state facts, and rules without effect are named": (
+        "checks.py",
+        "op_manager.py:OpManager.set_facts OpManager.unmatched_scopes OpManager.warn_of_unmatched_scopes",
+    ),
+    "backends and plugins are found, and load whole or not at all": (
+        "discovery.py",
+        "builtin_ops.py",
+        "start.py",
+        "registry.py:OpRegistry.commit OpRegistry._replace",
+    ),
+    "availability is asked once": ("knowledge/availability.py", "types.py:OpImpl.availability"),
+    "errors say what to do, and the log can be configured": ("errors.py", "logger_manager.py"),
+    "the documented import paths": ("__init__.py", "manager.py"),
+}
+"""Promise → its parts of the core proper; a part counts for the first promise that names it, a file after its names."""
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
-def lines_of_code(path: Path) -> int:
-    """Lines of one file that hold code."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def lines_of_code(path: Path) -> set[int]:
+    """The lines of one file that hold code."""
     text = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {line for t in tokens if t.type not in NOT_CODE for line in range(t.start[0], t.end[0] + 1)}
-    return len(code - docstrings)
+    return code - docstrings
+
+
+def places(path: Path) -> dict[str, range]:
+    """Every class, function and method of one file, with its lines."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else []
+        for part, prefix in ((node, ""), *((each, f"{getattr(node, 'name', '')}.") for each in inner)):
+            if isinstance(part, ast.ClassDef | Function):
+                first = min([part.lineno, *(decorator.lineno for decorator in part.decorator_list)])
+                found[prefix + part.name] = range(first, (part.end_lineno or 0) + 1)
+    return found
+
+
+def by_promise(core: set[Path]) -> dict[str, int]:
+    """Lines of the core proper by promise, and last those that serve all of them."""
+    left = {path: lines_of_code(path) for path in core}
+    counts = dict.fromkeys(PROMISES, 0)
+    parts = [(promise, *part.partition(":")[::2]) for promise, named in PROMISES.items() for part in named]
+    for promise, file, names in sorted(parts, key=lambda part: not part[2]):  # a whole file is what its names left
+        path = SOURCE / "fl_dispatch" / file
+        taken = set(left[path]) if not names else set()
+        for name in names.split():
+            taken |= set(places(path)[name]) & left[path]
+        counts[promise] += len(taken)
+        left[path] -= taken
+    return {**counts, "a policy chooses, and a call runs the choice": sum(map(len, left.values()))}
 
 
 def main() -> None:
@@ -46,12 +170,16 @@ def main() -> None:
     total = 0
     for part, patterns in PARTS.items():
         files = {file for pattern in patterns for file in SOURCE.glob(pattern)} - counted
-        lines = sum(map(lines_of_code, files))
+        lines = sum(len(lines_of_code(file)) for file in files)
         print(f"{part:13} {lines:6} lines in {len(files):3} files")
         counted, total = counted | files, total + lines
     left_out = set(SOURCE.rglob("*.py")) - counted
     assert not left_out, f"no part counts {sorted(left_out)}"
     print(f"{'all':13} {total:6} lines in {len(counted):3} files")
+    print("\nThe core proper by promise")
+    core = {file for pattern in PARTS["core proper"] for file in SOURCE.glob(pattern)}
+    for promise, lines in sorted(by_promise(core).items(), key=lambda item: item[1]):
+        print(f"{lines:6} {promise}")
 
 
 if __name__ == "__main__":

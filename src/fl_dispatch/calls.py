@@ -30,7 +30,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
             layer first (``call_op("rms_norm", layer, x, residual)``). Positional arguments are faster.
 
     Returns:
-        What the implementation returns.
+        The implementation's result.
 
     Raises:
         NoImplementationError: no implementation is allowed, available and fit for the arguments.

@@ -14,11 +14,11 @@ from .state import State
 logger = get_logger(__name__)
 
 EXAMPLES = 2
-"""How many layers a warning names."""
+"""Number of layers that a warning names."""
 
 
 def check(state: State, policy: SelectionPolicy) -> None:
-    """Whether every rule can have an effect; an order of an operator that nobody registered is told.
+    """Whether every rule can have an effect; an order of an unregistered operator is logged.
 
     Raises:
         ConfigError: an order leaves nothing to run, or a rule can never hold.

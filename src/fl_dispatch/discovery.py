@@ -1,4 +1,4 @@
-"""Where backends outside this package come from: entry points, and modules that the user names.
+"""Backends from outside this package: entry points, and modules that the user names.
 
 What the user named fails hard; what was only found fails with a WARNING, and ``fl doctor`` shows it. A backend that
 fails leaves nothing half-registered.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .errors import PluginLoadError, RegistrationError, text_of
 from .logger_manager import get_logger
-from .registry import OpRegistry, Transaction, known_source
+from .registry import OpRegistry, known_source
 from .settings import get_settings
 
 logger = get_logger(__name__)
@@ -78,7 +78,7 @@ def discover_plugins(registry: OpRegistry) -> int:
     A plugin that this registry has already is skipped.
 
     Returns:
-        How many plugins were loaded.
+        The number of plugins that were loaded.
 
     Raises:
         PluginLoadError: a module that the user named does not load, or has no registration function.
@@ -138,14 +138,14 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
     key = f"{source}: {name}"
     if known_source(registry, key):
         return False
-    transaction = Transaction(registry, key)
+    collecting = OpRegistry(registry, key)
     try:
         function = _register_function(load(), name)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<unnamed>')}"
         if "<" not in origin and known_source(registry, origin):  # installed as a plugin, and named as a module too
             return False
-        function(transaction)
-        count = transaction.commit(*(() if "<" in origin else (origin,)))
+        function(collecting)
+        count = collecting.commit(*(() if "<" in origin else (origin,)))
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception

@@ -103,7 +103,7 @@ class DispatchFrozenError(DispatchError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """An exception in words, whatever its class does."""
+    """An exception as text, whatever its class does."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as broken:

@@ -1,4 +1,4 @@
-"""The manager: it starts the backends, answers questions, and takes changes.
+"""The manager: it answers questions about operators and takes changes.
 
 A call reads one table entry and runs it (:mod:`fl_dispatch.calls`); what else a call may need happens in the entry, or
 after an exception in :mod:`fl_dispatch.run.recovery`. Writers (a registration, a policy change, a ban, a first success)
@@ -7,47 +7,30 @@ change the :class:`~fl_dispatch.state.State` and then have the entries concerned
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import builtin_ops, checks, discovery
+from . import checks
 from .compiled.freezing import Freezer
 from .errors import NoImplementationError
 from .global_policy import GLOBAL
 from .locking import writers
-from .logger_manager import get_logger
 from .ops import OPERATORS, Operator
 from .registry import OpRegistry
 from .run import generated, recovery
 from .run.arguments import Call
 from .run.dispatch import call_through
-from .run.keeper import TableKeeper
+from .run.keeper import PrivateTable, TableKeeper
 from .run.plan import direct_function, frozen_function
-from .run.table import DispatchTable, scope_variable
+from .run.table import DispatchTable
 from .selection.decision import Decision
-from .settings import get_settings
+from .start import Start
 from .state import State, unknown
 from .types import OpImpl
 
-logger = get_logger(__name__)
 managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 """All managers that live."""
-
-
-class PrivateTable(DispatchTable):
-    """Root table of a manager that is not the process's: its context tables are looked up by policy."""
-
-    __slots__ = ("keeper",)
-
-    keeper: TableKeeper
-
-    @property
-    def current(self) -> DispatchTable:
-        """The table that a call here reads."""
-        in_force = scope_variable.get(self)
-        return self.keeper.table_for(in_force.policy) if in_force.of_context else self
 
 
 class OpManager:
@@ -74,16 +57,13 @@ class OpManager:
         view: Callable[[Operator, str], Callable[..., Any]] | None = None,
     ) -> None:
         self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
-        self._register_builtins = register_builtins
-        self._started = False
-        self._registering = False
-        self._importing: set[int] = set()
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
         self._epoch = 0
         self.tables = TableKeeper(self.state, self.private_table() if root is None else root)
         if isinstance(self.tables.root, PrivateTable):
             self.tables.root.keeper = self.tables
         self.freezer = Freezer(self.state, self.tables)
+        self._start = Start(self.state, self.tables, register_builtins)
         self.registry.subscribe(self._on_registration, self._admit_registration)
         with writers:
             managers.add(self)
@@ -206,7 +186,7 @@ class OpManager:
             RegistrationError: two implementations have one id, or a signature does not fit.
         """
         if not self.tables.root.settled:
-            self._bring_up()
+            self._start.run()
 
     def bump_policy_epoch(self) -> None:
         """Ask everything again: availability, bans, tables.
@@ -265,7 +245,7 @@ class OpManager:
     def set_counting(self, on: bool = True) -> None:
         """Count calls by implementation from now on, or stop; what was counted stays.
 
-        Counting puts a wrapper before each implementation. What a compiled or captured graph replays is not seen, nor
+        Counting puts a wrapper before each implementation. Replays of a compiled or captured graph are not seen, nor
         are calls of operators that were bound while dispatch was frozen: they are the implementation itself.
         """
         with writers:
@@ -301,44 +281,6 @@ class OpManager:
         root: DispatchTable = self.tables.root
         current: DispatchTable = root if root.plain else root.current
         return current
-
-    # ---- start
-
-    def _bring_up(self) -> None:
-        thread = threading.get_ident()
-        complete = not self._register_builtins or self._started
-        targets: list[discovery.Target | None] = []
-        if not complete and thread not in self._importing and not (self._registering and writers.mine):
-            self._importing.add(thread)  # a module that dispatches while it is imported gets what is there so far
-            try:
-                targets = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
-            finally:
-                self._importing.discard(thread)
-            complete = None not in targets
-        with writers:
-            if self.tables.root.settled and (self._started or not self._register_builtins):
-                return  # another thread did
-            if targets and not self._started and not self._registering:
-                self._registering = True  # a backend that dispatches while it registers gets what is there so far
-                try:
-                    self._start([target for target in targets if target is not None])
-                finally:
-                    self._registering = False
-                self._started = complete
-            self.republish(None)
-            if not (self._started or not self._register_builtins or self._registering):
-                self.tables.root.unsettle()  # the next call tries again
-
-    def _start(self, targets: Iterable[discovery.Target]) -> None:
-        settings = get_settings()
-        for target in targets:
-            discovery.load_backend(self.registry, *target)
-        policy = GLOBAL.get()
-        checks.check(self.state, policy)
-        if settings.dispatch_debug:
-            self.state.counter.on = True
-            for op_name in self.registry.list_operators():
-                logger.info("%s", self.state.decide(op_name, None, policy))
 
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table; if frozen, fix what is new."""
@@ -386,10 +328,9 @@ class OpManager:
 
     def after_fork_in_child(self) -> None:
         """Start anew what another thread of the parent was doing: it does not exist here."""
+        self._start.after_fork_in_child()
         if not writers.mine:
-            self._registering = False
             self.state.availability.forget_who_asks()
-        self._importing &= {threading.get_ident()}
         self.tables.unsettle()
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:

@@ -1,6 +1,6 @@
-"""What is wanted now: the selection policy in force, globally and in contexts.
+"""The selection policy in force, globally and in contexts.
 
-A context belongs to its thread or task. What the context variable holds is the dispatch *table* of the context's policy
+A context belongs to its thread or task. The context variable holds the dispatch *table* of the context's policy
 (see :mod:`fl_dispatch.run.table`), so that a call reads one attribute and no policy.
 """
 
@@ -38,88 +38,68 @@ def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
     return load_config_file(config_path).policy
 
 
+def get_policy() -> SelectionPolicy:
+    """The policy in force here: the innermost context's, else the global one."""
+    table = scope_variable.get(ROOT)
+    return table.policy if table.of_context else GLOBAL.get()
+
+
+def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
+    """Replace the global policy; returns the one before. Lifts bans of failed implementations.
+
+    A change that is interrupted has not happened.
+
+    Raises:
+        DispatchFrozenError: it would change what is frozen.
+    """
+    _check_type(policy)
+    with writers:
+        before = GLOBAL.get()
+        admit_policy("the global policy", policy)
+        change_policy(policy)
+    return before
+
+
+def reset_global_policy() -> None:
+    """Read the settings again (config file, environment, platform file) and let them decide.
+
+    Raises:
+        DispatchFrozenError: they would change what is frozen.
+    """
+    with writers:
+        admit_policy("the settings", peek_settings().policy)
+        reset_settings()
+        change_policy(None)
+
+
+def get_policy_epoch() -> int:
+    """A number that grows with every change of the global policy."""
+    return GLOBAL.epoch
+
+
 class PolicyManager:
-    """The global policy and the one in force, as one object a process. It has no state of its own."""
+    """The functions of this module, and the global policy, as one object a process."""
 
     _instance: PolicyManager | None = None
 
     @classmethod
     def get_instance(cls) -> PolicyManager:
         """The process's policy manager."""
-        if cls._instance is None:
-            with writers:
-                cls._instance = cls._instance or cls()
+        with writers:
+            cls._instance = cls._instance or cls()
         return cls._instance
 
-    def get_policy(self) -> SelectionPolicy:
-        """The policy in force here: the innermost context's, else the global one."""
-        table = scope_variable.get(ROOT)
-        return table.policy if table.of_context else GLOBAL.get()
-
-    def get_global_policy(self) -> SelectionPolicy:
-        """The global policy; read from the settings when nobody set one.
-
-        Raises:
-            ConfigError: the settings are wrong.
-        """
-        return GLOBAL.get()
-
-    def set_global_policy(self, policy: SelectionPolicy) -> SelectionPolicy:
-        """Replace the global policy; returns the one before. A change that is interrupted has not happened.
-
-        Raises:
-            DispatchFrozenError: it would change what is frozen.
-        """
-        if not isinstance(policy, SelectionPolicy):
-            raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
-        with writers:
-            before = GLOBAL.get()
-            admit_policy("the global policy", policy)
-            change_policy(policy)
-        return before
-
-    def reread_settings(self) -> None:
-        """Read the settings again; a global policy that was set in code stays."""
-        reread_settings()
-
-    def reset_global_policy(self) -> None:
-        """Read the settings again and let them decide.
-
-        Raises:
-            DispatchFrozenError: they would change what is frozen.
-        """
-        with writers:
-            admit_policy("the settings", peek_settings().policy)
-            reset_settings()
-            change_policy(None)
-
-    def get_policy_epoch(self) -> int:
-        """A number that grows with every change of the global policy."""
-        return GLOBAL.epoch
+    get_policy = staticmethod(get_policy)
+    get_global_policy = staticmethod(GLOBAL.get)
+    set_global_policy = staticmethod(set_global_policy)
+    reset_global_policy = staticmethod(reset_global_policy)
+    reread_settings = staticmethod(reread_settings)
+    get_policy_epoch = staticmethod(get_policy_epoch)
 
 
-def get_policy() -> SelectionPolicy:
-    """The policy in force here: the innermost context's, else the global one."""
-    return PolicyManager.get_instance().get_policy()
-
-
-def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
-    """Replace the global policy; returns the one before. Lifts bans of failed implementations.
-
-    Raises:
-        DispatchFrozenError: it would change what is frozen.
-    """
-    return PolicyManager.get_instance().set_global_policy(policy)
-
-
-def reset_global_policy() -> None:
-    """Read the settings again (config file, environment, platform file) and let them decide."""
-    PolicyManager.get_instance().reset_global_policy()
-
-
-def get_policy_epoch() -> int:
-    """A number that grows with every change of the global policy."""
-    return PolicyManager.get_instance().get_policy_epoch()
+def _check_type(policy: SelectionPolicy) -> None:
+    if not isinstance(policy, SelectionPolicy):
+        raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
 
 
 class _Entered:
@@ -142,8 +122,7 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     Raises:
         DispatchFrozenError: dispatch is frozen, and the policy would make something else run.
     """
-    if not isinstance(policy, SelectionPolicy):
-        raise TypeError(f"a SelectionPolicy is needed, not {type(policy).__name__}")
+    _check_type(policy)
     admit_policy("a policy context", policy, bans=True)
     ROOT.scope()
     entered = _Entered(table_for(policy))

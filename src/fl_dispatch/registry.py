@@ -25,7 +25,7 @@ class OpRegistrySnapshot:
 
     Args:
         impls_by_op: operator → its implementations in the order of registration.
-        sources: the backends and plugins that registered through a transaction.
+        sources: the backends and plugins that registered through a registry of their own.
     """
 
     impls_by_op: Impls
@@ -33,11 +33,20 @@ class OpRegistrySnapshot:
 
 
 class OpRegistry:
-    """The implementations of every operator. Thread-safe; registration is all or nothing."""
+    """The implementations of every operator. Thread-safe; registration is all or nothing.
 
-    def __init__(self) -> None:
-        self._impls: Impls = _EMPTY
-        self._sources: frozenset[str] = frozenset()
+    Args:
+        parent: another registry. A registration here shows here alone until :meth:`commit` adds all of them there, so
+            that a backend that fails half-way leaves nothing behind.
+        source: the name of the backend that registers here.
+    """
+
+    def __init__(self, parent: OpRegistry | None = None, source: str | None = None) -> None:
+        self._parent, self._source = parent, source
+        self._impls: Impls = parent._impls if parent else _EMPTY
+        self._sources: frozenset[str] = parent._sources if parent else frozenset()
+        self._added: list[OpImpl] = []
+        self._replacements: list[AtenReplacement] = []
         self._conventions: dict[OpImpl, Convention] = {}
         self._listeners: list[weakref.WeakMethod[Callable[[frozenset[str]], None]]] = []
         self._admitting: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -50,18 +59,34 @@ class OpRegistry:
         """
         self.register_many((impl,))
 
-    def register_many(self, impls: Iterable[OpImpl], source: str | None = None) -> None:
+    def register_many(self, impls: Iterable[OpImpl]) -> None:
         """Add several implementations: all of them, or on an error none.
-
-        Args:
-            impls: what to add.
-            source: name of the backend they come from, remembered so that it is not registered twice.
 
         Raises:
             RegistrationError: see :meth:`register_impl`.
         """
         new = tuple(impls)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
+        self._add(new, conventions, frozenset())
+
+    def commit(self, *aliases: str) -> int:
+        """Register at the parent all that was registered here, at once; from then on this is the parent.
+
+        Args:
+            aliases: further names under which the source is known from then on.
+
+        Returns:
+            The number of implementations.
+        """
+        assert self._parent is not None
+        count, sources = len(self._added), {*aliases, *filter(None, (self._source,))}
+        self._parent._add(tuple(self._added), self._conventions, frozenset(sources))
+        for replacement in self._replacements:
+            self._parent.register_replacement(replacement)
+        self.__dict__ = self._parent.__dict__  # a backend may have kept this registry, to register more later
+        return count
+
+    def _add(self, new: tuple[OpImpl, ...], conventions: Mapping[OpImpl, Convention], sources: frozenset[str]) -> None:
         with writers:
             merged = dict(self._impls)
             for impl in new:
@@ -69,17 +94,19 @@ class OpRegistry:
                 if any(other.impl_id == impl.impl_id for other in present):
                     raise RegistrationError(
                         f"Duplicate impl_id '{impl.impl_id}' for op '{impl.op_name}': it is registered already"
-                        + (f" (while loading {source})" if source else "")
+                        + (f" (while loading {self._source})" if self._source else "")
                     )
                 merged[impl.op_name] = (*present, impl)
-            sources = self._sources if source is None else self._sources | {source}
             self._conventions.update(conventions)
             try:
-                self._replace(MappingProxyType(merged), sources, frozenset(impl.op_name for impl in new))
+                names = frozenset(impl.op_name for impl in new)
+                self._replace(MappingProxyType(merged), self._sources | sources, names)
             except BaseException:
                 for impl in new:
                     self._conventions.pop(impl, None)
                 raise
+            if self._parent is not None:
+                self._added += new
 
     def register_replacement(self, replacement: AtenReplacement) -> None:
         """Add a backend's kernels for PyTorch's own operators, for the whole process.
@@ -87,7 +114,11 @@ class OpRegistry:
         Raises:
             RegistrationError: another backend's have this name.
         """
-        register_replacement(replacement)
+        if self._parent is None:
+            register_replacement(replacement)
+        else:
+            refuse_taken_name(replacement)
+            self._replacements.append(replacement)
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
         """One implementation by its id, or ``None``."""
@@ -151,73 +182,6 @@ def _alive(references: list[weakref.WeakMethod[Any]]) -> list[Callable[..., None
     return [method for method in methods if method is not None]
 
 
-class Transaction:
-    """Collects what one backend registers, so that a backend that fails half-way leaves nothing behind.
-
-    It offers the registry's own methods to the backend's registration function.
-    """
-
-    def __init__(self, registry: OpRegistry, source: str) -> None:
-        self._registry, self._source = registry, source
-        self._collected: list[OpImpl] = []
-        self._replacements: list[AtenReplacement] = []
-        self._committed = False
-
-    def register_impl(self, impl: OpImpl) -> None:
-        """See :meth:`OpRegistry.register_impl`; takes effect at :meth:`commit`, after that at once."""
-        self.register_many((impl,))
-
-    def register_many(self, impls: Iterable[OpImpl], source: str | None = None) -> None:
-        """See :meth:`OpRegistry.register_many`; takes effect at :meth:`commit`, after that at once."""
-        if self._committed:
-            self._registry.register_many(impls, source)
-        else:
-            self._collected.extend(impls)
-
-    def register_replacement(self, replacement: AtenReplacement) -> None:
-        """See :meth:`OpRegistry.register_replacement`; takes effect at :meth:`commit`, after that at once."""
-        refuse_taken_name(replacement)
-        if self._committed:
-            self._registry.register_replacement(replacement)
-        else:
-            self._replacements.append(replacement)
-
-    def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:
-        """One implementation by its id, those collected here included."""
-        own = (impl for impl in self._collected if (impl.op_name, impl.impl_id) == (op_name, impl_id))
-        return next(own, None) or self._registry.get_implementation(op_name, impl_id)
-
-    def get_implementations(self, op_name: str) -> list[OpImpl]:
-        """All implementations of an operator, those collected here included."""
-        own = [impl for impl in self._collected if impl.op_name == op_name]
-        return self._registry.get_implementations(op_name) + own
-
-    def list_operators(self) -> list[str]:
-        """Names of all operators that have an implementation, those collected here included."""
-        return list(dict.fromkeys([*self._registry.list_operators(), *(impl.op_name for impl in self._collected)]))
-
-    def snapshot(self) -> OpRegistrySnapshot:
-        """The registry underneath as it is now."""
-        return self._registry.snapshot()
-
-    def commit(self, *aliases: str) -> int:
-        """Register all that was collected, at once; returns how many implementations that was.
-
-        Args:
-            aliases: further names under which the source is known from then on.
-        """
-        self._registry.register_many(self._collected, source=self._source)
-        for replacement in self._replacements:
-            self._registry.register_replacement(replacement)
-        self._committed = True
-        for alias in aliases:
-            self._registry.register_many((), source=alias)
-        return len(self._collected)
-
-
 def known_source(registry: OpRegistry, source: str) -> bool:
     """Whether a backend has been registered under this name."""
     return source in registry.snapshot().sources
-
-
-__all__ = ["OpRegistry", "OpRegistrySnapshot", "RegistrationError", "Transaction"]

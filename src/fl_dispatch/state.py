@@ -1,4 +1,4 @@
-"""What a manager knows, the decision that follows from it, and what of it is fixed while dispatch is frozen.
+"""A manager's knowledge, the decision that follows from it, and the part that is fixed while dispatch is frozen.
 
 The parts below decide nothing by themselves, and the parts above keep no knowledge of their own: a table entry, the
 recovery of a failed call and the manager share one :class:`State`.
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs for the calls that a rule admits.
+    """The implementations that run for the calls that a rule admits.
 
     Args:
         rule: the condition; ``None`` for all other calls.
@@ -66,7 +66,7 @@ Place = tuple[str, str | None]
 
 
 class State:
-    """What one manager knows.
+    """The knowledge of one manager.
 
     Args:
         registry: the implementations.
@@ -179,7 +179,7 @@ class State:
         return self.fixed[place]
 
     def choices(self, decision: Decision, bans: bool = True) -> Choices:
-        """What a decision comes to, for comparison."""
+        """A decision reduced to the implementations that run, for comparison."""
         found = []
         for branch in decision.branches:
             runs = self.who_may_run(decision, branch, bans)

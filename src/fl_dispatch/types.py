@@ -1,4 +1,4 @@
-"""What an implementation is, and the tokens that policies name implementations by."""
+"""Implementations, and the tokens that policies name them by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import text_of
 
 
 class BackendImplKind(enum.Enum):
-    """Where an implementation comes from. The value is the token that selects the kind."""
+    """Origin of an implementation. The value is the token that selects the kind."""
 
     DEFAULT = "flagos"
     VENDOR = "vendor"
@@ -135,7 +135,7 @@ class OpImpl:
         return self.device_types is None or device_type == "none" or device_type in self.device_types
 
     def availability(self) -> tuple[bool, str]:
-        """Whether it can run here, and in words why not. A check that raises is a no."""
+        """Whether it can run here, and a message why not. A check that raises is a no."""
         check = self.available
         if check is None:
             check = getattr(self.fn, "_is_available", None)

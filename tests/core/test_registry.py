@@ -18,7 +18,6 @@ from fl_dispatch import (
     SelectionPolicy,
     set_global_policy,
 )
-from fl_dispatch.registry import Transaction
 
 Tensor = torch.Tensor
 
@@ -60,15 +59,27 @@ def test_a_snapshot_does_not_change() -> None:
         snapshot.impls_by_op["demo"] = ()  # type: ignore[index]
 
 
-def test_a_transaction_leaves_nothing_until_it_is_committed() -> None:
+def test_a_registry_on_top_of_another_leaves_nothing_there_until_it_is_committed() -> None:
     registry = OpRegistry()
-    transaction = Transaction(registry, "plugin")
-    transaction.register_impl(impl("default.a"))
-    assert transaction.get_implementation("demo", "default.a") is not None
-    assert registry.list_operators() == []
-    assert transaction.commit() == 1
+    registry.register_impl(impl("default.base"))
+    upper = OpRegistry(registry, "plugin")
+    upper.register_impl(impl("default.a"))
+    with pytest.raises(RegistrationError, match=r"Duplicate impl_id 'default\.base'"):
+        upper.register_impl(impl("default.base"))
+    assert [found.impl_id for found in upper.get_implementations("demo")] == ["default.base", "default.a"]
+    assert len(registry.get_implementations("demo")) == 1
+    assert upper.commit("alias") == 1
+    assert [found.impl_id for found in registry.get_implementations("demo")] == ["default.base", "default.a"]
+    assert {"plugin", "alias"} <= registry.snapshot().sources
+
+
+def test_a_registry_that_was_committed_is_the_one_below_it() -> None:
+    registry = OpRegistry()
+    upper = OpRegistry(registry, "plugin")
+    upper.commit()
+    upper.register_impl(impl("default.late"))
+    assert registry.get_implementation("demo", "default.late") is upper.get_implementation("demo", "default.late")
     assert registry.list_operators() == ["demo"]
-    assert "plugin" in registry.snapshot().sources
 
 
 def test_clear_forgets_everything() -> None:

@@ -23,7 +23,7 @@ from ..version import __version__
 
 @dataclass(frozen=True)
 class Manifest:
-    """What runs in a process whose dispatch is frozen.
+    """The choices of a process whose dispatch is frozen.
 
     Args:
         choices: operator → its choices as plain data, conditional ones first; and ``operator@scope`` for each layer

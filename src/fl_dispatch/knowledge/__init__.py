@@ -1,1 +1,1 @@
-"""What is known of implementations: whether they can run here, how they failed, how often they ran."""
+"""Knowledge about implementations: whether they can run here, how they failed, how often they ran."""

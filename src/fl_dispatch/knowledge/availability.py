@@ -23,7 +23,7 @@ class Availability:
         self._asking: set[OpImpl] = set()
 
     def of(self, impl: OpImpl) -> Answer:
-        """Whether an implementation can run here, and in words why not."""
+        """Whether an implementation can run here, and a message why not."""
         answer = self._answers.get(impl)
         if answer is not None:
             return answer

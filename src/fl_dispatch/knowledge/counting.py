@@ -23,7 +23,7 @@ class CallCounter:
         self._wrappers: dict[OpImpl, Callable[..., Any]] = {}
 
     def function(self, impl: OpImpl) -> Callable[..., Any]:
-        """What stands in the table for an implementation: its function, or a wrapper that counts."""
+        """The function that stands in the table for an implementation: its own, or a wrapper that counts."""
         if not self.on:
             return impl.fn
         wrapper = self._wrappers.get(impl)

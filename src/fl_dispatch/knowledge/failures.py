@@ -1,4 +1,4 @@
-"""What went wrong: kinds of errors, and the bans that follow from failures."""
+"""Failures: kinds of errors, and the bans that follow from them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Call:
     def updated(self) -> list[Any]:
         """The tensors whose old values a retry needs; an output that shares memory with an input is one, too.
 
-        Of an operator that nobody declared: everything mutable that its arguments reach.
+        For an operator that nobody declared, everything mutable that its arguments reach.
         """
         if self.operator is None:
             return self._reached()

@@ -25,7 +25,7 @@ _FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key
 
 
 class LayerStandIn:
-    """What an implementation that takes a layer receives when the caller passed tensors."""
+    """The layer that an implementation receives when the caller passed tensors."""
 
     __slots__ = ("__dict__",)
 
@@ -77,30 +77,48 @@ def bound(
     unknown: Callable[[str], Exception],
 ) -> Callable[..., Any]:
     """A bound operator: the operator's signature, the table lookup built in."""
-    names = ", ".join(operator.parameters)
-    source = f"""
-def {operator.name}({_signature(operator, operator.parameters)}):
-    _table = _root
-    if not _table.plain:
-        if not _table.settled:
-            _table.start()
-        _table = _table.current
-    try:
-        _fn = _table.entries[{key!r}]
-    except KeyError:
-        raise _unknown({operator.name!r}) from None
-    try:
-        return _fn({names})
-    except Exception as _error:
-        _failure = _error
-    try:
-        return _recover({key!r}, _table, _fn, _failure, ({names},), {{}})
-    finally:
-        del _failure
-"""
-    function = _compile(operator, source, {"_root": root, "_recover": recover, "_unknown": unknown})
+    args = f"({''.join(f'{name}, ' for name in operator.parameters)})"
+    lines = [
+        f"def {operator.name}({_signature(operator, operator.parameters)}):",
+        *dispatched(operator, args, [f"    _key = {key!r}"], "return "),
+    ]
+    function = _compile(operator, "\n".join(lines), {"_root": root, "_recover": recover, "_unknown": unknown})
     function.__doc__ = operator.doc
     return function
+
+
+def dispatched(operator: Operator, args: str, key: Sequence[str], take: str = "_result = ") -> list[str]:
+    """Source of a dispatched call, the same for bound operators and opaque views.
+
+    Args:
+        operator: the declaration.
+        args: the arguments as the source of a tuple.
+        key: lines that give ``_key``; ``_table`` is known there.
+        take: ``return``, or an assignment where more follows.
+    """
+    more_follows = take != "return "
+    return [
+        "    _table = _root",
+        "    if not _table.plain:",
+        "        if not _table.settled:",
+        "            _table.start()",
+        "        _table = _table.current",
+        *key,
+        "    try:",
+        "        _fn = _table.entries[_key]",
+        "    except KeyError:",
+        f"        raise _unknown({operator.name!r}) from None",
+        *(["    _failure = None"] if more_follows else ()),
+        "    try:",
+        f"        {take}_fn{args}",
+        "    except Exception as _error:",
+        "        _failure = _error",
+        "    if _failure is not None:",
+        "        try:",
+        f"            {take}_recover(_key, _table, _fn, _failure, {args}, {{}})",
+        "        finally:",
+        "            del _failure",  # its traceback holds this frame, and with it the arguments
+    ]
 
 
 def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
@@ -178,7 +196,7 @@ def _generate(
     lines = [f"def {operator.name}({head}):", *prepare]
     if view is not None:
         lines += ["    if _is_compiling():", f"        return _view({', '.join(operator.parameters)})"]
-    if supports is not None:  # one that raises is asked again, and its error told, on the other path
+    if supports is not None:  # one that raises is asked again, and its error logged, on the other path
         # In a trace the answer may be symbolic: neither True itself nor a string.
         lines += [
             "    try:",
@@ -215,7 +233,7 @@ def _predicated(
         try:
             answer = supports(*args, **kwargs)
             fits = not isinstance(answer, str) and bool(answer)
-        except Exception:  # it is asked again, and its error told, on the other path
+        except Exception:  # it is asked again, and its error logged, on the other path
             fits = False
         return fn(*args, **kwargs) if fits else otherwise(*args, **kwargs)
 

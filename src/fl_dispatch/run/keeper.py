@@ -10,7 +10,7 @@ from ..locking import writers
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 from .plan import Key, bound_key, build, keys_of
-from .table import DispatchTable, Plan
+from .table import DispatchTable, Plan, scope_variable
 
 KEPT_TABLES = 64
 """Policies whose tables are kept for the next context with the same policy."""
@@ -132,6 +132,20 @@ class TableKeeper:
         fresh = build(self._state, self.policy_of(table), keys)
         if table.state is self._state:
             table.publish(_merged(table.plans, fresh, {key.text for key in keys}))
+
+
+class PrivateTable(DispatchTable):
+    """Root table of a manager that is not the process's: its context tables are looked up by policy."""
+
+    __slots__ = ("keeper",)
+
+    keeper: TableKeeper
+
+    @property
+    def current(self) -> DispatchTable:
+        """The table that a call here reads."""
+        in_force = scope_variable.get(self)
+        return self.keeper.table_for(in_force.policy) if in_force.of_context else self
 
 
 def _merged(old: Mapping[str, Plan], new: Mapping[str, Plan], asked: Iterable[str]) -> dict[str, Plan]:

@@ -95,7 +95,7 @@ def _after_fast_path(
 ) -> Any:
     candidates = call.branch(decision).candidates
     try:
-        # Of tensors on another device it would not have been asked, had anybody looked before: that is no failure.
+        # Tensors on another device are declined, not failed: the fast path does not look at devices.
         unasked = isinstance(error, NotSupported) and not (state.frozen or failed.takes_device(call.kind.device))
         if not unasked and must_raise(state, error, policy):
             raise error

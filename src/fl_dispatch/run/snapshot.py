@@ -1,4 +1,4 @@
-"""What an implementation may have written, and how that comes back before another implementation runs.
+"""Copies of everything that an implementation may write, which come back before another implementation runs.
 
 An operator that nobody declared may write whatever its arguments reach: tensors, arrays, containers, attributes of
 objects. A thing without a copy, such as a generator, does not come back, so the failure is raised.
@@ -141,7 +141,7 @@ def _tensor_has_back(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 def _held(value: Any) -> list[Any]:
-    """What a container, or the slots of an object, hold; of a dictionary first the keys."""
+    """The contents of a container, or of an object's slots; a dictionary's keys come first."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, (*_CONTAINERS, tuple, frozenset)):

@@ -27,7 +27,7 @@ MADE_FROM = "fl_decision"
 
 
 class Plan(NamedTuple):
-    """What one entry was made from.
+    """The facts that one entry was made from.
 
     Args:
         op_name: the operator.

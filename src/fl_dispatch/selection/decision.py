@@ -31,7 +31,7 @@ class Considered:
     Args:
         impl: the implementation.
         status: ``chosen``, ``fallback`` (it is tried if those before it fail) or ``skipped``.
-        reason: why, in words.
+        reason: why, as a message.
         rank: place among the candidates, from 1; ``None`` when skipped.
     """
 
@@ -98,7 +98,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one operator, and why.
+    """The decision for one operator, with its reasons.
 
     Args:
         op_name: the operator.
@@ -139,7 +139,7 @@ class Decision:
 
     @property
     def origin(self) -> Origin:
-        """Where that setting was made."""
+        """The origin of that setting."""
         return self.branches[-1].origin
 
     @property

@@ -36,7 +36,7 @@ class Variable:
     file: bool = False
 
     def place(self, name: str, text: str) -> Place:
-        """Where its value comes from, when it is set under this name to this text."""
+        """The place that its value comes from, when it is set under this name to this text."""
         return Place(f"environment variable {name}" + (f" ({shorten(text)})" if self.file else ""))
 
 

@@ -56,7 +56,7 @@ class _Environment:
         self._environ, self._prefixes = environ, prefixes
 
     def find(self, variable: Variable) -> tuple[Place, str] | None:
-        """Where a variable is set, and its text; an empty one is not set."""
+        """The place that sets a variable, and its text; an empty one is not set."""
         for name in self._spellings(variable.name):
             text = self._environ.get(name, "").strip()
             if text:
@@ -64,7 +64,7 @@ class _Environment:
         return None
 
     def place(self, field: str) -> Place | None:
-        """Where a field's variable is set."""
+        """The place that sets a field's variable."""
         hits = (self.find(variable) for variable in _BY_FIELD[field].variables)
         return next((hit[0] for hit in hits if hit), None)
 

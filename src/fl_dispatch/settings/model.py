@@ -34,7 +34,7 @@ def _default_oplist_path() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user asked for. ``docs/settings.md`` has each field's variable, YAML key and effect."""
+    """The user's settings. ``docs/settings.md`` has each field's variable, YAML key and effect."""
 
     policy: SelectionPolicy = field(default_factory=_default_policy)
     aten_replacement: bool | None = None
@@ -73,7 +73,7 @@ class Settings:
         return getattr(self.policy if _is_policy(name) else self, name)
 
     def origin(self, name: str) -> Origin:
-        """Where a value was set, or one operator's part of it: ``prefer``, ``per_op_order.rms_norm``.
+        """The place that set a value, or one operator's part of it: ``prefer``, ``per_op_order.rms_norm``.
 
         Raises:
             KeyError: there is no such value.

@@ -1,4 +1,4 @@
-"""Where a value came from."""
+"""Origins of values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from.
+    """The origin of a value.
 
     Args:
         source: ``default``, ``code``, ``environment variable NAME``, ``/path/x.yaml, line 3`` or

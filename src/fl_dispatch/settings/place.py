@@ -18,7 +18,7 @@ class Place:
     """A file or a variable, and a path inside it.
 
     Args:
-        name: the file or the variable, in words.
+        name: the file or the variable, as messages name it.
         path: keys and positions from its top.
         lines: the line of each path, where lines are known.
     """

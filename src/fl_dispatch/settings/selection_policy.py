@@ -1,4 +1,4 @@
-"""What may run, and in what order: the selection policy, a value."""
+"""The selection policy: which implementations may run, and in what order."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class SelectionPolicy:
         )
 
     def origin(self, field_name: str) -> Origin:
-        """Where a field was set; ``per_op_order.rms_norm`` for one operator's order."""
+        """The place that set a field; ``per_op_order.rms_norm`` for one operator's order."""
         return self.origins.get(field_name) or self.origins.get(field_name.partition(".")[0], CODE)
 
     def fingerprint(self) -> str:

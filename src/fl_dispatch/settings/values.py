@@ -1,4 +1,4 @@
-"""What makes a value right: how a variable's text becomes plain data, and how plain data becomes a setting's value.
+"""Rules of right values: how a variable's text becomes plain data, and how plain data becomes a setting's value.
 
 ``Rule`` and the annotations in the table of items say the types of plain data; pydantic checks them.
 """

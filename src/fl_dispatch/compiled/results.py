@@ -1,0 +1,88 @@
+"""The results of an opaque view: as declared, in memory of their own, or in the arguments that they belong in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import DispatchError
+from ..ops import Operator
+from ..selection.decision import Decision
+
+KEPT_PROMISES = 4096
+"""Kinds of arguments of which a view remembers what results were promised for."""
+
+
+def described(result: Any) -> tuple[Any, ...]:
+    """Shape and dtype of each result: what compiled code reads its memory by."""
+    if isinstance(result, Tensor):
+        return ((result.shape, result.dtype),)
+    return tuple((one.shape, one.dtype) if isinstance(one, Tensor) else one for one in result)
+
+
+def promised(
+    operator: Operator, args: tuple[Any, ...], kind: tuple[Any, ...], promises: dict[tuple[Any, ...], tuple[Any, ...]]
+) -> tuple[Any, ...]:
+    """Shape and dtype that the declaration promises for arguments of this kind."""
+    assert operator.fake is not None
+    if len(promises) >= KEPT_PROMISES:
+        promises.clear()
+    promise = promises[kind] = described(operator.fake(*args))
+    return promise
+
+
+def broken(operator: Operator, decision: Decision, result: Any, promise: tuple[Any, ...]) -> DispatchError:
+    """The error for results that are not what compiled code was promised."""
+
+    def text(described: tuple[Any, ...]) -> str:
+        return ", ".join(f"{tuple(one[0])} {one[1]}" if isinstance(one, tuple) else str(one) for one in described)
+
+    return DispatchError(
+        f"'{operator.name}' returned {text(described(result))}, but {text(promise)} is declared; compiled code would "
+        f"read its memory wrongly. One of these ran: {', '.join(impl.impl_id for impl in decision.candidates)}"
+    )
+
+
+def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
+    """Put the first results into the arguments that they belong in; returns the rest."""
+    pending = list(result) if isinstance(result, tuple) else [result]
+    places = [_storage(target) for target in targets if target is not None and target.numel()]
+    if len(set(places)) < len(places) and _overlap([target for target in targets if target is not None]):
+        raise ValueError("the arguments that this operator writes share memory, so they cannot hold different results")
+    for index, target in enumerate(targets):
+        value = pending[index]
+        if target is None or value is target:
+            continue
+        for later in range(index + 1, len(pending)):  # a later result may live in this argument
+            if isinstance(pending[later], Tensor) and _storage(pending[later]) == _storage(target):
+                pending[later] = pending[later].clone()
+        target.copy_(value)
+    return tuple(pending[len(targets) :])
+
+
+def fresh(inputs: tuple[Tensor | None, ...], result: Any) -> Any:
+    """The results, none of which shares memory with an input or with another result."""
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    if not results:
+        return None
+    taken = {_storage(value) for value in inputs if value is not None}
+    fresh = []
+    for value in results:
+        own = value
+        if isinstance(value, Tensor) and value.numel():
+            if _storage(value) in taken:
+                own = value.clone()
+            own = own.contiguous()
+            taken.add(_storage(own))
+        fresh.append(own)
+    return fresh[0] if len(fresh) == 1 else tuple(fresh)
+
+
+def _overlap(tensors: list[Tensor]) -> bool:
+    """Whether two of the tensors are the same memory; views of one projection that lie apart are not."""
+    return any(one.data_ptr() == two.data_ptr() for i, one in enumerate(tensors) for two in tensors[:i])
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
