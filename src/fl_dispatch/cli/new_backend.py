@@ -111,7 +111,7 @@ def _check_device(device: str) -> None:
         known = False
     if not known:
         raise DispatchError(
-            f"PyTorch knows no device type '{device}' here; install the extension that registers it, or correct the name"
+            f"PyTorch knows no device type '{device}' here; correct it, or install the extension that registers it"
         )
 
 
