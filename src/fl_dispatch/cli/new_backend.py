@@ -129,8 +129,15 @@ def _values(name: str, device: str | None) -> dict[str, str]:
         "torch_type": device or "",
         "dispatch_key": str(device).upper() if device in OWN_KEY else "PrivateUse1",
         "dist_backend": backends.get(str(device), "gloo"),
+        "detect": _detection(name, device),
         "runner": f"[self-hosted, {name}]" if device else "ubuntu-latest",
     }
+
+
+def _detection(name: str, device: str | None) -> str:
+    """The expression that says whether the chip is there; NVIDIA's GPUs are called ``cuda``, too."""
+    counted = "device_count() > 0"
+    return f'Path("/dev/{name}0").exists() and {counted}' if device == "cuda" else counted
 
 
 def _templates(folder: Traversable, inside: str = "") -> list[tuple[str, str]]:

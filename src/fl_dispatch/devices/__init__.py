@@ -40,7 +40,8 @@ class DeviceSpec:
         torch_type: its PyTorch device type, such as ``npu``.
         dispatch_key: PyTorch's dispatch key of its tensors.
         dist_backend: the ``torch.distributed`` backend of its collectives.
-        platform_config: name of the YAML file with its defaults, without the suffix, or ``None``.
+        platform_config: the YAML file with its defaults: a path for one that is shipped with the spec, or the name of
+            one of this package without the suffix, or ``None``.
         visible_devices: the environment variable that says which devices a process may use, or ``None``.
         priority: among several that are detected the highest wins; packages should stay above 100.
         pin_memory: whether pinned host memory helps.
@@ -69,7 +70,7 @@ class DeviceSpec:
     device_name: Callable[[int], str]
     memory: Callable[[int], tuple[int, int]]
     vendor: str | None = None
-    platform_config: str | None = None
+    platform_config: str | Path | None = None
     visible_devices: str | None = None
     priority: int = 100
     pin_memory: bool = False

@@ -26,7 +26,7 @@ def detect_platform() -> str | None:
     ``NVIDIA H200``.
     """
     device = devices.detect_device()
-    base = device.platform_config
+    base = None if device.platform_config is None else Path(device.platform_config).stem
     chips = [name for name in list_platforms() if base and name.startswith(f"{base}-")]
     if chips:  # only then the device is asked for its name
         words = device.device_name(0).lower().split()
