@@ -99,7 +99,7 @@ def test_the_kernel_in_c_ran_in_both_engines(host: str, run_until: Callable[[int
     number = next(index for index, step in enumerate(STEPS) if "--host sglang" in step.commands)
     if host == "vllm":
         number = next(index for index, step in enumerate(STEPS) if "--compiled" in step.commands)
-    calls = re.findall(r"(\w+)\s*│ (vendor\.acme)\s*│ vendor │ (\d+)", run_until(number))
+    calls = re.findall(r"(\w+)\s*│ (vendor\.acme)\s*│ vendor\s*│ (\d+)", run_until(number))
     ran = {operator: int(count) for operator, _, count in calls}
     operators = {"rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention"}
     assert operators | ({"silu_and_mul"} if host == "sglang" else set()) <= set(ran)
