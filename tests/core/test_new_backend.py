@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 import yaml
 
+from fl_dispatch.cli import new_backend
 from fl_dispatch.cli.new_backend import write_package
-from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices import CPU, DeviceSpec
 from fl_dispatch.errors import DispatchError
 
 ROOT = Path(__file__).parents[2]
@@ -90,10 +92,17 @@ def test_a_name_that_is_no_identifier_is_refused(name: str, tmp_path: Path) -> N
         write_package(name, tmp_path / "p")
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "template", "ascend"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "template"])
 def test_a_built_in_vendors_name_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DispatchError, match=f"'{name}' is taken"):
+    with pytest.raises(DispatchError, match=f"vendor '{name}' has a backend in fl-dispatch"):
         write_package(name, tmp_path / "p")
+
+
+def test_a_device_that_is_known_is_not_declared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_backend, "device_specs", lambda: (replace(CPU, name="bolt", torch_type="xpu"),))
+    with pytest.raises(DispatchError, match="has a device 'bolt'"):
+        write_package("bolt", tmp_path / "p", "xpu")
+    assert write_package("bolt", tmp_path / "p")  # kernels for it are welcome
 
 
 def test_a_name_whose_module_is_installed_is_refused(tmp_path: Path) -> None:

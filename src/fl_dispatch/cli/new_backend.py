@@ -70,7 +70,7 @@ def write_package(name: str, path: Path | None = None, device: str | None = None
     """
     _check_name(name)
     if device is not None:
-        _check_device(device)
+        _check_device(name, device)
     folder = path or Path(f"{name.replace('_', '-')}-fl")
     if folder.exists():
         raise DispatchError(f"'{folder}' exists; name another folder with --path")
@@ -91,16 +91,15 @@ def _check_name(name: str) -> None:
         raise DispatchError(
             f"'{name}' cannot be a vendor's name: small letters, digits and single underscores make one"
         )
-    builtin = {module.name for module in pkgutil.iter_modules(vendor.__path__)} | {spec.name for spec in device_specs()}
-    if name in builtin:
-        raise DispatchError(
-            f"the vendor name '{name}' is taken by a backend or device of fl-dispatch; take another one"
-        )
+    if name in {module.name for module in pkgutil.iter_modules(vendor.__path__)}:
+        raise DispatchError(f"the vendor '{name}' has a backend in fl-dispatch; take another name")
     if find_spec(f"{name}_fl") is not None:
         raise DispatchError(f"a module '{name}_fl' is installed here already; take another name")
 
 
-def _check_device(device: str) -> None:
+def _check_device(name: str, device: str) -> None:
+    if name in {spec.name for spec in device_specs()}:
+        raise DispatchError(f"fl-dispatch or an installed package has a device '{name}': leave --device out, or rename")
     if device == "cpu":
         raise DispatchError("the CPU is no device of yours: leave --device out, and the kernels take CPU tensors")
     if device in {spec.torch_type for spec in device_specs()}:
