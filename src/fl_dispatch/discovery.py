@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
@@ -18,11 +19,14 @@ from .errors import PluginLoadError, RegistrationError, text_of
 from .logger_manager import get_logger
 from .registry import OpRegistry, known_source
 from .settings import get_settings
+from .types import OpImpl
 
 logger = get_logger(__name__)
 
 PLUGIN_GROUP = "vllm_fl.plugin"
 PLUGIN_MODULES_ENV = "VLLM_FL_PLUGIN_MODULES"
+SLOW = 5.0
+"""Seconds after which an import is said to be slow: it holds up every process of a host."""
 REGISTER_NAMES = ("register_builtins", "register", "vllm_fl_register")
 
 
@@ -59,6 +63,7 @@ class Target(NamedTuple):
 
 
 _discovered: dict[str, DiscoveredPlugin] = {}
+_slow: dict[str, float] = {}
 
 
 def plugins() -> list[Target]:
@@ -92,6 +97,7 @@ def imported(target: Target) -> Target | None:
 
     An import takes the module's lock, and its module may dispatch, so nobody imports while he holds the writers' lock.
     """
+    started = time.perf_counter()
     try:
         found = target.load()
     except (KeyboardInterrupt, GeneratorExit):
@@ -100,9 +106,22 @@ def imported(target: Target) -> Target | None:
         if isinstance(error, AttributeError | ImportError) and _being_imported(target):
             return None
         return target._replace(load=partial(_raise, error))
+    finally:
+        _say_if_slow(target, time.perf_counter() - started)
     if isinstance(found, ModuleType) and _is_incomplete(found):
         return None
     return target._replace(load=lambda: found)
+
+
+def slow_imports() -> dict[str, float]:
+    """Backends of this process whose import took long: name and place → seconds."""
+    return dict(_slow)
+
+
+def _say_if_slow(target: Target, seconds: float) -> None:
+    if seconds > SLOW:
+        _slow[f"'{target.name}' ({target.source})"] = seconds
+        logger.warning("Import of backend '%s' (%s) took %.1f s", target.name, target.source, seconds)
 
 
 def _raise(error: BaseException) -> object:
@@ -138,6 +157,7 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
     key = f"{source}: {name}"
     if known_source(registry, key):
         return False
+    before = _implementations(registry)
     collecting = OpRegistry(registry, key)
     try:
         function = _register_function(load(), name)
@@ -158,8 +178,27 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
         logger.warning("Backend '%s' (%s) is not used: %s", name, source, detail)
         return False
     _discovered[key] = DiscoveredPlugin(name, source, True, f"{count} implementations")
+    _say_shared_vendors(name, before, _implementations(registry) - before)
     logger.debug("Backend '%s' (%s) registered %d implementations", name, source, count)
     return True
+
+
+def _implementations(registry: OpRegistry) -> set[OpImpl]:
+    return {impl for impls in registry.snapshot().impls_by_op.values() for impl in impls}
+
+
+def _say_shared_vendors(name: str, before: set[OpImpl], added: set[OpImpl]) -> None:
+    """A vendor's name stands for all of its implementations, so a policy cannot tell two backends of one name apart."""
+    holders = {impl.vendor: impl for impl in before if impl.vendor}
+    for vendor in sorted({impl.vendor for impl in added if impl.vendor in holders and impl.vendor}):
+        holder = holders[vendor]
+        logger.warning(
+            "Backend '%s' registers for the vendor '%s', whose name '%s' of %s has: a policy that names it means both",
+            name,
+            vendor,
+            holder.impl_id,
+            holder.place,
+        )
 
 
 def get_discovered_plugins() -> list[DiscoveredPlugin]:

@@ -91,9 +91,11 @@ class OpRegistry:
             merged = dict(self._impls)
             for impl in new:
                 present = merged.get(impl.op_name, ())
-                if any(other.impl_id == impl.impl_id for other in present):
+                holder = next((other for other in present if other.impl_id == impl.impl_id), None)
+                if holder is not None:
                     raise RegistrationError(
-                        f"Duplicate impl_id '{impl.impl_id}' for op '{impl.op_name}': it is registered already"
+                        f"Duplicate impl_id '{impl.impl_id}' for op '{impl.op_name}': it is registered already, "
+                        f"by {holder.place}; this one is from {impl.place}"
                         + (f" (while loading {self._source})" if self._source else "")
                     )
                 merged[impl.op_name] = (*present, impl)

@@ -118,42 +118,42 @@ def _match(
 ) -> dict[str, Parameter]:
     order = list(expected)
     taken: dict[str, Parameter] = {}
+    problems: list[str] = []
     position = 0
     extra_seen = ""
     for parameter in parameters:
+        name = parameter.name
         if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
-            raise _mismatch(
-                impl, operator, "it takes *args or **kwargs beside others; register it with signature='unchecked'"
-            )
-        if parameter.name not in expected:
+            problems.append("it takes *args or **kwargs beside others; register it with signature='unchecked'")
+        elif name not in expected:
             if parameter.default is Parameter.empty:
-                raise _mismatch(impl, operator, f"its parameter '{parameter.name}' is not declared and has no default")
-            extra_seen = parameter.name
-            continue
-        if parameter.kind not in _POSITIONAL:
-            raise _mismatch(impl, operator, f"'{parameter.name}' is keyword-only, but the core calls positionally")
-        if extra_seen:
-            raise _mismatch(
-                impl, operator, f"its own parameter '{extra_seen}' stands before the declared '{parameter.name}'"
-            )
-        if order.index(parameter.name) < position:
-            raise _mismatch(impl, operator, f"'{parameter.name}' is out of order")
-        position = order.index(parameter.name) + 1
-        _check_default(impl, operator, parameter, expected[parameter.name])
-        taken[parameter.name] = parameter
-    missing = [name for name, p in expected.items() if name not in taken and not _optional(p)]
-    if missing:
-        raise _mismatch(impl, operator, f"it lacks the required parameter '{missing[0]}'")
+                problems.append(f"its parameter '{name}' is not declared and has no default")
+            extra_seen = extra_seen or name
+        else:
+            if parameter.kind not in _POSITIONAL:
+                problems.append(f"'{name}' is keyword-only, but the core calls positionally")
+            elif extra_seen:
+                problems.append(f"its own parameter '{extra_seen}' stands before the declared '{name}'")
+            elif order.index(name) < position:
+                problems.append(f"'{name}' is out of order")
+            position = max(position, order.index(name) + 1)
+            problems += _default_problem(parameter, expected[name])
+            taken[name] = parameter
+    problems += [
+        f"it lacks the required parameter '{name}'"
+        for name, parameter in expected.items()
+        if name not in taken and not _optional(parameter)
+    ]
+    if problems:
+        raise _mismatch(impl, operator, *problems)
     return taken
 
 
-def _check_default(impl: OpImpl, operator: Operator, parameter: Parameter, declared: Parameter) -> None:
+def _default_problem(parameter: Parameter, declared: Parameter) -> list[str]:
     if parameter.default is Parameter.empty or _same(parameter.default, declared.default):
-        return
+        return []
     wanted = "no default" if declared.default is Parameter.empty else f"the default {declared.default!r}"
-    raise _mismatch(
-        impl, operator, f"'{parameter.name}' has the default {parameter.default!r}, the declaration has {wanted}"
-    )
+    return [f"'{parameter.name}' has the default {parameter.default!r}, the declaration has {wanted}"]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -202,12 +202,12 @@ def _name(impl: OpImpl) -> str:
     return f"implementation '{impl.impl_id}' of op '{impl.op_name}'"
 
 
-def _mismatch(impl: OpImpl, operator: Operator, problem: str) -> RegistrationError:
+def _mismatch(impl: OpImpl, operator: Operator, *problems: str) -> RegistrationError:
     try:
         own = str(inspect.signature(impl.fn))
     except (TypeError, ValueError):
         own = "(…)"
     return RegistrationError(
-        f"{_name(impl)} does not fit the declaration: {problem}\n  declared:    {operator.name}"
-        f"{inspect.signature(operator.prototype)}\n  implemented: {impl.impl_id}{own}"
+        f"{_name(impl)} does not fit the declaration: {'; '.join(problems)}\n  declared:    {operator.name}"
+        f"{inspect.signature(operator.prototype)}\n  implemented: {impl.impl_id}{own}\n  in:          {impl.place}"
     )

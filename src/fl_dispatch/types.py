@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -124,6 +125,14 @@ class OpImpl:
             if not fits:
                 value = getattr(self, name)
                 raise ValueError(f"OpImpl {self.impl_id} of '{self.op_name}': {name} must be {needed}, not {value!r}")
+
+    @property
+    def place(self) -> str:
+        """Where its function is from, for messages: ``module (file:line)``, or the module alone."""
+        fn = inspect.unwrap(getattr(self.fn, "__func__", self.fn))
+        code = getattr(fn, "__code__", None)
+        module = str(getattr(fn, "__module__", None) or type(fn).__module__)
+        return module if code is None else f"{module} ({code.co_filename}:{code.co_firstlineno})"
 
     @property
     def rank(self) -> int:

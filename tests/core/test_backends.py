@@ -9,8 +9,9 @@ import torch
 
 from fl_dispatch.backends.base import Backend
 from fl_dispatch.backends.reference.register_ops import register_builtins as register_references
-from fl_dispatch.backends.vendor.template.register_ops import register_builtins as register_template
 from fl_dispatch.backends.vendor.template.template import TemplateBackend
+from fl_dispatch.evidence.verify import implementations, verify
+from fl_dispatch.manager import OpManager
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.registry import OpRegistry
 from fl_dispatch.types import BackendImplKind, BackendPriority, OpImpl
@@ -95,19 +96,15 @@ def test_the_template_never_runs_by_accident(monkeypatch: pytest.MonkeyPatch) ->
     assert TemplateBackend().is_available()
 
 
-def test_the_template_registers_and_is_right() -> None:
-    registry = OpRegistry()
-    register_references(registry)
-    register_template(registry)
-    for name in ("silu_and_mul", "rms_norm"):
-        ours, reference = (
-            registry.get_implementation(name, impl_id) for impl_id in ("vendor.template", "reference.torch")
-        )
-        assert ours is not None
-        assert reference is not None
-        for sample in OPERATORS[name].samples(torch.bfloat16, torch.device("cpu"), torch.Generator().manual_seed(0)):
-            if ours.supports is None or ours.supports(*sample.args) is True:
-                torch.testing.assert_close(ours.fn(*sample.args), reference.fn(*sample.args))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_template_registers_and_is_right(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FL_DISPATCH_TEMPLATE", "1")
+    manager = OpManager()
+    for op_name in ("silu_and_mul", "rms_norm"):
+        (ours,) = implementations(manager, [op_name], ["vendor.template"])
+        found = verify(manager, ours, dtype, torch.device("cpu"))
+        assert found.problems == []
+        assert found.samples > 10
 
 
 def test_a_backend_may_be_registered_impl_by_impl() -> None:

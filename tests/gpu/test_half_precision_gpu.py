@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 from engines import PROMPTS, ran, start_features
 
 from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
-from half_precision import COMPARED, EXPERTS, exact, table, within
+from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
 from running import reference_network
 
 pytestmark = pytest.mark.gpu

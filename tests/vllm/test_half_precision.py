@@ -2,7 +2,7 @@
 
 Teacher forced: the log-probabilities of every vocabulary entry after every prompt token. How far half precision may be
 from float32 depends on the model, so the bound is what Hugging Face's model shows in the same type, with the factors
-of :mod:`half_precision`.
+of :mod:`fl_dispatch.cli.half_precision`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import variants
 from engines import PROMPTS, ran, start_features
 
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
-from half_precision import COMPARED, EXPERTS, exact, table, within
+from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
 from running import reference_network
 from sampling import drawn
 

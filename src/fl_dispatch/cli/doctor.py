@@ -12,7 +12,7 @@ import torch
 import typer
 
 from ..devices import CPU, detect_device, device_specs, load_failures
-from ..discovery import get_discovered_plugins
+from ..discovery import get_discovered_plugins, slow_imports
 from ..errors import DispatchError
 from ..hosting.runs import recorded
 from ..manager import OpManager, get_default_manager
@@ -106,12 +106,15 @@ def examine() -> dict[str, Any]:
                     f"operator '{op_name}' has no implementation that can run here; see fl explain {op_name}"
                 )
         unavailable = _unavailable(manager)
+        slow = manager.state.availability.slow
+        warnings += [f"is_available of '{impl_id}' took {seconds:.1f} s" for impl_id, seconds in slow.items()]
     except DispatchError as error:
         problems.append(str(error))
     backends = [[p.name, p.source, "ok" if p.loaded else "broken", p.detail] for p in get_discovered_plugins()]
     problems += [
         f"backend '{name}' ({where}) failed: {detail}" for name, where, state, detail in backends if state == "broken"
     ]
+    warnings += [f"import of backend {name} took {seconds:.1f} s" for name, seconds in slow_imports().items()]
     points = _entry_points(warnings, problems)
     problems = list(dict.fromkeys(problems))
     return {

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..locking import writers
+from ..logger_manager import get_logger
 from ..types import OpImpl
 
+logger = get_logger(__name__)
 Answer = tuple[bool, str]
+
+SLOW = 5.0
+"""Seconds after which a check is said to be slow: it holds up every process of a host."""
 
 
 class Availability:
@@ -21,6 +27,8 @@ class Availability:
     def __init__(self) -> None:
         self._answers: dict[OpImpl, Answer] = {}
         self._asking: set[OpImpl] = set()
+        self.slow: dict[str, float] = {}
+        """Implementation's id → seconds of its slowest check, where these were many."""
 
     def of(self, impl: OpImpl) -> Answer:
         """Whether an implementation can run here, and a message why not."""
@@ -33,10 +41,18 @@ class Availability:
             if impl not in self._answers:
                 self._asking.add(impl)
                 try:
+                    started = time.perf_counter()
                     self._answers[impl] = impl.availability()
+                    self._say_if_slow(impl, time.perf_counter() - started)
                 finally:
                     self._asking.discard(impl)
             return self._answers[impl]
+
+    def _say_if_slow(self, impl: OpImpl, seconds: float) -> None:
+        if seconds > SLOW and impl.impl_id not in self.slow:
+            logger.warning("is_available of '%s' (%s) took %.1f s", impl.impl_id, impl.place, seconds)
+        if seconds > SLOW:
+            self.slow[impl.impl_id] = max(seconds, self.slow.get(impl.impl_id, 0.0))
 
     @contextmanager
     def asked_again(self) -> Iterator[None]:

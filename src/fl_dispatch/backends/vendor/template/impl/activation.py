@@ -9,4 +9,4 @@ from torch import Tensor
 def silu_and_mul_template(x: Tensor) -> Tensor:
     """Replace the body by the vendor's kernel, such as ``torch_vendor.swiglu(x)``. It must not write ``x``."""
     gate, up = x.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype).contiguous()

@@ -8,11 +8,12 @@ hold for the nearest nine tenths of the tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from .checkpoints import VOCABULARY
 
-from fl_dispatch.cli.checkpoints import VOCABULARY
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MEAN, LARGEST = 1.15, 1.5
 """Bounds of the mean and of the largest difference, in Hugging Face's; seen: 0.86 to 1.03, and 0.72 to 1.25.
@@ -24,14 +25,18 @@ COMPARED = 0.9
 """The part of the tokens that the bounds hold for in a model with experts."""
 
 
-def table(rows: Iterable[Mapping[str, float]]) -> torch.Tensor:
+def table(rows: Iterable[Mapping[str, float]]) -> Tensor:
     """``[tokens, vocabulary]`` from what an engine returned for each token."""
+    import torch
+
     return torch.tensor([[row[str(token)] for token in range(VOCABULARY)] for row in rows])
 
 
-def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, float]:
+def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
     """A Hugging Face model's log-probabilities after every token but the last of each prompt, ``[tokens, vocabulary]``,
     and the largest hidden activation."""
+    import torch
+
     rows, largest = [], 0.0
     with torch.no_grad():
         for prompt in prompts:
@@ -41,14 +46,18 @@ def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor,
     return torch.cat(rows), largest
 
 
-def within(
-    found: torch.Tensor, exact: torch.Tensor, half: torch.Tensor, compared: float = 1.0, factor: float = 1.0
-) -> bool:
-    """Whether the nearest tokens, a part ``compared``, are as near as ``factor`` times Hugging Face's nearest."""
+def distances(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0) -> tuple[float, float]:
+    """The mean and the largest difference of the nearest tokens, a part ``compared``, in Hugging Face's."""
     ours, theirs = (_nearest((values - exact).abs(), compared) for values in (found, half))
-    return bool(ours.mean() <= factor * MEAN * theirs.mean() and ours.max() <= factor * LARGEST * theirs.max())
+    return (ours.mean() / theirs.mean()).item(), (ours.max() / theirs.max()).item()
 
 
-def _nearest(differences: torch.Tensor, part: float) -> torch.Tensor:
+def within(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0, factor: float = 1.0) -> bool:
+    """Whether the nearest tokens, a part ``compared``, are as near as ``factor`` times Hugging Face's nearest."""
+    mean, largest = distances(found, exact, half, compared)
+    return mean <= factor * MEAN and largest <= factor * LARGEST
+
+
+def _nearest(differences: Tensor, part: float) -> Tensor:
     """The rows with the smallest means, a part of all."""
     return differences[differences.mean(dim=1).argsort()[: round(part * len(differences))]]

@@ -1,0 +1,175 @@
+"""``fl demo``: a real engine generates text through the dispatch core, and the result is compared with Hugging Face's.
+
+Everything is made locally: a small checkpoint with random weights and its tokenizer, so the text is noise, but the
+tokens are exact.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...devices import detect_device
+from ...errors import DispatchError
+from ..output import console, fail, print_json, print_table
+from .comparison import compare
+from .engines import ENGINES, Generated, Host, Request, installed_host
+from .progress import steps
+
+EMULATED_ENV = "FL_EMULATED_CHIP"
+"""An environment whose chip is emulated says so, and how, in this variable."""
+
+PROMPTS = (
+    "the river runs to the sea",
+    "one two three four five six seven eight nine ten one two three four five six seven eight nine ten",
+    "chip",
+)
+
+
+class Family(enum.StrEnum):
+    """Model families of which the demo can build a small checkpoint."""
+
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+    GEMMA3 = "gemma3"
+    QWEN3_MOE = "qwen3_moe"
+    MIXTRAL = "mixtral"
+
+
+class Prefer(enum.StrEnum):
+    """Kinds of implementations."""
+
+    FLAGOS = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+
+class Dtype(enum.StrEnum):
+    """Types of a model's weights and activations."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def demo(
+    host: Annotated[
+        Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
+    ] = None,
+    family: Annotated[Family, typer.Option(help="Model family.", case_sensitive=False)] = Family.QWEN3,
+    prefer: Annotated[
+        Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)] = Dtype.FLOAT32,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")] = False,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be given several times.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Generate with a real vLLM or SGLang through the dispatch core, and compare with Hugging Face.
+
+    In float32 the tokens must be equal, in half precision the log-probabilities as near to float32 as Hugging Face's.
+    Exit code 1 if they are not, if an implementation failed, or if no operator of ours ran.
+    """
+    _environment(prefer, config)
+    host = host or installed_host()
+    if (host, family) == (Host.SGLANG, Family.GEMMA3):
+        raise DispatchError("SGLang ties the embeddings of Gemma 3, the checkpoint here does not: take another family")
+    if host is Host.SGLANG and compiled:
+        raise DispatchError("SGLang's models are not compiled under the plugin: --compiled is for vLLM")
+    device = describe_device()
+    if not json:
+        console.print(device, highlight=False, markup=False)
+    with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder, steps(Path(folder) / "log", json, verbose) as step:
+        with step(f"building a small {family} checkpoint"):
+            from ..checkpoints import build_checkpoint
+
+            path = build_checkpoint(family.value, Path(folder) / family.value)
+        request = Request(path, list(prompt or PROMPTS), tokens, dtype.value, compiled, dtype is not Dtype.FLOAT32)
+        way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
+        with step(f"starting {way}, and generating (its import takes a while)"):
+            generated, report = ENGINES[host](request)
+        with step("computing the same with Hugging Face transformers"):
+            right, compared = compare(family.value, request, generated)
+    if json:
+        result = {"right": right, "compared": compared, "tokens_per_second": generated.rate}
+        print_json({"device": device, **result, "texts": generated.texts, "report": report})
+    else:
+        _show(request.prompts, generated, report)
+        console.print(compared, style="bold green" if right else "bold red", highlight=False)
+    _judge(right, compared, report)
+
+
+def describe_device() -> str:
+    """The device that an engine would run on here, and whether a person should take it for a chip."""
+    spec = detect_device()
+    emulated = os.environ.get(EMULATED_ENV)
+    return f"device: {spec.name} ({spec.device_name(0)})" + (f", EMULATED: {emulated}" if emulated else "")
+
+
+def _judge(right: bool, compared: str, report: dict[str, Any]) -> None:
+    """End with exit code 1, and say why, unless everything is as it should be."""
+    problems = [] if right else [f"the result differs from Hugging Face's: {compared}"]
+    problems += [
+        f"'{impl_id}' failed in '{op_name}' and is banned; another one took over (--verbose shows why)"
+        for op_name, impl_ids in report["failed"].items()
+        for impl_id in impl_ids
+    ]
+    if not report["counts"]:
+        problems.append("no operator ran through the dispatch core")
+    for problem in problems:
+        fail(problem)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _environment(prefer: Prefer | None, config: Path | None) -> None:
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    if prefer is not None:
+        os.environ["VLLM_FL_PREFER"] = prefer.value
+    if config is not None:
+        os.environ["VLLM_FL_CONFIG"] = str(config.resolve())
+
+
+def _show(prompts: list[str], generated: Generated, report: dict[str, Any]) -> None:
+    print_table(
+        "Text (random weights: noise, but exact)",
+        ("prompt", "continuation"),
+        zip(prompts, generated.texts, strict=True),
+    )
+    rows = []
+    for key, calls in sorted(report["counts"].items()):
+        op_name, impl_id = key.split(" ")
+        why = next((entry for entry in report["decisions"][op_name]["considered"] if entry["impl_id"] == impl_id), None)
+        rows.append((op_name, impl_id, why["kind"] if why else "", calls, _reason(why)))
+    print_table(
+        f"What ran, counted in the engine's process {report['pid']}",
+        ("operator", "implementation", "kind", "calls", "why"),
+        rows,
+    )
+    total = sum(map(len, generated.tokens))
+    console.print(f"{total} tokens in {generated.seconds:.2f} s: {generated.rate:.1f} tokens/s", highlight=False)
+
+
+def _reason(why: dict[str, Any] | None) -> str:
+    if why is None:
+        return ""
+    if why["status"] == "chosen":
+        return str(why["reason"])
+    return f"for the layers or calls that a rule, or another implementation's limits, send here ({why['reason']})"

@@ -1,0 +1,91 @@
+"""The demonstration: its first line, what it refuses, and an engine's error in one message."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from test_cli import fl
+
+from fl_dispatch.cli.demo import EMULATED_ENV, _judge, describe_device
+from fl_dispatch.cli.demo.progress import steps
+from fl_dispatch.errors import DispatchError
+
+
+def test_the_first_line_names_the_device_and_whether_it_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(EMULATED_ENV, raising=False)
+    assert describe_device().startswith("device: cpu (")
+    assert "EMULATED" not in describe_device()
+    monkeypatch.setenv(EMULATED_ENV, "an NPU, on the CPU")
+    assert describe_device().endswith(", EMULATED: an NPU, on the CPU")
+
+
+def test_an_engines_error_is_one_message_with_its_cause_and_the_end_of_the_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DispatchError) as caught, steps(tmp_path / "log", True, False) as step, step("starting"):
+        print("first line")
+        for number in range(40):
+            print(f"line {number}")
+        os.write(1, b"(EngineCore) ValueError: the kernel is wrong\n")
+        sys.stdout.flush()
+        raise RuntimeError("Engine core initialization failed")
+    message = str(caught.value)
+    assert message.startswith("starting failed: RuntimeError: Engine core initialization failed")
+    assert "the last error in its log: ValueError: the kernel is wrong" in message
+    assert "\n" not in message
+    shown = capfd.readouterr().err
+    assert "line 39" in shown
+    assert "first line" not in shown
+
+
+def test_an_error_of_ours_stays_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(DispatchError) as caught, steps(tmp_path / "log", True, False) as step, step("starting"):
+        raise DispatchError("take another family")
+    assert str(caught.value) == "take another family"
+
+
+@pytest.mark.parametrize(
+    ("right", "report", "problem"),
+    [
+        (False, {"failed": {}, "counts": {"rms_norm vendor.acme": 1}}, "differs from Hugging Face's"),
+        (True, {"failed": {"rms_norm": ["vendor.acme"]}, "counts": {"rms_norm vendor.acme": 1}}, "is banned"),
+        (True, {"failed": {}, "counts": {}}, "no operator ran"),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_exit_code_1(
+    right: bool, report: dict[str, dict[str, object]], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught:
+        _judge(right, "tokens", report)
+    assert caught.value.exit_code == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_a_good_result_ends_without_an_error() -> None:
+    _judge(True, "tokens", {"failed": {}, "counts": {"rms_norm vendor.acme": 1}})
+
+
+def test_sglang_cannot_be_asked_for_a_compiled_model() -> None:
+    done = fl("demo", "--host", "sglang", "--compiled")
+    assert done.returncode == 2
+    assert "--compiled is for vLLM" in done.stderr
+
+
+def test_doc_prints_a_declaration() -> None:
+    done = fl("doc", "paged_attention")
+    for line in (
+        "out: is written, whatever it held",
+        "Tolerance in float16: 0.0005 + 0.002 * |expected|.",
+        "block_table",
+    ):
+        assert line in done.stdout
+    assert "key_cache: is written in part" in fl("doc", "kv_cache_write").stdout
+
+
+def test_doc_of_an_unknown_operator_is_one_error() -> None:
+    done = fl("doc", "rms_nrom")
+    assert (done.returncode, done.stderr.count("error:")) == (2, 1)
