@@ -37,33 +37,30 @@ def _tile(program, blocks, tiles, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def _block_pairs(
-    block,
-    topk_ids,
-    expert_map,
-    sorted_ids,
-    expert_ids,
-    padded,
-    pairs,
-    SORTED: tl.constexpr,
-    MAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+def _block_expert(
+    block, topk_ids, expert_map, padded, SORTED: tl.constexpr, MAPPED: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Return a block's expert (-1 if it has none here), its pairs, their places in the sorted rows, and which exist."""
-    row = tl.arange(0, BLOCK_M)
+    """Return a block's expert (0 if pairs are sorted, see :func:`_block_pairs`), and whether it has nothing to do.
+
+    That is a sorted block behind the last pair, or an unsorted one whose pair's expert is elsewhere.
+    """
     if SORTED:
-        place = block * BLOCK_M + row
-        expert = tl.load(expert_ids + block, mask=block * BLOCK_M < tl.load(padded), other=-1)
-        pair = tl.load(sorted_ids + place)
-        seen = pair < pairs
-    else:
-        expert = tl.load(topk_ids + block).to(tl.int32)
-        if MAPPED:
-            expert = tl.load(expert_map + expert, mask=expert >= 0, other=-1)
-        pair = block + row
-        place = pair
-        seen = row == 0
-    return expert, pair, place, seen
+        return 0, block * BLOCK_M >= tl.load(padded)
+    expert = tl.load(topk_ids + block).to(tl.int32)
+    if MAPPED:
+        expert = tl.load(expert_map + expert, mask=expert >= 0, other=-1)
+    return expert, expert < 0
+
+
+@triton.jit
+def _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return a block's expert, its rows' pairs, their places in the sorted rows, and which of them exist."""
+    if SORTED:
+        expert = tl.load(expert_ids + block)
+        pair = tl.load(sorted_ids + block * BLOCK_M + row)
+        return expert, pair, block * BLOCK_M + row, pair < pairs
+    pair = block + row
+    return expert, pair, pair, row == 0
 
 
 @triton.jit
@@ -131,11 +128,11 @@ def _up(
     """Rows of ``hidden_states`` times ``w13``, activated. Grid: blocks times tiles of weights."""
     ROWS: tl.constexpr = 2 * INNER if GATED else INNER
     block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(ROWS, BLOCK_N), TOGETHER)
-    expert, pair, place, seen = _block_pairs(
-        block, topk_ids, expert_map, sorted_ids, expert_ids, padded, pairs, SORTED, MAPPED, BLOCK_M
-    )
-    if expert < 0:
+    row = tl.arange(0, BLOCK_M)
+    expert, idle = _block_expert(block, topk_ids, expert_map, padded, SORTED, MAPPED, BLOCK_M)
+    if idle:
         return
+    expert, pair, place, seen = _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = column
     if GATED and ACTIVATION != "swigluoai":
@@ -198,11 +195,11 @@ def _down(
 ):
     """Sorted rows of ``inner_states`` times ``w2``, one output row a pair. Grid: blocks times tiles of weights."""
     block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(HIDDEN, BLOCK_N), TOGETHER)
-    expert, pair, place, seen = _block_pairs(
-        block, topk_ids, expert_map, sorted_ids, expert_ids, padded, pairs, SORTED, MAPPED, BLOCK_M
-    )
-    if expert < 0:
+    row = tl.arange(0, BLOCK_M)
+    expert, idle = _block_expert(block, topk_ids, expert_map, padded, SORTED, MAPPED, BLOCK_M)
+    if idle:
         return
+    expert, pair, place, seen = _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED, BLOCK_M)
     column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.where(column < HIDDEN, column, 0)
     acc = _product(

@@ -56,24 +56,30 @@ class Ring:
     stages: gl.constexpr
 
     @gluon.jit
-    def turn(self, i):
-        """Stage and phase of tile ``i``."""
-        return i % self.stages, (i // self.stages) & 1
-
-    @gluon.jit
     def tile(self, stage):
         """The buffers of a stage."""
         return Tile(self.main.index(stage), self.rest.index(stage))
 
     @gluon.jit
-    def acquire(self, stage, phase):
+    def acquire(self, i):
         """Producer: wait until the consumers have released what the stage held before; the first time nothing did."""
-        mbarrier.wait(self.free.index(stage), phase ^ 1)
+        mbarrier.wait(self.free.index(i % self.stages), ((i // self.stages) & 1) ^ 1)
 
     @gluon.jit
-    def wait(self, stage, phase, pred=True):
-        """Consumer: wait until the stage is published."""
-        mbarrier.wait(self.full.index(self.offset + stage), phase, pred=pred)
+    def acquire_stage(self, stage, phase):
+        """Producer of one stage alone: as :meth:`acquire`; ``phase`` begins with 1 and turns with each tile."""
+        mbarrier.wait(self.free.index(stage), phase)
+
+    @gluon.jit
+    def wait(self, i):
+        """Consumer: wait until tile ``i`` is published."""
+        mbarrier.wait(self.full.index(self.offset + i % self.stages), (i // self.stages) & 1)
+
+    @gluon.jit
+    def wait_if_any(self, i, left):
+        """Consumer: wait until tile ``i`` is published, if ``left``, the number of tiles still to come, is not 0."""
+        barrier = self.full.index(self.offset + i % self.stages)
+        mbarrier.wait(barrier, (i // self.stages) & 1, pred=left > 0)
 
     @gluon.jit
     def release(self, stage):
@@ -83,8 +89,7 @@ class Ring:
     @gluon.jit
     def wait_released(self, i, pred):
         """Producer: wait until the consumers have released tile ``i``, whose stage no other tile has taken since."""
-        stage, phase = self.turn(i)
-        mbarrier.wait(self.free.index(stage), phase, pred=pred)
+        mbarrier.wait(self.free.index(i % self.stages), (i // self.stages) & 1, pred=pred)
 
 
 @gluon.jit

@@ -59,8 +59,11 @@ def store_layout(rows, columns):
 
 
 @gluon.jit
-def store_rows(out, acc, token, head, mask, FIRST: gl.constexpr, L: gl.constexpr):
-    """Write rows of results to columns from ``FIRST`` on; ``L`` is :func:`store_layout`, which tokens are made for."""
+def store_rows(out, acc, work, token, head, FIRST: gl.constexpr, L: gl.constexpr):
+    """Write rows of results, of tokens within a request and heads, to columns from ``FIRST`` on.
+
+    ``L`` is :func:`store_layout`, which ``token`` and ``head`` are made for.
+    """
     column = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
-    target = out.pointer + out.offsets(token, head)[:, None] + column[None, :]
-    gl.store(target, gl.convert_layout(acc.to(out.pointer.dtype.element_ty), L), mask=mask[:, None])
+    target = out.pointer + out.offsets(work.begin + token, head)[:, None] + column[None, :]
+    gl.store(target, gl.convert_layout(acc.to(out.pointer.dtype.element_ty), L), mask=(token < work.new)[:, None])

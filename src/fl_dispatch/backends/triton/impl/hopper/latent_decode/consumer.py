@@ -48,12 +48,12 @@ def _scores(pipeline, i):
     """Scores of the program's tile ``i``, once its two pieces are there."""
     left = pipeline.left
     right = pipeline.right
-    stage, phase = left.turn(i)
+    stage = i % left.stages
     zero = i // (1 << 30)  # unknown to the compiler, which else keeps all addresses in registers, and spills
-    left.wait(stage, phase)
+    left.wait(i)
     q_left = Tile(pipeline.q_left.index(zero), pipeline.q_left.index(zero))
     qk = start_scores(q_left, left.tile(stage), KEYS, False)
-    right.wait(stage, phase)
+    right.wait(i)
     tile = right.tile(stage)
     qk = warpgroup_mma(pipeline.q_right.index(zero), tile.main.permute((1, 0)), qk, is_async=True)
     qk = warpgroup_mma(pipeline.q_rotary.index(zero), tile.rest.permute((1, 0)), qk, is_async=True)
@@ -61,11 +61,11 @@ def _scores(pipeline, i):
 
 
 @gluon.jit
-def _add_values(values, sums, i):
-    """The sums with the values of tile ``i``, whose weights they have."""
+def _add_values(values, sums, stage):
+    """The sums with the values of the tile in a stage, whose weights they have."""
     p = unpack(sums.p, sums.acc, values.main.dtype)
     acc = scale_rows(sums.acc, sums.alpha)
-    adding = warpgroup_mma(p, values.main.index(i % values.stages), acc, is_async=True)
+    adding = warpgroup_mma(p, values.tile(stage).main, acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[adding, p])
     return acc
 
@@ -77,8 +77,9 @@ def _key_loop(pipeline, own, other, sums, i, n, stop, work, mask, qk_scale, MASK
     The stage of the tile before is released before this tile is waited for, so that its copies have the most time.
     """
     while n >= stop:
-        acc = _add_values(own, sums, i - 1)
-        own.release((i - 1) % own.stages)
+        last = (i - 1) % own.stages
+        acc = _add_values(own, sums, last)
+        own.release(last)
         qk = _scores(pipeline, i)
         other.release(i % other.stages)
         p, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, work.start + n * KEYS, mask, qk_scale, MASKED)
@@ -119,14 +120,14 @@ def consume(config, pipeline, query_starts, lengths, out, partial, SCALE, WHICH:
         i = gl.to_tensor(1)
         sums, i, n = _key_loop(pipeline, own, other, sums, i, n - 1, work.whole, work, mask, qk_scale, True)
         sums, i, n = _key_loop(pipeline, own, other, sums, i, n, 0, work, mask, qk_scale, False)
-        acc = _add_values(own, sums, i - 1)
+        acc = _add_values(own, sums, (i - 1) % own.stages)
         m_i = sums.m_i
         l_i = sums.l_i
     if not config.divided:
         W: gl.constexpr = store_layout(ROWS, HALF)
-        token, head, valid = work.rows(gl.SliceLayout(1, W))
         acc = scale_rows(acc, inverse(m_i, l_i))
-        store_rows(out, acc, work.begin + token, head, valid, WHICH * HALF, W)
+        token, head, _valid = work.rows(gl.SliceLayout(1, W))
+        store_rows(out, acc, work, token, head, WHICH * HALF, W)
     elif work.start < work.length:  # a part that causality hides adds nothing, but is read
         column = WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, A))
         place, valid = partial.places(config, work, gl.SliceLayout(1, A))

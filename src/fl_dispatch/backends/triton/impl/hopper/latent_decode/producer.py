@@ -30,8 +30,7 @@ class LatentCache:
     @gluon.jit
     def rows(self, blocks, position, BLOCK_SIZE: gl.constexpr):
         """Offsets of the keys' rows."""
-        slot = (position % BLOCK_SIZE).to(gl.int64)
-        return blocks.to(gl.int64) * self.block_stride + slot * self.slot_stride
+        return blocks.to(gl.int64) * self.block_stride + (position % BLOCK_SIZE).to(gl.int64) * self.slot_stride
 
 
 @gluon.jit
@@ -60,16 +59,16 @@ def produce(config, pipeline, query_starts, lengths, splits, query, cache, WHICH
     blocks = cache.blocks(work.start, work.stop, n, config.block_size, R)
     if WHICH == 0:
         _load_queries(pipeline, query, work, L)
-    phase = 0
+    phase = 1
     while n >= 0:
         ahead = cache.blocks(work.start, work.stop, n - STAGES, config.block_size, R)
         position = work.start + n * KEYS + gl.arange(0, KEYS, layout=R)
         mask = position < work.stop
         rows = cache.rows(blocks, position, config.block_size)
-        left.acquire(WHICH, phase)
+        left.acquire_stage(WHICH, phase)
         copy_tile(left.tile(WHICH), cache.pointer, rows, mask, 0, HALF, 0, L)
         async_copy.commit_group()
-        right.acquire(WHICH, phase)
+        right.acquire_stage(WHICH, phase)
         copy_tile(right.tile(WHICH), cache.pointer, rows, mask, HALF, HALF, ROTARY, L)
         async_copy.commit_group()
         publish(left.full, WHICH, 1)

@@ -36,20 +36,19 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
     values = pipeline.values
     dtype: gl.constexpr = values.main.dtype
     while n >= stop:
-        stage, _phase = keys.turn(i)
-        last_stage, last_phase = values.turn(i - 1)
+        stage = i % keys.stages
+        last = (i - 1) % values.stages
         p = unpack(sums.p, sums.acc, dtype)
         pending = start_scores(q, keys.tile(stage), BLOCK_N, config.rest > 0)
-        values.wait(last_stage, last_phase)
-        adding = warpgroup_mma(p, values.tile(last_stage).main, sums.acc, is_async=True)
+        values.wait(i - 1)
+        adding = warpgroup_mma(p, values.tile(last).main, sums.acc, is_async=True)
         qk = warpgroup_mma_wait(1, deps=[pending])
         keys.release(stage)
         p_new, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, n * BLOCK_N, mask, qk_scale, MASKED)
         # This wait ends a basic block. Without it ptxas moves the softmax behind the product that it shall run beside.
-        next_stage, next_phase = keys.turn(i + 1)
-        keys.wait(next_stage, next_phase, n > 0)
+        keys.wait_if_any(i + 1, n)
         acc, p, p_new, l_i, alpha = warpgroup_mma_wait(0, deps=[adding, p, p_new, l_i, alpha])
-        values.release(last_stage)
+        values.release(last)
         sums = Sums(scale_rows(acc, alpha), m_i, l_i, pack(p_new, dtype))
         n -= 1
         i += 1
@@ -59,8 +58,8 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
 @gluon.jit
 def _first_scores(config, pipeline, i, q):
     """Scores of an item's first tile of keys, the program's tile ``i``."""
-    stage, phase = pipeline.keys.turn(i)
-    pipeline.keys.wait(stage, phase)
+    stage = i % pipeline.keys.stages
+    pipeline.keys.wait(i)
     pending = start_scores(q, pipeline.keys.tile(stage), BLOCK_N, config.rest > 0)
     qk = warpgroup_mma_wait(0, deps=[pending])
     pipeline.keys.release(stage)
@@ -71,9 +70,9 @@ def _first_scores(config, pipeline, i, q):
 def _last_product(pipeline, sums, i):
     """The sums with the values of tile ``i``."""
     values = pipeline.values
-    stage, phase = values.turn(i)
+    stage = i % values.stages
     p = unpack(sums.p, sums.acc, values.main.dtype)
-    values.wait(stage, phase)
+    values.wait(i)
     adding = warpgroup_mma(p, values.tile(stage).main, sums.acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[adding, p])
     values.release(stage)
@@ -90,16 +89,16 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
     qk_scale = SCALE * LOG2E
     i = 0  # tiles so far
     done = 0  # items so far
-    queries.wait(0, 0)
+    queries.wait(0)
     work = receive(pipeline.messages.index(0))
     while work.head >= 0:
         tiles, whole = work.key_tiles(config.causal)
         row = work.first + ROWS * WHICH
-        tile = queries.tile(done % config.query_stages)
+        tile = queries.tile(done % queries.stages)
         q = Tile(tile.main.slice(ROWS * WHICH, ROWS), tile.rest.slice(ROWS * WHICH, ROWS))
-        lane = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-        # Added from the left: with `row + lane` first, ptxas orders the softmax differently.
-        mask = Mask(work.length - work.new + row + lane, work.length, config.causal)
+        # Added from the left: with the lane added to the row first, ptxas orders the softmax differently.
+        position = work.length - work.new + row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
+        mask = Mask(position, work.length, config.causal)
         acc = gl.zeros([ROWS, config.dim_v], gl.float32, A)
         m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
         l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
@@ -108,19 +107,17 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
         sums = Sums(acc, m_i, l_i, pack(p, pipeline.values.main.dtype))
         i += 1
         n = tiles - 2
-        stage, phase = pipeline.keys.turn(i)
-        pipeline.keys.wait(stage, phase, n >= 0)
+        pipeline.keys.wait_if_any(i, tiles - 1)
         sums, i, n = _key_loop(config, pipeline, sums, i, n, whole, q, mask, qk_scale, True)
         sums, i, n = _key_loop(config, pipeline, sums, i, n, 0, q, mask, qk_scale, False)
         acc = scale_rows(_last_product(pipeline, sums, i - 1), inverse(sums.m_i, sums.l_i))
-        out_token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
-        store_rows(out, acc, work.begin + out_token, work.head, out_token < work.new, 0, W)
+        token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
+        store_rows(out, acc, work, token, work.head, 0, W)
         if config.lse:
             total = gl.where(saw_keys(sums.m_i), (sums.m_i + gl.log2(sums.l_i)) * LN2, float("-inf"))
-            token = row + lane
+            token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             target = lse + work.head.to(gl.int64) * LSE_HEAD + work.begin + token
             gl.store(target, total, mask=token < work.new)
         done += 1
-        stage, phase = queries.turn(done)
-        queries.wait(stage, phase)
-        work = receive(pipeline.messages.index(stage))
+        queries.wait(done)
+        work = receive(pipeline.messages.index(done % queries.stages))

@@ -61,9 +61,9 @@ class PageTable:
 def _load_keys(config, pipeline, pending, i, key, rows, start_n, length, L: gl.constexpr):
     """Start to copy the keys of tile ``i``."""
     ring = pipeline.keys
-    stage, phase = ring.turn(i)
     mask = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L)) < length
-    ring.acquire(stage, phase)
+    stage = i % ring.stages
+    ring.acquire(i)
     copy_tile(ring.tile(stage), key, rows, mask, 0, config.dim, config.rest, L)
     return commit(pipeline.full, pending, ring.offset + stage)
 
@@ -72,8 +72,8 @@ def _load_keys(config, pipeline, pending, i, key, rows, start_n, length, L: gl.c
 def _load_values(config, pipeline, pending, i, value, rows, L: gl.constexpr):
     """Start to copy the values of tile ``i``."""
     ring = pipeline.values
-    stage, phase = ring.turn(i)
-    ring.acquire(stage, phase)
+    stage = i % ring.stages
+    ring.acquire(i)
     copy_tile(ring.tile(stage), value, rows, rows >= 0, 0, config.dim_v, 0, L)
     return commit(pipeline.full, pending, ring.offset + stage)
 
@@ -81,12 +81,12 @@ def _load_values(config, pipeline, pending, i, value, rows, L: gl.constexpr):
 @gluon.jit
 def _load_queries(config, pipeline, pending, stage, query, queries, L: gl.constexpr):
     """Send a work item, and start to copy its queries, whose stage is free."""
-    send(pipeline.messages.index(stage), queries.begin, queries.new, queries.length, queries.first, queries.head)
+    ring = pipeline.queries
+    send(pipeline.messages.index(stage), queries)
     token = queries.first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, L))
     rows = query.offsets(queries.begin + token, queries.head)
-    tile = pipeline.queries.tile(stage)
-    copy_tile(tile, query.pointer, rows, token < queries.new, 0, config.dim, config.rest, L)
-    return commit(pipeline.full, pending, pipeline.queries.offset + stage)
+    copy_tile(ring.tile(stage), query.pointer, rows, token < queries.new, 0, config.dim, config.rest, L)
+    return commit(pipeline.full, pending, ring.offset + stage)
 
 
 @gluon.jit
@@ -159,5 +159,5 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
         pending = drain(pipeline.full, pending)
     _wait_released(pipeline.keys, (i if config.query_stages == 1 else former) - 1, i)
     stage = done % config.query_stages
-    send(pipeline.messages.index(stage), 0, 0, 0, 0, -1)
+    send(pipeline.messages.index(stage), work.queries.nothing())
     mbarrier.arrive(pipeline.full.index(pipeline.queries.offset + stage))

@@ -29,6 +29,12 @@ class QueryTile:
     head: gl.tensor
 
     @gluon.jit
+    def nothing(self):
+        """The message that ends a program: no head."""
+        zero = self.head * 0
+        return QueryTile(zero, zero, zero, zero, zero - 1)
+
+    @gluon.jit
     def key_tiles(self, CAUSAL: gl.constexpr):
         """Number of key tiles that some query sees, at least 1, and of those that all queries see as a whole."""
         stop = self.length
@@ -141,8 +147,9 @@ class Scheduler:
         own_level = level - (row - rows) // active
         here = (tiles > 0) & (low < level) & (high >= level)
         chosen = here & (gl.associative_scan(here.to(gl.int32), 0, _add) == (row - rows) % active + 1)
-        request = gl.where(span < self.requests, gl.sum(gl.where(chosen, index, 0), axis=0), self.requests)
+        request = gl.sum(gl.where(chosen, index, 0), axis=0)
         tile = own_level - 1 - gl.sum(gl.where(chosen, low, 0), axis=0)
+        request = gl.where(span < self.requests, request, self.requests)
         return Cursor(cursor.turn + 1, span, level, rows), request, tile, item % self.heads
 
     @gluon.jit
@@ -156,12 +163,14 @@ class Scheduler:
 
 
 @gluon.jit
-def send(message, begin, new, length, first, head):
+def send(message, queries):
     """Write a tile of queries into shared memory; a negative head tells that there is no more."""
     L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     index = gl.arange(0, FIELDS, layout=L)
-    last = gl.where(index == 3, first, head)
-    message.store(gl.where(index == 0, begin, gl.where(index == 1, new, gl.where(index == 2, length, last))))
+    fields = gl.where(index == 3, queries.first, queries.head)
+    fields = gl.where(index == 2, queries.length, fields)
+    fields = gl.where(index == 1, queries.new, fields)
+    message.store(gl.where(index == 0, queries.begin, fields))
 
 
 @gluon.jit
