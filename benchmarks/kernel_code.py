@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def target(self) -> int:
-        """Where a branch leads, else -1."""
+        """The address that a branch leads to, else -1."""
         found = re.search(r"(0x[0-9a-f]+)$", self.text) if self.kind == "BRA" else None
         return int(found[1], 16) if found else -1
 
@@ -120,7 +120,7 @@ class Code:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """What a row of results says of one side."""
+        """The figures of one side, for the results."""
         return {
             "kernel": self.name,
             "registers": self.registers,
@@ -180,6 +180,13 @@ def read(folder: Path, made: dict[str, Any], tools: Path) -> list[Code | str]:
         return list(pool.map(one, made["kernels"]))
 
 
+def _likeness(old: Sequence[Instruction], new: Sequence[Instruction]) -> str:
+    """How far two loops agree."""
+    if [each.encoding for each in old] == [each.encoding for each in new]:
+        return "code"
+    return "opcodes" if opcodes(old) == opcodes(new) else "nothing"
+
+
 def difference(old: Code, new: Code) -> dict[str, Any]:
     """How far two kernels agree."""
     if old.encodings == new.encodings:
@@ -190,7 +197,7 @@ def difference(old: Code, new: Code) -> dict[str, Any]:
     said: dict[str, Any] = {"same": "nothing"}
     if opcodes(old.instructions) == opcodes(new.instructions):
         said["same"] = "opcodes"
-    elif [opcodes(body) for body in old.loops] == [opcodes(body) for body in new.loops]:
+    elif old.loops and [opcodes(body) for body in old.loops] == [opcodes(body) for body in new.loops]:
         said["same"] = "loops"
     elif old.counts == new.counts:
         said["same"] = "counts"
@@ -202,7 +209,7 @@ def difference(old: Code, new: Code) -> dict[str, Any]:
     said["counts"] = {
         kind: [old.counts[kind], new.counts[kind]] for kind in new.counts if old.counts[kind] != new.counts[kind]
     }
-    said["loops"] = [[len(body) for body in code.loops] for code in (old, new)]
+    said["loops"] = [_likeness(*pair) for pair in zip(old.loops, new.loops, strict=False)]
     return said
 
 
@@ -256,8 +263,12 @@ def printed(rows: list[dict[str, Any]]) -> None:
         if "first_difference" in row:
             first = row["first_difference"]
             print(f"\n{row['case']}, {row['kernel']}: instruction {first['instruction']}")
-            print(f"  base  {first['base']}\n  new   {first['new']}")
-            print("  " + ", ".join(f"{kind} {old} → {new}" for kind, (old, new) in row["counts"].items()))
+            print(f"  base    {first['base']}\n  new     {first['new']}")
+            print("  loops   " + (", ".join(row["loops"]) or "none"))
+            print(
+                "  counts  "
+                + (", ".join(f"{kind} {old} → {new}" for kind, (old, new) in row["counts"].items()) or "same")
+            )
         for side, error in row.get("errors", {}).items():
             print(f"\n{row['case']}, {side}: {error}")
 

@@ -26,7 +26,7 @@ def _activated(x, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _tile(program, blocks, tiles, TOGETHER: tl.constexpr):
-    """Which block and which tile a program takes: ``TOGETHER`` blocks go through the tiles side by side."""
+    """Return a program's block and tile: ``TOGETHER`` blocks go through the tiles side by side."""
     if TOGETHER == 1:
         return program // tiles, program % tiles
     group = program // (TOGETHER * tiles)
