@@ -108,27 +108,28 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
     OFFSET: gl.constexpr = config.offset_type
     L: gl.constexpr = copy_layout(PRODUCER_WARPS)
     cursor, work = scheduler.next(scheduler.start())
-    pages = table.pages(work.request, (work.tiles - 1) * BLOCK_N, work.queries.length, L)
+    pages = table.pages(work.index, (work.tiles - 1) * BLOCK_N, work.request.length, L)
     value_rows = gl.full([BLOCK_N], NO_ROW, OFFSET, gl.SliceLayout(1, L))  # of the tile before
     pending = -1  # the stage that is to be published, as an index of ``full``
     i = 0  # tiles so far
     done = 0  # items so far
     former = 0  # tiles before the item before this one
-    while work.request < scheduler.requests:
-        length = work.queries.length
+    while work.index < scheduler.requests:
+        queries = work.queries()
+        length = queries.length
         stage = done % config.query_stages
-        kv_head = (work.queries.head // config.group).to(gl.int64)
+        kv_head = (queries.head // config.group).to(gl.int64)
         key = keys.pointer + kv_head * keys.head_stride
         value_offset = kv_head * values.head_stride
         if not table.paged:
-            key += work.key_begin.to(gl.int64) * keys.slot_stride
-            value_offset += work.key_begin.to(gl.int64) * values.slot_stride
+            key += work.request.key_begin.to(gl.int64) * keys.slot_stride
+            value_offset += work.request.key_begin.to(gl.int64) * values.slot_stride
         # The numbers of a tile's pages are asked for one tile ahead, those of an item's first tile one item ahead.
         start_n = (work.tiles - 1) * BLOCK_N
-        ahead = table.pages(work.request, start_n - BLOCK_N, length, L)
+        ahead = table.pages(work.index, start_n - BLOCK_N, length, L)
         if config.query_stages > 1:
             _wait_released(pipeline.keys, former - 1, i)
-            pending = _load_queries(config, pipeline, pending, stage, query, work.queries, L)
+            pending = _load_queries(config, pipeline, pending, stage, query, queries, L)
         key_rows, own_rows = table.rows(pages, start_n, length, keys, values, value_offset, OFFSET, L)
         pending = _load_keys(config, pipeline, pending, i, key, key_rows, start_n, length, L)
         if i > 0:
@@ -138,14 +139,14 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
         value_rows = own_rows
         if config.query_stages == 1:
             _wait_released(pipeline.keys, i - 1, i)
-            pending = _load_queries(config, pipeline, pending, stage, query, work.queries, L)
+            pending = _load_queries(config, pipeline, pending, stage, query, queries, L)
         former = i + 0  # Triton 3.6 takes two variables that begin a loop as one value for the same
         i += 1
         cursor, next_work = scheduler.next(cursor)
-        pages = table.pages(next_work.request, (next_work.tiles - 1) * BLOCK_N, next_work.queries.length, L)
+        pages = table.pages(next_work.index, (next_work.tiles - 1) * BLOCK_N, next_work.request.length, L)
         for _tile in range(1, work.tiles):
             start_n -= BLOCK_N
-            later = table.pages(work.request, start_n - BLOCK_N, length, L)
+            later = table.pages(work.index, start_n - BLOCK_N, length, L)
             key_rows, own_rows = table.rows(ahead, start_n, length, keys, values, value_offset, OFFSET, L)
             pending = _load_keys(config, pipeline, pending, i, key, key_rows, start_n, length, L)
             pending = _load_values(config, pipeline, pending, i - 1, values.pointer, value_rows, L)
@@ -159,5 +160,5 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
         pending = drain(pipeline.full, pending)
     _wait_released(pipeline.keys, (i if config.query_stages == 1 else former) - 1, i)
     stage = done % config.query_stages
-    send(pipeline.messages.index(stage), work.queries.nothing())
+    send(pipeline.messages.index(stage), work.queries().nothing())
     mbarrier.arrive(pipeline.full.index(pipeline.queries.offset + stage))

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..aggregates import aggregate
-from ..requests import load_request
+from ..requests import Request, load_request
 from .config import BLOCK_M, BLOCK_N
 
 SPAN = gl.constexpr(256)
@@ -48,19 +48,26 @@ class QueryTile:
 
 @aggregate
 class WorkItem:
-    """A tile of queries, its request, that request's first key (0 if they are paged), and its number of key tiles."""
+    """A tile of queries of a request and a head, that request's tokens and keys, and the tile's number of key tiles."""
 
-    request: gl.tensor
-    key_begin: gl.tensor
-    queries: QueryTile
+    index: gl.tensor  # of the request
+    tile: gl.tensor
+    head: gl.tensor
+    request: Request
     tiles: gl.tensor
+
+    @gluon.jit
+    def queries(self):
+        """The item as consumers see it."""
+        request = self.request
+        return QueryTile(request.begin, request.new, request.length, self.tile * BLOCK_M, self.head)
 
 
 @aggregate
 class Cursor:
     """Place at which the search of a turn ended.
 
-    Number of the next turn, first request of the span, level, and rows that come before that level.
+    Number of that turn, first request of the span, level, and rows that come before that level.
     """
 
     turn: gl.tensor
@@ -103,7 +110,7 @@ class Scheduler:
     @gluon.jit
     def start(self):
         """The cursor before the first turn."""
-        return Cursor(gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(HIGHEST), gl.to_tensor(0))
+        return Cursor(gl.to_tensor(-1), gl.to_tensor(0), gl.to_tensor(HIGHEST), gl.to_tensor(0))
 
     @gluon.jit
     def _levels(self, span):
@@ -126,9 +133,10 @@ class Scheduler:
         """Return (cursor, request, query tile, head) of the program's item; after the last, request is ``requests``."""
         programs = gl.num_programs(0)
         place = gl.program_id(0)
-        if cursor.turn % 2 == 1:
+        turn = cursor.turn + 1
+        if turn % 2 == 1:
             place = programs - 1 - place
-        item = cursor.turn * programs + place
+        item = turn * programs + place
         row = item // self.heads
         span = cursor.span
         level = cursor.level
@@ -150,7 +158,7 @@ class Scheduler:
         request = gl.sum(gl.where(chosen, index, 0), axis=0)
         tile = own_level - 1 - gl.sum(gl.where(chosen, low, 0), axis=0)
         request = gl.where(span < self.requests, request, self.requests)
-        return Cursor(cursor.turn + 1, span, level, rows), request, tile, item % self.heads
+        return Cursor(turn, span, level, rows), request, tile, item % self.heads
 
     @gluon.jit
     def next(self, cursor):
@@ -159,7 +167,7 @@ class Scheduler:
         request = load_request(self.query_starts, self.key_lengths, index, index < self.requests, self.paged)
         queries = QueryTile(request.begin, request.new, request.length, tile * BLOCK_M, head)
         tiles, _whole = queries.key_tiles(self.causal)
-        return cursor, WorkItem(index, request.key_begin, queries, tiles)
+        return cursor, WorkItem(index, tile, head, request, tiles)
 
 
 @gluon.jit
