@@ -175,10 +175,14 @@ def send(message, queries):
     """Write a tile of queries into shared memory; a negative head tells that there is no more."""
     L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     index = gl.arange(0, FIELDS, layout=L)
-    fields = gl.where(index == 3, queries.first, queries.head)
-    fields = gl.where(index == 2, queries.length, fields)
-    fields = gl.where(index == 1, queries.new, fields)
-    message.store(gl.where(index == 0, queries.begin, fields))
+    last = gl.where(index == 3, queries.first, queries.head)
+    message.store(
+        gl.where(
+            index == 0,
+            queries.begin,
+            gl.where(index == 1, queries.new, gl.where(index == 2, queries.length, last)),
+        )
+    )
 
 
 @gluon.jit
