@@ -1,6 +1,6 @@
 """Runs a warp-specialized Gluon kernel on the CPU, where Triton has no interpreter for it.
 
-It knows what the Hopper kernel needs. Each part of a program is a thread. What the device may do late is done late: a
+It knows what the Hopper kernels need. Each part of a program is a thread. What the device may do late is done late: a
 copy's bytes arrive when they are waited for, products see them behind a fence, and until then the buffer holds NaN. A
 product reads its buffers when it is issued and again when it is waited for, and has to find the same. So a buffer that
 is taken or given back too early is an error or a wrong result, and so is a barrier that nobody reaches.
@@ -107,6 +107,23 @@ class Barriers:
         return Barriers([self.each[int(index)]])
 
 
+def aggregate(cls: Any) -> Any:
+    """As Gluon's: a value of each annotated field, none of any other, and no change once it is made."""
+    fields = tuple(cls.__annotations__)
+
+    def init(self: Any, *values: Any, **named: Any) -> None:
+        given = {**dict(zip(fields, values, strict=False)), **named}
+        assert len(values) + len(named) == len(fields), f"{cls.__name__} has {len(fields)} fields"
+        assert set(given) == set(fields), f"{cls.__name__} has the fields {fields}"
+        vars(self).update(given)
+
+    def refuse(self: Any, name: str, value: Any) -> None:
+        raise AttributeError(f"cannot assign to field '{name}' of {cls.__name__}")
+
+    cls.__init__, cls.__setattr__ = init, refuse
+    return cls
+
+
 class Product:
     """A product that is under way."""
 
@@ -141,7 +158,10 @@ class Machine:
                 kernel(*given)
 
     def load(self, directory: Path, names: tuple[str, ...]) -> dict[str, Any]:
-        """The names that a kernel's files define, in an order in which each knows the ones before."""
+        """The names that a kernel's files define, in an order in which each knows the ones before.
+
+        A name is a path below the directory without ``.py``. All names share one namespace, imports are left out.
+        """
         found = self._names()
         for name in names:
             source = (directory / f"{name}.py").read_text()
@@ -167,7 +187,9 @@ class Machine:
             **{f"{name}Layout": nothing for name in LAYOUTS},
             **{name: getattr(torch, name) for name in dtypes},
             constexpr=lambda value: value,
-            to_tensor=torch.tensor,
+            to_tensor=number,
+            tensor=Tensor,
+            shared_memory_descriptor=Shared,
             static_range=range,
             convert_layout=lambda value, layout: value,
             program_id=lambda axis: torch.tensor((self.program, *self.others)[axis]),
@@ -195,7 +217,8 @@ class Machine:
             warp_specialize=self._specialize,
         )
         return {
-            "gluon": SimpleNamespace(jit=jit),
+            "gluon": SimpleNamespace(jit=jit, constexpr_function=jit),
+            "aggregate": aggregate,
             "gl": language,
             "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=self._init, arrive=self._arrive, wait=self._wait),
             "async_copy": SimpleNamespace(

@@ -21,7 +21,9 @@ from fl_dispatch.settings import reset_settings
 from gluon_on_cpu import Machine, Pointer
 
 FILES = Path(hopper.__file__).parent
-NAMES = ("schedule", "softmax", "producer", "consumer", "kernel")
+SHARED = ("pipeline", "requests", "rows", "products", "softmax")
+SCHEDULER = ("prefill/config", "prefill/scheduler")
+NAMES = (*SHARED, *SCHEDULER, "prefill/producer", "prefill/consumer", "prefill/kernel")
 PAGED = ((200, 333), (1, 40), (128, 128), (0, 100), (130, 700), (64, 257), (0, 0))
 FLAT = ((200, 333), (300, 100), (1, 7), (129, 520), (0, 5), (130, 130))
 SetUp = Callable[..., None]
@@ -181,21 +183,21 @@ def test_programs_share_the_pieces_evenly(
     requests: list[tuple[int, int]], causal: bool, heads: int, programs: int, share: float
 ) -> None:
     machine = Machine(programs)
-    find = machine.load(FILES, ("schedule",))["find_piece"]
+    names = machine.load(FILES, ("requests", *SCHEDULER))
     new_starts = Pointer.of(starts([new for new, _ in requests]))
     lengths = Pointer.of(torch.tensor([length for _, length in requests], dtype=torch.int32))
+    scheduler = names["Scheduler"](new_starts, lengths, len(requests), heads, 2, True, causal)
     loads, found = [], []
     for machine.program in range(programs):
-        turn, state, load = torch.tensor(0), (torch.tensor(0), torch.tensor(1 << 29), torch.tensor(0)), 0
+        cursor, load = scheduler.start(), 0
         while True:
-            *state, request, tile, head = find(new_starts, lengths, len(requests), heads, 2, turn, *state, True, causal)
+            cursor, request, tile, head = scheduler.find(cursor)
             if request == len(requests):
                 break
             new, length = requests[int(request)]
             seen = min(length, length - new + 128 * (int(tile) + 1)) if causal else length
             load += 2 + max(1, -(-seen // 128))  # a piece costs as much as two tiles of keys
             found.append((int(request), int(tile), int(head)))
-            turn += 1
         loads.append(load)
     tiles = [-(-new // 128) if new > 1 else 0 for new, _ in requests]
     pieces = [(r, t, h) for r, count in enumerate(tiles) for t in range(count) for h in range(heads)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ pytest.importorskip("triton")
 
 from fl_dispatch.backends.triton.impl import attention, hopper, mla
 from fl_dispatch.errors import NotSupported
-from gluon_on_cpu import Machine
+from gluon_on_cpu import Machine, Pointer
 
 FILES = Path(hopper.__file__).parent
-NAMES = ("schedule", "softmax", "producer", "latent_schedule", "latent_producer", "latent_consumer")
+SHARED = ("pipeline", "requests", "rows", "products", "softmax")
+PRODUCER = (*SHARED, "latent_decode/work", "latent_decode/producer")
+NAMES = (*PRODUCER, "latent_decode/consumer", "latent_decode/kernel")
 RANK, WIDTH = 512, 576
 SetUp = Callable[..., None]
 
@@ -51,7 +54,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
 
     def set_up(processors: int, seed: int = 0) -> None:
         machine = Machine(1, seed)
-        names = machine.load(FILES, (*NAMES, "kernel", "latent_kernel"))
+        names = machine.load(FILES, NAMES)
         kernel = names["latent_attention"]
         assert (names["ROWS"], names["KEYS"]) == (hopper.LATENT_ROWS, hopper.LATENT_KEYS)
 
@@ -182,22 +185,22 @@ def test_whoever_dawdles(on_cpu: SetUp, seed: int) -> None:
 def test_strides_beyond_32_bits() -> None:
     """Blocks that lie so far from each other that their products with a page's number need 64 bits."""
     machine = Machine(1)
-    names = machine.load(FILES, NAMES)
+    names = machine.load(FILES, PRODUCER)
     asked: list[Tensor] = []
     names["copy_rows"] = lambda buffer, source, rows, *rest: asked.append(rows)
-    names["mbarrier"].wait = names["mbarrier"].arrive = lambda *args: None
+    names["mbarrier"].wait = names["mbarrier"].arrive = lambda *args, **rest: None
     machine.local.copies, machine.local.groups, machine.local.arrived = [], [], []
     batch = Batch([(1, 128)], 64)
     batch.table[0, :8] = torch.arange(1000, 1008)
-    pointers = [names["gl"].load.__globals__["Pointer"].of(each) for each in (batch.table, batch.starts, batch.lengths)]
-    bufs = [None, None, None, *[machine._allocate(torch.bfloat16, [2, 1, 1], None) for _ in range(3)]]
-    bars = [machine._allocate(torch.int64, [2, 1], None) for _ in range(5)]
+    table, begins, lengths = [Pointer.of(each) for each in (batch.table, batch.starts, batch.lengths)]
+    bufs, bars = (machine._allocate(dtype, [2, 1], None) for dtype in (torch.bfloat16, torch.int64))
+    ring = names["Ring"](bufs, bufs, bars, bars, 0, 2)
+    cache = names["LatentCache"](None, 1 << 24, 576, table, batch.table.shape[1])
+    config = SimpleNamespace(heads=64, block_size=16, causal=True, divided=False)
+    names["_load_queries"] = lambda *args: None
     for which, first in ((1, 0), (0, 1)):
         asked.clear()
-        names["_queries"] = lambda *args: None
-        names["load"](
-            None, None, *pointers, bufs, bars, 1, 0, 0, 1 << 24, 576, batch.table.shape[1], which, 64, 16, True, False
-        )
+        names["produce"](config, SimpleNamespace(left=ring, right=ring), begins, lengths, 1, None, cache, which)
         position = torch.arange(64) + 64 * first
         want = (1000 + position // 16) * (1 << 24) + position % 16 * 576
         assert len(asked) == 3

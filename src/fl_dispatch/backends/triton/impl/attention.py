@@ -34,7 +34,7 @@ SHORT_PER_PROCESSOR = 2
 """Programs of the short route that share a processor."""
 INTERPRETED_PROCESSORS = 4
 FULL = 0.9
-"""How full the last wave of programs has to be."""
+"""Share of the last wave of programs that has to be filled."""
 LEAST_KEYS = 128
 """Keys that are worth a program of their own."""
 LEAST_KEYS_MIXED = 2048
@@ -57,13 +57,13 @@ def _slots(device: torch.device) -> int:
 
 @functools.cache
 def _splits(slots: int, programs: int, most: int) -> int:
-    """Among how many programs the keys of each request are divided: few, but so that the last wave is nearly full."""
+    """Number of programs that share a request's keys: the fewest with which the last wave is nearly full."""
     fill = [0.0] + [programs * splits / slots / -(-programs * splits // slots) for splits in range(1, most + 1)]
     return next((splits for splits in range(1, most + 1) if fill[splits] >= FULL), fill.index(max(fill)))
 
 
 def combining_warps(splits: int, block_dv: int) -> int:
-    """Of a program that adds up ``splits`` parts: few, for it waits for memory, and warps then wait for each other."""
+    """Warps of the combine kernel: few, because it is memory-bound."""
     return max(1, min(4, splits * block_dv // 4096))
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import _share, _span, _tiles
+from .online_softmax import LOG2E, store_part
 
 
 @triton.jit(do_not_specialize=["splits", "TABLE_ROW"])
@@ -84,7 +85,7 @@ def _attention(
             head = tl.program_id(0) + row * 0
             valid = token < new
         length = tl.load(lengths + request)
-        place = length - new + token
+        position = length - new + token
         low, high = _span(length, new, first, TOKENS, BLOCK_N, CAUSAL, WINDOW)
         first_seen = 0
         if WINDOW > 0:
@@ -107,27 +108,21 @@ def _attention(
             value = value_cache + kv_head.to(tl.int64) * VALUE_HEAD
             table = block_table + request.to(tl.int64) * TABLE_ROW
             acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-            top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
-            below = tl.zeros([BLOCK_M], dtype=tl.float32)
-            slope = below
+            m_i = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
+            l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
+            slope = l_i
             if ALIBI:
                 slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32)
             if SINKS and not DIVIDED:
-                top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
-                below += 1.0
-            if SHORT:
-                acc, top, below = _tiles(
-                    acc, top, below, q, key, value, table, start, stop, first_seen, length, place, slope,
-                    SCALE, SOFTCAP, KEY_BLOCK, KEY_SLOT, KEY_DIM, VALUE_BLOCK, VALUE_SLOT, VALUE_DIM,
-                    DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW,
-                    CAPPED, ALIBI, True, PRECISION, NARROW,
-                )  # fmt: skip
-            else:
-                # The tiles that every query of the program sees as a whole.
+                m_i = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+                l_i += 1.0
+            # Spans of tiles: the front edge of a window, those that every query sees as a whole, and the rest.
+            FIRST_SPAN: tl.constexpr = 2 if SHORT else (0 if WINDOW > 0 else 1)
+            whole_start, whole_stop = start, start
+            if not SHORT:
                 before = length - new + first
                 last = tl.minimum(before + TOKENS, length) - 1
                 whole_stop = stop // BLOCK_N * BLOCK_N
-                whole_start = start
                 if CAUSAL:
                     whole_stop = (before + 1) // BLOCK_N * BLOCK_N
                 if WINDOW > 0:
@@ -135,35 +130,28 @@ def _attention(
                         whole_stop = tl.minimum(length, before + WINDOW) // BLOCK_N * BLOCK_N
                     whole_start = tl.cdiv(tl.maximum(last - WINDOW + 1, 0), BLOCK_N) * BLOCK_N
                     whole_start = tl.minimum(whole_start, tl.cdiv(stop, BLOCK_N) * BLOCK_N)
-                    acc, top, below = _tiles(
-                        acc, top, below, q, key, value, table, start, tl.minimum(whole_start, stop), first_seen,
-                        length, place, slope, SCALE, SOFTCAP, KEY_BLOCK, KEY_SLOT, KEY_DIM, VALUE_BLOCK, VALUE_SLOT,
-                        VALUE_DIM, DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CAPPED, ALIBI,
-                        True, PRECISION, NARROW,
-                    )  # fmt: skip
                 whole_stop = tl.maximum(whole_start, whole_stop)
-                acc, top, below = _tiles(
-                    acc, top, below, q, key, value, table, whole_start, whole_stop, first_seen, length, place, slope,
+            for span in tl.static_range(FIRST_SPAN, 3):
+                if span == 0:
+                    span_start, span_stop = start, tl.minimum(whole_start, stop)
+                elif span == 1:
+                    span_start, span_stop = whole_start, whole_stop
+                else:
+                    span_start, span_stop = whole_stop, stop
+                acc, m_i, l_i = _tiles(
+                    acc, m_i, l_i, q, key, value, table, span_start, span_stop, first_seen, length, position, slope,
                     SCALE, SOFTCAP, KEY_BLOCK, KEY_SLOT, KEY_DIM, VALUE_BLOCK, VALUE_SLOT, VALUE_DIM,
                     DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW,
-                    CAPPED, ALIBI, False, PRECISION, NARROW,
-                )  # fmt: skip
-                acc, top, below = _tiles(
-                    acc, top, below, q, key, value, table, whole_stop, stop, first_seen, length, place, slope,
-                    SCALE, SOFTCAP, KEY_BLOCK, KEY_SLOT, KEY_DIM, VALUE_BLOCK, VALUE_SLOT, VALUE_DIM,
-                    DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW,
-                    CAPPED, ALIBI, True, PRECISION, NARROW,
+                    CAPPED, ALIBI, MASKED=span != 1, PRECISION=PRECISION, NARROW=NARROW,
                 )  # fmt: skip
             inside = valid[:, None] & (dim_v[None, :] < DIM_V)
             if not DIVIDED:
-                result = acc / below[:, None]
+                result = acc / l_i[:, None]
                 target = (begin + token).to(tl.int64) * OUT_TOKEN + head * OUT_HEAD
                 tl.store(out + target[:, None] + dim_v[None, :], result.to(out.dtype.element_ty), mask=inside)
             else:
                 index = ((request * TOKENS + token).to(tl.int64) * HEADS + head) * splits + split
-                tl.store(partial + index[:, None] * DIM_V + dim_v[None, :], acc, mask=inside)
-                tl.store(statistics + index * 2, top, mask=valid)
-                tl.store(statistics + index * 2 + 1, below, mask=valid)
+                store_part(partial, statistics, index, dim_v, acc, m_i, l_i, valid, inside, DIM_V)
 
 
 @triton.jit(do_not_specialize=["splits", "most_new"])
@@ -200,19 +188,19 @@ def _combine(
         used = (split < splits) & (low + split * share < high)
         dim = tl.arange(0, BLOCK_DV)
         index = ((request * most_new + token).to(tl.int64) * HEADS + head) * splits + split
-        tops = tl.load(statistics + index * 2, mask=used, other=-1e30)
-        belows = tl.load(statistics + index * 2 + 1, mask=used, other=0.0)
-        top = tl.max(tops, axis=0)
+        m_parts = tl.load(statistics + index * 2, mask=used, other=-1e30)
+        l_parts = tl.load(statistics + index * 2 + 1, mask=used, other=0.0)
+        m_i = tl.max(m_parts, axis=0)
         if SINKS:
-            sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(top, sink)
-        factors = tl.exp2(tops - top)
-        below = tl.sum(belows * factors, axis=0)
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+            m_i = tl.maximum(m_i, sink)
+        alpha = tl.exp2(m_parts - m_i)
+        l_i = tl.sum(l_parts * alpha, axis=0)
         if SINKS:
-            below += tl.exp2(sink - top)
+            l_i += tl.exp2(sink - m_i)
         parts = tl.load(
             partial + index[:, None] * DIM_V + dim[None, :], mask=used[:, None] & (dim[None, :] < DIM_V), other=0.0
         )
-        result = tl.sum(parts * factors[:, None], axis=0) / below
+        result = tl.sum(parts * alpha[:, None], axis=0) / l_i
         target = out + (begin + token).to(tl.int64) * OUT_TOKEN + head * OUT_HEAD
         tl.store(target + dim, result.to(out.dtype.element_ty), mask=dim < DIM_V)

@@ -1,12 +1,11 @@
-"""Tiles of attention over a paged cache: which keys a program takes, and an online softmax in base 2 over them.
-
-After flash attention (Dao, arXiv 2307.08691).
-"""
+"""Tiles of attention over a paged cache: which keys a program takes, and its loop over them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .online_softmax import LOG2E, update
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def _span(length, new, first, tokens, BLOCK_N: tl.constexpr, CAUSAL: tl.constexp
 
 @triton.jit
 def _share(low, high, splits, BLOCK_N: tl.constexpr):
-    """How many keys each of ``splits`` programs takes, a multiple of ``BLOCK_N``."""
+    """Keys that each of ``splits`` programs takes, a multiple of ``BLOCK_N``."""
     return tl.cdiv(tl.cdiv(high - low, splits), BLOCK_N) * BLOCK_N
 
 
@@ -52,8 +51,8 @@ def _page(table, tile, column, first_seen, length, BLOCK_N: tl.constexpr, BLOCK_
 @triton.jit
 def _tiles(
     acc,
-    top,
-    below,
+    m_i,
+    l_i,
     q,
     key,
     value,
@@ -62,7 +61,7 @@ def _tiles(
     stop,
     first_seen,
     length,
-    place,
+    position,
     slope,
     SCALE,
     SOFTCAP,
@@ -94,14 +93,14 @@ def _tiles(
     dim_v = tl.arange(0, BLOCK_DV)
     ahead = _page(table, start, column, first_seen, length, BLOCK_N, BLOCK_SIZE)
     for tile in tl.range(start, stop, BLOCK_N):
-        position = tile + column
+        key_position = tile + column
         if MASKED:
-            inside = (position >= first_seen) & (position < length)
+            inside = (key_position >= first_seen) & (key_position < length)
         page = ahead
         ahead = _page(table, tile + BLOCK_N, column, first_seen, length, BLOCK_N, BLOCK_SIZE)
         if not NARROW:
             page = page.to(tl.int64)
-        slot = position % BLOCK_SIZE
+        slot = key_position % BLOCK_SIZE
         key_row = page * KEY_BLOCK + slot * KEY_SLOT
         value_row = page * VALUE_BLOCK + slot * VALUE_SLOT
         keys = key + (key_row[None, :] + dim[:, None] * KEY_DIM)
@@ -118,32 +117,25 @@ def _tiles(
                 v = tl.load(values)
             else:
                 v = tl.load(values, mask=dim_v[None, :] < DIM_V, other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
-        factor = 1.4426950408889634  # what takes a score to base 2
+        qk = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        qk_scale = LOG2E
         if CAPPED:
-            scores = SOFTCAP * (2.0 * tl.sigmoid(scores * (2.0 * SCALE / SOFTCAP)) - 1.0)
+            qk = SOFTCAP * (2.0 * tl.sigmoid(qk * (2.0 * SCALE / SOFTCAP)) - 1.0)
         elif ALIBI:
-            scores = scores * SCALE
+            qk = qk * SCALE
         else:
-            factor = SCALE * 1.4426950408889634  # goes into the exponent's one multiply-add
+            qk_scale = SCALE * LOG2E  # goes into the exponent's one multiply-add
         if ALIBI or MASKED:
-            distance = place[:, None] - position[None, :]
+            distance = position[:, None] - key_position[None, :]
         if ALIBI:
-            scores -= slope[:, None] * tl.abs(distance).to(tl.float32)
+            qk -= slope[:, None] * tl.abs(distance).to(tl.float32)
+        seen = True
         if MASKED:
             seen = inside[None, :]
             if CAUSAL:
                 seen = seen & (distance >= 0)
             if WINDOW > 0:
                 seen = seen & (tl.abs(distance) < WINDOW)
-            # Finite, so that a row which sees nothing yet has no NaN: what it adds is scaled by 0 later. It must not
-            # meet the factor: a fused multiply-add of it and of its rounded product would be far from 0.
-            scores = tl.where(seen, scores * factor, -1e30)
-            factor = 1.0
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
-        decay = tl.exp2(top - new_top)
-        weights = tl.exp2(scores * factor - new_top[:, None])
-        below = below * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision=PRECISION)
-        top = new_top
-    return acc, top, below
+        p, m_i, l_i, alpha = update(qk, m_i, l_i, qk_scale, seen, MASKED)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_i, l_i

@@ -39,7 +39,7 @@ def _short_way() -> bool:
 
 
 def _hooked() -> bool:
-    """Whether a profiler wants to see launches."""
+    """Return whether a profiler wants to see launches."""
     hook = triton.knobs.runtime.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 

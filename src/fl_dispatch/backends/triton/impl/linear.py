@@ -121,7 +121,10 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels read these tensors as they lie. What PyTorch would refuse does not fit, so that it does."""
+    """Return whether the kernels read these tensors as they lie.
+
+    Returns False for shapes that PyTorch rejects, so PyTorch raises its own error.
+    """
     columns, inner = weight.shape
     return (
         0 not in weight.shape

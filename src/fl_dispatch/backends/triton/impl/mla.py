@@ -18,6 +18,7 @@ from .attention_kernels import _combine
 from .attention_tiles import _share
 from .launch import Launcher, power_of_two
 from .mla_prefill import check_arguments, mla_prefill
+from .online_softmax import LOG2E, store_part, update
 
 __all__ = ["mla_decode", "mla_prefill"]
 
@@ -92,8 +93,8 @@ def _decode(
             q_rope = tl.load(source + RANK + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
         table = block_table + request.to(tl.int64) * TABLE_ROW
         acc = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
-        top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
-        below = tl.zeros([BLOCK_M], dtype=tl.float32)
+        m_i = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
+        l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
         ahead = tl.load(table + (start + column) // BLOCK_SIZE, mask=start + column < stop, other=0)
         for tile in tl.range(start, stop, BLOCK_N):
             position = tile + column
@@ -102,32 +103,25 @@ def _decode(
             ahead = tl.load(table + (position + BLOCK_N) // BLOCK_SIZE, mask=position + BLOCK_N < stop, other=0)
             latent = cache + (page * CACHE_BLOCK + position % BLOCK_SIZE * CACHE_SLOT)[:, None]
             kv = tl.load(latent + rank[None, :], mask=inside[:, None] & (rank < RANK)[None, :], other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(kv), input_precision=PRECISION)
+            qk = tl.dot(q, tl.trans(kv), input_precision=PRECISION)
             if ROPE > 0:
                 k_rope = tl.load(
                     latent + RANK + rope[None, :], mask=inside[:, None] & (rope < ROPE)[None, :], other=0.0
                 ).to(q.dtype)
-                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision=PRECISION)
+                qk = tl.dot(q_rope, tl.trans(k_rope), qk, input_precision=PRECISION)
             seen = inside[None, :]
             if CAUSAL:
                 seen = seen & (position[None, :] <= place[:, None])
-            scores = tl.where(seen, scores * (SCALE * 1.4426950408889634), -1e30)
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            decay = tl.exp2(top - new_top)
-            weights = tl.exp2(scores - new_top[:, None])
-            below = below * decay + tl.sum(weights, axis=1)
-            acc = tl.dot(weights.to(q.dtype), kv, acc * decay[:, None], input_precision=PRECISION)
-            top = new_top
+            p, m_i, l_i, alpha = update(qk, m_i, l_i, SCALE * LOG2E, seen, True)
+            acc = tl.dot(p.to(q.dtype), kv, acc * alpha[:, None], input_precision=PRECISION)
         inside = valid[:, None] & (rank < RANK)[None, :]
         if not DIVIDED:
             target = (begin + token).to(tl.int64) * OUT_TOKEN + head * OUT_HEAD
-            result = acc / below[:, None]
+            result = acc / l_i[:, None]
             tl.store(out + target[:, None] + rank[None, :], result.to(out.dtype.element_ty), mask=inside)
         elif start < length:  # a part that causality hides adds nothing, but is read
             index = ((request * MOST_NEW + token).to(tl.int64) * HEADS + head) * splits + split
-            tl.store(partial + index[:, None] * RANK + rank[None, :], acc, mask=inside)
-            tl.store(statistics + index * 2, top, mask=valid)
-            tl.store(statistics + index * 2 + 1, below, mask=valid)
+            store_part(partial, statistics, index, rank, acc, m_i, l_i, valid, inside, RANK)
 
 
 _launch_decode = Launcher(_decode)

@@ -11,6 +11,7 @@ from fl_dispatch.errors import NotSupported
 
 from . import hopper
 from .launch import Launcher, power_of_two
+from .online_softmax import LOG2E, update
 
 PREFILL_TILE, PREFILL_TILE_WIDE = (128, 64, 8, 3), (32, 32, 4, 2)
 """Queries, keys, warps, stages; for half types, and for float32."""
@@ -19,8 +20,8 @@ PREFILL_TILE, PREFILL_TILE_WIDE = (128, 64, 8, 3), (32, 32, 4, 2)
 @triton.jit
 def _attend(
     acc,
-    top,
-    below,
+    m_i,
+    l_i,
     q,
     q_rest,
     keys,
@@ -58,29 +59,21 @@ def _attend(
         else:
             k = tl.load(key + dim[:, None], mask=(dim < DIM)[:, None], other=0.0)
             v = tl.load(value, mask=(dim_v < DIM_V)[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION)
+        qk = tl.dot(q, k, input_precision=PRECISION)
         if DIM > BLOCK_D:
             if MASKED:
                 more = tl.load(key + rest[:, None], mask=inside[None, :] & (rest < DIM)[:, None], other=0.0)
             else:
                 more = tl.load(key + rest[:, None], mask=(rest < DIM)[:, None], other=0.0)
-            scores = tl.dot(q_rest, more, scores, input_precision=PRECISION)
-        factor = SCALE * 1.4426950408889634
+            qk = tl.dot(q_rest, more, qk, input_precision=PRECISION)
+        seen = True
         if MASKED:
             seen = inside[None, :]
             if CAUSAL:
                 seen = seen & (position[None, :] <= place[:, None])
-            scores = tl.where(seen, scores * factor, -1e30)
-            factor = 1.0
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * factor)
-        decay = tl.exp2(top - new_top)
-        weights = tl.exp2(scores * factor - new_top[:, None])
-        if MASKED:  # of a row that sees nothing yet, the largest score is the mask's, too
-            weights = tl.where(seen, weights, 0.0)
-        below = below * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision=PRECISION)
-        top = new_top
-    return acc, top, below
+        p, m_i, l_i, alpha = update(qk, m_i, l_i, SCALE * LOG2E, seen, MASKED, EMPTY_ROWS=MASKED)
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_i, l_i
 
 
 @triton.jit(do_not_specialize=["LSE_HEAD"])
@@ -142,19 +135,19 @@ def _prefill(
             stop = tl.maximum(0, tl.minimum(length, before + BLOCK_M))
             whole_stop = tl.maximum(0, tl.minimum(length, before + 1)) // BLOCK_N * BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
-        top = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
-        below = tl.zeros([BLOCK_M], dtype=tl.float32)
-        acc, top, below = _attend(
-            acc, top, below, q, q_rest, keys, values, 0, whole_stop, length, place, SCALE, KEY_TOKEN, VALUE_TOKEN,
+        m_i = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
+        l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, q, q_rest, keys, values, 0, whole_stop, length, place, SCALE, KEY_TOKEN, VALUE_TOKEN,
             DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_DV, CAUSAL, False, PRECISION,
         )  # fmt: skip
-        acc, top, below = _attend(
-            acc, top, below, q, q_rest, keys, values, whole_stop, stop, length, place, SCALE, KEY_TOKEN, VALUE_TOKEN,
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, q, q_rest, keys, values, whole_stop, stop, length, place, SCALE, KEY_TOKEN, VALUE_TOKEN,
             DIM, DIM_V, BLOCK_N, BLOCK_D, BLOCK_REST, BLOCK_DV, CAUSAL, True, PRECISION,
         )  # fmt: skip
-        some = below > 0.0
-        result = acc / tl.where(some, below, 1.0)[:, None]
-        total = tl.where(some, (top + tl.log2(tl.where(some, below, 1.0))) * 0.6931471805599453, float("-inf"))
+        some = l_i > 0.0
+        result = acc / tl.where(some, l_i, 1.0)[:, None]
+        total = tl.where(some, (m_i + tl.log2(tl.where(some, l_i, 1.0))) * 0.6931471805599453, float("-inf"))
         target = (begin + token).to(tl.int64) * OUT_TOKEN + head * OUT_HEAD
         inside = valid[:, None] & (dim_v < DIM_V)[None, :]
         tl.store(out + target[:, None] + dim_v[None, :], result.to(out.dtype.element_ty), mask=inside)

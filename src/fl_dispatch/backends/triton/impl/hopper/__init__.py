@@ -1,12 +1,11 @@
-"""Attention for Hopper alone, in Gluon: where its kernels apply, and their launch.
+"""Attention for Hopper alone, in Gluon: the tensors that its kernels take, and their launch.
 
-The plain kernels compute a tile's softmax and its products one after the other. Here a group of warps does nothing but
-load, and two groups of 64 queries each multiply; each issues the products of the next keys and of the last values
-before its softmax, and neither waits for the other. So matrix units work while weights are computed. Decoding of latent
-attention, where all heads share the keys, has a kernel of the same parts for many rows of a request. Both kernels need
-instructions of one chip and an experimental part of Triton, so they are only taken where both are known: on compute
-capability 9, with a tested version, for shapes and options that it has. Everything else takes the plain kernel, and
-``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
+The plain kernels compute a tile's softmax and its products one after the other. Here warps specialize: producers load,
+consumers multiply, and the tensor cores work while a softmax is computed. :mod:`.prefill` is for many queries of a
+request, :mod:`.latent_decode` for decoding of latent attention; both stand on :mod:`.pipeline`, and ``docs/hopper.md``
+draws who waits for whom. They need instructions of one chip and an experimental part of Triton, so they are taken on
+compute capability 9, with a tested version, for the shapes and options that they have. Everything else takes the plain
+kernel, and ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
 """
 
 from __future__ import annotations
@@ -26,25 +25,24 @@ from ..launch import INTERPRETED, Launcher
 logger = get_logger(__name__)
 
 TESTED = ((3, 6),)
-"""Versions of Triton with which the kernels are tested and measured on a GPU. Of the others 3.9, for one, has renamed
-what it uses."""
+"""Versions of Triton with which the kernels are tested and measured on a GPU."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Sizes of a head's key, as a power of two and the rest."""
 VALUE_DIMENSIONS = (64, 128)
 LATENT_RANK, LATENT_ROPE = 512, 64
-"""What the kernel for latent attention has: those of DeepSeek-V2 and V3."""
+"""Rank and rotary part of the latent rows: those of DeepSeek-V2 and V3."""
 LATENT_ROWS, LATENT_KEYS = 64, 64
-"""Its tile."""
+"""Tile of the kernel for latent attention."""
 ALIGNMENT = 16
-"""What strides have to be multiples of, and pointers' bytes: copies move 16 bytes, and the compiler has to know it."""
+"""Divisor of strides and of pointers, which the compiler has to know, because copies move 16 bytes."""
 WARPS = 4
-"""Of the first group, which multiplies, as the second one; the kernels say how many load."""
+"""Warps of each consumer."""
 LIMIT = 1 << 31
 
 
 def why_unavailable(device: torch.device) -> str:
-    """In words why the kernels cannot run on a device, or an empty string; logged once."""
+    """Return why the kernels cannot run on a device, or an empty string; logged once."""
     return _why_unavailable(device, get_settings().chip_features)
 
 
@@ -75,7 +73,7 @@ def _why_unavailable(device: torch.device, chip_features: bool) -> str:
 @functools.cache
 def _launcher() -> Launcher:
     """Imports Gluon, which not every Triton has."""
-    from .kernel import attention
+    from .prefill.kernel import attention
 
     return Launcher(attention)
 
@@ -83,7 +81,7 @@ def _launcher() -> Launcher:
 @functools.cache
 def _latent_launcher() -> Launcher:
     """Imports Gluon, which not every Triton has."""
-    from .latent_kernel import latent_attention
+    from .latent_decode.kernel import latent_attention
 
     return Launcher(latent_attention)
 
@@ -94,7 +92,7 @@ def _processors(device: torch.device) -> int:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel runs for these tensors, whose last dimension is a head's and whose rows are side by side."""
+    """Return whether the prefill kernel takes these tensors, whose last dimension is a head's."""
     if why_unavailable(query.device):
         return False
     if query.shape[-1] not in DIMENSIONS or value.shape[-1] not in VALUE_DIMENSIONS:
@@ -103,7 +101,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def fits_latent(query: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
-    """Whether the kernel for decoding of latent attention runs for these tensors."""
+    """Return whether the kernel for decoding of latent attention takes these tensors."""
     if why_unavailable(query.device):
         return False
     if kv_lora_rank != LATENT_RANK or query.shape[-1] != LATENT_RANK + LATENT_ROPE:
@@ -112,7 +110,7 @@ def fits_latent(query: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
 
 
 def _aligned_halves(*tensors: Tensor) -> bool:
-    """Whether all have one half type, and rows that the kernels can copy."""
+    """Return whether all have one half type, and rows that the kernels can copy."""
     dtype = tensors[0].dtype
     if dtype not in (torch.float16, torch.bfloat16) or any(tensor.dtype != dtype for tensor in tensors):
         return False
@@ -137,7 +135,7 @@ def attend_paged(
     least_new: int,
     narrow: bool,
 ) -> None:
-    """Attention of the requests with at least ``least_new`` new tokens. Where :func:`fits`, without window, cap, bias.
+    """Attention of the requests with at least ``least_new`` new tokens, if :func:`fits`; no window, cap or bias.
 
     Args:
         narrow: the blocks of both caches lie within 2**31 elements.
@@ -182,7 +180,7 @@ def attend(
 
 
 def latent_slots(device: torch.device) -> int:
-    """How many programs of the kernel for latent attention the device runs at a time."""
+    """Programs of the kernel for latent attention that the device runs at a time."""
     return _processors(device)
 
 
@@ -197,7 +195,7 @@ def decode_latent(
     causal: bool,
     most_new: int,
 ) -> None:
-    """Decoding of latent attention where :func:`fits_latent`.
+    """Decoding of latent attention, if :func:`fits_latent`.
 
     Args:
         tensors, numbers: query, cache, block table, query starts, lengths, out, partial results, their statistics; then

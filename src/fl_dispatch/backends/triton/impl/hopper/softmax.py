@@ -3,40 +3,73 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .aggregates import aggregate
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+NOTHING = gl.constexpr(-1e30)
+"""A masked score, and ``m_i`` of a row that has seen nothing. Finite, so that such a row has no NaN."""
+
+
+@aggregate
+class Mask:
+    """The keys that queries see: those before ``stop``, and with ``causal`` those up to the query's own position."""
+
+    position: gl.tensor
+    stop: gl.tensor
+    causal: gl.constexpr
+
+    @gluon.jit
+    def seen(self, qk, start_n):
+        """Return which scores ``qk`` of the tile of keys from ``start_n`` on count."""
+        column = gl.arange(0, qk.shape[1], layout=gl.SliceLayout(0, qk.type.layout))
+        seen = (start_n + column < self.stop)[None, :]
+        if self.causal:
+            seen = seen & (start_n + column[None, :] <= self.position[:, None])
+        return seen
+
 
 @gluon.jit
-def softmax(scores, top, below, start, place, length, factor, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """Weights of a tile, and what its largest scores make of the sums before it."""
+def softmax(qk, m_i, l_i, start_n, mask, qk_scale, MASKED: gl.constexpr):
+    """Weights ``p`` of a tile, the rows' new maximum and sum, and ``alpha``, which rescales the sums before it."""
     if MASKED:
-        column = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
-        seen = (start + column < length)[None, :]
-        if CAUSAL:
-            seen = seen & (start + column[None, :] <= place[:, None])
-        # Finite, so that rows which see nothing here have no NaN; tiles come from the last to the first, and what such
-        # a row adds is scaled by 0 once it sees a key.
-        scores = gl.where(seen, scores * factor, -1e30)
-        new_top = gl.maximum(top, gl.max(scores, axis=1))
-        weights = gl.exp2(scores - new_top[:, None])
+        # Tiles come from the last to the first. A row that sees nothing here adds to its sums all the same, because
+        # alpha is 0 as soon as it sees a key.
+        qk = gl.where(mask.seen(qk, start_n), qk * qk_scale, NOTHING)
+        m_new = gl.maximum(m_i, gl.max(qk, axis=1))
+        p = gl.exp2(qk - m_new[:, None])
     else:
-        new_top = gl.maximum(top, gl.max(scores, axis=1) * factor)
-        weights = gl.exp2(scores * factor - new_top[:, None])
-    decay = gl.exp2(top - new_top)
-    return weights, new_top, below * decay + gl.sum(weights, axis=1), decay
+        m_new = gl.maximum(m_i, gl.max(qk, axis=1) * qk_scale)
+        p = gl.exp2(qk * qk_scale - m_new[:, None])
+    alpha = gl.exp2(m_i - m_new)
+    return p, m_new, l_i * alpha + gl.sum(p, axis=1), alpha
 
 
 @gluon.jit
-def pack(weights, dtype: gl.constexpr):
+def saw_keys(m_i):
+    """Return which rows have seen a key."""
+    return m_i > NOTHING / 10
+
+
+@gluon.jit
+def inverse(m_i, l_i):
+    """Factor that ends the softmax: results of rows that see nothing are 0."""
+    return gl.where(saw_keys(m_i), 1.0 / l_i, 0.0)
+
+
+@gluon.jit
+def pack(p, dtype: gl.constexpr):
     """Weights as they are carried around a loop: two in a number of 32 bits, which is how a product takes them."""
-    low, high = gl.split(gl.reshape(weights, [weights.shape[0], weights.shape[1] // 2, 2]))
+    low, high = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))
     CVT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(CVT, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def unpack(packed, dtype: gl.constexpr, P: gl.constexpr):
-    """The operand of a product."""
+def unpack(packed, acc, dtype: gl.constexpr):
+    """The first operand of a product that is added to ``acc``."""
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     half = gl.cast(gl.reshape(gl.join(low, high), [packed.shape[0], packed.shape[1] * 2]), dtype, bitcast=True)
-    return gl.convert_layout(half, P)
+    return gl.convert_layout(half, gl.DotOperandLayout(0, acc.type.layout, 2))

@@ -1,0 +1,220 @@
+"""Compiles attention's and the experts' kernels for sm_90 without a GPU: calls of operators on tensors without memory.
+
+``kernel_code.py`` runs this file once for each tree that it compares, with that tree's ``src`` on the path. An operator
+chooses its kernels as on an H200 with 132 processors; a launch compiles and does not run.
+
+    python benchmarks/kernel_cases.py FOLDER [--case TEXT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from fl_dispatch.backends.triton.impl import attention, hopper, launch, mla, mla_prefill, moe
+
+TARGET = GPUTarget("cuda", 90, 32)
+H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
+
+
+class CompilingDriver:
+    """Stands in for Triton's driver: it knows a target, and no device."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of an operator, and whether the kernels for Hopper are offered."""
+
+    name: str
+    call: Callable[[], object]
+    hopper: bool = True
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _integers(*shape: int) -> Tensor:
+    return _empty(*shape, dtype=torch.int32)
+
+
+def _paged(
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    new: int,
+    *,
+    dim_v: int = 0,
+    requests: int = 4,
+    block_size: int = 16,
+    blocks: int = 1024,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> None:
+    attention.paged_attention(
+        _empty(new * requests, heads, dim, dtype=dtype),
+        _empty(blocks, block_size, kv_heads, dim, dtype=dtype),
+        _empty(blocks, block_size, kv_heads, dim_v or dim, dtype=dtype),
+        _integers(requests, 256),
+        _integers(requests + 1),
+        _integers(requests),
+        new,
+        4096,
+        0.1,
+        **options,
+    )
+
+
+def _latent(heads: int, new: int, requests: int, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    mla.mla_decode(
+        _empty(new * requests, heads, 576, dtype=dtype),
+        _empty(1024, 64, 576, dtype=dtype),
+        _integers(requests, 64),
+        _integers(requests + 1),
+        _integers(requests),
+        new,
+        4096,
+        0.1,
+        512,
+        **options,
+    )
+
+
+def _latent_prefill(dim: int, dim_v: int, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    query, key, value = (_empty(2048, 16, size, dtype=dtype) for size in (dim, dim, dim_v))
+    mla_prefill.mla_prefill(query, key, value, _integers(5), _integers(5), 512, 512, 0.1, **options)
+
+
+def _experts(tokens: int, *, dtype: torch.dtype = torch.bfloat16, gated: bool = True, **options: Any) -> None:
+    experts, hidden, inner, topk = 64, 2048, 1024, 8
+    moe.fused_moe(
+        _empty(tokens, hidden, dtype=dtype),
+        _empty(experts, 2 * inner if gated else inner, hidden, dtype=dtype),
+        _empty(experts, hidden, inner, dtype=dtype),
+        _empty(tokens, topk, dtype=torch.float32),
+        _integers(tokens, topk),
+        **options,
+    )
+
+
+HALF, WIDE = torch.float16, torch.float32
+CASES = (
+    Case("prefill 64", lambda: _paged(64, 8, 8, 512)),
+    Case("prefill 128", lambda: _paged(128, 32, 8, 512)),
+    Case("prefill 128, float16", lambda: _paged(128, 32, 8, 512, dtype=HALF)),
+    Case("prefill 128, not causal", lambda: _paged(128, 32, 8, 512, causal=False)),
+    Case("prefill 128, one request of 8192", lambda: _paged(128, 32, 8, 8192, requests=1, block_size=32)),
+    Case("prefill 128, caches beyond 2**31", lambda: _paged(128, 32, 8, 512, blocks=1 << 18)),
+    Case("prefill 192 and 128", lambda: _paged(192, 16, 16, 512, dim_v=128)),
+    Case("latent prefill 192 and 128", lambda: _latent_prefill(192, 128)),
+    Case("latent prefill 192 and 128, not causal", lambda: _latent_prefill(192, 128, causal=False)),
+    Case("latent prefill 128 and 64, float16", lambda: _latent_prefill(128, 64, dtype=HALF)),
+    Case("latent decode 128 heads", lambda: _latent(128, 1, 256)),
+    Case("latent decode 128 heads, float16", lambda: _latent(128, 1, 256, dtype=HALF)),
+    Case("latent decode 128 heads, keys split", lambda: _latent(128, 1, 4)),
+    Case("latent decode 16 heads, 4 new", lambda: _latent(16, 4, 256)),
+    Case("latent decode 64 heads, not causal", lambda: _latent(64, 1, 256, causal=False)),
+    Case("plain prefill 128", lambda: _paged(128, 32, 8, 512), hopper=False),
+    Case("plain prefill 128, window, cap, sinks", lambda: _paged(
+        128, 32, 8, 512, sliding_window=1024, softcap=30.0, sinks=_empty(32), alibi_slopes=_empty(32, dtype=WIDE)
+    ), hopper=False),
+    Case("plain prefill 128, float32", lambda: _paged(128, 32, 8, 512, dtype=WIDE), hopper=False),
+    Case("plain decode 128", lambda: _paged(128, 32, 8, 1), hopper=False),
+    Case("plain decode 256, not split", lambda: _paged(256, 16, 8, 1, requests=512), hopper=False),
+    Case("plain latent decode 16 heads", lambda: _latent(16, 1, 4), hopper=False),
+    Case("plain latent decode 128 heads", lambda: _latent(128, 1, 256), hopper=False),
+    Case("plain latent prefill 192 and 128", lambda: _latent_prefill(192, 128), hopper=False),
+    Case("plain latent prefill, not causal", lambda: _latent_prefill(192, 128, causal=False), hopper=False),
+    Case("experts, 4 tokens", lambda: _experts(4), hopper=False),
+    Case("experts, 1 token", lambda: _experts(1), hopper=False),
+    Case("experts, 128 tokens", lambda: _experts(128), hopper=False),
+    Case("experts, 4096 tokens", lambda: _experts(4096), hopper=False),
+    Case("experts, no gate, weight on input", lambda: _experts(
+        256, gated=False, activation="relu2_no_mul", apply_router_weight_on_input=True
+    ), hopper=False),
+    Case("experts, 64 tokens, float32", lambda: _experts(64, dtype=WIDE), hopper=False),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
+    """Compile what is launched instead of running it."""
+
+    def compile_only(
+        launcher: Any, grid: Any, tensors: Any, numbers: Any, *, sizes: Any = (), warps: int = 4, stages: int = 3
+    ) -> None:
+        arguments = (*tensors, *sizes, *numbers)
+        compiled.append(launcher.kernel.warmup(*arguments, grid=grid, num_warps=warps, num_stages=stages))
+
+    with (
+        mock.patch.object(launch.Launcher, "__call__", compile_only),
+        mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
+    ):
+        yield
+
+
+def compile_case(case: Case) -> list[Any]:
+    """The kernels that a case launches, compiled, each once."""
+    compiled: list[Any] = []
+    with launches(case.hopper, compiled):
+        case.call()
+    return list({id(kernel): kernel for kernel in compiled}.values())
+
+
+def main() -> None:
+    """Write each kernel's code into the folder, and ``kernels.json``, which names them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--case", default="", help="only cases with this text in their name")
+    options = parser.parse_args()
+    triton.runtime.driver.set_active(CompilingDriver())
+    kernels: list[dict[str, Any]] = []
+    for case in CASES:
+        if options.case not in case.name:
+            continue
+        try:
+            compiled = compile_case(case)
+        except (triton.CompilationError, RuntimeError) as error:
+            kernels.append({"case": case.name, "error": str(error).strip().splitlines()[-1]})
+            continue
+        for kernel in compiled:
+            file = f"{len(kernels)}.cubin"
+            (options.folder / file).write_bytes(kernel.asm["cubin"])
+            row = {"case": case.name, "name": kernel.metadata.name, "file": file, "shared": kernel.metadata.shared}
+            kernels.append(row)
+    ptxas = triton.knobs.nvidia.ptxas
+    made = {
+        "tree": str(Path(hopper.__file__).parents[5]),
+        "tools": str(Path(ptxas.path).parent),
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "ptxas": ptxas.version,
+        "kernels": kernels,
+    }
+    (options.folder / "kernels.json").write_text(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The kernel for decoding of latent attention: its shared memory, and its four groups of warps."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..aggregates import aggregate
+from ..pipeline import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS, Ring, barriers, buffers
+from ..products import ROWS
+from ..rows import Rows
+from .consumer import Partial, consume
+from .producer import LatentCache, produce
+from .work import HALF, KEYS, PRODUCER_WARPS, ROTARY, STAGES, Config
+
+
+@aggregate
+class Pipeline:
+    """Shared memory through which producers and consumers meet; it takes all that a processor has.
+
+    The queries, which stay, are published with the first tile of keys.
+    """
+
+    q_left: gl.shared_memory_descriptor
+    q_right: gl.shared_memory_descriptor
+    q_rotary: gl.shared_memory_descriptor
+    left: Ring  # first halves of latent rows
+    right: Ring  # second halves, and the rotary parts
+    scored: gl.shared_memory_descriptor  # arrived at once, when the first consumer has its first scores
+
+
+@gluon.jit
+def alloc(dtype: gl.constexpr):
+    """Allocate the pipeline."""
+    q_left = buffers(dtype, 1, ROWS, HALF)
+    q_right = buffers(dtype, 1, ROWS, HALF)
+    q_rotary = buffers(dtype, 1, ROWS, ROTARY)
+    left = buffers(dtype, STAGES, KEYS, HALF)
+    right = buffers(dtype, STAGES, KEYS, HALF)
+    rotary = buffers(dtype, STAGES, KEYS, ROTARY)
+    left_ring = Ring(left, left, barriers(STAGES), barriers(STAGES), 0, STAGES)
+    right_ring = Ring(right, rotary, barriers(STAGES), barriers(STAGES), 0, STAGES)
+    scored = barriers(1)
+    mbarrier.init(scored.index(0), count=1)
+    for index in gl.static_range(STAGES):
+        mbarrier.init(left_ring.full.index(index), count=1)
+        mbarrier.init(right_ring.full.index(index), count=1)
+        mbarrier.init(left_ring.free.index(index), count=CONSUMERS)
+        mbarrier.init(right_ring.free.index(index), count=CONSUMERS)
+    return Pipeline(q_left, q_right, q_rotary, left_ring, right_ring, scored)
+
+
+# Triton's launcher takes numbers and tensors alone, so the aggregates are made here.
+@gluon.jit(do_not_specialize=["splits", "TABLE_ROW"])
+def latent_attention(
+    query,
+    cache,
+    block_table,
+    query_starts,
+    lengths,
+    out,
+    partial,
+    statistics,
+    splits,
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    CACHE_BLOCK,
+    CACHE_SLOT,
+    OUT_TOKEN,
+    OUT_HEAD,
+    TABLE_ROW,
+    SCALE,
+    HEADS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MOST_NEW: gl.constexpr,
+    DIVIDED: gl.constexpr,
+):
+    """Grid: tiles of ``ROWS`` rows, requests, splits. Row ``token * HEADS + head`` of a request.
+
+    Each program has all of a processor's memory.
+    """
+    config = Config(HEADS, BLOCK_SIZE, CAUSAL, MOST_NEW, DIVIDED)
+    pipeline = alloc(query.dtype.element_ty)
+    # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
+    queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))
+    results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
+    latents = LatentCache(cache, gl.to_tensor(CACHE_BLOCK), gl.to_tensor(CACHE_SLOT), block_table, TABLE_ROW)
+    parts = Partial(partial, statistics, splits)
+    gl.warp_specialize(
+        [
+            (consume, (config, pipeline, query_starts, lengths, results, parts, SCALE, 0)),
+            (consume, (config, pipeline, query_starts, lengths, results, parts, SCALE, 1)),
+            (produce, (config, pipeline, query_starts, lengths, splits, queries, latents, 0)),
+            (produce, (config, pipeline, query_starts, lengths, splits, queries, latents, 1)),
+        ],
+        [4, PRODUCER_WARPS, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,69 @@
+"""Rows in global memory: copies of them into shared memory, and stores of results."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from .aggregates import aggregate
+
+# Triton 3.9 has another name for it.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@aggregate
+class Rows:
+    """A tensor ``[tokens, heads, …]`` whose last dimension is contiguous."""
+
+    pointer: gl.tensor
+    token_stride: gl.tensor
+    head_stride: gl.tensor
+
+    @gluon.jit
+    def offsets(self, token, head):
+        """Offsets of the rows of tokens and heads."""
+        return token.to(gl.int64) * self.token_stride + head.to(gl.int64) * self.head_stride
+
+
+@gluon.constexpr_function
+def copy_layout(warps):
+    """Copies of 16 bytes a thread: a warp takes 4 rows of 128 bytes at a time."""
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def copy_rows(buffer, source, rows, mask, FIRST: gl.constexpr, SIZE: gl.constexpr, L: gl.constexpr):
+    """Start to copy ``SIZE`` elements, from ``FIRST`` on, of each row; rows outside the mask become 0."""
+    column = FIRST + gl.arange(0, SIZE, layout=gl.SliceLayout(0, L))
+    async_load(buffer, source + rows[:, None] + column[None, :], mask=mask[:, None])
+
+
+@gluon.jit
+def copy_tile(tile, source, rows, mask, FIRST: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, L: gl.constexpr):
+    """Start to copy both parts of a tile, ``MAIN`` and ``REST`` elements, from ``FIRST`` on."""
+    copy_rows(tile.main, source, rows, mask, FIRST, MAIN, L)
+    if REST > 0:
+        copy_rows(tile.rest, source, rows, mask, FIRST + MAIN, REST, L)
+
+
+@gluon.constexpr_function
+def store_layout(rows, columns):
+    """An accumulator's layout, but for 16 bytes in a row a thread: four threads swap values, and write 64 bytes."""
+    wide = [[0, column] for column in (32, 64, 128) if column < columns]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *wide],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [rows, columns],
+    )
+
+
+@gluon.jit
+def store_rows(out, acc, work, token, head, FIRST: gl.constexpr, L: gl.constexpr):
+    """Write rows of results, of tokens within a request and heads, to columns from ``FIRST`` on.
+
+    ``L`` is :func:`store_layout`, which ``token`` and ``head`` are made for.
+    """
+    column = FIRST + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, L))
+    target = out.pointer + out.offsets(work.begin + token, head)[:, None] + column[None, :]
+    gl.store(target, gl.convert_layout(acc.to(out.pointer.dtype.element_ty), L), mask=(token < work.new)[:, None])
