@@ -48,7 +48,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     own = SimpleNamespace(Stream=Stream, Event=Event, NimbusGraph=NimbusGraph, current_stream=lambda: "current")
     monkeypatch.setattr(torch, "nimbus", own, raising=False)
-    yield own
+    return own
 
 
 def test_vllms_names_mean_the_devices_own_streams_events_and_graphs(module: Any) -> None:
