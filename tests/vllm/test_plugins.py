@@ -112,9 +112,10 @@ def test_where_it_stays_off_its_variables_are_still_known_to_vllm(monkeypatch: p
 def test_switched_off_it_leaves_a_machine_to_vllm_that_vllm_covers(monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
+    from fl_dispatch import SelectionPolicy
     from fl_dispatch.settings import get_settings
 
-    off = replace(get_settings(), enabled=False)
+    off = replace(get_settings(), policy=SelectionPolicy(enabled=False))
     monkeypatch.setattr(startup, "get_settings", lambda: off)
     for in_tree, active in (("cpu", False), (None, True)):
         monkeypatch.setattr(detection, "in_tree_platform", lambda found=in_tree: found)
