@@ -30,5 +30,4 @@ def rms_norm_template(
     y = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon)
     if weight is not None:
         y = y.to(x.dtype) * weight
-    y = y.to(x.dtype).contiguous()
-    return y if residual is None else (y, total.to(x.dtype).contiguous())
+    return y.to(x.dtype) if residual is None else (y.to(x.dtype), total.to(x.dtype))
