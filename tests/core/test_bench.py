@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from fl_dispatch.evidence.cases import Case, Place, cases
 from test_cli import fl
 
 from builders import impl
 from fl_dispatch import DispatchError, get_default_manager
 from fl_dispatch.cli import bench as command
 from fl_dispatch.evidence.bench import bench
-from fl_dispatch.evidence.cases import Case, Place, cases
 from fl_dispatch.evidence.plot import plot
 from fl_dispatch.evidence.rates import Rates, sets_to_rotate
 from fl_dispatch.evidence.timing import HOST_CALLS, LEAST_ROUNDS, WARMUPS, Clock
