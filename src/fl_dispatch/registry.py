@@ -10,9 +10,13 @@ from typing import Any
 
 from .errors import RegistrationError
 from .locking import writers
+from .logger_manager import get_logger
 from .ops import OPERATORS
+from .settings.names import suggestion
 from .signatures import Convention, convention_of
 from .types import OpImpl
+
+logger = get_logger(__name__)
 
 Impls = Mapping[str, tuple[OpImpl, ...]]
 _EMPTY: Impls = MappingProxyType({})
@@ -60,6 +64,9 @@ class OpRegistry:
             RegistrationError: see :meth:`register_impl`.
         """
         new = tuple(impls)
+        for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
+            if meant := suggestion(op_name):
+                logger.warning("%s registers '%s', which nobody declared%s", source or "a plugin", op_name, meant)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
         with writers:
             merged = dict(self._impls)

@@ -177,7 +177,8 @@ def paged_attention(
     Args:
         query: ``[tokens, heads, head_dim]``, floating point.
         key_cache: ``[blocks, block_size, kv_heads, head_dim]``, a view in any strides.
-        value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise.
+        value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise. Slots that hold no token of a request may
+            hold anything, NaN included.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries that no visible key
             needs may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.

@@ -107,7 +107,8 @@ def mla_decode(
     Args:
         query: ``[tokens, heads, kv_lora_rank + rope_dim]``, floating point: the query of each head, multiplied by the
             key projection, then its rotary part.
-        kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides.
+        kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Slots that hold no token of
+            a request may hold anything, NaN included.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries behind the last needed
             block may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
