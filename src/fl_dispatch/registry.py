@@ -18,6 +18,8 @@ from .types import OpImpl
 
 logger = get_logger(__name__)
 
+ALMOST_SURELY = 0.9
+"""How similar to a declared name an operator's must be for a warning: plugins have operators of their own."""
 Impls = Mapping[str, tuple[OpImpl, ...]]
 _EMPTY: Impls = MappingProxyType({})
 
@@ -65,7 +67,7 @@ class OpRegistry:
         """
         new = tuple(impls)
         for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
-            if meant := suggestion(op_name):
+            if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
                 logger.warning("%s registers '%s', which nobody declared%s", source or "a plugin", op_name, meant)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
         with writers:
