@@ -76,7 +76,8 @@ def bench(
     threads, why = free_threads()
     torch.set_num_threads(threads)
     yardstick = Yardstick(Clock(place.device, seconds), wanted)
-    rows, results = Rows(COLUMNS, quiet=file.to_stdout), []
+    rows = Rows(COLUMNS, quiet=file.to_stdout)
+    results: list[Result] = []
 
     def data(complete: bool) -> dict[str, Any]:
         return {**_data(place, dtype, yardstick, results), "complete": complete, "threads": threads}

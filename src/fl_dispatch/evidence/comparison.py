@@ -107,7 +107,9 @@ def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance
         expected: the same in float64.
         tolerance: of an element.
     """
-    problem, worst, missing, rounding = "", None, {}, Rounding()
+    problem, rounding = "", Rounding()
+    worst: Deviation | None = None
+    missing: dict[str, Tensor] = {}
     for (name, output), wanted in zip(outputs, expected, strict=True):
         if output is None or wanted is None or not output.numel():
             continue
