@@ -28,7 +28,7 @@ class Vendor:
     sealed: bool = False
 
     def replace(self, settings: Settings, device: DeviceSpec) -> str:
-        self.running = {key: f"chip.{key}" for key in self.wanted if settings.enabled}
+        self.running = {key: f"chip.{key}" for key in self.wanted if settings.policy.enabled}
         return "" if self.running else "dispatch is off"
 
     def operators(self) -> Mapping[str, str]:

@@ -8,7 +8,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import STANDARD_TOLERANCE, Access, Mode, Sample, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    STANDARD_TOLERANCE,
+    Access,
+    Mode,
+    Sample,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
+from .inputs import rows, shapes
 
 OUTPUT = MappingProxyType({"out": Write(Access.OUTPUT)})
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -91,7 +103,14 @@ def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("empty batch", 0, 4, 16, 16, serving=False)
 
 
-@operator(modes=OPAQUE, fake=_align_fake, samples=_align_samples, workload=_align_workload, work=_align_work)
+@operator(
+    modes=OPAQUE,
+    fake=_align_fake,
+    samples=_align_samples,
+    shapes=shapes.alignment,
+    workload=_align_workload,
+    work=_align_work,
+)
 def moe_align_block_size(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,6 +169,8 @@ def _sum_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     modes=frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER}),
     fake=_sum_fake,
     samples=_sum_samples,
+    probes=rows.moe_sum,
+    shapes=shapes.expert_sums,
     workload=_sum_workload,
     work=_sum_work,
 )
@@ -278,7 +299,10 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     modes=OPAQUE,
     fake=_fake,
     samples=_samples,
+    shapes=shapes.mixture,
+    aliases=("moe", "fused_experts"),
     tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
     workload=_workload,
     work=_work,
 )

@@ -1,0 +1,39 @@
+"""Dtypes and devices on the command line."""
+
+from __future__ import annotations
+
+import torch
+
+from ..devices import detect_device
+from ..errors import DispatchError, text_of
+from ..evidence.verify import DTYPES
+
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES, torch.float64)}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a command line.
+
+    Raises:
+        DispatchError: there is no such dtype among those that operators are tried in.
+    """
+    if name not in NAMES:
+        raise DispatchError(f"unknown dtype '{name}'; there are {', '.join(NAMES)}")
+    return NAMES[name]
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of a command line, by default this machine's.
+
+    Raises:
+        DispatchError: PyTorch does not know it, or cannot use it here.
+    """
+    spec = detect_device()
+    wanted = name or spec.torch_type
+    try:
+        device = torch.device(wanted)
+        torch.zeros(1, device=device)
+    except Exception as error:  # whatever a chip's extension raises, the command ends with it in one message
+        whose = "" if name else f", which the device '{spec.name}' has as its torch type"
+        raise DispatchError(f"PyTorch cannot use the device '{wanted}'{whose}: {text_of(error)}") from error
+    return device
