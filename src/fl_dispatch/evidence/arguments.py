@@ -150,7 +150,7 @@ UNTOUCHED = -1.75
 _NEW = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
 
-class MarkedMemory(TorchDispatchMode):
+class MarkedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, new floating tensors hold :data:`UNTOUCHED`: what an implementation leaves there, it has not written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

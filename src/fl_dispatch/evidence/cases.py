@@ -70,7 +70,7 @@ def cases(operator: Operator, place: Place, tokens: Sequence[int], hidden: Seque
         return
     nowhere = Place(place.dtype, torch.device("meta"))
     for shape in operator.shapes(tokens, hidden):
-        make, plan = (lambda s=shape, p=p: s.make(p) for p in (place, nowhere))  # type: ignore[misc]
+        make, plan = (lambda s=shape, p=p: s.make(p) for p in (place, nowhere))
         yield Case(operator.name, shape.label, shape.tokens, shape.width, make, plan)
 
 

@@ -248,7 +248,7 @@ def _marked(given: Input, function: Callable[..., Any]) -> Named:
         if access is Access.OUTPUT:
             tensor.fill_(UNTOUCHED)
     try:
-        with MarkedMemory():
+        with MarkedMemory():  # type: ignore[no-untyped-call]
             return outputs(given.operator, args, function(*args))
     except Exception:  # the call before was the finding; this one only tells more about it
         return []
