@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from fl_dispatch.backends.triton.availability import why_unserved
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting.host_facts import check
 from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger

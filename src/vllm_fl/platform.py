@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
-from fl_dispatch.backends.triton.availability import why_unserved
 from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fl_dispatch.backends.triton.availability import why_unserved
+from fl_dispatch.devices.triton import why_unserved
 
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 

@@ -16,9 +16,8 @@ import triton
 from torch import Tensor
 
 from fl_dispatch.devices import CUDA, detect_device
+from fl_dispatch.devices.triton import interpreted
 from fl_dispatch.errors import NotSupported
-
-from ..availability import interpreted
 
 TESTED = ((3, 6),)
 """Versions of Triton in which the short way is tested."""
