@@ -15,6 +15,7 @@ from .discovery import (
     get_discovered_plugins,
 )
 from .errors import (
+    BrokenPromiseError,
     ConfigError,
     DispatchError,
     DispatchFrozenError,
@@ -71,6 +72,7 @@ __all__ = [
     "ConfigError",
     "Decision",
     "DispatchError",
+    "BrokenPromiseError",
     "DispatchFrozenError",
     "Manifest",
     "NoImplementationError",

@@ -78,6 +78,10 @@ class NotSupported(DispatchError, NotImplementedError):  # noqa: N818  (it is an
     """An implementation declines these arguments and promises that it has written nothing: the next candidate runs."""
 
 
+class BrokenPromiseError(DispatchError, RuntimeError):
+    """A result is not what the declaration says: another number, dtype, shape or layout."""
+
+
 class RankDivergenceError(DispatchError, RuntimeError):
     """One rank of a group that runs in lockstep would have fallen back while the others did not."""
 

@@ -16,6 +16,7 @@ from .errors import DispatchFrozenError, NoImplementationError
 from .knowledge.availability import Availability
 from .knowledge.counting import CallCounter
 from .knowledge.failures import ArgumentKind, FailureLog, Proofs
+from .knowledge.traces import Traces
 from .locking import writers
 from .logger_manager import get_logger
 from .ops import Operator
@@ -76,6 +77,7 @@ class State:
     Attributes:
         failures: the bans.
         proofs: which implementations have succeeded.
+        traces: which implementations Dynamo can trace.
         availability: which implementations can run here, each asked once.
         counter: calls by implementation, while counting is on.
         facts: what the host stated about the process.
@@ -95,6 +97,7 @@ class State:
         self.registry, self.changed, self.view = registry, changed, view
         self.failures = FailureLog()
         self.proofs = Proofs()
+        self.traces = Traces()
         self.availability = Availability()
         self.counter = CallCounter()
         self.facts: Mapping[str, Any] = {}
@@ -122,6 +125,7 @@ class State:
             available=self.availability.of,
             banned=self.failures.as_a_whole if bans else lambda impl: "",
             facts=self.facts,
+            untraceable=self.traces.untraceable(),
         )
 
     def who_may_run(self, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:

@@ -63,7 +63,8 @@ class OpImpl:
             implementation itself raises ``NotSupported`` for tensors elsewhere, which then counts as not chosen, but
             is raised while dispatch is frozen.
         signature: ``"checked"``, or ``"unchecked"`` for a callable whose parameters cannot be inspected.
-        opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator.
+        opaque: Dynamo cannot trace it, so compiled code calls it behind a ``torch.library`` operator; with ``False`` it
+            can. ``None`` has it tried when compiled code first needs it.
 
     Raises:
         ValueError: a vendor is missing, or given for another kind.
@@ -81,7 +82,7 @@ class OpImpl:
     requires: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     device_types: tuple[str, ...] | None = None
     signature: str = "checked"
-    opaque: bool = False
+    opaque: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("op_name", "impl_id"):
@@ -97,8 +98,8 @@ class OpImpl:
             raise ValueError(f"{self.impl_id} of '{self.op_name}': only VENDOR implementations have a vendor")
         if self.signature not in ("checked", "unchecked"):
             raise ValueError(f"{self.impl_id}: signature must be 'checked' or 'unchecked', not {self.signature!r}")
-        if self.opaque not in (True, False):
-            raise ValueError(f"{self.impl_id}: opaque must be True or False, not {self.opaque!r}")
+        if self.opaque not in (True, False, None):
+            raise ValueError(f"{self.impl_id}: opaque must be True, False or None, not {self.opaque!r}")
         if self.priority is None:
             object.__setattr__(self, "priority", int(_DEFAULT_PRIORITY[self.kind]))
 

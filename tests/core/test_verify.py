@@ -161,10 +161,10 @@ def test_an_implementation_may_declare_that_its_bits_vary() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda y: y.double(), "output 0 has the dtype float64, not float32"),
-        (lambda y: y[..., :-1], "output 0 has the shape"),
-        (lambda y: y.unsqueeze(0), "output 0 has the shape"),
-        (lambda y: y.mT.contiguous().mT if y.dim() == 2 else y, "output 0 has the strides"),
+        (lambda y: y.double(), "result 0 has dtype float64, float32 is declared"),
+        (lambda y: y[..., :-1], "result 0 has shape"),
+        (lambda y: y.unsqueeze(0), "result 0 has shape"),
+        (lambda y: y.mT.contiguous().mT if y.dim() == 2 else y, "result 0 has strides"),
         (lambda y: (y, y), "it returns 2 tensors, not 1"),
         (lambda y: None, "it returns 0 tensors, not 1"),
         (lambda y: 3, "it returns something that is no tensor"),

@@ -63,7 +63,7 @@ class Backend(abc.ABC):
         supports: Mapping[str, Callable[..., bool | str]] | None = None,
         properties: Mapping[str, Any] | None = None,
         requires: Mapping[str, Any] | None = None,
-        opaque: bool = False,
+        opaque: bool | None = None,
         device_types: tuple[str, ...] | None = None,
     ) -> list[OpImpl]:
         """One :class:`OpImpl` for each declared operator that this backend has a method for, in the catalogue's order.

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DispatchError
+from ..errors import BrokenPromiseError
 from ..ops import Operator
-from ..selection.decision import Decision
+from ..ops.results import broken_promise
+from ..run.table import Plan
+from ..state import State
 
 KEPT_PROMISES = 4096
 """Kinds of arguments of which a view remembers what results were promised for."""
@@ -32,16 +34,12 @@ def promised(
     return promise
 
 
-def broken(operator: Operator, decision: Decision, result: Any, promise: tuple[Any, ...]) -> DispatchError:
-    """The error for results that are not what compiled code was promised."""
-
-    def text(described: tuple[Any, ...]) -> str:
-        return ", ".join(f"{tuple(one[0])} {one[1]}" if isinstance(one, tuple) else str(one) for one in described)
-
-    return DispatchError(
-        f"'{operator.name}' returned {text(described(result))}, but {text(promise)} is declared; compiled code would "
-        f"read its memory wrongly. One of these ran: {', '.join(impl.impl_id for impl in decision.candidates)}"
-    )
+def broken(operator: Operator, plan: Plan, state: State, args: tuple[Any, ...], result: Any) -> BrokenPromiseError:
+    """The error for results that are not what compiled code was promised; it names who may have run."""
+    branch = plan.decision.branch_for(operator.workload(*args))
+    names = " or ".join(impl.impl_id for impl in state.who_may_run(plan.decision, branch))
+    problem = broken_promise(operator, args, result)
+    return BrokenPromiseError(f"{names} of {operator.name}: {problem}; compiled code would read its memory wrongly")
 
 
 def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:

@@ -112,7 +112,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
             f"    _kind = ({', '.join(kinds)},)",
             f"    _promise = _promises.get(_kind) or _promised({call}, _kind, _promises)",
             "    if _result is not None and _described(_result) != _promise:",
-            "        raise _broken(_table.plans[_key].decision, _result, _promise)",
+            f"        raise _broken(_table.plans[_key], _table.state, {call}, _result)",
         ]
     if targets:
         done = " and ".join(f"_result[{i}] is {name}" for i, name in enumerate(targets))

@@ -14,15 +14,16 @@ from .declaration import Operator
 def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
     """How a result differs from what the declared fake computes for these arguments; empty if it does not.
 
-    A result that is an argument which the call may write lies as that argument does. Strides of dimensions with one
-    element, and those of empty tensors, are free.
+    A result in an argument that the call may write lies as that argument does. Strides of dimensions with one element,
+    and those of empty tensors, are free. Nothing is promised for tensors without strides, nor by a selection.
 
     Args:
         operator: the declaration.
         args: all arguments in the declaration's order; only their dtypes, shapes and strides are read.
         result: what an implementation returned.
     """
-    assert operator.fake is not None
+    if operator.fake is None or any(isinstance(arg, Tensor) and arg.layout is not torch.strided for arg in args):
+        return ""
     got = flat(result)
     for one in got:
         if not isinstance(one, Tensor | None):
@@ -34,14 +35,15 @@ def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
     for index, (fake, real) in enumerate(zip(wanted, got, strict=True)):
         if fake is None or real is None:
             if fake is not real:
-                return f"output {index} is {type(real).__name__}, not {type(fake).__name__}"
+                return f"result {index} is {_kind(real)}, {_kind(fake)} is declared"
             continue
-        for what in ("dtype", "shape"):
+        for what in ("dtype", "shape", "layout"):
             if getattr(fake, what) != getattr(real, what):
-                return f"output {index} has the {what} {_text(getattr(real, what))}, not {_text(getattr(fake, what))}"
-        same = any(real is tensor for tensor in written)
-        if not same and fake.numel() and _strides(fake) != _strides(real):
-            return f"output {index} has the strides {real.stride()}, not {fake.stride()}"
+                got_text, wanted_text = _text(getattr(real, what)), _text(getattr(fake, what))
+                return f"result {index} has {what} {got_text}, {wanted_text} is declared"
+        in_place = any(_lies_as(real, tensor) for tensor in written)
+        if not in_place and fake.numel() and _strides(fake) != _strides(real):
+            return f"result {index} has strides {real.stride()}, {fake.stride()} is declared"
     return ""
 
 
@@ -57,6 +59,16 @@ def _meta(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _lies_as(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors are the same memory, read in the same way."""
+    places = [(tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()) for tensor in (one, other)]
+    return places[0] == places[1]
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else "a tensor"
 
 
 def _strides(tensor: Tensor) -> list[int]:

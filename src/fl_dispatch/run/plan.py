@@ -23,7 +23,7 @@ from . import generated, recovery
 from .arguments import Call
 from .recovery import Settled
 from .table import MADE_FROM, Plan
-from .traced import Function, traced_of, view_of
+from .traced import Function, once_tried, traced_of, untried, view_of, with_other_trace
 
 
 class Key(NamedTuple):
@@ -98,6 +98,7 @@ class _Recipe:
         operator: the declaration; ``None`` for an operator that nobody declared.
         decision: who may run, best first.
         view: what compiled code calls instead of tracing into the choice.
+        untried: those of which Dynamo's first trace finds out whether it can trace them.
         traced: what Dynamo traces in place of the careful path.
         declined: what a trace goes on with when the first candidate declines.
     """
@@ -105,6 +106,7 @@ class _Recipe:
     operator: Operator | None
     decision: Decision
     view: Function | None
+    untried: list[OpImpl]
     traced: Function
     declined: Function
 
@@ -123,21 +125,32 @@ def _recipe(state: State, policy: SelectionPolicy, key: Key, scope: str | None) 
     traced = traced_of(state, decision, operator, key.form, view, decision.candidates)
     others = () if policy.strict or state.frozen else decision.candidates[1:]
     declined = traced_of(state, decision, operator, key.form, None, others)
-    return _Recipe(operator, decision, view, traced, declined)
+    new = untried(state, state.who_may_run(decision, decision.branches[-1]), operator) if view is None else []
+    if new and operator is not None:
+        traced = once_tried(state, policy, decision, operator, key.form, new, traced)
+    if operator is not None and (rest := untried(state, others, operator)):
+        declined = once_tried(state, policy, decision, operator, key.form, rest, declined)
+    return _Recipe(operator, decision, view, new, traced, declined)
 
 
 def _entry(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> Function:
     decision, operator = recipe.decision, recipe.operator
     careful = _careful(state, policy, recipe, key)
     if not decision.conditional:
-        return _first_candidate(state, recipe, decision.branches[-1], key.form, careful, recipe.view)
+        return _first_candidate(state, policy, recipe, decision.branches[-1], key.form, careful, recipe.view)
     if operator is None or key.form == generated.LAYER:
         return careful
-    return _conditional(state, recipe, operator, careful)
+    return _conditional(state, policy, recipe, operator, careful)
 
 
 def _first_candidate(
-    state: State, recipe: _Recipe, branch: Branch, form: str, careful: Function, view: Function | None
+    state: State,
+    policy: SelectionPolicy,
+    recipe: _Recipe,
+    branch: Branch,
+    form: str,
+    careful: Function,
+    view: Function | None,
 ) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
 
@@ -163,6 +176,9 @@ def _first_candidate(
     convention = state.registry.convention(first)
     fn = state.counter.function(first)
     entry = generated.direct(operator, first, convention, form, fn, careful, unproven, view=view)
+    if recipe.untried and operator is not None:
+        tried = once_tried(state, policy, decision, operator, form, recipe.untried, entry)
+        entry = with_other_trace(entry, tried)
     if entry is not fn:
         entry.__dict__[MADE_FROM] = decision
     banned = state.failures.kinds(first, decision.scope)
@@ -194,9 +210,11 @@ def _kind_checked(
     return kind_checked
 
 
-def _conditional(state: State, recipe: _Recipe, operator: Operator, careful: Function) -> Function:
+def _conditional(
+    state: State, policy: SelectionPolicy, recipe: _Recipe, operator: Operator, careful: Function
+) -> Function:
     branches = [
-        (branch.rule, _first_candidate(state, recipe, branch, generated.BOUND, careful, None))
+        (branch.rule, _first_candidate(state, policy, recipe, branch, generated.BOUND, careful, None))
         for branch in recipe.decision.branches
     ]
     count = len(operator.parameters)

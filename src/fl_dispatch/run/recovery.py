@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..errors import NoImplementationError, NotSupported, RankDivergenceError, text_of
+from ..errors import BrokenPromiseError, NoImplementationError, NotSupported, RankDivergenceError, text_of
 from ..knowledge.failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from ..logger_manager import get_logger
+from ..ops.results import broken_promise
 from ..selection.decision import Decision
 from ..settings.selection_policy import SelectionPolicy
 from ..signatures import Convention
@@ -170,12 +171,15 @@ def _attempt(
             updated = call.updated()
             last = index + 1 == len(impls) or policy.strict
             copies = None if last or not _needs_copies(state, impl) else _copy(updated)
+            wrote = bool(updated) or call.operator is None
             try:
                 result = call.run(state.counter.function(impl), state.registry.convention(impl))
+                if not state.proofs.holds(impl, wrote=wrote):
+                    _keeps_promise(impl, call, result)
             except Exception as error:
                 failures.append((impl, error))
             else:
-                _succeeded(state, impl, call, failures, wrote=bool(updated) or call.operator is None)
+                _succeeded(state, impl, call, failures, wrote=wrote)
                 return result
             _go_on_or_raise(state, policy, call, failures[-1], updated, copies, last)
         if not failures:
@@ -183,6 +187,16 @@ def _attempt(
         _raise_first(call, failures, reasons)
     finally:
         failures.clear()  # tracebacks hold this frame, and with it the arguments
+
+
+def _keeps_promise(impl: OpImpl, call: Call, result: Any) -> None:
+    """Compare a first result with the declaration, because the next layer would fail by it, or read it wrongly.
+
+    Raises:
+        BrokenPromiseError: it is not as declared.
+    """
+    if call.operator is not None and (problem := broken_promise(call.operator, call.args, result)):
+        raise BrokenPromiseError(f"{impl.impl_id} of {call.op_name}: {problem}")
 
 
 def _go_on_or_raise(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from ..errors import NotSupported
 from ..ops import Mode, Operator
@@ -13,9 +17,11 @@ from ..settings.selection_policy import SelectionPolicy
 from ..signatures import Convention
 from ..state import State, is_elsewhere
 from ..types import OpImpl
-from . import generated
+from . import generated, trial
 
 Function = Callable[..., Any]
+_TREATED_APART = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, os))
+"""Where PyTorch and the standard library lie."""
 
 
 def view_of(state: State, policy: SelectionPolicy, decision: Decision, operator: Operator | None) -> Function | None:
@@ -30,11 +36,15 @@ def view_of(state: State, policy: SelectionPolicy, decision: Decision, operator:
     needed = (
         decision.conditional
         or Mode.INLINE not in operator.modes
-        or any(impl.opaque for impl in runs)
+        or any(state.traces.obstacle(impl) for impl in runs)
         or (state.frozen and len(runs) > 1)
     )
-    if not needed:
-        return None
+    return _view(state, policy, decision, operator) if needed else None
+
+
+def _view(state: State, policy: SelectionPolicy, decision: Decision, operator: Operator) -> Function:
+    assert state.view is not None
+    runs = state.who_may_run(decision, decision.branches[-1])
     # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
     scope = decision.scope
     banned_here = any(state.failures.kinds(impl, scope) != state.failures.kinds(impl, None) for impl in runs)
@@ -93,3 +103,75 @@ def _or_next(first: Function, other: Function) -> Function:
             return other(*args, **kwargs)
 
     return chosen
+
+
+def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
+    """The implementations of which nobody knows whether Dynamo can trace them, where that makes a difference."""
+    if operator is None or state.view is None or not {Mode.INLINE, Mode.OPAQUE} <= operator.modes:
+        return []
+    return [impl for impl in impls if state.traces.obstacle(impl) is None]
+
+
+def once_tried(
+    state: State,
+    policy: SelectionPolicy,
+    decision: Decision,
+    operator: Operator,
+    form: str,
+    impls: Sequence[OpImpl],
+    inline: Function,
+) -> Function:
+    """What Dynamo traces while implementations are untried: ``inline`` if it can trace all of them, else the view.
+
+    They are tried, and the view is made, when Dynamo first comes here.
+    """
+    by_view: list[Function] = []
+
+    def is_opaque() -> bool:
+        if not any([trial.obstacle(state, impl) for impl in impls]):  # noqa: C419  (each is tried, in any process)
+            return False
+        if not by_view:
+            view = _view(state, policy, decision, operator)
+            by_view.append(traced_of(state, decision, operator, form, view, decision.candidates))
+        return True
+
+    is_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if is_opaque():
+            return by_view[0](*args, **kwargs)
+        return inline(*args, **kwargs)
+
+    return chosen
+
+
+def with_other_trace(fn: Function, traced: Function) -> Function:
+    """The same function for callers, and another one for Dynamo.
+
+    It is a copy wherever Dynamo would look into the function, so that a call costs what it did.
+    """
+    if isinstance(fn, types.MethodType) and _is_looked_into(fn.__func__):
+
+        def with_self(_self: Any, *args: Any, **kwargs: Any) -> Any:
+            return traced(*args, **kwargs)
+
+        return types.MethodType(_copy(fn.__func__, with_self), fn.__self__)
+    if _is_looked_into(fn):
+        return _copy(fn, traced)
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return traced(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else fn(*args, **kwargs)
+
+    return either
+
+
+def _is_looked_into(fn: Any) -> bool:
+    """Whether a function is written in Python, and outside of what Dynamo treats in a way of its own."""
+    return isinstance(fn, types.FunctionType) and not fn.__code__.co_filename.startswith(_TREATED_APART)
+
+
+def _copy(fn: Any, traced: Function) -> Function:
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__, copy.__qualname__, copy.__doc__ = fn.__kwdefaults__, fn.__qualname__, fn.__doc__
+    copy._torchdynamo_inline = traced  # type: ignore[attr-defined]  # what Dynamo looks into in place of it
+    return copy

@@ -12,5 +12,5 @@ def register_builtins(registry: Registry) -> None:
     """Register ``reference.torch`` for every declared operator that computes something."""
     backend = ReferenceBackend()
     registry.register_many(
-        backend.implementations(BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE)
+        backend.implementations(BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE, opaque=False)
     )
