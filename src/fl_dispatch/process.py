@@ -73,12 +73,15 @@ def reset_default_manager() -> None:
             manager.on_policy_change()
 
 
-def freeze_dispatch() -> Manifest:
+def freeze_dispatch(compiling: bool = True) -> Manifest:
     """Fix what every operator and bound layer runs from here on; for hosts that compile or capture.
 
     From then on an operator that is bound anew is the implementation itself; a failure of an implementation is raised,
     because nothing may take over; and a change of the policy (also a context), of registrations, bans or facts that
     would make something else run raises :class:`DispatchFrozenError` and changes nothing. Idempotent.
+
+    Args:
+        compiling: ``torch.compile`` comes next, so that it is tried now which implementations Dynamo can trace.
 
     Returns:
         The manifest: what runs, why, and a hash that is equal in processes that run the same.
@@ -90,7 +93,7 @@ def freeze_dispatch() -> Manifest:
     """
     manager = get_default_manager()
     manager.ensure_initialized()
-    return manager.freezer.freeze()
+    return manager.freezer.freeze(compiling)
 
 
 def thaw_dispatch() -> None:

@@ -74,7 +74,7 @@ class WorkerFL(Worker):
     def _freeze(self) -> None:
         """Fix every choice, before anything is compiled or captured."""
         ranks.agree_on_replaced_operators()
-        model, manifest = self.get_model(), freeze_dispatch()
+        model, manifest = self.get_model(), freeze_dispatch(compile.is_compiled(self.vllm_config))
         ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)
         layers.bind_scopes(model)  # now to the implementations themselves

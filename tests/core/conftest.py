@@ -31,3 +31,9 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reset_global_policy()
     reset_default_manager()
     clear_discovered_plugins()
+
+
+@pytest.fixture
+def results_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of who runs, whose implementations return a mark instead of what is declared."""
+    monkeypatch.setattr("fl_dispatch.run.recovery.broken_promise", lambda operator, args, result: "")

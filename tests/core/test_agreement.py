@@ -24,6 +24,8 @@ from fl_dispatch import (
     with_strict_mode,
 )
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 IDS = ["default.a", "vendor.b", "vendor.c", "reference.d"]
 DTYPES = {"half": torch.float16, "single": torch.float32}

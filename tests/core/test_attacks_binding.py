@@ -15,6 +15,8 @@ import processes
 from builders import impl, manager_of
 from fl_dispatch import OpManager, SelectionPolicy, get_policy, policy_context, set_global_policy
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 
 def test_a_call_of_any_manager_in_a_context_waits_for_no_writer() -> None:
     manager = manager_of(impl("default.a"), impl("vendor.b"))

@@ -25,6 +25,8 @@ from fl_dispatch import (
     thaw_dispatch,
 )
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 OP = "mul_and_silu"
 

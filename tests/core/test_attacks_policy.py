@@ -32,6 +32,8 @@ from fl_dispatch import (
 )
 from fl_dispatch.settings import TunedRule
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 OP = "silu_and_mul"
 
 

@@ -13,6 +13,8 @@ import torch
 from builders import failing, impl, manager_of
 from fl_dispatch import call_op
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 
 SPARSE = {

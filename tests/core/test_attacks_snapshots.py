@@ -14,6 +14,8 @@ import torch
 
 from builders import impl, manager_of
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 
 

@@ -27,6 +27,8 @@ from fl_dispatch import (
 )
 from fl_dispatch.ops import OPERATORS
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 ones = torch.ones
 

@@ -32,6 +32,8 @@ from fl_dispatch.ops import OPERATORS, Mode, Sample
 from fl_dispatch.process import ROOT
 from fl_dispatch.settings import TunedRule
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 INLINE = [op.name for op in OPERATORS.values() if Mode.INLINE in op.modes]
 OPAQUE = [op.name for op in OPERATORS.values() if Mode.OPAQUE in op.modes]
 OP = "mul_and_silu"

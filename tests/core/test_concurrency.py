@@ -32,6 +32,8 @@ from fl_dispatch import (
 )
 from storm import fork_and_wait, quick_switches, storm, three
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 SECONDS = float(os.environ.get("FL_STRESS_SECONDS", "3"))
 FORKS = int(os.environ.get("FL_STRESS_FORKS", "20"))
 

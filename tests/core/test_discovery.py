@@ -26,6 +26,8 @@ from fl_dispatch import (
 from fl_dispatch import discovery as discovery_module
 from fl_dispatch.discovery import load_backend
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

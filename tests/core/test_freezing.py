@@ -37,6 +37,8 @@ from fl_dispatch import (
     with_strict_mode,
 )
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 OP = "mul_and_silu"
 
 

@@ -31,6 +31,8 @@ from fl_dispatch.process import ROOT
 from fl_dispatch.run import dispatch, recovery
 from fl_dispatch.settings import TunedRule
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 OP = "hinted"
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 X, R = torch.ones(2, 4), torch.zeros(2, 4)

@@ -25,6 +25,8 @@ from fl_dispatch import (
 )
 from fl_dispatch.discovery import load_backend
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 X = torch.ones(2, 4)
 
 

@@ -29,6 +29,8 @@ from fl_dispatch import (
 )
 from fl_dispatch.settings import TunedRule
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 
 def test_the_default_policy_prefers_flagos_and_restricts_nothing() -> None:
     policy = SelectionPolicy()

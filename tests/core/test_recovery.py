@@ -27,6 +27,8 @@ from fl_dispatch.devices import CPU
 from fl_dispatch.knowledge.failures import is_dead_device, is_out_of_memory
 from fl_dispatch.ops import OPERATORS, Access, Sample
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 
 

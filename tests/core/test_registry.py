@@ -19,6 +19,8 @@ from fl_dispatch import (
     set_global_policy,
 )
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 Tensor = torch.Tensor
 
 

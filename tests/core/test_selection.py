@@ -24,6 +24,8 @@ from fl_dispatch import (
 from fl_dispatch.selection.decision import CHOSEN, SKIPPED, select
 from fl_dispatch.settings import TunedRule
 
+pytestmark = pytest.mark.usefixtures("results_are_names")
+
 VENDORS = ["a", "b", "c"]
 IDS = ["default.flagos", "default.triton", "vendor.a", "vendor.a.fast", "vendor.b", "vendor.c", "reference.torch"]
 TOKENS = ["flagos", "vendor", "reference", *(f"vendor:{v}" for v in VENDORS), *(f"impl:{i}" for i in IDS)]

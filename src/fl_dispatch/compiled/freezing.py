@@ -12,7 +12,10 @@ from collections.abc import Iterator
 
 from ..locking import writers
 from ..logger_manager import get_logger
+from ..ops import OPERATORS
 from ..run.keeper import TableKeeper
+from ..run.traced import untried
+from ..run.trial import obstacle
 from ..state import State
 from .manifest import Manifest, manifest_of
 
@@ -39,23 +42,36 @@ class Freezer:
         self._state, self._tables = state, tables
         self.manifest: Manifest | None = None
 
-    def freeze(self) -> Manifest:
+    def freeze(self, compiling: bool = True) -> Manifest:
         """Fix what runs now, for the global policy, every operator and every bound layer. Idempotent.
+
+        If code is going to be compiled, it is tried first what Dynamo can trace, so that the manifest holds it.
 
         A policy context that is open, in any thread, and asks for something else runs what is fixed from now on.
         """
         global _frozen
         state = self._state
+        if compiling and self.manifest is None:
+            self._try_traces()
         with writers:
             if self.manifest is not None:
                 return self.manifest
             decided = {(plan.op_name, plan.scope): plan.decision for plan in self._tables.root.plans.values()}
             state.fix(decided)
-            self.manifest = manifest_of(decided, state.fixed or {})
+            self.manifest = manifest_of(decided, state.fixed or {}, state.traces.untraceable())
             _frozen = (*(weakref.ref(other) for other in frozen_states()), weakref.ref(state))
             state.changed(None)
         logger.info("Dispatch is frozen: manifest %s, %d operators", self.manifest.hash, len(self.manifest.choices))
         return self.manifest
+
+    def _try_traces(self) -> None:
+        state, found = self._state, 0
+        for plan in list(self._tables.root.plans.values()):
+            runs = [impl for branch in plan.decision.branches for impl in state.who_may_run(plan.decision, branch)]
+            for impl in untried(state, runs, OPERATORS.get(plan.op_name)):
+                found += bool(obstacle(state, impl))
+        if found:
+            state.changed(None)  # operators that are bound from now on are their views
 
     def thaw(self) -> None:
         """Allow changes again."""

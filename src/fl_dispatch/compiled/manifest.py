@@ -31,17 +31,20 @@ class Manifest:
         reasons: the same keys → why.
         versions: package → version: torch, this one, and those that the implementations come from.
         aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.replaced`.
-        hash: of choices, versions and replaced operators; equal in processes that run the same.
+        untraceable: ``operator: implementation`` → why Dynamo cannot trace it, so that compiled code calls its view.
+        hash: of all of these but the reasons; equal in processes that run the same.
     """
 
     choices: Mapping[str, list[dict[str, Any]]]
     reasons: Mapping[str, str]
     versions: Mapping[str, str]
     aten: Mapping[str, str] = field(default_factory=dict)
+    untraceable: Mapping[str, str] = field(default_factory=dict)
     hash: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = {"choices": dict(self.choices), "versions": dict(self.versions), "aten": dict(self.aten)}
+        parts: dict[str, Any] = {"choices": dict(self.choices), "versions": dict(self.versions), "aten": dict(self.aten)}
+        parts["untraceable"] = sorted(self.untraceable)
         text = json.dumps(parts, sort_keys=True)
         object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
         object.__setattr__(self, "hash", hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -57,6 +60,7 @@ class Manifest:
             "reasons": dict(self.reasons),
             "versions": dict(self.versions),
             "aten": dict(self.aten),
+            "untraceable": dict(self.untraceable),
         }
 
     @classmethod
@@ -66,7 +70,7 @@ class Manifest:
         Raises:
             ValueError: the hash is not that of the choices and versions.
         """
-        manifest = cls(plain["choices"], plain["reasons"], plain["versions"], plain["aten"])
+        manifest = cls(*(plain[name] for name in ("choices", "reasons", "versions", "aten", "untraceable")))
         if plain["hash"] != manifest.hash:
             raise ValueError(
                 f"a manifest with the hash {plain['hash']} was changed: its contents hash to {manifest.hash}"
@@ -80,6 +84,7 @@ class Manifest:
             (self.choices, other.choices),
             (self.versions, other.versions),
             (self.aten, other.aten),
+            (_as_words(self.untraceable), _as_words(other.untraceable)),
         ):
             for key in sorted({*mine, *theirs}):
                 one, two = mine.get(key), theirs.get(key)
@@ -88,7 +93,9 @@ class Manifest:
         return lines
 
 
-def manifest_of(decided: Mapping[Place, Decision], choices: Mapping[Place, Choices]) -> Manifest:
+def manifest_of(
+    decided: Mapping[Place, Decision], choices: Mapping[Place, Choices], untraceable: Mapping[OpImpl, str]
+) -> Manifest:
     """The manifest of what was decided for each operator and layer, and the choices that it came to."""
     named: dict[str, list[dict[str, Any]]] = {}
     reasons: dict[str, str] = {}
@@ -101,7 +108,13 @@ def manifest_of(decided: Mapping[Place, Decision], choices: Mapping[Place, Choic
         reasons[key] = decision.considered[0].reason if decision.chosen else "no implementation can run"
     impls = {impl for made in choices.values() for choice in made for impl in choice.runs}
     versions = MappingProxyType(_versions(impls))
-    return Manifest(MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators())
+    opaque = {f"{impl.op_name}: {impl.impl_id}": why for impl, why in untraceable.items() if impl in impls}
+    return Manifest(MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators(), opaque)
+
+
+def _as_words(untraceable: Mapping[str, str]) -> dict[str, str]:
+    """The same with a word for all reasons, because Dynamo's may name an address."""
+    return dict.fromkeys(untraceable, "opaque")
 
 
 def _versions(impls: set[OpImpl]) -> dict[str, str]:

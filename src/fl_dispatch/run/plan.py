@@ -87,7 +87,11 @@ def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -
     operator, first = OPERATORS[decision.op_name], decision.candidates[0]
     view = view_of(state, policy, decision, operator)
     convention = state.registry.convention(first)
-    return generated.direct(operator, first, convention, generated.CALL, first.fn, first.fn, view=view)
+    function = generated.direct(operator, first, convention, generated.CALL, first.fn, first.fn, view=view)
+    if view is not None or not untried(state, [first], operator):
+        return function
+    tried = once_tried(state, policy, decision, operator, generated.CALL, [first], function)
+    return with_other_trace(function, tried)
 
 
 @dataclass(frozen=True, slots=True)
