@@ -400,7 +400,7 @@ def test_one_that_may_have_written_before_it_raised_in_a_trace_has_no_next(error
         x.fill_(9)
         raise error
 
-    get_default_manager().registry.register_impl(impl("default.a", spoils, op="rms_norm", signature="unchecked"))
+    get_default_manager().registry.register_impl(impl("default.a", spoils, op="rms_norm", signature="unchecked", opaque=False))
     arguments = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6
     compiled = torch.compile(bind_op("rms_norm"), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="late|Unsupported|exception"):
@@ -415,7 +415,7 @@ def test_integers_behind_a_view_have_the_declared_dtype() -> None:
         impl("vendor.wide", wide, op="topk_softmax", opaque=True, signature="unchecked")
     )
     set_global_policy(SelectionPolicy(prefer="vendor"))
-    with pytest.raises(DispatchError, match="topk_softmax.*int64.*int32.*vendor.wide"):
+    with pytest.raises(DispatchError, match="vendor.wide of topk_softmax.*int64, int32 is declared"):
         opaque.view(ROOT, OPERATORS["topk_softmax"])(*OPERATORS["topk_softmax"].bind((torch.randn(2, 8), 2), {}))
 
 
@@ -423,7 +423,7 @@ def test_integers_behind_a_view_have_the_declared_dtype() -> None:
 def test_a_result_that_is_not_as_declared_is_an_error_that_names_the_implementation(wrong: Any) -> None:
     get_default_manager().registry.register_impl(impl("vendor.wrong", wrong, op=OP, opaque=True))
     set_global_policy(SelectionPolicy(prefer="vendor"))
-    with pytest.raises(DispatchError, match=f"{OP}.* is declared.*vendor.wrong"):
+    with pytest.raises(DispatchError, match=f"vendor.wrong of {OP}.* is declared"):
         opaque.view(ROOT, OPERATORS[OP])(torch.zeros(2, 4))
 
 

@@ -23,7 +23,7 @@ from . import generated, recovery
 from .arguments import Call
 from .recovery import Settled
 from .table import MADE_FROM, Plan
-from .traced import Function, once_tried, traced_of, untried, view_of, with_other_trace
+from .traced import Function, once_tried, traced_of, undeclared, untried, view_of, with_other_trace
 
 
 class Key(NamedTuple):
@@ -102,7 +102,7 @@ class _Recipe:
         operator: the declaration; ``None`` for an operator that nobody declared.
         decision: who may run, best first.
         view: what compiled code calls instead of tracing into the choice.
-        untried: those of which Dynamo's first trace finds out whether it can trace them.
+        undeclared: those of which a trace finds out whether Dynamo can trace them.
         traced: what Dynamo traces in place of the careful path.
         declined: what a trace goes on with when the first candidate declines.
     """
@@ -110,7 +110,7 @@ class _Recipe:
     operator: Operator | None
     decision: Decision
     view: Function | None
-    untried: list[OpImpl]
+    undeclared: list[OpImpl]
     traced: Function
     declined: Function
 
@@ -129,10 +129,10 @@ def _recipe(state: State, policy: SelectionPolicy, key: Key, scope: str | None) 
     traced = traced_of(state, decision, operator, key.form, view, decision.candidates)
     others = () if policy.strict or state.frozen else decision.candidates[1:]
     declined = traced_of(state, decision, operator, key.form, None, others)
-    new = untried(state, state.who_may_run(decision, decision.branches[-1]), operator) if view is None else []
+    new = undeclared(state, state.who_may_run(decision, decision.branches[-1]), operator) if view is None else []
     if new and operator is not None:
         traced = once_tried(state, policy, decision, operator, key.form, new, traced)
-    if operator is not None and (rest := untried(state, others, operator)):
+    if operator is not None and (rest := undeclared(state, others, operator)):
         declined = once_tried(state, policy, decision, operator, key.form, rest, declined)
     return _Recipe(operator, decision, view, new, traced, declined)
 
@@ -180,8 +180,8 @@ def _first_candidate(
     convention = state.registry.convention(first)
     fn = state.counter.function(first)
     entry = generated.direct(operator, first, convention, form, fn, careful, unproven, view=view)
-    if recipe.untried and operator is not None:
-        tried = once_tried(state, policy, decision, operator, form, recipe.untried, entry)
+    if recipe.undeclared and operator is not None:
+        tried = once_tried(state, policy, decision, operator, form, recipe.undeclared, entry)
         entry = with_other_trace(entry, tried)
     if entry is not fn:
         entry.__dict__[MADE_FROM] = decision

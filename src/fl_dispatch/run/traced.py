@@ -105,11 +105,16 @@ def _or_next(first: Function, other: Function) -> Function:
     return chosen
 
 
-def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
-    """The implementations of which nobody knows whether Dynamo can trace them, where that makes a difference."""
+def undeclared(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
+    """The implementations that do not say whether Dynamo can trace them, where that makes a difference."""
     if operator is None or state.view is None or not {Mode.INLINE, Mode.OPAQUE} <= operator.modes:
         return []
-    return [impl for impl in impls if state.traces.obstacle(impl) is None]
+    return [impl for impl in impls if impl.opaque is None]
+
+
+def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
+    """Those of which nobody knows it yet."""
+    return [impl for impl in undeclared(state, impls, operator) if state.traces.obstacle(impl) is None]
 
 
 def once_tried(
@@ -121,7 +126,7 @@ def once_tried(
     impls: Sequence[OpImpl],
     inline: Function,
 ) -> Function:
-    """What Dynamo traces while implementations are untried: ``inline`` if it can trace all of them, else the view.
+    """What Dynamo traces where implementations do not say whether it can: ``inline`` if it can trace all of them, else the view.
 
     They are tried, and the view is made, when Dynamo first comes here.
     """
