@@ -128,7 +128,7 @@ class OpImpl:
 
     @property
     def place(self) -> str:
-        """Where its function is from, for messages: ``module (file:line)``, or the module alone."""
+        """The source of its function, for messages: ``module (file:line)``, or the module alone."""
         fn = inspect.unwrap(getattr(self.fn, "__func__", self.fn))
         code = getattr(fn, "__code__", None)
         module = str(getattr(fn, "__module__", None) or type(fn).__module__)
