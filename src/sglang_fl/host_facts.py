@@ -186,6 +186,13 @@ OVERRIDDEN = (
         "Attention is our operators.",
     ),
     HostFact(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        ("_create_buffers_normal()",),
+        "overrides",
+        "memory",
+        "The cache lies as the implementations need it.",
+    ),
+    HostFact(
         "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator",
         (
             (
