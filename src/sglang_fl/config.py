@@ -111,7 +111,10 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
 
 
 def _take_back_attention(args: ServerArgs, host: str | None) -> None:
-    """Our attention in the place of the backend that SGLang has set itself for the device, before it asked us."""
+    """Our attention in the place of the backend that SGLang set for the device, before it asked us.
+
+    For an NPU its ``set_default_server_args`` does, for a CPU its ``handle_cpu_backends``.
+    """
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if host is not None and getattr(args, field) == host:
             _set(args, field, ATTENTION, f"'{host}' needs kernels that SGLang brings for this device alone")

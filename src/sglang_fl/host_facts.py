@@ -169,6 +169,20 @@ READ = (
         "memory",
         "Slots of pages without a Triton kernel.",
     ),
+    HostFact(
+        "sglang.srt.hardware_backend.npu.utils",
+        ("set_default_server_args(args)",),
+        "reads",
+        "config",
+        "It chooses the attention backend of the device's host_attention before the plugin is asked.",
+    ),
+    HostFact(
+        "sglang.srt.arg_groups.platform_hook",
+        ("handle_cpu_backends(server_args)",),
+        "reads",
+        "config",
+        "It chooses the attention backend of the device's host_attention before the plugin is asked.",
+    ),
 )
 
 OVERRIDDEN = (
@@ -190,7 +204,14 @@ OVERRIDDEN = (
         ("_create_buffers_normal()",),
         "overrides",
         "memory",
-        "The cache lies as the implementations need it.",
+        "Keys and values lie as the policy's implementation reads them.",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        ("k_buffer", "v_buffer", "store_dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
+        "reads",
+        "memory",
+        "What a layer's keys and values are, and where SGLang looks for them.",
     ),
     HostFact(
         "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator",
