@@ -231,8 +231,12 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     """
     require_dtype("input", input, (torch.float32, torch.float16))
     require_same_dtype(input=input, weight=weight)
-    require(input.dim() == weight.dim() == 2, f"input and weight have {input.dim()} and {weight.dim()} dimensions, not 2")
-    require(input.shape[1] == weight.shape[1], f"{tuple(input.shape)} and {tuple(weight.shape)} share no inner dimension")
+    require(
+        input.dim() == weight.dim() == 2, f"input and weight have {input.dim()} and {weight.dim()} dimensions, not 2"
+    )
+    require(
+        input.shape[1] == weight.shape[1], f"{tuple(input.shape)} and {tuple(weight.shape)} share no inner dimension"
+    )
     made = input.float() @ weight.float().t()
     if bias is not None:
         require_same_dtype(input=input, bias=bias)
