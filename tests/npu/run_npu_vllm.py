@@ -14,10 +14,9 @@ from typing import Any
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
+    import emulated_npu
     from fl_dispatch.cli.checkpoints import VOCABULARY
     from vllm import LLM, SamplingParams
-
-    import emulated_npu
 
     llm = LLM(**job["engine"])
     llm.collective_rpc("fl_set_counting", args=(True,))
