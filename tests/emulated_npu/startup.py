@@ -1,4 +1,4 @@
-"""What ``import torch`` calls in every process of an environment with the emulated NPU."""
+"""The hook that ``import torch`` calls in every process of an environment with the emulated NPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ def activate() -> None:
     if _active:
         return
     _active = True
+    os.environ.setdefault("FL_EMULATED_CHIP", "torch_npu on a CPU, kernels from its documentation")  # what fl demo says
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # else kernels are launched by a thread of their own
     import torch_npu  # noqa: F401
 

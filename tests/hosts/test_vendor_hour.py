@@ -72,7 +72,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 
 @pytest.fixture(scope="module")
 def run_until(machine: Machine) -> Callable[[int], str]:
-    """What a step printed; the steps before it are run before, each once."""
+    """The output of a step; the steps before it are run before, each once."""
     printed: list[str] = []
 
     def output(number: int) -> str:

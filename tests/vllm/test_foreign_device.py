@@ -1,4 +1,4 @@
-"""What vLLM's configuration and process become on a device that PyTorch does not call ``cuda``."""
+"""vLLM's configuration and process on a device that PyTorch does not call ``cuda``."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _todo(
     hidden: list[int] | None,
     quick: bool,
 ) -> tuple[list[tuple[Case, list[OpImpl]]], int]:
-    """What to measure, and how many shapes are left out because they are long here."""
+    """The cases to measure, and the number of shapes that are left out because they are long here."""
     todo: list[tuple[Case, list[OpImpl]]] = []
     left_out = 0
     for name, candidates in work.items():

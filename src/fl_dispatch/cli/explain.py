@@ -24,7 +24,7 @@ def explain(
 ) -> None:
     """Say which implementation of an operator runs here, and why each other one does not.
 
-    It speaks of this shell's settings and of this machine. What a serving process runs is in its own start-up log.
+    It speaks of this shell's settings and of this machine. A serving process logs its choices at start.
     """
     manager = get_default_manager()
     try:

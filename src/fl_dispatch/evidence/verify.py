@@ -45,7 +45,7 @@ missed by 500 calls once in 150 times, and by the three default dtypes together 
 
 @dataclass
 class Verification:
-    """What verifying one implementation in one dtype found.
+    """The findings of verifying one implementation in one dtype.
 
     Args:
         op_name, impl_id, dtype: what was verified.
@@ -215,7 +215,7 @@ def _judged(
     deterministic: bool,
     compiled: bool,
 ) -> tuple[str, list[Tensor]]:
-    """What is wrong with one call, or empty, and copies of its outputs."""
+    """The problem of one call, or empty, and copies of its outputs."""
     operator = given.operator
     if repeat == 0 and (problem := broken_promise(operator, args, result)):
         return problem, []

@@ -1,4 +1,4 @@
-"""What an operator is: one declaration, the single source for everything derived from it.
+"""An operator: one declaration, the single source for everything derived from it.
 
 An operator is declared by a prototype, a function whose signature and docstring are the operator's, and by what the
 signature cannot say: which arguments may be overwritten, how a layer supplies arguments, the fake (meta) function, in
@@ -19,7 +19,7 @@ import torch
 
 
 class Access(enum.Enum):
-    """What a call may do to an argument that it writes."""
+    """The use of an argument that a call writes."""
 
     UPDATE = "update"  # overwritten, and its old value matters: a retry needs a copy
     OUTPUT = "output"  # fully written whatever it held: a retry needs nothing
@@ -27,7 +27,7 @@ class Access(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """Where an operator may run (see docs/architecture.md, Modes)."""
+    """The ways in which an operator may run (see docs/architecture.md, Compiled code)."""
 
     INLINE = "inline"
     OPAQUE = "opaque"
@@ -68,7 +68,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to do at least, for judging how near to the floor an implementation is.
+    """The least work of one call, for judging how near to the floor an implementation is.
 
     Args:
         bytes_moved: bytes read and written once.
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a conditional choice may look at.
+    """The facts of a call that a conditional choice may look at.
 
     Args:
         dtype: dtype of the leading tensor.
@@ -114,7 +114,7 @@ Samples = Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Sample
 
 @dataclass(frozen=True)
 class Place:
-    """Where and in which dtype benchmarks make arguments.
+    """The place and dtype in which benchmarks make arguments.
 
     On the ``meta`` device they take no memory and no time: :attr:`Operator.work` needs their shapes only.
     """
@@ -124,7 +124,7 @@ class Place:
 
     @property
     def index_device(self) -> torch.device:
-        """Where index tensors live: never on the ``meta`` device, because work depends on their values."""
+        """The device of index tensors: never on the ``meta`` device, because work depends on their values."""
         return torch.device("cpu") if self.device.type == "meta" else self.device
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:

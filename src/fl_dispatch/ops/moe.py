@@ -48,7 +48,7 @@ def _choose(tokens: int, experts: int, topk: int, generator: torch.Generator) ->
 
 
 def aligned_blocks(pairs: int, block_size: int, num_experts: int) -> int:
-    """How many blocks :data:`moe_align_block_size` may need: every expert that is chosen fills up its last block."""
+    """The most blocks that :data:`moe_align_block_size` needs: every expert that is chosen fills up its last block."""
     return (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size
 
 
@@ -326,7 +326,7 @@ def fused_moe(
 
     Activations of a gated expert, whose ``w13`` has the rows of the gate and then those of ``up``: ``"silu"``,
     ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, whose rows alternate, gate first:
-    ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. Of an expert without a
+    ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. For an expert without a
     gate: ``"silu_no_mul"``, ``"gelu_no_mul"``, ``"gelu_tanh_no_mul"``, ``"relu2_no_mul"`` (the square of ``relu``).
 
     Args:

@@ -66,7 +66,7 @@ class _Decodes(Source):
 
 
 def decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``mla_decode``."""
+    """Inputs of ``mla_decode``."""
     sample = _Decodes(dtype, device, generator).sample
     decode = list(DECODE)
     yield sample("decode, 8 requests, 16 heads", decode, 16, 512, 64)
@@ -83,7 +83,7 @@ def decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
 
 
 def decode_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``mla_decode``: long contexts, maxima that are larger than needed, unused memory that spoils a result."""
+    """Inputs of ``mla_decode``: long contexts, too large maxima, unused memory that spoils a result."""
     sample = _Decodes(dtype, device, generator).sample
     yield sample("1,025 to 4,100 keys", [(1, 1025), (1, 2049), (1, 4100)], 4, 128, 32, serving=False)
     yield sample("520 requests", [(1, 3)] * 520, 2, 32, 16, serving=False)
@@ -136,7 +136,7 @@ class _Prefills(Source):
 
 
 def prefill_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``mla_prefill``."""
+    """Inputs of ``mla_prefill``."""
     sample = _Prefills(dtype, device, generator).sample
     yield sample("prefill, 2 requests, new tokens", [(64, 64), (21, 21)], 16, 192, 128)
     yield sample("context chunk", [(17, 96), (7, 64)], 16, 192, 128, causal=False)
@@ -150,7 +150,7 @@ def prefill_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
 
 
 def prefill_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``mla_prefill``: long contexts, and maxima that are larger than needed."""
+    """Inputs of ``mla_prefill``: long contexts, and maxima that are larger than needed."""
     sample = _Prefills(dtype, device, generator).sample
     yield sample("1,100 tokens", [(1100, 1100)], 2, 48, 32, serving=False)
     yield sample("chunk of 4,100 keys", [(5, 4100), (3, 1025)], 2, 48, 32, causal=False, serving=False)

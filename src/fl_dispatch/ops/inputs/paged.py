@@ -67,7 +67,7 @@ class _Writes(Source):
 
 
 def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``kv_cache_write``."""
+    """Inputs of ``kv_cache_write``."""
     sample = _Writes(dtype, device, generator).sample
     yield sample("decode, 32 tokens", 32, 8, 128)
     yield sample("prefill, 200 tokens", 200, 4, 64, consecutive=True)
@@ -84,7 +84,7 @@ def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
 
 
 def write_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``kv_cache_write``: many tokens and many blocks."""
+    """Inputs of ``kv_cache_write``: many tokens and many blocks."""
     sample = _Writes(dtype, device, generator).sample
     yield sample("8,200 tokens", 8200, 1, 32, blocks=520, consecutive=True, serving=False)
     yield sample("5,000 tokens, block size 128", 5000, 2, 16, blocks=48, block_size=128, serving=False)
@@ -175,7 +175,7 @@ DECODE = tuple((1, length) for length in (1, 16, 17, 64, 129, 256, 333, 512))
 
 
 def attention_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``paged_attention``."""
+    """Inputs of ``paged_attention``."""
     sample = _Attention(dtype, device, generator).sample
     decode, mixed = DECODE, MIXED
     yield sample("decode, 8 requests, GQA 4", decode, (32, 8), 128)
@@ -206,7 +206,7 @@ def attention_samples(dtype: torch.dtype, device: torch.device, generator: torch
 
 
 def attention_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``paged_attention``: long contexts, maxima that are larger than needed, unused memory that spoils a result."""
+    """Inputs of ``paged_attention``: long contexts, too large maxima, unused memory that spoils a result."""
     sample = _Attention(dtype, device, generator).sample
     long = ((1, 1025), (1, 2049), (5, 1300), (1, 4100))
     yield sample("decode, 1,025 to 4,100 keys", [(1, 1025), (1, 2049), (1, 4100)], (4, 1), 64, serving=False)

@@ -21,7 +21,7 @@ def _probe(label: str, *args: object) -> Sample:
 
 
 def fused_norm(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of a normalization with an optional residual."""
+    """Inputs of a normalization with an optional residual."""
     normal = Source(dtype, device, generator).normal
 
     def apart(rows: int, hidden: int, gap: int) -> Tensor:
@@ -47,7 +47,7 @@ def fused_norm(dtype: torch.dtype, device: torch.device, generator: torch.Genera
 
 
 def layer_norm(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``layer_norm``."""
+    """Inputs of ``layer_norm``."""
     normal = Source(dtype, device, generator).normal
     key = torch.tensor_split(normal(5, 12, 128), (6, 9), dim=1)[1]
     yield _probe("key heads cut out of one projection", key, normal(128), normal(128), 1e-6)
@@ -80,24 +80,24 @@ def _activation(factor: int, setting: tuple[object, ...]) -> Samples:
 
 
 def gated(*setting: object) -> Samples:
-    """Of an activation that halves the last dimension, with one setting of its other parameters."""
+    """Inputs of an activation that halves the last dimension, with one setting of its other parameters."""
     return _activation(2, setting)
 
 
 def elementwise(*setting: object) -> Samples:
-    """Of an activation of every element, with one setting of its other parameters."""
+    """Inputs of an activation of every element, with one setting of its other parameters."""
     return _activation(1, setting)
 
 
 def xielu(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``xielu``, whose parameters are tensors."""
+    """Inputs of ``xielu``, whose parameters are tensors."""
     for sample in elementwise()(dtype, device, generator):
         alphas = (torch.rand(1, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
         yield _probe(sample.label, *sample.args, *alphas, 0.5, -1e-6)
 
 
 def linear(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``linear``."""
+    """Inputs of ``linear``."""
     normal = Source(dtype, device, generator).normal
 
     def weight(columns: int, inner: int) -> Tensor:
@@ -111,7 +111,7 @@ def linear(dtype: torch.dtype, device: torch.device, generator: torch.Generator)
 
 
 def moe_sum(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    """Of ``moe_sum``."""
+    """Inputs of ``moe_sum``."""
     normal = Source(dtype, device, generator).normal
     yield _probe(f"3x2x{LARGE_HIDDEN}", normal(3, 2, LARGE_HIDDEN), None)
     for rows in MANY:

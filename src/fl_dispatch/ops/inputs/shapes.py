@@ -63,7 +63,7 @@ norm = rows(_=_norm, with_residual=_fused_norm)
 
 
 def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``linear``: few rows, as in decoding."""
+    """Shapes of ``linear``: few rows, as in decoding."""
 
     def make(columns: int) -> Make:
         return lambda place, rows, inner: (place.normal(rows, inner), place.normal(columns, inner))
@@ -103,7 +103,7 @@ def _write(place: Place, tokens: int, width: int) -> tuple[Any, ...]:
 
 
 def cache_writes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``kv_cache_write``."""
+    """Shapes of ``kv_cache_write``."""
     yield from _each("", tokens, (KV_HEADS * HEAD_DIM,), _write)
 
 
@@ -145,7 +145,7 @@ def _prefills(most: int, make: Make) -> Iterator[Shape]:
 
 
 def attention(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``paged_attention``: decoding, and whole prompts."""
+    """Shapes of ``paged_attention``: decoding, and whole prompts."""
     yield from _decodes("decode, ", DECODE, max(tokens), lambda place, batch, n: _attend(place, batch, 1, n))
     yield from _prefills(max(tokens), lambda place, batch, n: _attend(place, batch, n, n))
 
@@ -166,7 +166,7 @@ def _latent(heads: int) -> Make:
 
 
 def latent_decode(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``mla_decode``."""
+    """Shapes of ``mla_decode``."""
     for heads in LATENT_HEADS:
         yield from _decodes(f"decode, {heads} heads, ", LATENT_DECODE, max(tokens), _latent(heads))
 
@@ -179,7 +179,7 @@ def _heads(place: Place, requests: int, length: int) -> tuple[Any, ...]:
 
 
 def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``mla_prefill``."""
+    """Shapes of ``mla_prefill``."""
     yield from _prefills(max(tokens), _heads)
 
 
@@ -189,7 +189,7 @@ def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor,
 
 
 def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``fused_moe``, in the shapes of two models."""
+    """Shapes of ``fused_moe``, in the shapes of two models."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
 
         def make(place: Place, count: int, h: int, e: int = experts, k: int = topk, i: int = inner) -> tuple[Any, ...]:
@@ -200,7 +200,7 @@ def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``topk_softmax`` and ``topk_sigmoid``."""
+    """Shapes of ``topk_softmax`` and ``topk_sigmoid``."""
     experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
     yield from _each("", tokens, (experts,), lambda place, t, e: (place.normal(t, e), topk, True))
 
@@ -211,12 +211,12 @@ def _grouped(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
 
 
 def grouped_routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``grouped_topk``, as DeepSeek-V3 routes."""
+    """Shapes of ``grouped_topk``, as DeepSeek-V3 routes."""
     yield from _each("", tokens, (256,), _grouped)
 
 
 def alignment(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``moe_align_block_size``."""
+    """Shapes of ``moe_align_block_size``."""
     experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
 
     def make(place: Place, count: int, e: int) -> tuple[Any, ...]:
@@ -226,6 +226,6 @@ def alignment(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 
 def expert_sums(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
-    """Of ``moe_sum``."""
+    """Shapes of ``moe_sum``."""
     _, topk, width, _ = EXPERTS["Qwen3-30B-A3B"]
     yield from _each("", tokens, (width,), lambda place, t, h: (place.normal(t, topk, h),))
