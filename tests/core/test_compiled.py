@@ -400,7 +400,9 @@ def test_one_that_may_have_written_before_it_raised_in_a_trace_has_no_next(error
         x.fill_(9)
         raise error
 
-    get_default_manager().registry.register_impl(impl("default.a", spoils, op="rms_norm", signature="unchecked", opaque=False))
+    get_default_manager().registry.register_impl(
+        impl("default.a", spoils, op="rms_norm", signature="unchecked", opaque=False)
+    )
     arguments = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6
     compiled = torch.compile(bind_op("rms_norm"), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="late|Unsupported|exception"):

@@ -190,7 +190,7 @@ def test_a_ctypes_kernel_runs_behind_its_view_under_frozen_dispatch(bound: str, 
     function = bind_op("silu_and_mul", "layers.0.act") if bound == "before" else None
     freeze_dispatch(compiling)
     function = function or bind_op("silu_and_mul", "layers.0.act")
-    compiled = torch.compile(lambda x: function(x), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: function(x) * 1, fullgraph=True, backend="aot_eager")
     assert compiled(torch.randn(3, 8)).eq(1).all()
 
 
@@ -198,7 +198,7 @@ def test_nothing_is_tried_without_compiled_code_nor_of_what_says_so_itself(monke
     tried: list[str] = []
     monkeypatch.setattr(trial, "_tried", lambda state, impl, operator: tried.append(impl.impl_id) or "")
     register(lambda x: x[..., ::2] * 3)
-    register(lambda x: torch.relu(x), op="relu2", opaque=False)
+    register(lambda x: x * 1, op="relu2", opaque=False)
     call_op("silu_and_mul", torch.ones(2, 8))
     freeze_dispatch(compiling=False)
     thaw_dispatch()

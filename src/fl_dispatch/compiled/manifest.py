@@ -43,7 +43,11 @@ class Manifest:
     hash: str = field(init=False)
 
     def __post_init__(self) -> None:
-        parts: dict[str, Any] = {"choices": dict(self.choices), "versions": dict(self.versions), "aten": dict(self.aten)}
+        parts: dict[str, Any] = {
+            "choices": dict(self.choices),
+            "versions": dict(self.versions),
+            "aten": dict(self.aten),
+        }
         parts["untraceable"] = sorted(self.untraceable)
         text = json.dumps(parts, sort_keys=True)
         object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process

@@ -21,7 +21,7 @@ from . import generated, trial
 
 Function = Callable[..., Any]
 _TREATED_APART = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, os))
-"""Where PyTorch and the standard library lie."""
+"""The folders of PyTorch and of the standard library."""
 
 
 def view_of(state: State, policy: SelectionPolicy, decision: Decision, operator: Operator | None) -> Function | None:
@@ -59,7 +59,7 @@ def traced_of(
     view: Function | None,
     candidates: Sequence[OpImpl],
 ) -> Function:
-    """What Dynamo traces in place of the careful path: the choice among candidates, made of guards alone.
+    """The function that Dynamo traces in place of the careful path: the choice among candidates, made of guards alone.
 
     An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
     """
@@ -126,9 +126,10 @@ def once_tried(
     impls: Sequence[OpImpl],
     inline: Function,
 ) -> Function:
-    """What Dynamo traces where implementations do not say whether it can: ``inline`` if it can trace all of them, else the view.
+    """The function that Dynamo traces where implementations do not say whether it can trace them.
 
-    They are tried, and the view is made, when Dynamo first comes here.
+    It is ``inline`` if all can be traced, else the view. They are tried, and the view is made, when Dynamo first comes
+    here.
     """
     by_view: list[Function] = []
 
