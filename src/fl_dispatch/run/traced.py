@@ -107,9 +107,9 @@ def _or_next(first: Function, other: Function) -> Function:
 
 def undeclared(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
     """The implementations that do not say whether Dynamo can trace them, where that makes a difference."""
-    if operator is None or state.view is None or not {Mode.INLINE, Mode.OPAQUE} <= operator.modes:
+    if operator is None or operator.samples is None or state.view is None:
         return []
-    return [impl for impl in impls if impl.opaque is None]
+    return [impl for impl in impls if impl.opaque is None] if {Mode.INLINE, Mode.OPAQUE} <= operator.modes else []
 
 
 def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
