@@ -15,9 +15,7 @@ WAITS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill", "fuse
 
 def register_builtins(registry: Registry) -> None:
     """Register ``reference.torch`` for every declared operator that computes something."""
-    found = ReferenceBackend().implementations(
-        BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE
-    )
+    found = ReferenceBackend().implementations(BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE)
     registry.register_many(
         [replace(impl, properties={"graphs": False}) if impl.op_name in WAITS else impl for impl in found]
     )
