@@ -1,4 +1,5 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed (HOST=sglang: a real SGLang)
+#             CHIP=ascend: on an emulated Ascend NPU, by the operators of the genuine torch_npu
 # make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
@@ -23,12 +24,16 @@ help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 HOST := vllm
-HOST_VENV = $(or $(VENV_$(HOST)),$(error HOST is vllm or sglang, not '$(HOST)'))
+CHIP :=
+HOST_VENV = $(or $(VENV_$(HOST)$(CHIP)),$(error HOST is vllm or sglang, not '$(HOST)', and CHIP ascend for vllm, not '$(CHIP)'))
 VENV_vllm := .venv
 VENV_sglang := .venv-sglang
+VENV_vllmascend := .venv-npu
+# Types and sizes that the chip's kernels take.
+DEMO_ascend := --prefer vendor --dtype float16 --head-size 128
 
 demo: $(HOST_VENV)/.ready
-	$(HOST_VENV)/bin/fl demo --host $(HOST) $(ARGS)
+	$(HOST_VENV)/bin/fl demo --host $(HOST) $(DEMO_$(CHIP)) $(ARGS)
 
 # One queue for all environments, two test files at a time: see tests/suite.py.
 SUITE := .venv/bin/python tests/suite.py

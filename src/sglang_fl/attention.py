@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionFLMetadata:
-    """What a step's batch looks like, for all layers.
+    """A step's batch as all layers see it.
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
@@ -263,7 +263,7 @@ def create(model_runner: ModelRunner) -> AttentionFLBackend:
 
 
 def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
-    """What DeepSeek's layers ask a backend for each batch: the form of latent attention. Ours has the absorbed one."""
+    """The form of latent attention, which DeepSeek's layers ask a backend for each batch: ours has the absorbed one."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     if getattr(attention, "learnable_sink_param", None) is not None:

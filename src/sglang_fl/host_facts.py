@@ -66,6 +66,16 @@ HOOKED = (
         "SGLang starts a Triton kernel for the logits of models with a soft cap",
     ),
     HostFact(
+        "sglang.srt.configs.update_config",
+        ("adjust_config_with_unaligned_cpu_tp(model_config, load_config, tp_size)",),
+        "replaces",
+        "compat",
+        (
+            "on a CPU SGLang would enlarge layers for kernels that it does not run here, and leave the memory of "
+            "experts' additional columns as it found it"
+        ),
+    ),
+    HostFact(
         GROUP, ("__init__(*args, **kwargs)",), "replaces", "distributed", "the ranks of a group would not be connected"
     ),
     HostFact(

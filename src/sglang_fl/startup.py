@@ -19,6 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.policy import PolicyManager
 from fl_dispatch.settings import get_settings, register_layers, reset_settings
 
+from . import own_branches
 from .host import HOST
 
 logger = get_logger(__name__)
@@ -53,6 +54,8 @@ def detect() -> str | None:
         PolicyManager.get_instance().reread_settings()  # a policy that was set in code stays
         handover.adopt()
         active, reason = _judge()
+        if active:
+            own_branches.leave(detect_device())
     except Exception as error:  # SGLang would swallow it: kept, and raised by activate()
         _keep(error)
         # Said at once, because SGLang may stop for a reason of its own before activate() runs.

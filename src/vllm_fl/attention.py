@@ -72,7 +72,7 @@ def register_backend(registry: OpRegistry) -> None:
 
 @dataclass
 class AttentionFLMetadata:
-    """What a step's batch looks like, for all layers of one KV-cache group.
+    """A step's batch as all layers of one KV-cache group see it.
 
     Args:
         num_actual_tokens: tokens without padding.

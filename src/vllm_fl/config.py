@@ -1,4 +1,4 @@
-"""What the plugin refuses, changes and adds in vLLM's configuration, before a model loads.
+"""Refusals, changes and additions of the plugin in vLLM's configuration, before a model loads.
 
 A refusal is one sentence that names the feature; a change is logged with its reason.
 """
@@ -185,7 +185,7 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
+    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
 
     They are compiled only where Inductor writes kernels of Triton's, and graphs are captured only where somebody
     verified the device.
@@ -272,7 +272,7 @@ def _set(config: Any, field: str, value: Any, reason: str) -> None:
 
 
 def workers_here(vllm_config: VllmConfig) -> int:
-    """How many workers share this machine's memory and cores: its part of each data-parallel rank here, together.
+    """Workers that share this machine's memory and cores: its part of each data-parallel rank here, together.
 
     Engines of a dense model forget in their own processes that there are others, so a parent's count is passed on.
     """
@@ -289,7 +289,7 @@ def workers_here(vllm_config: VllmConfig) -> int:
 
 
 def _check_packed(given: Any) -> None:
-    """What stands under our key came from a parent process, or from a user who must learn what may stand there."""
+    """The value under our key came from a parent process, or from a user who must learn what may stand there."""
     where = f"additional_config.{startup.CONFIG_KEY}"
     if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY}:
         raise ConfigError(where, None, f"may only hold 'settings' as their to_json() wrote them, not {given!r}")

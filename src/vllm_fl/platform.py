@@ -37,7 +37,7 @@ def _capability(device_id: int = 0) -> DeviceCapability | None:
 
 
 class Dispatching:
-    """What makes a platform ours: settings, configuration, worker and attention class. First base of every platform."""
+    """The part that makes a platform ours: settings, configuration, worker and attention class. First base of each."""
 
     additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is told
     native: ClassVar[bool] = False

@@ -112,7 +112,7 @@ class WorkerFL(Worker):
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 
     def fl_set_counting(self, on: bool = True) -> None:
-        """Count calls from now on, starting at zero, or stop. Of a compiled graph only opaque calls are seen."""
+        """Count calls from now on, starting at zero, or stop. Only the opaque calls of a compiled graph are seen."""
         manager = get_default_manager()
         manager.set_counting(on)
         manager.reset_counts()
@@ -120,7 +120,7 @@ class WorkerFL(Worker):
             layers.bind_scopes(self.get_model(), untraced_only=True)
 
     def fl_report(self) -> dict[str, Any]:
-        """What runs in this process, as plain data that vLLM can send between processes.
+        """Report of what runs in this process, as plain data that vLLM can send between processes.
 
         The core's report, and ``layers`` and ``native_layers``: class name → how many run our forward, and vLLM's own.
         For a compiled model ``compiled`` says what was done.

@@ -36,7 +36,8 @@ class Fault:
 
     def implementation(self) -> Callable[..., Any]:
         """The faulty implementation, with any parameters."""
-        names, right = list(OPERATORS[self.op].parameters), getattr(REFERENCE, self.op)
+        operator, right = OPERATORS[self.op], getattr(REFERENCE, self.op)
+        names = operator.operands(tuple(operator.parameters))
 
         def call(given: SimpleNamespace) -> Any:
             return right(*(getattr(given, name) for name in names))

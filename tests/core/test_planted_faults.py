@@ -69,7 +69,8 @@ def test_an_implementation_whose_bits_vary_within_rounding_is_not_blamed_if_it_s
     )  # fmt: skip
     manager.registry.register_impl(varying)
     result = verify(manager, varying, torch.float32, CPU)
-    assert (result.problems, result.calls) == ([], 500)
+    assert result.problems == []
+    assert result.calls > 1, "it was called again, under load"
 
 
 def test_results_in_place_of_strided_arguments_are_not_blamed() -> None:

@@ -226,6 +226,7 @@ def test_an_operator_that_is_almost_a_declared_one_is_a_warning_when_it_is_regis
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("WARNING", logger="fl_dispatch"):
-        OpRegistry().register_many([impl("default.a", op="RMSNorm"), impl("default.a", op="my_own_norm")], "acme")
+        registry = OpRegistry(OpRegistry(), "acme")
+        registry.register_many([impl("default.a", op="RMSNorm"), impl("default.a", op="my_own_norm")])
     assert "acme registers 'RMSNorm', which nobody declared; did you mean 'rms_norm'?" in caplog.text
     assert "my_own_norm" not in caplog.text

@@ -114,8 +114,10 @@ class Call:
             pointer = value.untyped_storage().data_ptr()
             for original, made in self._aliases:
                 if made.numel() and made.untyped_storage().data_ptr() == pointer:
-                    empty = torch.empty(0, dtype=value.dtype, device=original.device)
-                    return empty.set_(original.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+                    with torch.inference_mode(original.is_inference()):  # a view is what its base is
+                        empty = torch.empty(0, dtype=value.dtype, device=original.device)
+                        storage = original.untyped_storage()
+                        return empty.set_(storage, value.storage_offset(), value.shape, value.stride())
         return to_npu(value, self.device)
 
 

@@ -14,6 +14,7 @@ def activate() -> None:
     if _active:
         return
     _active = True
+    os.environ.setdefault("FL_EMULATED_CHIP", "torch_npu on a CPU, kernels from its documentation")  # what fl demo says
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # else kernels are launched by a thread of their own
     import torch_npu  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -28,3 +29,22 @@ def normal() -> Callable[..., torch.Tensor]:
         return torch.randn(shape, generator=generator).to(dtype)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def npu_environment() -> Callable[..., dict[str, str]]:
+    """Makes the environment of an engine whose operators are the vendor's; nothing of ours is set but what is given."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("VLLM_", "SGLANG_", "FLAG", "USE_FLAG", "EMU_"))
+    }
+    fixed = {
+        "VLLM_FL_PREFER": "vendor",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return lambda **variables: {**kept, **fixed, **variables}

@@ -42,6 +42,28 @@ def test_activations() -> None:
     close(product, gelu.cpu() * 3)
 
 
+def test_clipped_swiglu_of_pairs_and_of_halves() -> None:
+    expected = [[2 / (1 + math.exp(-1.702 * 2)) * 6, 7 / (1 + math.exp(-1.702 * 7)) * -6]]
+    close(torch_npu.npu_clipped_swiglu(npu([[2.0, 5.0, 9.0, -8.0]])), expected)
+    close(torch_npu.npu_clipped_swiglu(npu([[2.0, 9.0, 5.0, -8.0]]), interleaved=False), expected)
+
+
+def test_layer_norm() -> None:
+    made = torch_npu.npu_layer_norm_eval(npu([[1.0, 3.0]]), [2], npu([1.0, 2.0]), npu([0.5, 0.0]), 0.0)
+    close(made, [[-0.5, 2.0]])
+
+
+def test_linear_multiplies_with_the_rows_of_the_weight() -> None:
+    made = torch_npu.npu_linear(npu([[1.0, 2.0]]), npu([[3.0, 4.0], [5.0, 6.0], [0.0, 1.0]]), npu([0.5, 0.0, 0.0]))
+    close(made, [[11.5, 17.0, 2.0]])
+
+
+def test_rows_are_written_in_place_where_indices_say() -> None:
+    rows = npu([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])
+    torch_npu.npu_scatter_nd_update_(rows, torch.tensor([[2], [0]], device="npu"), npu([[7.0, 8.0], [5.0, 6.0]]))
+    close(rows, [[5.0, 6.0], [1.0, 1.0], [7.0, 8.0]])
+
+
 @pytest.mark.parametrize(("mode", "turned"), [("half", [-3.0, -4.0, 1.0, 2.0]), ("interleave", [-2.0, 1.0, -4.0, 3.0])])
 def test_rotary_mul(mode: str, turned: list[float]) -> None:
     x = npu([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)

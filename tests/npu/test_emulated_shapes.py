@@ -76,9 +76,11 @@ CASES: list[Case] = [
     ("npu_rms_norm", (ones(2, 3, 8), ones(3, 8)), {}),
     ("npu_add_rms_norm", (ones(2, 3, 8), ones(2, 3, 8), ones(8)), {}),
     ("npu_gemma_rms_norm", (ones(2, 3, 8), ones(8)), {}),
+    ("npu_layer_norm_eval", (ones(2, 3, 8), [8], ones(8), ones(8)), {}),
     ("npu_swiglu", (ones(2, 3, 8),), {}),
     ("npu_swiglu", (ones(2, 4, 8), 1), {}),
     ("npu_geglu", (ones(2, 8),), {}),
+    ("npu_clipped_swiglu", (ones(2, 3, 8),), {}),
     ("npu_gelu", (ones(2, 8),), {"approximate": "tanh"}),
     ("npu_fast_gelu", (ones(2, 8),), {}),
     ("npu_silu", (ones(2, 8),), {}),
@@ -88,6 +90,7 @@ CASES: list[Case] = [
     ("npu_mrope", (ints(0, 1), ones(2, 64), ones(2, 32), ones(4, 32), 32), {}),
     ("npu_scatter_pa_kv_cache", (ones(2, 2, 16), ones(2, 2, 16), *(ones(3, 4, 2, 16) for _ in range(2)), ints(1, 2)),
      {"cache_mode": "Norm"}),
+    ("npu_scatter_nd_update_", (ones(4, 8), ints([1], [3]), ones(2, 8)), {}),
     *(attention(version, layout, lse) for version in (1, 2) for layout in ("BSH", "BSND", "BNSD", "TND")
       for lse in (False, True)),
     *(attention(version, layout, False) for version in (1, 2) for layout in ("BNSD_BSND", "TND_NTD", "NTD_TND")
@@ -100,6 +103,7 @@ CASES: list[Case] = [
     latent_cache(output=True),
     latent_cache(output=False),
     ("npu_transpose_batchmatmul", (ones(5, 2, 16), ones(2, 16, 32)), {"perm_x1": [1, 0, 2], "perm_y": [1, 0, 2]}),
+    ("npu_linear", (ones(3, 16), ones(8, 16), ones(8)), {}),
     ("npu_moe_gating_top_k", (ones(3, 8), 2), {"out_flag": True}),
     ("npu_moe_gating_top_k", (ones(3, 8), 2), {}),
     ("npu_moe_gating_top_k_softmax", (ones(3, 8), None, 2), {}),

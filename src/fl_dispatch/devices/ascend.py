@@ -20,6 +20,7 @@ ASCEND = DeviceSpec(
     ray_resource="NPU",
     priority=20,
     host_attention={"SGLang": "ascend"},
+    host_questions={"SGLang": "sglang.srt.utils.common:is_npu"},
     pin_memory=True,
     graphs=True,
     graph_class="NPUGraph",

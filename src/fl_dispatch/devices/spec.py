@@ -72,6 +72,8 @@ class DeviceSpec:
         workers: host → path of the worker's class; the plugin's for an accelerator, or for a CPU, where it is missing.
         host_attention: host → the attention backend that the host sets by itself for this device, with kernels of its
             own; the plugin puts its own there.
+        host_questions: host → its function, ``module:name``, that says whether this device is there, and whose answer
+            leads to code that needs kernels of the host's own; under the plugin it says no.
         native_platforms: host → path of a platform's class that is the host's own for this device, with our operators.
         replaces_aten: whether FlagGems replaces PyTorch's own operators where the user said nothing.
         detect: whether this machine has one.
@@ -126,6 +128,7 @@ class DeviceSpec:
     model_runners: tuple[str, ...] = ("v1",)
     workers: Mapping[str, str] = field(default_factory=dict)
     host_attention: Mapping[str, str] = field(default_factory=dict)
+    host_questions: Mapping[str, str] = field(default_factory=dict)
     native_platforms: Mapping[str, str] = field(default_factory=dict)
     replaces_aten: bool = True
     capability: Callable[[int], tuple[int, int] | None] = field(default=_nothing)

@@ -113,7 +113,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the implementations that come first need of a cache.
+    """Requirements that the implementations that come first have of a cache.
 
     Args:
         layout: the one that the first of them requires, or ``None``.
@@ -125,7 +125,7 @@ class Wish:
 
 
 def wish() -> Wish:
-    """What the implementations that come first in the policy's order require, of attention before that of writing.
+    """Requirements of the implementations that come first in the policy's order, of attention before that of writing.
 
     For an operator with conditional rules the first rule counts whose choice requires something.
     """

@@ -1,4 +1,4 @@
-"""What takes the place of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
+"""Replacements of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
 
 Host memory that a GPU reads, references that do not keep memory alive, the warm-up of kernels, and what a group of
 ranks does before a capture.

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from . import FLOAT, kernel, require, require_dtype
+from . import FLOAT, kernel, require, require_contiguous, require_default, require_dtype
 
 
 def _halves(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,3 +67,31 @@ def silu(self: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x). Source: the wheel's docstring. Assumed: float32 inside."""
     require_dtype("self", self, FLOAT)
     return (self.float() * torch.sigmoid(self.float())).to(self.dtype)
+
+
+@kernel("npu_clipped_swiglu")
+def clipped_swiglu(
+    x: torch.Tensor,
+    *,
+    group_index: torch.Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> torch.Tensor:
+    """A * sigmoid(alpha A) * (B + bias), A at most the limit, B between minus it and it. Source: the wheel's docstring.
+
+    A and B alternate, or they are halves. Refused: one dimension, an odd one, tensors that are not contiguous.
+    Assumed: float32 inside. Groups are not emulated.
+    """
+    require_default(group_index=group_index)
+    require_dtype("x", x, FLOAT)
+    require(x.dim() > 1, "x has one dimension, more are wanted")
+    require_contiguous(x=x)
+    left, right = _halves(x, dim)
+    if interleaved:
+        pairs = x.float().flatten(dim % x.dim()).unflatten(-1, (-1, 2))
+        left, right = (pairs[..., part].view(left.shape) for part in (0, 1))
+    left, right = left.clamp(max=limit), right.clamp(-limit, limit)
+    return (left * torch.sigmoid(alpha * left) * (right + bias)).to(x.dtype)

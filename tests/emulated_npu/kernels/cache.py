@@ -133,3 +133,28 @@ def kv_rmsnorm_rope_cache(
     if not is_output_kv or cache_mode == "Norm":
         k, y = torch.full_like(k, torch.nan), torch.full_like(y, torch.nan)
     return k_cache, ckv_cache, k, y
+
+
+@kernel("npu_scatter_nd_update_")
+def scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """Rows of ``input`` that ``indices`` [..., a] name by their first a dimensions become ``updates``; in place.
+
+    Source: the wheel's docstring. Refused: other dtypes than it names for the Atlas A2, float32, float16, bfloat16,
+    bool, int64 and int8; indices of one dimension, of other types than int32 and int64, or beyond the input.
+    Assumed: a negative index is beyond it, and a row that is named twice gets either value.
+    """
+    require_dtype("input", input, (torch.float32, *HALF, torch.bool, torch.int64, torch.int8))
+    require_same_dtype(input=input, updates=updates)
+    require(1 <= input.dim() <= 8, f"input has {input.dim()} dimensions, not 1 to 8")
+    require(indices.dtype in (torch.int32, torch.int64), f"indices are {indices.dtype}, not int32 or int64")
+    require(indices.dim() >= 2, f"indices have {indices.dim()} dimensions, at least 2 are wanted")
+    axes = indices.shape[-1]
+    require(axes <= input.dim(), f"indices name {axes} dimensions of {input.dim()}")
+    wanted = (*indices.shape[:-1], *input.shape[axes:])
+    require(updates.shape == wanted, f"updates are {tuple(updates.shape)}, not {tuple(wanted)}")
+    places = [indices[..., axis].long().flatten() for axis in range(axes)]
+    for axis, place in enumerate(places):
+        inside = (place >= 0) & (place < input.shape[axis])
+        require(bool(inside.all()), f"an index is outside of dimension {axis}, which has {input.shape[axis]} elements")
+    input[tuple(places)] = updates.flatten(0, indices.dim() - 2)
+    return input

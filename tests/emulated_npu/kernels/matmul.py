@@ -220,3 +220,26 @@ def grouped_matmul_list(
     require(output_dtype in (None, x[0].dtype), f"output_dtype {output_dtype} for x of {x[0].dtype}")
     made = _products(x, weight, bias, group_list or None, split_item or 0)
     return [one.to(x[0].dtype) for one in made]
+
+
+@kernel("npu_linear")
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """input @ weight transposed + bias, [M, N]. Source: the wheel's docstring, its example for the transposition.
+
+    Refused: other than matrices and a bias of one dimension, bfloat16 (the docstring names float32, float16, int32 and
+    int8). Assumed: float32 inside, one dtype. Integers are not emulated.
+    """
+    require_dtype("input", input, (torch.float32, torch.float16))
+    require_same_dtype(input=input, weight=weight)
+    require(
+        input.dim() == weight.dim() == 2, f"input and weight have {input.dim()} and {weight.dim()} dimensions, not 2"
+    )
+    require(
+        input.shape[1] == weight.shape[1], f"{tuple(input.shape)} and {tuple(weight.shape)} share no inner dimension"
+    )
+    made = input.float() @ weight.float().t()
+    if bias is not None:
+        require_same_dtype(input=input, bias=bias)
+        require(bias.shape == weight.shape[:1], f"bias is {tuple(bias.shape)}, one a row of weight is wanted")
+        made += bias.float()
+    return made.to(input.dtype)

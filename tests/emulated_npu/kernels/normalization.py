@@ -66,3 +66,30 @@ def gemma_rms_norm(
     require(input.numel() > 0, "input is empty")
     normalized, rstd = _normalized(input, gamma, epsilon)
     return (normalized * (1 + gamma.float())).to(input.dtype), rstd
+
+
+@kernel("npu_layer_norm_eval")
+def layer_norm_eval(
+    input: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Source: the wheel's docstring, which says that it is ``torch.nn.functional.layer_norm``.
+
+    Refused: a shape that is not the input's last dimensions, a weight or bias of another one or another dtype.
+    Assumed: the dtypes of its fellows, float32 inside.
+    """
+    require_dtype("input", input, FLOAT)
+    last = tuple(normalized_shape)
+    require(0 < len(last) <= input.dim() and input.shape[-len(last) :] == last, f"{last} are not the last dimensions")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            require_same_dtype(**{"input": input, name: tensor})
+            require(tensor.shape == last, f"{name} is {tuple(tensor.shape)}, not {last}")
+    over = tuple(range(-len(last), 0))
+    centred = input.float() - input.float().mean(over, keepdim=True)
+    made = centred / torch.sqrt(centred.square().mean(over, keepdim=True) + eps)
+    made = made if weight is None else made * weight.float()
+    return (made if bias is None else made + bias.float()).to(input.dtype)

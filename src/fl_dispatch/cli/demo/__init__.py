@@ -69,6 +69,9 @@ def demo(
         Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)] = Dtype.FLOAT32,
+    head_size: Annotated[
+        int | None, typer.Option(help="Elements of a head, where a chip's kernels ask for a size.", min=16)
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; can be given several times.")] = None,
@@ -93,7 +96,8 @@ def demo(
         with step(f"building a small {family} checkpoint"):
             from ..checkpoints import build_checkpoint
 
-            path = build_checkpoint(family.value, Path(folder) / family.value)
+            sizes = {} if head_size is None else {"head_dim": head_size}
+            path = build_checkpoint(family.value, Path(folder) / family.value, **sizes)
         request = Request(path, list(prompt or PROMPTS), tokens, dtype.value, compiled, dtype is not Dtype.FLOAT32)
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and generating (its import takes a while)"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..half_precision import COMPARED, EXPERTS, LARGEST, MEAN, distances, exact, table
 from .engines import Generated, Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def compare(family: str, request: Request, generated: Generated) -> tuple[bool, str]:
@@ -44,10 +47,28 @@ def _by_scores(family: str, request: Request, generated: Generated) -> tuple[boo
     compared = COMPARED if family in EXPERTS else 1.0
     mean, largest = distances(table(generated.rows), single, half, compared)
     right = mean <= MEAN and largest <= LARGEST
+    same, total = _first_choices(generated, single)
     return right, (
+        f"{same} of {total} tokens are Hugging Face's in float32, and "
         f"log-probabilities as near to float32 as Hugging Face's {request.dtype}: {'yes' if right else 'NO'} "
         f"(mean difference {mean:.2f} of its, at most {MEAN}; largest {largest:.2f}, at most {LARGEST})"
     )
+
+
+def _first_choices(generated: Generated, single: Tensor) -> tuple[int, int]:
+    """How many generated tokens are the first choice of a model after the tokens before them, and how many there are.
+
+    Args:
+        generated: by an engine.
+        single: the model's log-probabilities after every token but the last of each sequence.
+    """
+    rows = single.argmax(dim=-1).split([len(sequence) - 1 for sequence in generated.sequences])
+    same = sum(
+        ours == theirs
+        for part, tokens in zip(rows, generated.tokens, strict=True)
+        for ours, theirs in zip(tokens, part[-len(tokens) :].tolist(), strict=True)
+    )
+    return same, sum(map(len, generated.tokens))
 
 
 def _network(request: Request, dtype: Any) -> Any:

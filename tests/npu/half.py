@@ -1,0 +1,80 @@
+"""Small models in half precision on the emulated NPU, and what Hugging Face says to what an engine generated.
+
+The kernels of the chip take float16 and bfloat16 and heads of 128, so the families have these sizes here. A close choice
+may fall the other way in half precision. So two things are compared: the log-probabilities at every generated token, by
+the bounds of :mod:`fl_dispatch.cli.half_precision`, and the tokens up to the first choice of Hugging Face's, in float32,
+that half precision could turn: one that leads by less than twice what it moves Hugging Face's own logits by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
+from running import reference_network
+
+HEADS: Mapping[str, Any] = {"head_dim": 128}
+LATENT: Mapping[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "qk_head_dim": 192,
+    "n_routed_experts": 16,
+}
+"""Four experts a group, because the chip's routing takes three or more."""
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": HEADS,
+    "llama": HEADS,
+    "qwen3_moe": HEADS,
+    "gemma3": {**HEADS, "query_pre_attn_scalar": 128},
+    "deepseek_v3": LATENT,
+}
+"""Family → what differs from its small checkpoint."""
+DTYPES = {
+    "qwen3": "float16",
+    "llama": "float16",
+    "qwen3_moe": "float16",
+    "gemma3": "bfloat16",
+    "deepseek_v3": "bfloat16",
+}
+"""vLLM refuses float16 for Gemma 3; the chip's kernel for the prefill of latent attention takes bfloat16 alone."""
+
+
+def as_near_as_hugging_face(
+    family: str, model: Path, prompts: Sequence[list[int]], step: Mapping[str, Any], dtype: str
+) -> bool:
+    """Whether the log-probabilities at the generated tokens are as near to float32 as Hugging Face's in this dtype."""
+    sequences = [[*prompt, *tokens] for prompt, tokens in zip(prompts, step["tokens"], strict=True)]
+    single, half = (
+        _at_generated(exact(reference_network(model, kind), sequences)[0], prompts, sequences)
+        for kind in (torch.float32, getattr(torch, dtype))
+    )
+    return within(table(step["rows"]), single, half, COMPARED if family in EXPERTS else 1.0)
+
+
+def _at_generated(rows: torch.Tensor, prompts: Sequence[list[int]], sequences: Sequence[list[int]]) -> torch.Tensor:
+    parts = rows.split([len(sequence) - 1 for sequence in sequences])
+    return torch.cat([part[len(prompt) - 1 :] for part, prompt in zip(parts, prompts, strict=True)])
+
+
+def clear_tokens(model: Path, prompts: Sequence[list[int]], tokens: int, dtype: str) -> list[list[int]]:
+    """Hugging Face's greedy tokens in float32, up to the first that half precision could turn."""
+    single, half = (reference_network(model, kind) for kind in (torch.float32, getattr(torch, dtype)))
+    clear = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        sequence = single.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        with torch.inference_mode():
+            logits, other = (network(sequence).logits[0, len(prompt) - 1 : -1].float() for network in (single, half))
+        best, second = logits.topk(2).values.unbind(-1)
+        decided = best - second >= 2 * (logits - other).abs().amax(-1)
+        length = int(decided.long().cumprod(0).sum())
+        clear.append(sequence[0, len(prompt) : len(prompt) + length].tolist())
+    return clear

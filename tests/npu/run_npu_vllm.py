@@ -1,0 +1,46 @@
+"""A vLLM engine on the emulated NPU, in a process of its own: ``python run_npu_vllm.py job.json result.json``.
+
+A job is ``{"engine": arguments of LLM, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n, "wrong": the
+``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    import emulated_npu
+    from fl_dispatch.cli.checkpoints import VOCABULARY
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["engine"])
+    llm.collective_rpc("fl_set_counting", args=(True,))
+    steps = []
+    for step in job["steps"]:
+        os.environ["EMU_NPU_WRONG"] = step.get("wrong", "")  # read at each call of a kernel
+        if step.get("reset"):
+            assert llm.reset_prefix_cache()
+        emulated_npu.reset_calls()
+        sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, logprobs=VOCABULARY)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in step["prompts"]], sampling, use_tqdm=False)
+        rows = [row for output in outputs for row in output.outputs[0].logprobs]
+        steps.append(
+            {
+                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "rows": [{token: value.logprob for token, value in row.items()} for row in rows],
+                "cached": [output.num_cached_tokens for output in outputs],
+                "kernels": emulated_npu.calls(),
+            }
+        )
+    reports = llm.collective_rpc("fl_report")
+    return {"pid": os.getpid(), "steps": steps, "report": reports[0], "reports": reports}
+
+
+if __name__ == "__main__":
+    result = main(json.loads(Path(sys.argv[1]).read_text()))
+    Path(sys.argv[2]).write_text(json.dumps(result))
