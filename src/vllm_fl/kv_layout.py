@@ -70,8 +70,8 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
 def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
     """Refuse groups of layers that vLLM lets share memory, and whose blocks would lie over each other.
 
-    A block's number belongs to one group at a time. Where it is one piece of memory, that is enough. Under a layout
-    that keeps all keys before all values the groups' keys have to be as large, too.
+    A block's number belongs to one group at a time, which is enough for blocks of one piece. Under a layout that keeps
+    all keys before all values the groups' keys have to be as large, too.
 
     Raises:
         ValueError: they are not.

@@ -1,4 +1,4 @@
-"""How many of a batch's cache slots are real: known while a worker runs a step of the scheduler's, and only then.
+"""The number of a batch's cache slots that are real: known while a worker runs a step of the scheduler's, not else.
 
 vLLM marks slots that are to be skipped with -1: those of the padding behind a step's tokens, and all of a batch that it
 makes up to warm up, to capture or to keep data-parallel ranks in step. Those do not come from the scheduler.

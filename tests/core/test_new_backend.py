@@ -78,6 +78,7 @@ def test_the_device_is_data_of_its_torch_type(device: str, packages: Path) -> No
     assert (spec.name, spec.vendor, spec.torch_type) == ("acme", "acme", device)
     assert spec.dispatch_key == {"npu": "PrivateUse1", "cuda": "CUDA"}[device]
     assert spec.dist_backend in torch.distributed.Backend.backend_list
+    assert (spec.extension, spec.verified) == ({"npu": "torch_npu", "cuda": None}[device], {})
     assert spec.detect() is False
     assert yaml.safe_load(Path(spec.platform_config).read_text()) == {"prefer": "vendor"}
 

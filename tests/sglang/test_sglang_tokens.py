@@ -35,8 +35,9 @@ WRONG = {  # each operator once
     "deepseek_v3": ("mla_decode", "grouped_topk"),
 }
 WRONG_CASES = [(family, position) for family, operators in WRONG.items() for position in range(len(operators))]
+HINTED = {name: ["impl:vendor.hinted"] for name in ("kv_cache_write", "paged_attention")}
 PLUGINS = {
-    "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method,unwritten_memory",
+    "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,hinted_plugin,policy_method,unwritten_memory",
     "SGLANG_FL_PREFER": "reference",
 }
 
@@ -47,13 +48,16 @@ def _with_policy(**policy: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def result(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
-    """A family: two passes over the same prompts, then one for each wrong implementation, then a right one."""
+    """A family: two passes over the same prompts; where there are wrong implementations, one for each of them.
+
+    After those one that compares hints, and a right one.
+    """
     runs = {}
     for family in OPERATORS:
         wrong = [_with_policy(per_op_order={name: ["impl:vendor.wrong"]}) for name in WRONG.get(family, ())]
         runs[family] = start(
             checkpoint(family),
-            *(STEP, STEP, *wrong, *([_with_policy()] if wrong else [])),
+            *(STEP, STEP, *wrong, *([_with_policy(per_op_order=HINTED), _with_policy()] if wrong else [])),
             variables=PLUGINS,
             engine={"page_size": PAGES.get(family, 1)},
         )
@@ -117,6 +121,15 @@ def test_a_wrong_implementation_changes_the_tokens(
     operator = WRONG[family][position]
     assert result(family)["steps"][2 + position]["tokens"] != expected(family)
     assert result(family)["report"]["counts"][f"{operator} vendor.wrong"] > 0
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_what_every_step_says_of_its_tensors_is_true(
+    family: str, result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    """The implementation raises where a hint is wrong or missing."""
+    assert result(family)["steps"][-2]["tokens"] == expected(family)
+    assert result(family)["report"]["counts"]["kv_cache_write vendor.hinted"] > 0
 
 
 @pytest.mark.parametrize("family", WRONG)

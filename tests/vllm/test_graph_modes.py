@@ -1,4 +1,4 @@
-"""What no graph can hold decides how many of vLLM's graphs are captured, and the reason names it."""
+"""Implementations that no graph can hold decide which of vLLM's graphs are captured, and the reason names them."""
 
 from __future__ import annotations
 

@@ -128,9 +128,16 @@ def _values(name: str, device: str | None) -> dict[str, str]:
         "torch_type": device or "",
         "dispatch_key": str(device).upper() if device in OWN_KEY else "PrivateUse1",
         "dist_backend": backends.get(str(device), "gloo"),
+        "extension": repr(_extension(device)).replace("'", '"'),
         "detect": _detection(name, device),
         "runner": f"[self-hosted, {name}]" if device else "ubuntu-latest",
     }
+
+
+def _extension(device: str | None) -> str | None:
+    """The package that gives PyTorch the type: that of the chip known to have it, or the usual name."""
+    known = {spec.torch_type: spec.extension for spec in device_specs()}
+    return known.get(device, f"torch_{device}") if device else None
 
 
 def _detection(name: str, device: str | None) -> str:
