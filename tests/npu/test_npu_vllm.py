@@ -21,7 +21,7 @@ from running import MAX_TOKENS, PROMPTS
 
 SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
 BLOCK, LATENT_BLOCK = 128, 16
-"""Tokens of a block of the cache. The kernels ask for 128; latent rows are copied, so their blocks are as vLLM has them."""
+"""Tokens of a block of the cache. The kernels ask for 128; latent rows are copied, so their blocks stay as they are."""
 FEW = 4
 """Tokens that an engine with a wrong kernel generates for each prompt."""
 
