@@ -1,4 +1,4 @@
-"""``fl verify --impl vendor.ascend`` on the emulated NPU: all that runs is right, the rest is declined with a reason."""
+"""``fl verify --impl vendor.ascend`` on the emulated NPU: what runs is right, the rest is declined with a reason."""
 
 from __future__ import annotations
 
