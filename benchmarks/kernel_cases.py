@@ -167,7 +167,13 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
         arguments = (*tensors, *sizes, *numbers)
         compiled.append(launcher.kernel.warmup(*arguments, grid=grid, num_warps=warps, num_stages=stages))
 
+    gpu = SimpleNamespace(
+        compute_units=lambda index: H200.multi_processor_count,
+        shared_memory=lambda index: H200.shared_memory_per_block_optin,
+    )
     with (
+        mock.patch.object(attention, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
+        mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
         mock.patch.object(launch.Launcher, "__call__", compile_only),
         mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),

@@ -6,7 +6,7 @@ for every size, as ``vendor.flaggems.mm``, as far as they are there, and what In
 operators that move bytes, compiled for each shape, as ``vendor.torch.inductor``. Then it runs ``fl`` with the arguments
 given:
 
-    python benchmarks/kernels_gpu.py bench --output FILE --plot FILE
+    python benchmarks/kernels_gpu.py bench --json FILE --plot FILE
 
 Names are those of vLLM 0.26. Its other compiled operators and FlagGems are backends already: ``vendor.cuda``,
 ``default.flagos``.

@@ -1,7 +1,7 @@
 """Runs a warp-specialized Gluon kernel on the CPU, where Triton has no interpreter for it.
 
-It knows what the Hopper kernels need. Each part of a program is a thread. What the device may do late is done late: a
-copy's bytes arrive when they are waited for, products see them behind a fence, and until then the buffer holds NaN. A
+It knows what the Hopper kernels need. Each part of a program is a thread. Whatever the device may do late is done late:
+a copy's bytes arrive when they are waited for, products see them behind a fence, and until then the buffer holds NaN. A
 product reads its buffers when it is issued and again when it is waited for, and has to find the same. So a buffer that
 is taken or given back too early is an error or a wrong result, and so is a barrier that nobody reaches.
 """
@@ -35,7 +35,7 @@ class Pointer:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Pointer:
-        """Of the first element; all of the tensor's storage can be reached."""
+        """Address of the first element; all of the tensor's storage can be reached."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((size,), (1,), 0), tensor.storage_offset())
 
@@ -135,7 +135,7 @@ class Product:
 
 
 class Machine:
-    """What a kernel finds in the modules that it imports.
+    """The names that a kernel finds in the modules that it imports.
 
     Args:
         programs: along the first axis of the grid.

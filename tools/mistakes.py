@@ -104,7 +104,7 @@ MISTAKES = (
     Mistake(
         "the policy stays in the parent",
         "fl_dispatch/hosting/handover.py",
-        '    if "policy" in packed and packed["policy"] != mine:',
+        "    if theirs.policy.to_json() != mine.policy.to_json():",
         "    if False:",
         "tests/vllm/test_engine_selection.py::test_a_policy_set_in_code_reaches_the_engine_process[spawn]",
     ),

@@ -1,7 +1,7 @@
 """Backends from outside this package: entry points, and modules that the user names.
 
-What the user named fails hard; what was only found fails with a WARNING, and ``fl doctor`` shows it. A backend that
-fails leaves nothing half-registered.
+A backend that the user named fails hard; one that was only found fails with a WARNING, and ``fl doctor`` shows it. One
+that fails leaves nothing half-registered.
 """
 
 from __future__ import annotations

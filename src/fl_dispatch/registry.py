@@ -10,11 +10,17 @@ from typing import Any
 
 from .errors import RegistrationError
 from .locking import writers
+from .logger_manager import get_logger
 from .ops import OPERATORS
 from .replaced import AtenReplacement, refuse_taken_name, register_replacement
+from .settings.names import suggestion
 from .signatures import Convention, convention_of
 from .types import OpImpl
 
+logger = get_logger(__name__)
+
+ALMOST_SURELY = 0.9
+"""How similar to a declared name an operator's must be for a warning: plugins have operators of their own."""
 Impls = Mapping[str, tuple[OpImpl, ...]]
 _EMPTY: Impls = MappingProxyType({})
 
@@ -66,6 +72,9 @@ class OpRegistry:
             RegistrationError: see :meth:`register_impl`.
         """
         new = tuple(impls)
+        for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
+            if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
+                logger.warning("%s registers '%s', which nobody declared%s", self._source or "a plugin", op_name, meant)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
         self._add(new, conventions, frozenset())
 

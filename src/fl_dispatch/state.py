@@ -6,7 +6,6 @@ recovery of a failed call and the manager share one :class:`State`.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from .knowledge.counting import CallCounter
 from .knowledge.failures import ArgumentKind, FailureLog, Proofs
 from .locking import writers
 from .logger_manager import get_logger
-from .ops import OPERATORS, Operator
+from .ops import Operator
 from .registry import OpRegistry
 from .selection.decision import Branch, Decision, condition_of, select
 from .settings import TunedRule
+from .settings.names import suggestion
 from .settings.selection_policy import SelectionPolicy
 from .types import OpImpl
 
@@ -266,6 +266,4 @@ def in_one_line(value: Any) -> str:
 
 def unknown(op_name: str) -> NoImplementationError:
     """The error for an operator that nobody registered."""
-    near = difflib.get_close_matches(op_name, OPERATORS, 1)
-    hint = f"; did you mean '{near[0]}'?" if near and near[0] != op_name else ""
-    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'{hint}"])
+    return NoImplementationError(op_name, [f"nobody registered an operator '{op_name}'{suggestion(op_name)}"])

@@ -54,7 +54,9 @@ class OpImpl:
         supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
-        properties: facts that a policy may ask for, such as ``{"batch_invariant": True}``.
+        properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``, ``{"graphs": False}`` where no
+            graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
+            ``{"deterministic": False}``.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.
@@ -128,7 +130,7 @@ class OpImpl:
 
     @property
     def place(self) -> str:
-        """Where its function is from, for messages: ``module (file:line)``, or the module alone."""
+        """The source of its function, for messages: ``module (file:line)``, or the module alone."""
         fn = inspect.unwrap(getattr(self.fn, "__func__", self.fn))
         code = getattr(fn, "__code__", None)
         module = str(getattr(fn, "__module__", None) or type(fn).__module__)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionFLMetadata:
-    """What a step's batch looks like, for all layers.
+    """A step's batch as all layers see it.
 
     Args:
         query_start_loc: ``[requests + 1]`` int32; first token of each request.
@@ -55,6 +55,8 @@ class BoundOperators:
 
 
 OPERATORS = Attached[BoundOperators]("fl_operators")
+MAY_SKIP = False
+"""No row is negative: SGLang writes padding to row 0, which no request has."""
 
 
 def bind(layer: RadixAttention, scope: str | None) -> None:
@@ -156,7 +158,7 @@ class AttentionFLBackend(AttentionBackend):
         metadata = self.forward_metadata
         key_cache, value_cache = self._caches(layer)
         if save_kv_cache and k is not None and v is not None:
-            OPERATORS.of(layer).write(k, v, key_cache, value_cache, forward_batch.out_cache_loc)
+            OPERATORS.of(layer).write(k, v, key_cache, value_cache, forward_batch.out_cache_loc, MAY_SKIP)
         window = layer.sliding_window_size  # the tokens before a token's own
         result = OPERATORS.of(layer).attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -233,7 +235,7 @@ class MLAFLBackend(AttentionFLBackend):
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
             OPERATORS.of(layer).write(
-                k[..., :rank], k[..., rank:], rows[..., :rank], rows[..., rank:], forward_batch.out_cache_loc
+                k[..., :rank], k[..., rank:], rows[..., :rank], rows[..., rank:], forward_batch.out_cache_loc, MAY_SKIP
             )
         result: Tensor = OPERATORS.of(layer).attend_latent(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -261,7 +263,7 @@ def create(model_runner: ModelRunner) -> AttentionFLBackend:
 
 
 def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
-    """What DeepSeek's layers ask a backend for each batch: the form of latent attention. Ours has the absorbed one."""
+    """The form of latent attention, which DeepSeek's layers ask a backend for each batch: ours has the absorbed one."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     if getattr(attention, "learnable_sink_param", None) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from fl_dispatch.backends.triton.availability import why_unserved
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting.host_facts import check
 from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger
@@ -23,8 +23,8 @@ from .version import host_version
 logger = get_logger(__name__)
 
 TESTED_HOSTS = ("0.5.21",)
-"""All tests run on these. What is known of others, from their source alone: up to 0.5.16 layers choose their forward
-when they are made, in ``MultiPlatformOp.dispatch_forward`` (0.5.20 made them ``BaseFusedOp``); 0.5.23 has no such
+"""All tests run on these. Others are known from their source alone: up to 0.5.16 layers choose their forward when they
+are made, in ``MultiPlatformOp.dispatch_forward`` (0.5.20 made them ``BaseFusedOp``); 0.5.23 has no such
 method, asks the platform for ``capabilities`` and ``get_kv_pool_cls(kind=)``, and needs no hook on ``support_triton``.
 """
 
@@ -52,8 +52,12 @@ def _cap_logits(original: Any, logits: Any, cap: float) -> Any:
     return logits.div_(cap).tanh_().mul_(cap) if why_unserved() else original(logits, cap)
 
 
+def _unpadded(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    return model_config
+
+
 def dispatch_target() -> str:
-    """What this version's layers call to choose their forward."""
+    """The function that this version's layers call to choose their forward."""
     from sglang.kernels.fused_op import BaseFusedOp
     from sglang.srt.layers.layernorm import RMSNorm
 
@@ -81,6 +85,7 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),
         _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),
         _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
+        _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
     )
 

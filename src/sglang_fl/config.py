@@ -1,4 +1,4 @@
-"""What the plugin refuses and defaults in SGLang's server arguments, before a process starts.
+"""Refusals and defaults of the plugin in SGLang's server arguments, before a process starts.
 
 A refusal is one sentence that names the feature; a changed value is logged with its reason.
 """
@@ -54,7 +54,7 @@ def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
 
 
 def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
-    """What only the resolved configuration says, in a worker, before weights load: SGLang goes on after it asked us.
+    """Refuse, before weights load, what only the resolved configuration says, because SGLang asks us before.
 
     Raises:
         ValueError: for the first feature of the model that cannot be served.
@@ -88,7 +88,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
 
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
-    """Where the user chose nothing, what runs on this device."""
+    """Set what runs on this device, as far as the user chose nothing."""
     multiple = kv_layout.wish().multiple
     defaults = {
         "device": device.torch_type,
@@ -111,7 +111,10 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
 
 
 def _take_back_attention(args: ServerArgs, host: str | None) -> None:
-    """Our attention in the place of the backend that SGLang has set itself for the device, before it asked us."""
+    """Our attention in the place of the backend that SGLang set for the device, before it asked us.
+
+    For an NPU its ``set_default_server_args`` does, for a CPU its ``handle_cpu_backends``.
+    """
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if host is not None and getattr(args, field) == host:
             _set(args, field, ATTENTION, f"'{host}' needs kernels that SGLang brings for this device alone")
@@ -128,7 +131,7 @@ def _cpu_defaults(args: ServerArgs) -> None:
 
 
 _variables: dict[str, str] = {}
-"""What :func:`_set_variable` has set: it was for the engine that this process started before, and is no user's."""
+"""Variables that :func:`_set_variable` has set, for the engine that this process started before: they are no user's."""
 
 
 def _set_variable(name: str, value: str | None) -> None:

@@ -32,7 +32,7 @@ from fl_dispatch.hosting.collectives import Communicator, connect
 from .hooks import Kind
 
 COMMUNICATOR = Attached[Communicator]("fl_communicator")
-"""Of a group of several ranks."""
+"""The communicator of a group of several ranks."""
 
 
 def connect_group(result: None, group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:

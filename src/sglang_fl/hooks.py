@@ -1,4 +1,4 @@
-"""What is hooked in SGLang: rows of data, registered through SGLang's own ``HookRegistry``.
+"""Hooks in SGLang: rows of data, registered through SGLang's own ``HookRegistry``.
 
 SGLang logs a hook that does not apply and goes on without it. So :func:`unapplied` asks afterwards.
 """

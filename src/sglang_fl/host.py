@@ -1,4 +1,4 @@
-"""What this package knows about SGLang, for ``tools/host_check.py`` and for the names in a user's lists.
+"""The package's knowledge of SGLang, for ``tools/host_check.py`` and for the names in a user's lists.
 
 Importing it imports nothing of SGLang.
 """

@@ -66,6 +66,16 @@ HOOKED = (
         "SGLang starts a Triton kernel for the logits of models with a soft cap",
     ),
     HostFact(
+        "sglang.srt.configs.update_config",
+        ("adjust_config_with_unaligned_cpu_tp(model_config, load_config, tp_size)",),
+        "replaces",
+        "compat",
+        (
+            "on a CPU SGLang would enlarge layers for kernels that it does not run here, and leave the memory of "
+            "experts' additional columns as it found it"
+        ),
+    ),
+    HostFact(
         GROUP, ("__init__(*args, **kwargs)",), "replaces", "distributed", "the ranks of a group would not be connected"
     ),
     HostFact(
@@ -166,6 +176,20 @@ READ = (
         "memory",
         "Slots of pages without a Triton kernel.",
     ),
+    HostFact(
+        "sglang.srt.hardware_backend.npu.utils",
+        ("set_default_server_args(args)",),
+        "reads",
+        "config",
+        "It chooses the attention backend of the device's host_attention before the plugin is asked.",
+    ),
+    HostFact(
+        "sglang.srt.arg_groups.platform_hook",
+        ("handle_cpu_backends(server_args)",),
+        "reads",
+        "config",
+        "It chooses the attention backend of the device's host_attention before the plugin is asked.",
+    ),
 )
 
 OVERRIDDEN = (
@@ -181,6 +205,20 @@ OVERRIDDEN = (
         "overrides",
         "attention",
         "Attention is our operators.",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        ("_create_buffers_normal()",),
+        "overrides",
+        "memory",
+        "Keys and values lie as the policy's implementation reads them.",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        ("k_buffer", "v_buffer", "store_dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
+        "reads",
+        "memory",
+        "What a layer's keys and values are, and where SGLang looks for them.",
     ),
     HostFact(
         "sglang.srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator",

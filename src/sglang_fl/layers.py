@@ -43,7 +43,7 @@ def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFu
 
 
 BRIDGE = Attached[Bridge]("fl_bridge")
-"""Of a layer that runs our operator."""
+"""The bridge of a layer that runs our operator."""
 
 
 def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:

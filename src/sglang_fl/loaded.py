@@ -1,4 +1,4 @@
-"""What this package knows of the model that a runner of SGLang's has loaded."""
+"""The package's knowledge of the model that a runner of SGLang's has loaded."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ class LoadedModel:
 
 
 LOADED = Attached[LoadedModel]("fl_loaded")
-"""Of a model runner."""
+"""The loaded model of a model runner."""

@@ -31,7 +31,7 @@ def choose(page_size: int) -> KVLayout:
 class KVPoolFL(MHATokenToKVPool):
     """Keys and values ``[slots, kv_heads, size]`` of each layer; attention writes them by ``kv_cache_write``.
 
-    Where implementations need another layout they are views ``[pages, page_size, kv_heads, size]`` of one tensor, which
+    If implementations need another layout, they are views ``[pages, page_size, kv_heads, size]`` of one tensor, which
     nothing else of what is served reads.
     """
 

@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
-    """What runs in this process: the core's report, and what the plugin knows of the model.
+    """Report of what runs in this process: the core's, and what the plugin knows of the model.
 
     ``layers`` and ``native_layers`` are class name → how many run a bridge, and SGLang's own code; ``fallen_through``
     is ``"class: reason"`` → calls; ``undispatched`` is operator → layers that the first pass missed, ``None`` before

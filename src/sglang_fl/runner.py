@@ -1,4 +1,4 @@
-"""What happens to SGLang's model runner in a worker: after its model is loaded, and after its first forward pass."""
+"""Hooks of SGLang's model runner in a worker: after its model is loaded, and after its first forward pass."""
 
 from __future__ import annotations
 

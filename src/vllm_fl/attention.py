@@ -29,6 +29,7 @@ from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
 
 from . import kv_layout, warm_up
 from .compat.attention_class import CacheQuestions
+from .slots import real
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,7 +72,7 @@ def register_backend(registry: OpRegistry) -> None:
 
 @dataclass
 class AttentionFLMetadata:
-    """What a step's batch looks like, for all layers of one KV-cache group.
+    """A step's batch as all layers of one KV-cache group see it.
 
     Args:
         num_actual_tokens: tokens without padding.
@@ -222,9 +223,10 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     ) -> None:
         """Write this step's keys and values; a layer that shares another layer's cache, or has none, writes nothing."""
         if self.kv_sharing_target_layer_name is None and not self.encoder_only:
-            tokens = slot_mapping.shape[0]
+            slots, may_skip = real(slot_mapping)
+            tokens = slots.shape[0]
             key_cache, value_cache = self._caches(kv_cache)
-            self.fl_write(key[:tokens], value[:tokens], key_cache, value_cache, slot_mapping)
+            self.fl_write(key[:tokens], value[:tokens], key_cache, value_cache, slots, may_skip)
 
     def forward(
         self,

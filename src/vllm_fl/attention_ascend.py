@@ -1,25 +1,13 @@
-"""Attention for vLLM on Ascend NPUs: the class of ``attention``, with blocks as the chip's kernels take them."""
+"""Attention for vLLM on Ascend NPUs, under the name that the specification gives it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm.v1.attention.backend import MultipleOf
-
-from fl_dispatch.backends.vendor.ascend.impl.attention import BLOCK_MULTIPLE
-
 from .attention import AttentionFLBackend
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 
 class AscendAttentionBackend(AttentionFLBackend):
-    """The class that ``attention_backend`` selects where ``vendor.ascend`` is preferred; its operators are dispatched.
+    """The class that ``attention_backend`` selects where ``vendor.ascend`` is preferred.
 
-    Another implementation of an operator serves what the chip's kernels decline, over the same cache.
+    Its operators are dispatched, so another implementation serves what the chip's kernels decline, over the same cache.
+    Layout and block size are those that the chosen kernels require.
     """
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        return [MultipleOf(BLOCK_MULTIPLE)]

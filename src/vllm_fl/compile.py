@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 PASS_MANAGER = "vllm_fl.passes.PassManagerFL"
 DEFAULT_BACKEND, WITHOUT_INDUCTOR = "inductor", "eager"
 MANIFEST_KEY = "fl_dispatch_manifest"
-"""Where vLLM's ``additional_config``, a part of its compile-cache key, carries the hash of the frozen choices."""
+"""The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
 
 def is_compiled(vllm_config: VllmConfig) -> bool:
@@ -157,7 +157,7 @@ def counts() -> dict[str, int]:
 
 
 def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]:
-    """What was compiled since the counters stood at ``before``, as plain data.
+    """Counts of what was compiled since the counters stood at ``before``, as plain data.
 
     ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``; ``compilations`` is how often
     a piece was compiled. ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut.

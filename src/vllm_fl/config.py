@@ -1,4 +1,4 @@
-"""What the plugin refuses, changes and adds in vLLM's configuration, before a model loads.
+"""Refusals, changes and additions of the plugin in vLLM's configuration, before a model loads.
 
 A refusal is one sentence that names the feature; a change is logged with its reason.
 """
@@ -11,18 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch import (
-    BackendImplKind,
-    ConfigError,
-    NoImplementationError,
-    call_op,
-    get_default_manager,
-    get_policy,
-)
+from fl_dispatch import ConfigError, NoImplementationError, OpImpl, call_op, get_default_manager
 from fl_dispatch.devices import TRITON, DeviceSpec
 from fl_dispatch.hosting import collectives, handover
+from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.selection.decision import select
+from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
 from . import compile, startup
@@ -46,7 +40,9 @@ EXPERT_LAYERS = {
 """The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
-ATTENTION_OPERATORS = ("paged_attention", "mla_decode", "mla_prefill")
+ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
+LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
+EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -189,7 +185,7 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
+    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
 
     They are compiled only where Inductor writes kernels of Triton's, and graphs are captured only where somebody
     verified the device.
@@ -231,29 +227,25 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
 
 
 def _adapt_graphs(vllm_config: VllmConfig) -> None:
-    """No graph may contain a reference that waits for the device: those of attention and of experts do."""
+    """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it."""
     from vllm.config import CUDAGraphMode
 
-    compilation = vllm_config.compilation_config
+    compilation, model = vllm_config.compilation_config, vllm_config.model_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
-    if _has_experts(vllm_config) and _references(("fused_moe",)):
-        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, "the reference of fused_moe waits for the device")
-    elif compilation.cudagraph_mode.has_full_cudagraphs() and (found := _references(ATTENTION_OPERATORS)):
-        reason = f"the reference of {', '.join(found)} waits for the device"
-        _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, reason)
+    latent = model is not None and model.use_mla
+    attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
+    elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *(() if _has_experts(vllm_config) else EXPERT_OPERATORS)}
+    others = without_graphs(op for op in OPERATORS if op not in elsewhere)
+    piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []
+    if others or (attention and not piecewise):
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others or attention))
+    elif attention and compilation.cudagraph_mode.has_full_cudagraphs():
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, _no_graph_holds(attention))
 
 
-def _references(operators: Sequence[str]) -> list[str]:
-    """Those of these operators whose first choice is a reference, under any condition."""
-    manager, policy = get_default_manager(), get_policy()
-    found = []
-    for op in operators:
-        decision = select(op, manager.registry.get_implementations(op), policy)
-        first = [branch.candidates[0].kind for branch in decision.branches if branch.candidates]
-        if BackendImplKind.REFERENCE in first:
-            found.append(op)
-    return found
+def _no_graph_holds(impls: Sequence[OpImpl]) -> str:
+    return "no graph can hold " + ", ".join(f"'{impl.impl_id}' of '{impl.op_name}'" for impl in impls)
 
 
 def _keep_to_v1(vllm_config: VllmConfig) -> None:
@@ -280,7 +272,7 @@ def _set(config: Any, field: str, value: Any, reason: str) -> None:
 
 
 def workers_here(vllm_config: VllmConfig) -> int:
-    """How many workers share this machine's memory and cores: its part of each data-parallel rank here, together.
+    """Workers that share this machine's memory and cores: its part of each data-parallel rank here, together.
 
     Engines of a dense model forget in their own processes that there are others, so a parent's count is passed on.
     """
@@ -297,7 +289,7 @@ def workers_here(vllm_config: VllmConfig) -> int:
 
 
 def _check_packed(given: Any) -> None:
-    """What stands under our key came from a parent process, or from a user who must learn what may stand there."""
+    """The value under our key came from a parent process, or from a user who must learn what may stand there."""
     where = f"additional_config.{startup.CONFIG_KEY}"
     if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY}:
         raise ConfigError(where, None, f"may only hold 'settings' as their to_json() wrote them, not {given!r}")

@@ -23,7 +23,7 @@ from fl_dispatch.hosting.collectives import Communicator, connect
 
 Capture = Callable[..., AbstractContextManager[Any]]
 ORIGINAL = Attached[Capture]("fl_original")
-"""Of a function of ours in the place of one of vLLM's."""
+"""The original of a function of ours that stands in the place of one of vLLM's."""
 
 
 class CommunicatorFL(DeviceCommunicatorBase):

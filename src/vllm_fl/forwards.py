@@ -23,7 +23,7 @@ class DispatchedLayer(BoundLayer):
     """
 
     fl_metaclass: ClassVar[type[type]] = type
-    """Of the replacement classes."""
+    """The metaclass of the replacement classes."""
     fl_traced: ClassVar[bool] = True
     """Whether compiled graphs contain its forward."""
     forward: Callable[..., Any]
@@ -41,7 +41,7 @@ class DispatchedLayer(BoundLayer):
         return method in (type(self).forward_oot, DispatchedLayer.forward_cuda)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """What vLLM calls on its own CUDA platform."""
+        """The forward that vLLM calls on its own CUDA platform."""
         return self.forward_oot(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""What this package knows about vLLM, for ``tools/host_check.py`` and for the names in a user's lists.
+"""The package's knowledge of vLLM, for ``tools/host_check.py`` and for the names in a user's lists.
 
 Importing it imports nothing of vLLM.
 """
@@ -115,7 +115,7 @@ _PENDING = {
     ),
     "its norm of each group could run rms_norm; now it calls vLLM's compiled operator": ("K2HorizonRMSNorm",),
 }
-"""What is missing → the classes that could run an operator of ours and do not yet."""
+"""The missing part → the classes that could run an operator of ours and do not yet."""
 
 HOST = Host(
     name="vLLM",

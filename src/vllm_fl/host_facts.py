@@ -7,6 +7,7 @@ layers, whose forwards are ours, are rows of :mod:`vllm_fl.layers`.
 
 from __future__ import annotations
 
+from fl_dispatch.devices.spec import GRAPH_NAMES, STREAM_NAMES
 from fl_dispatch.hosting.host_facts import HostFact
 
 from .compat import v0_26
@@ -39,6 +40,49 @@ READ = (
         "worker_cpu",
         "The rest of vLLM's init_device is for GPUs.",
         since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker",
+        ("init_worker_distributed_environment(vllm_config, rank, distributed_init_method, local_rank, backend)",),
+        "reads",
+        "worker_gpu",
+        "The rest of vLLM's init_device is for devices that PyTorch calls cuda.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker",
+        ("init_worker_distributed_environment(vllm_config, rank, distributed_init_method, local_rank, backend)",),
+        "reads",
+        "worker_cpu",
+        "The rest of vLLM's init_device is for GPUs.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("_init_workspace_and_model_runner()",),
+        "reads",
+        "worker_gpu",
+        "The rest of vLLM's init_device is for devices that PyTorch calls cuda.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("init_snapshot", "requested_memory"),
+        "reads",
+        "worker_gpu",
+        "vLLM measures the memory for the KV cache from them.",
+    ),
+    HostFact(
+        "vllm.utils.mem_utils:MemorySnapshot",
+        ("device",),
+        "reads",
+        "worker_gpu",
+        "The memory of a device before the model is there.",
+    ),
+    HostFact(
+        f"{_WORKER}.utils",
+        ("request_memory(init_snapshot, cache_config, **kwargs)",),
+        "reads",
+        "worker_gpu",
+        "The memory that a worker may use.",
     ),
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
@@ -283,6 +327,34 @@ OVERRIDDEN = (
         "overrides",
         "worker",
         "Layers are bound after loading, and without sleep mode's memory pool.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("execute_model(scheduler_output)",),
+        "overrides",
+        "worker",
+        "Behind the step's tokens all slots are padding; batches that vLLM makes up do not come this way.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("initialize_from_config(kv_cache_config)",),
+        "overrides",
+        "worker",
+        "Groups of layers whose blocks would lie over each other are refused before there is a cache.",
+    ),
+    HostFact(
+        "vllm.v1.kv_cache_interface:KVCacheConfig",
+        ("kv_cache_groups",),
+        "reads",
+        "kv_layout",
+        "The groups of layers that share memory.",
+    ),
+    HostFact(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        ("total_num_scheduled_tokens",),
+        "reads",
+        "worker",
+        "The tokens of a step without padding.",
     ),
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
@@ -560,6 +632,13 @@ OVERRIDDEN = (
 )
 
 REPLACED = (
+    HostFact(
+        "torch.cuda",
+        (*STREAM_NAMES, *GRAPH_NAMES),
+        "replaces",
+        "compat.streams",
+        "vLLM's model runners take streams, events and graphs from there, whatever the device's module is.",
+    ),
     HostFact(
         "vllm.envs",
         ("environment_variables",),

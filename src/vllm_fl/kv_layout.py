@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fl_dispatch.hosting import kv_layout
 from fl_dispatch.hosting.kv_layout import KVLayout
@@ -17,6 +18,7 @@ from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = get_logger(__name__)
 
@@ -63,6 +65,34 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     block_size = fixed or (usual if usual % _multiple == 0 else _multiple)
     kv_layout.state(_in_force, block_size)
     return _in_force
+
+
+def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse groups of layers that vLLM lets share memory, and whose blocks would lie over each other.
+
+    A block's number belongs to one group at a time. Where it is one piece of memory, that is enough. Under a layout
+    that keeps all keys before all values the groups' keys have to be as large, too.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if _in_force.whole_blocks:
+        return
+    layers_of: dict[int, str] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None) or dict.fromkeys(
+            group.layer_names, group.kv_cache_spec
+        )
+        for layer, spec in specs.items():
+            if isinstance(spec, AttentionSpec):
+                layers_of.setdefault(spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize, layer)
+    if len(kv_cache_config.kv_cache_groups) > 1 and len(layers_of) > 1:
+        sizes = ", ".join(f"{size} bytes in {layer}" for size, layer in layers_of.items())
+        raise ValueError(
+            f"layers share the memory of their KV cache, and its layout {_in_force.name} does not allow that, because "
+            f"a block's keys differ: {sizes}; choose another implementation of 'paged_attention' and 'kv_cache_write', "
+            "or set disable_hybrid_kv_cache_manager"
+        )
 
 
 def split(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:

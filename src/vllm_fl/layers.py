@@ -61,7 +61,7 @@ class LayerClass:
 
     @property
     def fact(self) -> HostFact:
-        """What the replacement relies on: the class, and the parameters of its forward."""
+        """The fact that the replacement relies on: the class, and the parameters of its forward."""
         why = "The layer would run vLLM's own code."
         forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
         if forward is None:  # the mixin changes what the layer holds, and vLLM's own forward runs

@@ -16,13 +16,13 @@ from .forwards import DispatchedLayer
 
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What ``UnquantizedLinearMethod.apply`` computes."""
+    """The product that ``UnquantizedLinearMethod.apply`` computes."""
     result: Tensor = layer.fl_call(x, layer.weight, bias)
     return result
 
 
 class AsVLLMs(type):
-    """Of a replacement class: vLLM's own class and its subclasses are instances too.
+    """The type of a replacement class: vLLM's own class and its subclasses are instances too.
 
     vLLM asks ``isinstance`` of the class that replaces its own, to find the layers that LoRA can wrap; a subclass of
     vLLM's is not replaced, and would be left out.

@@ -24,6 +24,7 @@ from . import warm_up
 from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from .mla_prefill import merge
+from .slots import real
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
@@ -138,9 +139,9 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         if kv_cache is not self._split[0]:
             rows = kv_cache.unsqueeze(2)
             self._split = (kv_cache, rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
-        slots = slot_mapping.flatten()
+        slots, may_skip = real(slot_mapping.flatten())
         tokens = slots.shape[0]
-        self.fl_write(kv_c_normed[:tokens].unsqueeze(1), k_pe[:tokens], self._split[1], self._split[2], slots)
+        self.fl_write(kv_c_normed[:tokens].unsqueeze(1), k_pe[:tokens], self._split[1], self._split[2], slots, may_skip)
 
     def forward_mqa(
         self,

@@ -1,4 +1,4 @@
-"""What a step's batch looks like to latent attention: vLLM's description, and where each request starts."""
+"""A step's batch as latent attention sees it: vLLM's description, and where each request starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
 
 
 class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
-    """What a step's batch looks like, for all layers of one KV-cache group."""
+    """A step's batch as all layers of one KV-cache group see it."""
 
     def __post_init__(self) -> None:
         """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""

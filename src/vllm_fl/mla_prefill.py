@@ -24,7 +24,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         other_lse: like ``lse``, of the other keys.
     """
     total = torch.logaddexp(lse, other_lse)
-    # Where neither saw a key the total is -inf too, and both weights are zero.
+    # The total is -inf too where neither saw a key, and both weights are zero.
     shift = total.clamp_min(torch.finfo(total.dtype).min)
     first, second = (torch.exp(part - shift).transpose(0, 1).unsqueeze(-1) for part in (lse, other_lse))
     out.copy_(out * first + other * second)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
-from fl_dispatch.backends.triton.availability import why_unserved
 from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
@@ -37,7 +37,7 @@ def _capability(device_id: int = 0) -> DeviceCapability | None:
 
 
 class Dispatching:
-    """What makes a platform ours: settings, configuration, worker and attention class. First base of every platform."""
+    """The part that makes a platform ours: settings, configuration, worker and attention class. First base of each."""
 
     additional_env_vars: ClassVar[list[str]] = list(variable_names())  # Ray copies only names that it is told
     native: ClassVar[bool] = False

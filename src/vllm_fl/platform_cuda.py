@@ -1,6 +1,6 @@
 """vLLM's own CUDA platform with our operators: ``is_cuda()`` stays true. Importing it needs vLLM's compiled operators.
 
-What lies outside our operators stays vLLM's: custom all-reduce, quantized layers, sleep mode, its passes over compiled
+Everything outside our operators stays vLLM's: custom all-reduce, quantized layers, sleep mode, its passes over compiled
 graphs. Layers call ``forward_cuda``, which is ours.
 """
 

@@ -27,7 +27,7 @@ def refuse_divergence(group: GroupCoordinator) -> None:
 
 
 def agree_on_replaced_operators() -> None:
-    """What FlagGems gets wrong on one rank is PyTorch's on all: ATen operators. Every rank must call it."""
+    """ATen operators that FlagGems gets wrong on one rank are PyTorch's on all. Every rank must call it."""
     ranks.agree_on_replaced_operators(get_world_group().cpu_group)
 
 

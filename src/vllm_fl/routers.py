@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 
 @dataclass(frozen=True)
 class Route:
-    """What a router of vLLM computes: ``operator(router_logits, *arguments)``, and the weights times ``factor``."""
+    """The computation of vLLM's router: ``operator(router_logits, *arguments)``, and the weights times ``factor``."""
 
     operator: str
     arguments: tuple[Any, ...]

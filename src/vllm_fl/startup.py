@@ -26,7 +26,7 @@ PLATFORM = "vllm_fl.platform.PlatformFL"
 DISPATCHING = "vllm_fl.platform.Dispatching"
 PLATFORM_GROUP = "vllm.platform_plugins"
 CONFIG_KEY = "fl_dispatch"
-"""Where vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
+"""The key under which vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
 
 _stored: Exception | None = None
 

@@ -66,7 +66,7 @@ def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
 
 
 def rules(operators: Iterable[str], scope: str | None) -> list[str]:
-    """What the policy says about a layer's operators; layers that differ in it are of different kinds."""
+    """The policy's statement about a layer's operators; layers that differ in it are of different kinds."""
     policy = get_policy()
     return [str(rule(op, scope)) for op in operators for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group
@@ -23,8 +23,12 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compile, kv_layout, layers, ranks, startup
+from . import compile, kv_layout, layers, ranks, slots, startup
 from .compat import accelerator, versions
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = get_logger(__name__)
 
@@ -61,6 +65,10 @@ class WorkerFL(Worker):
         aten.replace(get_settings(), detect_device())
         self._leave_record()
 
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        kv_layout.refuse_unlike_groups(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
+
     def _leave_record(self) -> None:
         """For ``fl doctor``, and the list of operators that FlagGems runs."""
         runs.record(f"vLLM {versions.host_version()}", self.model_config.model, self.fl_survey, {})
@@ -95,10 +103,16 @@ class WorkerFL(Worker):
     def _compiled(self) -> dict[str, Any]:
         return compile.report(self.vllm_config, self.fl_counts_before)
 
+    # -- serving ------------------------------------------------------------------------------------------------------
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        with slots.step(scheduler_output.total_num_scheduled_tokens):
+            return super().execute_model(scheduler_output)
+
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 
     def fl_set_counting(self, on: bool = True) -> None:
-        """Count calls from now on, starting at zero, or stop. Of a compiled graph only opaque calls are seen."""
+        """Count calls from now on, starting at zero, or stop. Only the opaque calls of a compiled graph are seen."""
         manager = get_default_manager()
         manager.set_counting(on)
         manager.reset_counts()
@@ -106,7 +120,7 @@ class WorkerFL(Worker):
             layers.bind_scopes(self.get_model(), untraced_only=True)
 
     def fl_report(self) -> dict[str, Any]:
-        """What runs in this process, as plain data that vLLM can send between processes.
+        """Report of what runs in this process, as plain data that vLLM can send between processes.
 
         The core's report, and ``layers`` and ``native_layers``: class name → how many run our forward, and vLLM's own.
         For a compiled model ``compiled`` says what was done.

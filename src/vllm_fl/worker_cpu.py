@@ -47,7 +47,7 @@ class CPUWorkerFL(WorkerFL):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache.
 
-        What the user says; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a
+        The user's number; else what ``max_num_seqs`` requests of ``max_model_len`` can use, at most 4 GiB unless a
         single one needs more, within this worker's share of the available memory. vLLM fills it with zeros at start,
         so an unused part costs real memory, and time.
         """
@@ -79,7 +79,7 @@ class CPUWorkerFL(WorkerFL):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Run one small batch, so that implementations have proven themselves before the first request.
 
-        vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. Where the model is
+        vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. If the model is
         compiled, the batch runs eagerly first: what fails there is out before the choices are fixed.
         """
         with compile.uncompiled(self.get_model()):

@@ -46,7 +46,7 @@ class GPUWorkerFL(WorkerFL):
         self._init_foreign_device(device)
 
     def _init_foreign_device(self, device: DeviceSpec) -> None:
-        """What vLLM does for devices that PyTorch calls ``cuda``, for one of any type."""
+        """The steps that vLLM does for devices that PyTorch calls ``cuda``, for one of any type."""
         parallel = self.parallel_config
         if parallel.distributed_executor_backend not in ("ray", "external_launcher"):
             replica = parallel.data_parallel_rank_local or 0

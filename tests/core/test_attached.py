@@ -1,4 +1,4 @@
-"""What a plugin keeps on a host's object is one attribute, which the host does not take for a part of its own."""
+"""A plugin's data on a host's object is one attribute, which the host does not take for a part of its own."""
 
 from __future__ import annotations
 

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from test_cli import fl
 
 from builders import impl
 from fl_dispatch import DispatchError, get_default_manager
 from fl_dispatch.cli import bench as command
 from fl_dispatch.evidence.bench import bench
-from fl_dispatch.evidence.cases import Case, Place, cases
+from fl_dispatch.evidence.cases import Case, cases, short_cases
 from fl_dispatch.evidence.plot import plot
 from fl_dispatch.evidence.rates import Rates, sets_to_rotate
 from fl_dispatch.evidence.timing import HOST_CALLS, LEAST_ROUNDS, WARMUPS, Clock
-from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops import OPERATORS, Place
 
 CPU = torch.device("cpu")
 PLACE = Place(torch.float32, CPU)
@@ -94,7 +95,7 @@ def test_every_operator_has_cases_that_its_reference_runs(name: str) -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
     impls = [i for i in manager.registry.get_implementations(name) if i.impl_id == "reference.torch"]
-    found = list(cases(OPERATORS[name], PLACE, (4,), (256,)))
+    found, _ = short_cases(OPERATORS[name], PLACE, FixedYardstick().rates)
     assert found
     for case in found[:2]:
         args = OPERATORS[name].bind(case.make(), {})
@@ -106,7 +107,7 @@ def test_every_operator_has_cases_that_its_reference_runs(name: str) -> None:
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     options = ["--op", "silu_and_mul", "--impl", "reference.torch", "--tokens", "2", "--hidden", "64"]
-    done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32", "--output", str(file))
+    done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "reference.torch" in done.stdout
     written = json.loads(file.read_text())
@@ -129,13 +130,14 @@ def test_an_interrupted_run_keeps_what_it_has_and_an_older_file(
     file = tmp_path / "bench.json"
     file.write_text("older")
     chosen = {"op": ["silu_and_mul"], "impl": ["reference.torch"], "tokens": [2, 4], "hidden": [64]}
-    with pytest.raises(KeyboardInterrupt):
-        command.bench(**chosen, seconds=0.001, dtype="float32", output=file)
+    with pytest.raises(typer.Exit) as stopped:
+        command.bench(**chosen, seconds=0.001, dtype="float32", json=file)
+    assert stopped.value.exit_code == 130
     assert file.read_text() == "older"
     partial = tmp_path / "bench.json.partial"
     assert [row["tokens"] for row in json.loads(partial.read_text())["results"]] == [2]
     monkeypatch.setattr(command, "bench_one", one)
-    command.bench(**chosen, seconds=0.001, dtype="float32", output=file)
+    command.bench(**chosen, seconds=0.001, dtype="float32", json=file)
     assert [row["tokens"] for row in json.loads(file.read_text())["results"]] == [2, 4]
     assert list(tmp_path.iterdir()) == [file]
 
@@ -148,7 +150,7 @@ def test_results_go_through_links_and_into_pipes(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
     for output in (link, pipe):
-        command.bench(**chosen, seconds=0.001, dtype="float32", output=output)
+        command.bench(**chosen, seconds=0.001, dtype="float32", json=output)
     assert json.loads(target.read_text())["results"]
     assert link.is_symlink()
     assert json.loads(reader.communicate(timeout=30)[0])["results"]
@@ -180,13 +182,13 @@ def test_slow_code_is_called_few_times_for_its_host_time(monkeypatch: pytest.Mon
 
 
 def test_a_directory_is_no_file_for_results(tmp_path: Path) -> None:
-    done = fl("bench", "--output", str(tmp_path))
+    done = fl("bench", "--json", str(tmp_path))
     assert done.returncode == 2
     assert "is a directory" in done.stderr
     assert not tmp_path.with_name(f"{tmp_path.name}.partial").exists()
 
 
-@pytest.mark.parametrize("option", ["--plot", "--output"])
+@pytest.mark.parametrize("option", ["--plot", "--json"])
 def test_a_file_in_no_directory_is_refused_before_anything_is_measured(option: str) -> None:
     done = fl("bench", option, "/no/such/directory/x.png")
     assert done.returncode == 2
@@ -206,3 +208,34 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
 def test_a_plot_is_an_image_file(tmp_path: Path) -> None:
     plot([ROW, {**ROW, "tokens": 4}], "title", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_long_here_is_left_out_of_the_default_sizes_and_said() -> None:
+    fast, slow = Rates(4e12, 8e14), Rates(1e10, 1e11)
+    assert short_cases(OPERATORS["rms_norm"], PLACE, fast)[1] == 0
+    short, left_out = short_cases(OPERATORS["rms_norm"], PLACE, slow)
+    assert max(case.tokens for case in short) == 256
+    assert len(short) + left_out == len(short_cases(OPERATORS["rms_norm"], PLACE, fast)[0])
+
+
+def test_an_operator_without_a_short_shape_has_its_serving_samples() -> None:
+    short, _ = short_cases(OPERATORS["fused_moe"], PLACE, Rates(1e9, 1e10))
+    assert {case.width for case in short} == {0}
+
+
+def test_a_size_that_is_asked_for_is_measured_however_long_it_takes() -> None:
+    assert [case.tokens for case in cases(OPERATORS["silu_and_mul"], PLACE, (1 << 20,), (4096,))] == [1 << 20]
+
+
+def test_planning_a_case_takes_no_memory() -> None:
+    (case,) = cases(OPERATORS["silu_and_mul"], PLACE, (1 << 30,), (4096,))
+    assert case.least[0].bytes_moved == 3 * (1 << 30) * 4096 * 4
+
+
+def test_the_time_is_said_beforehand_and_defaults_are_in_the_help() -> None:
+    options = ["--op", "silu_and_mul", "--impl", "reference.torch", "--tokens", "2", "--hidden", "64"]
+    lines = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32").stdout.splitlines()
+    assert lines[1].startswith("1 rows, about ")
+    text = " ".join(fl("bench", "--help", COLUMNS="200").stdout.split())
+    assert "1, 16, 256, 1024, 4096, 16384" in text
+    assert "4096, 5120, 7168, 8192" in text

@@ -50,18 +50,18 @@ def nimbus(tmp_path: Path) -> devices.DeviceSpec:
 def test_the_file_beside_the_spec_holds_the_defaults(monkeypatch: Any, nimbus: devices.DeviceSpec) -> None:
     install(monkeypatch, nimbus)
     settings = load_settings({})
-    assert (settings.prefer, str(settings.origin("prefer"))) == ("vendor", "nimbus.yaml (platform), line 1")
+    assert (settings.policy.prefer, str(settings.origin("prefer"))) == ("vendor", "nimbus.yaml (platform), line 1")
 
 
 def test_a_file_for_one_chip_lies_beside_it(monkeypatch: Any, nimbus: devices.DeviceSpec) -> None:
     install(monkeypatch, replace(nimbus, device_name=lambda index: "Nimbus X2"))
-    assert load_settings({}).prefer == "reference"
+    assert load_settings({}).policy.prefer == "reference"
 
 
 def test_the_variable_knows_a_packages_platform_on_any_machine(monkeypatch: Any, nimbus: devices.DeviceSpec) -> None:
     install(monkeypatch, replace(nimbus, detect=lambda: False))
     assert devices.detect_device() is devices.CPU
-    assert load_settings({"VLLM_FL_PLATFORM": "nimbus"}).prefer == "vendor"
+    assert load_settings({"VLLM_FL_PLATFORM": "nimbus"}).policy.prefer == "vendor"
     assert config.load_platform_config("nimbus") == {"prefer": "vendor"}
 
 

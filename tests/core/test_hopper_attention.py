@@ -57,7 +57,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def expected(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Of one request: ``[tokens, heads, dim]`` and ``[heads, tokens]``; rows that see nothing are 0 and -inf."""
+    """A request's output ``[tokens, heads, dim]`` and statistics ``[heads, tokens]``; rows without keys are 0, -inf."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * scale

@@ -29,7 +29,7 @@ SetUp = Callable[..., None]
 def combine(
     grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], *, sizes: Any, warps: int
 ) -> None:
-    """What the plain kernel that adds up parts does: those with keys count, and nothing else may be read."""
+    """The plain kernel that adds up parts: those with keys count, and nothing else may be read."""
     starts, lengths, out, _, partial, statistics = tensors
     heads, keys, (splits, most_new) = numbers[2], numbers[-2], sizes
     for request in range(grid[1]):

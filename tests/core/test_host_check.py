@@ -1,4 +1,4 @@
-"""What a plugin relies on in a host is compared with the host's source, and nothing of the host is imported."""
+"""A plugin's facts about a host are compared with the host's source, and nothing of the host is imported."""
 
 from __future__ import annotations
 

@@ -220,3 +220,13 @@ def test_a_late_registration_is_seen_by_the_next_call() -> None:
 def test_a_predicate_that_cannot_take_the_arguments_is_refused() -> None:
     with pytest.raises(RegistrationError, match="'supports' is called with all arguments"):
         OpRegistry().register_impl(impl("default.a", right, op="rms_norm", supports=lambda x: True))
+
+
+def test_an_operator_that_is_almost_a_declared_one_is_a_warning_when_it_is_registered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("WARNING", logger="fl_dispatch"):
+        registry = OpRegistry(OpRegistry(), "acme")
+        registry.register_many([impl("default.a", op="RMSNorm"), impl("default.a", op="my_own_norm")])
+    assert "acme registers 'RMSNorm', which nobody declared; did you mean 'rms_norm'?" in caplog.text
+    assert "my_own_norm" not in caplog.text

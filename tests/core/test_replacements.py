@@ -12,7 +12,7 @@ from fl_dispatch.devices import CPU, DeviceSpec
 from fl_dispatch.errors import DispatchError, RegistrationError
 from fl_dispatch.hosting import aten
 from fl_dispatch.hosting.report import dispatch_report
-from fl_dispatch.registry import OpRegistry, Transaction
+from fl_dispatch.registry import OpRegistry
 from fl_dispatch.replaced import AtenReplacement, ReplacementReport, register_replacement, replaced_operators
 from fl_dispatch.settings import Settings
 
@@ -28,7 +28,7 @@ class Vendor:
     sealed: bool = False
 
     def replace(self, settings: Settings, device: DeviceSpec) -> str:
-        self.running = {key: f"chip.{key}" for key in self.wanted if settings.enabled}
+        self.running = {key: f"chip.{key}" for key in self.wanted if settings.policy.enabled}
         return "" if self.running else "dispatch is off"
 
     def operators(self) -> Mapping[str, str]:
@@ -92,7 +92,7 @@ def test_two_backends_cannot_replace_one_operator() -> None:
 
 def test_nothing_is_active_where_every_backend_says_why_not() -> None:
     register_replacement(Vendor())
-    aten.replace(Settings(enabled=False), CPU)
+    aten.replace(Settings.of(enabled=False), CPU)
     assert not aten.is_active()
     assert aten.describe().startswith("none by Chip: dispatch is off; none by FlagGems: ")
 
@@ -104,13 +104,13 @@ def test_a_name_has_one_replacement_and_the_same_may_come_again(registered: dict
     with pytest.raises(RegistrationError, match="'Chip' already"):
         register_replacement(Vendor())
     with pytest.raises(RegistrationError, match="'Chip' already"):
-        Transaction(OpRegistry(), "second").register_replacement(Vendor())
+        OpRegistry(OpRegistry(), "second").register_replacement(Vendor())
     assert registered == {"Chip": chip}
 
 
 def test_a_backend_that_fails_leaves_no_replacement_behind(registered: dict[str, AtenReplacement]) -> None:
-    transaction = Transaction(OpRegistry(), "chip")
-    transaction.register_replacement(Vendor())
+    collecting = OpRegistry(OpRegistry(), "chip")
+    collecting.register_replacement(Vendor())
     assert registered == {}
-    transaction.commit()
+    collecting.commit()
     assert registered.keys() == {"Chip"}

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.availability import why_unavailable
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, IMPLEMENTED, PRIORITY
 from fl_dispatch.devices import CPU
+from fl_dispatch.devices.triton import why_unavailable
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -179,7 +179,7 @@ def test_where_triton_cannot_run_the_decision_says_why() -> None:
 def test_triton_is_not_imported_where_it_cannot_run() -> None:
     program = (
         "import sys, fl_dispatch; fl_dispatch.get_default_manager().ensure_initialized();"
-        "from fl_dispatch.backends.triton.availability import why_unavailable;"
+        "from fl_dispatch.devices.triton import why_unavailable;"
         "print(not why_unavailable() or 'triton' not in sys.modules)"
     )
     assert run(program, TRITON_INTERPRET="0").strip() == "True"
@@ -215,7 +215,7 @@ def test_the_kernels_are_there_where_a_driver_serves_the_device(
 ) -> None:
     from triton import backends
 
-    from fl_dispatch.backends.triton import availability
+    from fl_dispatch.devices import triton as availability
 
     made = {
         f"d{at}": SimpleNamespace(driver=type("Driver", (FakeDriver,), {"get_active_torch_device": serving(kind)}))
@@ -229,6 +229,6 @@ def test_the_kernels_are_there_where_a_driver_serves_the_device(
 
 @needs_triton
 def test_a_device_may_say_that_triton_never_serves_it() -> None:
-    from fl_dispatch.backends.triton import availability
+    from fl_dispatch.devices import triton as availability
 
     assert availability.why_unserved.__wrapped__() == "Triton does not serve device 'cpu'"

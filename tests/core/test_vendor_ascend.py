@@ -1,4 +1,4 @@
-"""What the Ascend backend passes to ``torch_npu``: a stand-in notes the calls, and computes nothing.
+"""The Ascend backend's calls to ``torch_npu``: a stand-in notes the calls, and computes nothing.
 
 ``tests/npu`` has the genuine schemas and the results.
 """

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_cli import data, fl
+from test_cli import fl
 from torch import Tensor
 from torch.nn import functional
 
 from builders import impl
-from fl_dispatch import DispatchError, NotSupported, get_default_manager
+from fl_dispatch import DispatchError, NotSupported, call_op, get_default_manager
 from fl_dispatch.backends.reference.impl.attention import kv_cache_write
 from fl_dispatch.evidence.pytest_plugin import verified
 from fl_dispatch.evidence.verify import Verification, implementations, verify
@@ -26,15 +34,26 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(x.dtype).contiguous()
 
 
-def check(fn: Callable[..., Any], op: str = "silu_and_mul", dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+def check(
+    fn: Callable[..., Any],
+    op: str = "silu_and_mul",
+    dtype: torch.dtype = torch.float32,
+    samples: list[Sample] | None = None,
+    **fields: Any,
+) -> Any:
     """Verify ``fn`` on the operator's smaller inputs."""
     manager = get_default_manager()
     manager.ensure_initialized()
     candidate = impl("default.tried", fn, op, **fields)
     manager.registry.register_impl(candidate)
-    samples = OPERATORS[op].samples(dtype, CPU, torch.Generator().manual_seed(0))
-    small = [sample for sample in samples if sum(a.numel() for a in sample.args if isinstance(a, Tensor)) < 40_000]
-    return verify(manager, candidate, dtype, CPU, samples=small)
+    if samples is None:
+        every = OPERATORS[op].samples(dtype, CPU, torch.Generator().manual_seed(0))
+        samples = [sample for sample in every if sum(a.numel() for a in sample.args if isinstance(a, Tensor)) < 40_000]
+    return verify(manager, candidate, dtype, CPU, samples=samples)
+
+
+def problem_of(found: Verification, label: str) -> str:
+    return next(problem for problem in found.problems if problem.startswith(label))
 
 
 def only_problem(found: Verification) -> str:
@@ -70,7 +89,39 @@ def test_an_output_that_is_not_fully_written_is_found() -> None:
         y[..., 1:] = silu_and_mul(x)[..., 1:]
         return y
 
-    assert "elements are not written, or NaN" in only_problem(check(lazy))
+    assert "4 of 512 elements are not written, the first at [0, 0]" in problem_of(check(lazy), "scale 0.0001")
+
+
+def test_nan_is_told_from_what_is_not_written() -> None:
+    def hot(x: Tensor) -> Tensor:
+        y = silu_and_mul(x)
+        y[y > 100] = torch.nan
+        return y
+
+    assert "elements are NaN, the first at" in only_problem(check(hot))
+
+
+def test_a_finding_names_the_input_so_that_it_can_be_run_again() -> None:
+    found = check(lambda x: silu_and_mul(x) + 1, samples=[Sample("mine", (torch.randn(4, 320)[:, :256],))])
+    assert found.failed == {"mine": "x float32 [4, 256] strides (320, 1)"}
+    assert found.as_data()["seed"] == 0
+
+
+def test_a_predicate_that_raises_is_a_finding_and_not_the_end() -> None:
+    found = check(silu_and_mul, supports=lambda x: x.no_such_attribute if x.dim() == 3 else True)
+    assert "its 'supports' raised AttributeError" in only_problem(found)
+    assert found.samples > 5
+
+
+def test_an_error_under_load_is_a_finding() -> None:
+    calls = itertools.count()
+
+    def tired(x: Tensor) -> Tensor:
+        if next(calls) > 60:
+            raise RuntimeError("tired")
+        return silu_and_mul(x)
+
+    assert "under load raised RuntimeError: tired" in only_problem(check(tired))
 
 
 def test_an_argument_that_must_only_be_read_may_not_change() -> None:
@@ -86,7 +137,7 @@ def test_memory_beside_a_view_may_not_change() -> None:
     def sloppy(x: Tensor) -> Tensor:
         y = silu_and_mul(x)
         if not x.is_contiguous():
-            x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)[-1] += 1
+            x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)[-1] = 0
         return y
 
     found = check(sloppy)
@@ -187,8 +238,36 @@ def test_the_vendors_test_fails_with_the_finding() -> None:
         verified("default.tried", device="cpu")("silu_and_mul", torch.float32)
 
 
+def test_a_vendors_test_takes_inputs_dtypes_and_a_seed() -> None:
+    mine = [Sample("mine", (torch.randn(2, 6),))]
+    asked = []
+
+    def samples(*place: Any) -> list[Sample]:
+        asked.append(place)
+        return mine
+
+    test = verified("reference.torch", operators=["silu_and_mul"], samples=samples, seed=3, device="cpu")
+    test("silu_and_mul", torch.float32)
+    assert asked == [("silu_and_mul", torch.float32, CPU)]
+
+
+def test_a_vendors_test_is_red_where_nothing_can_be_verified() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    absent = impl("default.absent", silu_and_mul, "silu_and_mul", available=lambda: False)
+    manager.registry.register_many(
+        [absent, impl("default.shy", silu_and_mul, "silu_and_mul", supports=lambda x: False)]
+    )
+    for impl_id, text in (("default.absent", "is not available"), ("default.shy", "takes none of the inputs")):
+        with pytest.raises(pytest.fail.Exception, match=text):
+            verified(impl_id, device="cpu")("silu_and_mul", torch.float32)
+    with pytest.raises(pytest.skip.Exception, match="is not available"):
+        verified("default.absent", may_be_absent=True)("silu_and_mul", torch.float32)
+
+
 def test_the_command_is_green_for_the_reference_and_2_for_what_does_not_exist() -> None:
-    (row,) = data("verify", "--op", "silu_and_mul", "--impl", "reference.torch", "--dtype", "float32")["results"]
+    chosen = ("--op", "silu_and_mul", "--impl", "reference.torch", "--dtype", "float32", "--json", "-")
+    (row,) = json.loads(fl("verify", *chosen).stdout)["results"]
     assert (row["verdict"], row["problems"]) == ("right", [])
     assert row["tolerance"] == {"rtol": 2e-5, "atol": 2e-6}
     done = fl("verify", "--impl", "vendor.nobody")
@@ -196,14 +275,113 @@ def test_the_command_is_green_for_the_reference_and_2_for_what_does_not_exist() 
     assert "nobody registered" in done.stderr
 
 
-def test_the_command_is_1_for_a_wrong_implementation(tmp_path: Any) -> None:
-    (tmp_path / "wrong_silu.py").write_text(
-        "from fl_dispatch import BackendImplKind, OpImpl\n"
-        "def wrong(x):\n    return x.new_zeros((*x.shape[:-1], x.shape[-1] // 2))\n"
-        "def register(registry):\n"
-        "    registry.register_many([OpImpl('silu_and_mul', 'default.wrong', BackendImplKind.DEFAULT, wrong)])\n"
-    )
-    environment = {"VLLM_FL_PLUGIN_MODULES": "wrong_silu", "PYTHONPATH": str(tmp_path)}
-    done = fl("verify", "--op", "silu_and_mul", "--impl", "default.wrong", "--dtype", "float32", **environment)
+PLUGIN = """
+import os, time, torch
+from fl_dispatch import BackendImplKind, OpImpl
+
+def wrong(x):
+    return x.new_zeros((*x.shape[:-1], x.shape[-1] // 2))
+
+def slow(x):
+    time.sleep(float(os.environ.get("SLOW", "0")))
+    return wrong(x)
+
+def broken(x):
+    raise ValueError("broken")
+
+def register(registry):
+    registry.register_many([
+        OpImpl("silu_and_mul", "default.wrong", BackendImplKind.DEFAULT, slow),
+        OpImpl("silu_and_mul", "default.broken", BackendImplKind.DEFAULT, slow, supports=broken),
+        OpImpl("silu_and_mul", "default.absent", BackendImplKind.DEFAULT, slow, available=lambda: False),
+        OpImpl("silu_and_mul", "default.shy", BackendImplKind.DEFAULT, slow, supports=lambda x: "never"),
+    ])
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> dict[str, str]:
+    """An environment with implementations that are wrong in some way."""
+    (tmp_path / "wrong_silu.py").write_text(PLUGIN)
+    return {"VLLM_FL_PLUGIN_MODULES": "wrong_silu", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_command_is_1_for_a_wrong_implementation_and_names_the_input(plugin: dict[str, str]) -> None:
+    done = fl("verify", "--op", "silu_and_mul", "--impl", "default.wrong", "--dtype", "float32", "--quick", **plugin)
     assert done.returncode == 1
     assert "elements are wrong" in done.stdout
+    assert "input: x float32 [1, 8192]; again: fl verify --op silu_and_mul --impl default.wrong" in done.stdout
+    again = fl("verify", "--op", "silu_and_mul", "--impl", "default.wrong", "--input", "odd width", **plugin)
+    assert "odd width 67" in again.stdout
+    assert "1x4096" not in again.stdout
+
+
+def test_one_that_raises_is_a_row_and_the_others_are_verified_too(plugin: dict[str, str]) -> None:
+    done = fl("verify", "--op", "silu_and_mul", "--dtype", "float32", "--quick", **plugin)
+    assert done.returncode == 1
+    assert "its 'supports' raised ValueError: broken" in done.stdout
+    assert "default.absent cannot run here: not available on this machine" in done.stdout
+    assert "default.shy float32 declines 1x4096 (never)" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("silu_and_mul")]
+    assert {row[1] for row in rows if "right" in row} == {"reference.torch"}
+
+
+def test_nothing_verified_is_not_green(plugin: dict[str, str]) -> None:
+    for impl_id, text in (("default.shy", "nothing was verified"), ("default.absent", "cannot run here")):
+        done = fl("verify", "--impl", impl_id, "--dtype", "float32", "--quick", **plugin)
+        assert done.returncode == 2
+        assert text in done.stderr
+
+
+def test_the_time_is_said_before_the_first_row_and_each_row_when_it_is_known(plugin: dict[str, str]) -> None:
+    done = fl("verify", "--op", "silu_and_mul", "--impl", "reference.torch", "--quick", **plugin)
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("3 rows, about ")
+    assert [line.split()[2] for line in lines if line.startswith("silu_and_mul")] == ["bfloat16", "float16", "float32"]
+    assert "verifying silu_and_mul reference.torch float16" in done.stderr.splitlines()
+
+
+def test_what_was_found_before_an_interrupt_is_kept(plugin: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    chosen = ["--op", "silu_and_mul", "--impl", "reference.torch", "--impl", "default.wrong", "--dtype", "float32"]
+    command = [sys.executable, "-c", "from fl_dispatch.cli import main; main()", "verify", *chosen, "--json", str(file)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **plugin, "SLOW": "60"})
+    partial = tmp_path / "found.json.partial"
+    end = time.time() + 60
+    while not partial.exists() and time.time() < end:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    text, _ = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert f"interrupted after 1 rows, which are in {partial}" in text
+    written = json.loads(partial.read_text())
+    assert [row["impl_id"] for row in written["results"]] == ["reference.torch"]
+    assert written["complete"] is False
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("nosuch", "PyTorch knows no device 'nosuch'; device types are cpu, cuda, gcu, mlu, musa, npu, xpu"),
+        ("npu", "device 'ascend': PyTorch knows no device type 'npu'; is the package that brings it ('torch_npu')"),
+        ("meta", "device 'meta': no known device has this PyTorch type"),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_one_sentence(device: str, said: str) -> None:
+    for command in ("verify", "bench"):
+        done = fl(command, "--device", device)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {said}")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["SiluAndMul", "swiglu", "silu_mul", "silu-and-mul"])
+def test_an_operator_written_otherwise_gets_a_suggestion_everywhere(name: str) -> None:
+    for command in (["verify", "--op", name], ["bench", "--op", name], ["explain", name]):
+        done = fl(*command)
+        assert done.returncode == 2
+        assert "did you mean 'silu_and_mul'" in done.stderr
+    with pytest.raises(DispatchError, match="did you mean 'silu_and_mul'"):
+        call_op(name, torch.ones(2, 4))

@@ -19,7 +19,7 @@ LIBRARIES = (
     "libgraph.so",
     "libacl_tdt_channel.so",
 )
-"""Of the Ascend toolkit, as ``libtorch_npu.so`` names them. One file has all six names, so its counters are one."""
+"""Libraries of the Ascend toolkit, as ``libtorch_npu.so`` names them. One file has all names: one set of counters."""
 
 HERE = Path(__file__).resolve().parent
 

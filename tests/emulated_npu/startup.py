@@ -1,4 +1,4 @@
-"""What ``import torch`` calls in every process of an environment with the emulated NPU."""
+"""The hook that ``import torch`` calls in every process of an environment with the emulated NPU."""
 
 from __future__ import annotations
 

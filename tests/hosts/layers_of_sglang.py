@@ -104,6 +104,7 @@ def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
             extend_seq_lens=torch.tensor(new),
             extend_seq_lens_cpu=new,
             out_cache_loc=torch.tensor(slots),
+            spec_info=None,
         )
         backend.init_forward_metadata(batch)
         key, value = (x.view(len(slots), KV_HEADS, HEAD_SIZE) for x in (key, value))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 Numbers = Callable[..., torch.Tensor]
-"""Of the fixture ``normal``."""
+"""The type of the fixture ``normal``."""
 
 
 def npu(values: list, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Every call of the Ascend backend against the genuine ``torch_npu``: its schemas, and its Meta kernels for shapes.
 
-Nothing is computed here. Where ``torch_npu`` cannot be imported the tests are skipped.
+Nothing is computed here. The tests are skipped if ``torch_npu`` cannot be imported.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def supported(name: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def hints(name: str, sample: Sample) -> dict[str, Any]:
-    """What a host knows of a sample: the numbers in its tensors, since tensors without data have none."""
+    """A host's knowledge of a sample: the numbers in its tensors, since tensors without data have none."""
     values = dict(zip(OPERATORS[name].parameters, sample.args, strict=False))
     known = {f"{key}_host": value.tolist() for key, value in values.items() if f"{key}_host" in OPERATORS[name].hints}
     return {**known, **({"may_skip": False} if "may_skip" in OPERATORS[name].hints else {})}

@@ -20,3 +20,15 @@ def test_what_is_hooked_is_what_the_table_says(host: None) -> None:
 
     said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns("0.5.21") for name in fact.plain_names}
     assert {hook.target for hook in compat.all_hooks()} == {target.replace(":", ".") for target in said}
+
+
+def test_a_model_on_a_cpu_keeps_the_sizes_of_its_checkpoint(host: None) -> None:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.runtime_context import get_server_args
+
+    given = ModelConfig(get_server_args().model_path)
+    sizes = given.hf_config.to_dict()
+    loaded = model_runner.adjust_config_with_unaligned_cpu_tp(given, LoadConfig(), 3)  # ranks that divide no size
+    assert loaded.hf_config.to_dict() == sizes

@@ -36,7 +36,7 @@ def test_several_gpus_are_told_of_the_platform_that_keeps_it(
 def test_other_chips_have_no_such_platform(caplog: pytest.LogCaptureFixture) -> None:
     given = parallel(2)
     with caplog.at_level("INFO", logger="vllm_fl"):
-        config.adapt(SimpleNamespace(parallel_config=given), replace(CUDA, vendor="other"))  # type: ignore[arg-type]
+        config.adapt(SimpleNamespace(parallel_config=given), replace(CUDA, native_platforms={}))  # type: ignore[arg-type]
     assert given.disable_custom_all_reduce
     assert "VLLM_FL_NATIVE_PLATFORM" not in caplog.text
 

@@ -98,7 +98,7 @@ def test_everything_the_model_asks_for_reaches_the_operator() -> None:
 
     layer.fl_attend = attend
     layer.forward(None, torch.ones(2, 4, DIMS), None, None, cache(), batch(2), torch.ones(2, 4, DIMS))
-    scale, _, causal, window, softcap, alibi, given = seen[7:]
+    scale, _, causal, window, softcap, alibi, given, *_ = seen[7:]
     assert (scale, causal, window, softcap) == (0.5, True, 3, 30.0)
     assert alibi.tolist() == [1.0, 0.5, 0.25, 0.125]
     assert given is sinks

@@ -1,9 +1,8 @@
-"""What vLLM's configuration and process become on a device that PyTorch does not call ``cuda``."""
+"""vLLM's configuration and process on a device that PyTorch does not call ``cuda``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +41,7 @@ NAMES = ("Stream", "Event", "current_stream", "CUDAGraph")
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     """PyTorch's module of the device; ``torch.cuda`` is itself again afterwards."""
     for name in NAMES:
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from fl_dispatch import (
     BackendImplKind,
@@ -142,3 +143,43 @@ def test_a_block_size_that_the_user_chose_stays(caplog: pytest.LogCaptureFixture
     choose(user, prefer="vendor")
     assert AttentionFLBackend.supports_block_size(32)
     assert "'vendor.large' of 'paged_attention' does not run: it needs kv_block_multiple=128" in caplog.text
+
+
+def groups(*layers: AttentionSpec) -> Any:
+    """A configuration of a cache with a group for each layer."""
+    found = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(layers)]
+    return SimpleNamespace(kv_cache_groups=found)
+
+
+FULL: dict[str, Any] = {"block_size": 128, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+WINDOW = SlidingWindowSpec(**{**FULL, "num_kv_heads": 1, "block_size": 256}, sliding_window=512)
+
+
+def shared_bytes(first: tuple[int, ...], second: tuple[int, ...], blocks: tuple[int, int]) -> bool:
+    """Whether block 1 of one shape and block 2 of another, in the same memory, have a byte in common."""
+    memory = torch.zeros(4, FULL["block_size"] * 2 * (64 + 64))
+    for (slots, heads, size, value_size), block in zip((first, second), blocks, strict=True):
+        for part in kv_layout.KVLayout.parse("(NHD|NHD)").split(memory, slots, heads, size, value_size):
+            part[block] += 1
+    return bool(memory.max() > 1)
+
+
+def test_groups_whose_keys_are_as_large_may_share_memory() -> None:
+    test_the_engine_takes_the_block_size_that_the_implementation_needs()
+    kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), WINDOW))
+    assert not shared_bytes((128, 2, 64, 64), (256, 1, 64, 64), (1, 2))
+
+
+def test_groups_whose_keys_differ_are_refused_by_name() -> None:
+    test_the_engine_takes_the_block_size_that_the_implementation_needs()
+    unlike = FullAttentionSpec(**{**FULL, "head_size": 96}, head_size_v=32)
+    with pytest.raises(ValueError, match=r"32768 bytes in layer.0, 49152 bytes in layer.1"):
+        kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), unlike))
+    assert shared_bytes((128, 2, 64, 64), (128, 2, 96, 32), (2, 1))  # that is why
+    kv_layout.refuse_unlike_groups(groups(unlike, unlike))
+
+
+def test_whole_blocks_are_shared_by_any_groups() -> None:
+    choose(prefer="vendor")
+    unlike = FullAttentionSpec(**{**FULL, "head_size": 96}, head_size_v=32)
+    kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), unlike))

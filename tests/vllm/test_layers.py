@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.model_executor import custom_op
 
+from fl_dispatch import SelectionPolicy
 from fl_dispatch.settings import Settings, get_settings
 from vllm_fl import layers
 
@@ -52,7 +53,7 @@ def test_a_class_that_another_plugin_registered_stays(registered: dict[str, Any]
     ("changes", "expected"),
     [
         ({"oot_enabled": False}, set()),
-        ({"enabled": False}, set()),
+        ({"policy": SelectionPolicy(enabled=False)}, set()),
         ({"oot_whitelist": frozenset({"rms_norm"})}, {"RMSNorm"}),
         ({"oot_whitelist": frozenset({"SiluAndMul", "GeluAndMul"})}, {"SiluAndMul", "GeluAndMul"}),
     ],

@@ -117,9 +117,10 @@ def test_where_it_steps_aside_it_says_so_and_its_variables_are_known(
 
 
 def test_switched_off_it_leaves_a_machine_to_vllm_that_vllm_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch import SelectionPolicy
     from fl_dispatch.settings import get_settings
 
-    off = replace(get_settings(), enabled=False)
+    off = replace(get_settings(), policy=SelectionPolicy(enabled=False))
     monkeypatch.setattr(startup, "get_settings", lambda: off)
     for in_tree, active in (("cpu", False), (None, True)):
         monkeypatch.setattr(detection, "in_tree_platform", lambda found=in_tree: found)

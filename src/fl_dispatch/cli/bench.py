@@ -2,90 +2,137 @@
 
 from __future__ import annotations
 
-import os
-from json import dumps
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..devices import detect_device
 from ..errors import DispatchError
-from ..evidence.bench import Result, machine
+from ..evidence.bench import Result, expected_seconds, machine
 from ..evidence.bench import bench as bench_one
-from ..evidence.cases import HIDDEN, TOKENS, Place, cases
+from ..evidence.cases import HIDDEN, MOST_CALL_SECONDS, TOKENS, Case, cases, short_cases
 from ..evidence.plot import plot as draw
 from ..evidence.rates import Yardstick
+from ..evidence.threads import free_threads
 from ..evidence.timing import Clock
 from ..evidence.verify import implementations
 from ..manager import get_default_manager
-from ..ops import OPERATORS
+from ..ops import OPERATORS, Place
 from ..types import OpImpl
-from .output import print_json, print_table
-from .verify import dtype_named
+from .output import INTERRUPTED, ResultFile, Rows, about, advancing, check_file
+from .places import device_named, dtype_named
+
+COLUMNS = {
+    "operator": 18,
+    "implementation": 16,
+    "case": 22,
+    "tokens": 6,
+    "width": 6,
+    "device us": 9,
+    "spread": 18,
+    "host us": 7,
+    "of floor": 8,
+    "of copy": 7,
+}
+
+
+def _sizes(values: Iterable[int]) -> str:
+    return ", ".join(map(str, values))
 
 
 def bench(
-    op: Annotated[list[str] | None, typer.Option(help="Only this operator (repeatable).")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this operator (repeatable). Default: all.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help="Only this implementation (repeatable).")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    tokens: Annotated[list[int] | None, typer.Option(help="Numbers of tokens (repeatable).")] = None,
-    hidden: Annotated[list[int] | None, typer.Option(help="Hidden sizes (repeatable).")] = None,
-    device: Annotated[str | None, typer.Option(help="PyTorch device; this machine's by default.")] = None,
-    seconds: Annotated[float, typer.Option(help="How long to measure each row.")] = 0.05,
-    output: Annotated[
-        Path | None, typer.Option(help="Also write the JSON to this file; until it is complete, to FILE.partial.")
+    tokens: Annotated[
+        list[int] | None, typer.Option(help=f"Numbers of tokens (repeatable). Default: of {_sizes(TOKENS)} what fits.")
+    ] = None,
+    hidden: Annotated[
+        list[int] | None, typer.Option(help=f"Hidden sizes (repeatable). Default: of {_sizes(HIDDEN)} what fits.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
+    seconds: Annotated[float, typer.Option(help="How long to measure each row at least.")] = 0.05,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the smallest hidden size of the default.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(help="Write everything to this file, until it is complete to FILE.partial; '-': standard output."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw to this image file (needs matplotlib).")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Measure implementations: device time and host time of a call, against this device's copy and matrix rates.
 
     The share is that of the floor: for an operator that only moves bytes, of the copy rate measured in the same run.
+    Shapes fit where a call takes at most 1 ms at the device's rates; a size that is asked for is always measured.
+
+    Exit status 0: measured. 2: nothing matches, or what was named cannot run here. 130: interrupted.
     """
-    for file in (output, plot):
-        if file is not None and not file.parent.is_dir():
-            raise DispatchError(f"there is no directory {file.parent} for {file.name}")
-        if file is not None and file.is_dir():
-            raise DispatchError(f"{file} is a directory, not a file")
+    file = ResultFile(json)
+    check_file(plot)
     wanted = dtype_named(dtype)
-    place = Place(wanted, torch.device(device or detect_device().torch_type))
     work = _planned(op, impl)
+    place = Place(wanted, device_named(device))
+    threads, why = free_threads()
+    torch.set_num_threads(threads)
     yardstick = Yardstick(Clock(place.device, seconds), wanted)
+    rows = Rows(COLUMNS, quiet=file.to_stdout)
     results: list[Result] = []
-    partial = None if output is None else _partial(output)
-    todo = [
-        (case, candidates)
-        for name, candidates in work.items()
-        for case in cases(OPERATORS[name], place, tokens or TOKENS, hidden or HIDDEN)
-    ]
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=sum(len(candidates) for _, candidates in todo))
-        for case, candidates in todo:
-            for candidate in candidates:
-                what = f"{case.op_name} {case.tokens}x{case.width} {candidate.impl_id}"
-                progress.update(task, description=what)
-                if not progress.console.is_terminal:  # a log has no bar
-                    progress.console.print(f"measuring {what}", highlight=False, markup=False, soft_wrap=True)
-                results.append(bench_one(get_default_manager(), candidate, case, wanted, yardstick))
-                progress.advance(task)
-            if partial is not None:  # after every case, so that an interrupted run keeps what it has
-                _write(partial, _data(place, dtype, yardstick, results))
-    data = _data(place, dtype, yardstick, results)
-    if output is not None:
-        _write(output, data)
-    if partial is not None:
-        partial.unlink(missing_ok=True)
-    if json:
-        print_json(data)
-    else:
-        _print(data, results)
+
+    def data(complete: bool) -> dict[str, Any]:
+        return {**_data(place, dtype, yardstick, results), "complete": complete, "threads": threads}
+
+    try:
+        todo, left_out = _todo(work, place, yardstick, tokens, hidden, quick)
+        total = sum(expected_seconds(case, yardstick) * len(candidates) for case, candidates in todo)
+        rates = yardstick.rates
+        rows.say(
+            f"{machine(place.device)['device']}, {dtype}; copy {rates.copy_bytes_per_s / 1e9:.0f} GB/s, matrix "
+            f"{rates.operations_per_s / 1e9:.0f} GFLOP/s; threads: {threads}" + (f" ({why})" if why else "")
+        )
+        rows.say(f"{sum(len(candidates) for _, candidates in todo)} rows, {about(total)}")
+        if left_out:
+            rows.say(
+                f"left out: {left_out} shapes whose call takes over {MOST_CALL_SECONDS * 1e3:g} ms at these rates; "
+                "--tokens and --hidden ask for them"
+            )
+        with advancing(total) as progress:
+            for case, candidates in todo:
+                for candidate in candidates:
+                    progress.begin(f"measuring {case.op_name} {case.tokens}x{case.width} {candidate.impl_id}")
+                    results.append(bench_one(get_default_manager(), candidate, case, wanted, yardstick))
+                    rows.add(_row(results[-1]))
+                    progress.end(expected_seconds(case, yardstick))
+                file.keep(data(complete=False))
+    except KeyboardInterrupt:
+        kept = file.stop(data(complete=False))
+        rows.say(f"interrupted after {len(results)} rows" + (f", which are in {kept}" if kept else ""))
+        raise typer.Exit(INTERRUPTED) from None
+    file.finish(data(complete=True))
     if plot is not None:
-        draw(data["results"], f"{data['machine']['device']}, {dtype}, {data['machine']['date']}", plot)
+        whole = data(complete=True)
+        draw(whole["results"], f"{whole['machine']['device']}, {dtype}, {whole['machine']['date']}", plot)
+
+
+def _todo(
+    work: dict[str, list[OpImpl]],
+    place: Place,
+    yardstick: Yardstick,
+    tokens: list[int] | None,
+    hidden: list[int] | None,
+    quick: bool,
+) -> tuple[list[tuple[Case, list[OpImpl]]], int]:
+    """The cases to measure, and the number of shapes that are left out because they are long here."""
+    todo: list[tuple[Case, list[OpImpl]]] = []
+    left_out = 0
+    for name, candidates in work.items():
+        if tokens or hidden:
+            chosen = list(cases(OPERATORS[name], place, tokens or TOKENS, hidden or HIDDEN))
+        else:
+            chosen, others = short_cases(OPERATORS[name], place, yardstick.rates, HIDDEN[:1] if quick else HIDDEN)
+            left_out += others
+        todo += [(case, candidates) for case in chosen]
+    return todo, left_out
 
 
 def _data(place: Place, dtype: str, yardstick: Yardstick, results: list[Result]) -> dict[str, Any]:
@@ -96,16 +143,6 @@ def _data(place: Place, dtype: str, yardstick: Yardstick, results: list[Result])
         "operations_per_s": yardstick.rates.operations_per_s,
         "results": [result.as_data() for result in results],
     }
-
-
-def _partial(output: Path) -> Path | None:
-    """Where results lie until all are there; nowhere beside a device or a pipe, or in a directory that is read only."""
-    regular = output.is_file() or not output.exists()
-    return output.with_name(f"{output.name}.partial") if regular and os.access(output.parent, os.W_OK) else None
-
-
-def _write(file: Path, data: dict[str, Any]) -> None:
-    file.write_text(dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def _planned(op: list[str] | None, impl: list[str] | None) -> dict[str, list[OpImpl]]:
@@ -121,33 +158,15 @@ def _planned(op: list[str] | None, impl: list[str] | None) -> dict[str, list[OpI
             work.setdefault(candidate.op_name, []).append(candidate)
         elif impl and not available:
             raise DispatchError(f"'{candidate.impl_id}' of '{candidate.op_name}' cannot run here: {why}")
+    if not work:
+        raise DispatchError("nothing to measure: no implementation is available")
     return work
-
-
-def _print(data: dict[str, Any], results: list[Result]) -> None:
-    rates = f"copy {data['copy_bytes_per_s'] / 1e9:.0f} GB/s, matrix {data['operations_per_s'] / 1e9:.0f} GFLOP/s"
-    print_table(
-        f"{data['machine']['device']}, {data['dtype']}; {rates}",
-        (
-            "operator",
-            "implementation",
-            "case",
-            "tokens",
-            "width",
-            "device us",
-            "spread",
-            "host us",
-            "of floor",
-            "of copy",
-        ),
-        (_row(result) for result in results),
-    )
 
 
 def _row(result: Result) -> tuple[Any, ...]:
     row = (result.op_name, result.impl_id, result.label, result.tokens, result.width)
     if result.device is None:
-        return (*row, "-", result.note, "", "", "")
+        return (*row, "-", "", "", "", result.note)
     times = result.device
     spread = f"{times.low * 1e6:.1f} to {times.high * 1e6:.1f}"
     host = "" if result.host is None else f"{result.host.median * 1e6:.1f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from ..errors import NoImplementationError
 from ..manager import get_default_manager
 from ..ops import OPERATORS
+from ..settings.names import suggestion
 from .output import console, fail, print_json, print_table
 
 
@@ -24,7 +24,7 @@ def explain(
 ) -> None:
     """Say which implementation of an operator runs here, and why each other one does not.
 
-    It speaks of this shell's settings and of this machine. What a serving process runs is in its own start-up log.
+    It speaks of this shell's settings and of this machine. A serving process logs its choices at start.
     """
     manager = get_default_manager()
     try:
@@ -33,10 +33,8 @@ def explain(
         if operator in OPERATORS:
             fail(f"'{operator}' is declared, but only a host's plugin implements it, in the engine")
             raise typer.Exit(2) from error
-        near = difflib.get_close_matches(operator, manager.registry.list_operators(), 1)
-        fail(
-            f"nobody registered an operator '{operator}'" + (f"; did you mean '{near[0]}'?" if near else "; see fl ops")
-        )
+        near = suggestion(operator, manager.registry.list_operators())
+        fail(f"nobody registered an operator '{operator}'{near or '; see fl ops'}")
         raise typer.Exit(2) from error
     if json:
         print_json(decision.as_data())

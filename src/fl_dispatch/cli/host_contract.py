@@ -1,4 +1,4 @@
-"""What the plugins rely on in a host, as two tables: facts that hold or do not, and layer classes that are not ours.
+"""The plugins' contract with a host, as two tables: facts that hold or do not, and layer classes that are not ours.
 
 ``fl doctor --host-contract`` prints it for what is installed, ``tools/host_check.py`` for a wheel that is not.
 """
@@ -25,7 +25,7 @@ OPEN = {"pending": "to do", "unjudged": "not judged"}
 
 
 def host_of(package: str) -> Host:
-    """What its plugin knows about a host."""
+    """The plugin's knowledge of a host."""
     found: Host = import_module(PLUGINS[package]).HOST
     return found
 

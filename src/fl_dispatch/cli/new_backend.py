@@ -115,7 +115,7 @@ def _check_device(name: str, device: str) -> None:
 
 
 def _values(name: str, device: str | None) -> dict[str, str]:
-    """What stands for each ``$word`` of the templates."""
+    """The text for each ``$word`` of the templates."""
     backends: dict[str, str] = torch.distributed.Backend.default_device_backend_map
     return {
         "name": name,

@@ -1,15 +1,21 @@
-"""What all commands print alike: tables for people, JSON for programs."""
+"""Output that all commands share: tables for people, JSON for programs, rows and progress of long runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from ..errors import DispatchError
 
 console = Console(width=None if sys.stdout.isatty() else 130)
 _errors = Console(stderr=True)
@@ -19,8 +25,11 @@ STATUS_STYLE = {
     "fallback": "cyan",
     "skipped": "dim",
     "ok": "green",
+    "right": "green",
     "broken": "bold red",
+    "wrong": "bold red",
     "warning": "yellow",
+    "nothing to run": "yellow",
 }
 
 NEVER_BROKEN = (
@@ -35,6 +44,11 @@ NEVER_BROKEN = (
     "setting",
     "package",
 )
+
+STDOUT = Path("-")
+"""The name of a result file that stands for standard output."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C."""
 
 
 def print_json(data: Any) -> None:
@@ -56,3 +70,136 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
 def fail(message: str) -> None:
     """One error message on standard error."""
     _errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+class Rows:
+    """A table whose rows are printed when they are known, below the progress of a long run where there is a terminal.
+
+    Args:
+        columns: heading → width in characters; longer cells push the next ones to the right.
+        quiet: print no row, because standard output belongs to the JSON.
+    """
+
+    def __init__(self, columns: Mapping[str, int], quiet: bool = False) -> None:
+        self.columns, self.quiet = columns, quiet
+        self._begun = False
+
+    def add(self, cells: Sequence[object]) -> None:
+        """Print a row, before the first one the headings."""
+        if not self._begun:
+            self._begun = True
+            self.say(self._line(list(self.columns)), "bold")
+        self._print(self._line([str(cell) for cell in cells]))
+
+    def say(self, text: Text | str, style: str = "") -> None:
+        """Print a line beside the rows."""
+        self._print(text if isinstance(text, Text) else Text(text, style=style))
+
+    def _print(self, line: Text) -> None:
+        if not self.quiet:
+            console.print(line, soft_wrap=True)
+            sys.stdout.flush()
+
+    def _line(self, cells: Sequence[str]) -> Text:
+        line = Text()
+        for cell, width in zip(cells, self.columns.values(), strict=True):
+            line.append(cell.ljust(width), STATUS_STYLE.get(cell, ""))
+            line.append("  ")
+        line.rstrip()
+        return line
+
+
+class Advance:
+    """The progress of a long run: a bar on a terminal, else a line on standard error for each thing that begins."""
+
+    def __init__(self, progress: Progress, task: TaskID, live: bool) -> None:
+        self._progress, self._task, self._live = progress, task, live
+
+    def begin(self, what: str) -> None:
+        """Something begins."""
+        if self._live:
+            self._progress.update(self._task, description=what)
+        else:
+            print(what, file=sys.stderr, flush=True)
+
+    def end(self, weight: float = 1) -> None:
+        """It has ended; ``weight`` is its share of the total."""
+        self._progress.advance(self._task, weight)
+
+
+@contextmanager
+def advancing(total: float) -> Iterator[Advance]:
+    """Show the progress of a run of so much work in all."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    live = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not live) as progress:
+        yield Advance(progress, progress.add_task("", total=total), live)
+
+
+class ResultFile:
+    """The JSON file of a long run's results, for people to keep and for other commands to read.
+
+    Until the run is complete they are in ``FILE.partial``, replaced at once after every step, so that an interrupted
+    run keeps what it has and an older FILE stays. ``-`` is standard output, which gets them at the end.
+
+    Args:
+        file: the file, or ``None`` for none.
+
+    Raises:
+        DispatchError: it is a directory, or lies in none.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        self.to_stdout = file == STDOUT
+        check_file(None if self.to_stdout else file)
+        self.partial: Path | None = None
+        if file is not None and not self.to_stdout:
+            regular = file.is_file() or not file.exists()  # nothing lies beside a device or a pipe
+            if regular and os.access(file.parent, os.W_OK):
+                self.partial = file.with_name(f"{file.name}.partial")
+
+    def keep(self, data: Any) -> None:
+        """Write what there is so far."""
+        if self.partial is not None:
+            new = self.partial.with_name(f"{self.partial.name}.{os.getpid()}")
+            new.write_text(_text(data), encoding="utf-8")
+            new.replace(self.partial)
+
+    def finish(self, data: Any) -> None:
+        """Write the complete results."""
+        if self.to_stdout:
+            print_json(data)
+        elif self.partial is not None and self.file is not None:
+            self.keep(data)
+            self.partial.replace(self.file.resolve())
+        elif self.file is not None:
+            self.file.write_text(_text(data), encoding="utf-8")
+
+    def stop(self, data: Any) -> str:
+        """Keep what an interrupted run has; returns where it is, or empty."""
+        if self.to_stdout:
+            print_json(data)
+        self.keep(data)
+        return "" if self.partial is None else str(self.partial)
+
+
+def check_file(file: Path | None) -> None:
+    """Refuse a file that cannot be written, before anything is measured.
+
+    Raises:
+        DispatchError: it is a directory, or lies in none.
+    """
+    if file is not None and not file.parent.is_dir():
+        raise DispatchError(f"there is no directory {file.parent} for {file.name}")
+    if file is not None and file.is_dir():
+        raise DispatchError(f"{file} is a directory, not a file")
+
+
+def _text(data: Any) -> str:
+    return json.dumps(data, indent=1) + "\n"
+
+
+def about(seconds: float) -> str:
+    """A time that is estimated, in words."""
+    return f"about {max(1, round(seconds))} s" if seconds < 90 else f"about {round(seconds / 60)} minutes"

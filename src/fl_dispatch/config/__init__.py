@@ -12,7 +12,7 @@ from fl_dispatch.settings.platforms import CONFIG_DIR, detect_platform, get_conf
 
 
 def load_platform_config(platform: str) -> dict[str, Any]:
-    """What a platform's file says, as plain data.
+    """The content of a platform's file, as plain data.
 
     Raises:
         ConfigError: there is no such platform, or its file is wrong.

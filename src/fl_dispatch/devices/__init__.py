@@ -1,4 +1,4 @@
-"""What a chip is besides its kernels. Both hosts' plugins derive their platform from it.
+"""A chip besides its kernels. Both hosts' plugins derive their platform from it.
 
 ``spec`` says what can differ from chip to chip; ``cpu``, ``cuda``, ``ascend`` and ``others`` are the chips that this
 package knows; ``detect`` says which of them, or of an installed package's, a machine has. No device context is created

@@ -12,7 +12,7 @@ from .spec import CPP, DeviceSpec
 
 _CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = 228 << 10
-"""What Triton's interpreter gives a program: as much as the largest GPU that the kernels are written for."""
+"""A program's shared memory in Triton's interpreter: that of the largest GPU that the kernels are written for."""
 
 
 def _read_bytes(path: Path) -> int | None:

@@ -16,11 +16,11 @@ from .torch_module import counter, functions
 logger = get_logger(__name__)
 
 DRIVER_FILES = ("dev/nvidiactl", "dev/nvidia[0-9]*", "dev/dxg", "dev/nvmap", "proc/driver/nvidia")
-"""What NVIDIA's drivers make: on servers, under Windows' Linux, on Jetson boards."""
+"""Files that NVIDIA's drivers make: on servers, under Windows' Linux, on Jetson boards."""
 
 
 ROOT = Path("/")
-"""Where signs of the driver are looked for."""
+"""The root below which signs of the driver are looked for."""
 
 
 def has_file(*patterns: str, root: Path) -> bool:

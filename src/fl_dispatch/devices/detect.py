@@ -113,10 +113,14 @@ def _warn_of_unknown() -> None:
 def device_of(torch_type: str) -> DeviceSpec:
     """Whose tensors of a PyTorch device type are: this machine's device, or another one of that type.
 
+    Tensors without data (``meta``) stand for those of this machine's device.
+
     Raises:
         DeviceError: nobody knows the type.
     """
     own = detect_device()
+    if torch_type == "meta":
+        return own
     found = next((spec for spec in (own, CPU, CUDA, *device_specs()) if spec.torch_type == torch_type), None)
     if found is None:
         raise DeviceError(torch_type, "no known device has this PyTorch type; a package can bring one (docs/chips.md)")

@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says about a GPU, without a CUDA context.
+"""Facts about a GPU from NVIDIA's management library, without a CUDA context.
 
 Hosts ask for a GPU's name, memory and capability in the parent process and fork afterwards, which no CUDA context
 survives. PyTorch's own functions create one.

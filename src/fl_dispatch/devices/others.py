@@ -20,7 +20,7 @@ from .spec import TRITON, DeviceSpec
 from .torch_module import counter, functions, hook
 
 ROOT = Path("/")
-"""Where signs of drivers are looked for."""
+"""The root below which signs of drivers are looked for."""
 
 
 def _signed(*files: str, tool: str | None = None) -> Callable[[], bool]:

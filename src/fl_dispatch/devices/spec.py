@@ -1,4 +1,4 @@
-"""What a chip is besides its kernels: :class:`DeviceSpec`, one for each kind of device.
+"""A chip besides its kernels: :class:`DeviceSpec`, one for each kind of device.
 
 Whatever differs from chip to chip is a field or a function here, so that neither the core nor a host's plugin compares
 the type of a device with a name.
@@ -177,7 +177,7 @@ class DeviceSpec:
         return self.accelerator and self.module() is not torch.cuda
 
     def stream_names(self) -> dict[str, Any]:
-        """What ``torch.cuda`` calls streams, events and graphs → what the device's own module has for it."""
+        """``torch.cuda``'s names of streams, events and graphs → the device's own."""
         module = self.module()
         names = {name: name for name in STREAM_NAMES}
         if self.graphs:

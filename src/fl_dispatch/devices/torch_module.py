@@ -1,4 +1,4 @@
-"""What PyTorch's module of a device answers, looked up at the call: ``torch.npu`` exists once its package is there."""
+"""Questions to PyTorch's module of a device, looked up at the call: ``torch.npu`` exists once its package is there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hook(torch_type: str, name: str) -> Callable[..., Any]:
 
 
 def count(torch_type: str, extension: str | None = None) -> int:
-    """How many devices of a type PyTorch sees; its package is imported first, if it is there."""
+    """The number of devices of a type that PyTorch sees; its package is imported first, if it is there."""
     if extension is not None and not hasattr(torch, torch_type) and importlib.util.find_spec(extension) is not None:
         importlib.import_module(extension)
     module = getattr(torch, torch_type, None)

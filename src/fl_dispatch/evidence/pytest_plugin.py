@@ -12,6 +12,7 @@ would import torch in every run of pytest of an environment.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +20,12 @@ import torch
 
 from ..devices import detect_device
 from ..manager import get_default_manager
-from .verify import DTYPES, implementations, verify
+from ..ops import Sample
+from .inputs import Inputs
+from .verify import DTYPES, Verification, implementations, verify
+
+MakeSamples = Callable[[str, torch.dtype, torch.device], Sequence[Sample]]
+"""Operator, dtype and device → inputs."""
 
 
 def verified(
@@ -28,8 +34,15 @@ def verified(
     dtypes: Sequence[torch.dtype] = DTYPES,
     operators: Sequence[str] | None = None,
     device: str | None = None,
+    samples: MakeSamples | None = None,
+    seed: int = 0,
+    compiled: str = "",
+    may_be_absent: bool = False,
 ) -> Callable[..., Any]:
     """A parametrized test that verifies every implementation with this id.
+
+    Nothing verified is a failure: an implementation that is not available, and one that takes no input of its operator
+    in any of the dtypes. In a single dtype the latter is a skip.
 
     Args:
         impl_id: such as ``vendor.mychip``. Its backend is found like everywhere: by entry point, or named in
@@ -37,23 +50,37 @@ def verified(
         dtypes: of the inputs.
         operators: only these; an operator of this list that has no such implementation is a failure.
         device: PyTorch device; this machine's by default.
+        samples: makes inputs of one's own, which are run instead of the declared ones.
+        seed: of the declared inputs.
+        compiled: the backend of ``torch.compile`` through which calls go, such as ``eager``; empty for direct calls.
+        may_be_absent: skip where the implementation is not available, as in the CI of a machine without the chip.
 
     Raises:
         DispatchError: nothing has this id.
     """
     names = [impl.op_name for impl in implementations(get_default_manager(), operators, [impl_id])]
 
+    @cache
+    def found(op_name: str, dtype: torch.dtype) -> Verification:
+        manager, place = get_default_manager(), torch.device(device or detect_device().torch_type)
+        (impl,) = implementations(manager, [op_name], [impl_id])
+        own = None if samples is None else samples(op_name, dtype, place)
+        inputs = Inputs(manager, op_name, dtype, place, seed=seed, samples=own)
+        return verify(manager, impl, dtype, place, inputs=inputs, compiled=compiled)
+
     @pytest.mark.parametrize("dtype", dtypes, ids=lambda dtype: str(dtype).removeprefix("torch."))
     @pytest.mark.parametrize("op_name", operators or names)
     def test(op_name: str, dtype: torch.dtype) -> None:
-        manager = get_default_manager()
-        (impl,) = implementations(manager, [op_name], [impl_id])
+        (impl,) = implementations(get_default_manager(), [op_name], [impl_id])
         available, why = impl.availability()
         if not available:
-            pytest.skip(f"{impl_id} is not available: {why}")
-        result = verify(manager, impl, dtype, torch.device(device or detect_device().torch_type))
-        assert not result.problems, "\n".join([f"{op_name} {impl_id}", *result.problems])
+            (pytest.skip if may_be_absent else pytest.fail)(f"{impl_id} is not available: {why}")
+        result = found(op_name, dtype)
+        lines = [f"{op_name} {impl_id}", *result.problems, *(f"input: {text}" for text in result.failed.values())]
+        assert not result.problems, "\n".join(lines)
         if not result.samples:
-            pytest.skip(f"{impl_id} takes none of the inputs of {op_name} in {result.dtype}")
+            text = f"{impl_id} takes none of the inputs of {op_name} in {result.dtype}"
+            others = any(found(op_name, other).samples for other in dtypes)
+            (pytest.skip if others else pytest.fail)(text)
 
     return test

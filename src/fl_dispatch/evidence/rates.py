@@ -23,7 +23,7 @@ def sets_to_rotate(device: torch.device, size: int) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device does at best.
+    """The device's best rates.
 
     Args:
         copy_bytes_per_s: bytes read plus bytes written, in the fastest of some copies larger than the caches.

@@ -38,7 +38,7 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float], how: str) -> Timing:
-        """Of the seconds a call in each round."""
+        """Statistics of the seconds a call, one for each round."""
         ordered = sorted(seconds)
         last = len(ordered) - 1
         ends = ordered[round(last * 0.1)], ordered[round(last * 0.9)]

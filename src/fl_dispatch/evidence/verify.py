@@ -1,12 +1,13 @@
-"""Is an implementation right? Its results on the operator's samples against the reference in float64.
+"""Is an implementation right? Its results on the operator's inputs against the reference in float64.
 
-Beside the numbers: repeated calls give the same bits, arguments that must only be read are unchanged, memory beside
-views too, every output element is written, and outputs have the declared shape, dtype and strides.
+Beside the numbers: repeated calls give the same bits, also beside other work; results have memory of their own;
+arguments that must only be read are unchanged, memory beside views too; every output element is written; outputs have
+the declared shape, dtype and strides; half types are rounded to nearest.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,56 +15,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..devices import device_of
-from ..errors import DispatchError
+from ..errors import DispatchError, text_of
 from ..manager import OpManager
-from ..ops import OPERATORS, Access, Operator, Sample, Tolerance
+from ..ops import OPERATORS, Access, Sample, Tolerance
+from ..ops.results import broken_promise, flat
 from ..run.plan import direct_function
-from ..types import BackendImplKind, OpImpl
-from .arguments import Arguments, changed, copied, double, meta, poisoned_memory, same_bits
+from ..types import OpImpl
+from .arguments import (
+    UNTOUCHED,
+    Arguments,
+    MarkedMemory,
+    changed,
+    copied,
+    poisoned_memory,
+    same_bits,
+    share_memory,
+)
+from .comparison import Deviation, Rounding, absent, compare, strays
+from .compiled import compiled_function
+from .inputs import Input, Inputs, Named, declared, outputs
+from .load import load
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """The largest error that was found.
-
-    Args:
-        share: of the tolerance; above 1 it is too large.
-        error, expected: at that element.
-        where: the output and the element, such as ``output 0 at [3, 17]``.
-        sample: the input's label.
-    """
-
-    share: float
-    error: float
-    expected: float
-    where: str
-    sample: str
+RACE_CALLS, RACE_SECONDS = 500, 0.5
+"""Calls under load for one implementation and dtype, and how long they may take. A fault in one call of a hundred is
+missed by 500 calls once in 150 times, and by the three default dtypes together once in three million.
+"""
 
 
 @dataclass
 class Verification:
-    """What verifying one implementation in one dtype found.
+    """The findings of verifying one implementation in one dtype.
 
     Args:
         op_name, impl_id, dtype: what was verified.
+        tolerance: what is accepted.
+        how: ``direct``, or the backend of ``torch.compile`` through which the calls went.
+        seed: of the inputs.
         samples: how many inputs were run.
+        calls: how many calls were made under load.
         declined: the other inputs, label → why the implementation does not take them.
         worst: the largest error, or ``None`` where nothing was compared.
-        tolerance: what is accepted.
+        rounding: errors of half-type results in units of the last place.
         problems: what is wrong, one sentence each, beginning with the sample's label.
+        failed: the inputs that something was wrong with, label → the arguments in words.
     """
 
     op_name: str
     impl_id: str
     dtype: str
     tolerance: Tolerance
+    how: str = "direct"
+    seed: int = 0
     samples: int = 0
+    calls: int = 0
     declined: dict[str, str] = field(default_factory=dict)
     worst: Deviation | None = None
+    rounding: Rounding = field(default_factory=Rounding)
     problems: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -72,7 +82,13 @@ class Verification:
 
     def as_data(self) -> dict[str, Any]:
         """For programs."""
-        return {**asdict(self), "verdict": self.verdict}
+        rounding = {"elements": self.rounding.elements, "bias": self.rounding.bias, "mean": self.rounding.mean}
+        return {**asdict(self), "rounding": rounding, "verdict": self.verdict}
+
+    def blame(self, given: Input, problem: str) -> None:
+        """Record that something is wrong with an input."""
+        self.problems.append(f"{given.label}: {problem}")
+        self.failed[given.label] = given.description
 
 
 def verify(
@@ -84,6 +100,10 @@ def verify(
     seed: int = 0,
     repeats: int = 3,
     samples: Iterable[Sample] | None = None,
+    inputs: Inputs | None = None,
+    compiled: str = "",
+    race_calls: int = RACE_CALLS,
+    race_seconds: float = RACE_SECONDS,
 ) -> Verification:
     """Verify one registered implementation.
 
@@ -94,215 +114,173 @@ def verify(
         device: where it runs.
         seed: of the inputs.
         repeats: calls for each input; the first one finds new memory filled with NaN.
-        samples: other inputs than the declaration's.
+        samples: other inputs than the declaration's samples and probes.
+        inputs: these inputs, made before, instead of generated ones.
+        compiled: the backend of ``torch.compile`` through which calls go; empty for direct calls. The implementation
+            must be registered with the process's manager.
+        race_calls: at most so many further calls on serving inputs, beside other work on the device.
+        race_seconds: how long they may take in all.
 
     Raises:
         DispatchError: the operator is not declared, has no samples or no reference.
     """
-    operator = declared(impl.op_name)
-    oracle = _oracle(manager, operator)
-    if samples is None:
-        assert operator.samples is not None
-        samples = operator.samples(dtype, device, torch.Generator().manual_seed(seed))
-    tolerance = operator.tolerances.get(dtype, Tolerance(0.0, 0.0))
-    found = Verification(impl.op_name, impl.impl_id, str(dtype).removeprefix("torch."), tolerance)
-    function = direct_function(manager.state, impl)
-    for sample in samples:
-        args = _poisoned(operator, operator.bind(sample.args, {}))
-        refusal = True if impl.supports is None else impl.supports(*copied(operator.operands(args)))
-        if refusal is not True:
-            found.declined[sample.label] = refusal or "its 'supports' says no"
+    if inputs is None:
+        inputs = Inputs(manager, impl.op_name, dtype, device, seed=seed, samples=samples)
+    tolerance = inputs.operator.tolerances.get(dtype, Tolerance(0.0, 0.0))
+    name = str(dtype).removeprefix("torch.")
+    found = Verification(impl.op_name, impl.impl_id, name, tolerance, compiled or "direct", inputs.seed)
+    direct = direct_function(manager.state, impl)
+    deterministic = bool(impl.properties.get("deterministic", True))
+    stable: list[tuple[Input, list[Tensor]]] = []
+    for given in inputs:
+        if not _takes(found, impl, given):
             continue
-        deterministic = bool(impl.properties.get("deterministic", True))
-        _verify_sample(found, operator, function, oracle, sample.label, args, repeats, deterministic)
+        function = compiled_function(impl, compiled) if compiled else direct
+        first = _verify_input(found, given, function, repeats, deterministic, bool(compiled))
+        if first is not None and given.serving and first:
+            stable.append((given, first))
+    if not found.problems and (problem := found.rounding.problem(inputs.operator.mean_error)):
+        found.problems.append(f"all inputs: {problem}")
+    if stable and not found.problems and not compiled:
+        with load(device):
+            _race(found, direct, stable, deterministic, race_calls, race_seconds)
     return found
 
 
-def declared(op_name: str) -> Operator:
-    """The declaration of an operator that computes something.
-
-    Raises:
-        DispatchError: there is none.
-    """
-    operator = OPERATORS.get(op_name)
-    if operator is None or operator.selection or operator.samples is None:
-        why = "is not declared" if operator is None else "has no samples"
-        raise DispatchError(f"operator '{op_name}' {why}, so there is nothing to run it on")
-    return operator
-
-
-def _oracle(manager: OpManager, operator: Operator) -> Callable[..., Any]:
-    for impl in manager.registry.get_implementations(operator.name):
-        if impl.kind is BackendImplKind.REFERENCE:
-            return direct_function(manager.state, impl)
-    raise DispatchError(f"operator '{operator.name}' has no reference to verify against")
+def _takes(found: Verification, impl: OpImpl, given: Input) -> bool:
+    """Whether the implementation takes an input; if not, the reason is recorded."""
+    if impl.supports is None:
+        return True
+    try:
+        answer = impl.supports(*copied(given.operator.operands(given.args)))
+    except Exception as error:  # a stranger's code: whatever it raises is the finding
+        found.blame(given, f"its 'supports' raised {text_of(error)}")
+        return False
+    if answer is not True:
+        found.declined[given.label] = answer or "its 'supports' says no"
+    return answer is True
 
 
-def _poisoned(operator: Operator, args: Arguments) -> Arguments:
-    """The arguments with NaN in those that a call must write completely."""
-    args = copied(args)
-    for access, tensor in operator.written(args).values():
-        if access is Access.OUTPUT:
-            tensor.fill_(math.nan)
-    return args
-
-
-def _verify_sample(
+def _verify_input(
     found: Verification,
-    operator: Operator,
+    given: Input,
     function: Callable[..., Any],
-    oracle: Callable[..., Any],
-    label: str,
-    args: Arguments,
     repeats: int,
     deterministic: bool,
-) -> None:
-    names, expected, first = list(operator.parameters), None, None
+    compiled: bool,
+) -> list[Tensor] | None:
+    """Verify one input; returns the first call's outputs if nothing is wrong with any."""
+    first: list[Tensor] | None = None
+    alive: list[Tensor] = []
     for repeat in range(repeats):
-        given = copied(args)
+        args = copied(given.args)
         try:
-            if repeat == 0:
-                with poisoned_memory():
-                    result = function(*given)
-            else:
-                result = function(*given)
+            result = _called(function, args, poisoned=repeat == 0)
         except NotImplementedError as error:
-            found.declined[label] = str(error) or "it raised NotImplementedError"
-            return
+            found.declined[given.label] = str(error) or "it raised NotImplementedError"
+            return None
         except Exception as error:  # a stranger's code: whatever it raises is the finding
-            found.problems.append(f"{label}: it raised {type(error).__name__}: {error}")
-            return
-        if any(not isinstance(output, Tensor | None) for output in _flat(result)):
-            found.problems.append(f"{label}: it returns something that is no tensor: {type(result).__name__}")
-            return
-        outputs = _outputs(operator, given, result)
-        outputs = [(name, None if output is None else output.clone()) for name, output in outputs]
-        tensors = [output for _, output in outputs if output is not None]
-        touched = changed(names, args, given, list(operator.written(given)))
-        if touched:
-            found.problems.append(f"{label}: it changes {', '.join(touched)}, which it must only read")
-            return
+            found.blame(given, f"it raised {text_of(error)}")
+            return None
         if first is None:
-            first = tensors
             found.samples += 1
-            if problem := _misshapen(operator, args, result):
-                found.problems.append(f"{label}: {problem}")
-                return
-            expected = _expected(operator, oracle, args)
-            if strays := _strays(operator, args, outputs, expected):
-                found.problems.append(f"{label}: {strays}")
-                return
-        elif deterministic and not same_bits(first, tensors):
-            found.problems.append(f"{label}: it gives other bits for the same input in call {repeat + 1}")
-            return
-        if expected is not None and (repeat == 0 or not deterministic):
-            _compare(found, label, outputs, expected)
+        problem, tensors = _judged(found, given, args, result, function, repeat, deterministic, compiled)
+        if not problem and first is not None and deterministic and not same_bits(first, tensors):
+            problem = f"it gives other bits for the same input in call {repeat + 1}"
+        results = [one for one in flat(result) if isinstance(one, Tensor)]
+        if not problem and any(share_memory(one, other) for one in results for other in alive):
+            problem = f"call {repeat + 1} returns memory that the result of a call before lies in"
+        if problem:
+            found.blame(given, problem)
+            return None
+        first = tensors if first is None else first
+        alive += results
+    return first
 
 
-def _outputs(operator: Operator, given: Arguments, result: Any) -> list[tuple[str, Tensor | None]]:
-    """What a call computed, with names: its results, and the state that it wrote."""
-    outputs = [(f"output {index}", tensor) for index, tensor in enumerate(_flat(result))]
-    for name, (access, tensor) in operator.written(given).items():
-        if access is Access.STATE:
-            outputs.append((f"'{name}'", tensor))
-    return outputs
+def _called(function: Callable[..., Any], args: Arguments, poisoned: bool) -> Any:
+    if not poisoned:
+        return function(*args)
+    with poisoned_memory():
+        return function(*args)
 
 
-def _flat(result: Any) -> list[Tensor | None]:
-    if result is None:
+def _judged(
+    found: Verification,
+    given: Input,
+    args: Arguments,
+    result: Any,
+    function: Callable[..., Any],
+    repeat: int,
+    deterministic: bool,
+    compiled: bool,
+) -> tuple[str, list[Tensor]]:
+    """The problem of one call, or empty, and copies of its outputs."""
+    operator = given.operator
+    if repeat == 0 and (problem := broken_promise(operator, args, result)):
+        return problem, []
+    kept: Named = [(name, None if one is None else one.clone()) for name, one in outputs(operator, args, result)]
+    tensors = [one for _, one in kept if one is not None]
+    written = operator.written(args)
+    if touched := changed(list(operator.parameters), given.args, args, list(written)):
+        return f"it changes {', '.join(touched)}, which it must only read", []
+    if repeat and deterministic:
+        return "", tensors
+    before = operator.written(given.args).items()
+    state = {f"'{name}'": tensor for name, (access, tensor) in before if access is Access.STATE}
+    if problem := strays(state, kept, given.expected):
+        return problem, []
+    compared = compare(given.label, kept, given.expected, found.tolerance)
+    if compared.worst is not None and (found.worst is None or not compared.worst.share <= found.worst.share):
+        found.worst = compared.worst
+    found.rounding += compared.rounding
+    problem = compared.problem or compared.rounding.problem(operator.mean_error)
+    if compared.missing:
+        marked = [] if compiled else _marked(given, function)
+        problem = absent(kept, marked, compared.missing, UNTOUCHED)
+    return problem, tensors
+
+
+def _marked(given: Input, function: Callable[..., Any]) -> Named:
+    """The outputs of a call whose new memory holds a number that tells what it left alone; empty if it fails."""
+    args = copied(given.args)
+    for access, tensor in given.operator.written(args).values():
+        if access is Access.OUTPUT:
+            tensor.fill_(UNTOUCHED)
+    try:
+        with MarkedMemory():  # type: ignore[no-untyped-call]
+            return outputs(given.operator, args, function(*args))
+    except Exception:  # the call before was the finding; this one only tells more about it
         return []
-    return list(result) if isinstance(result, tuple | list) else [result]
 
 
-def _expected(operator: Operator, oracle: Callable[..., Any], args: Arguments) -> list[Tensor | None]:
-    device = next((arg.device for arg in args if isinstance(arg, Tensor)), torch.device("cpu"))
-    if not device_of(device.type).float64:  # then the reference runs on the CPU
-        device = torch.device("cpu")
-    given = tuple(double(arg, device) for arg in args)
-    return [tensor for _, tensor in _outputs(operator, given, oracle(*given))]
-
-
-def _strays(
-    operator: Operator, args: Arguments, outputs: list[tuple[str, Tensor | None]], expected: list[Tensor | None]
-) -> str:
-    """Which state was changed where the reference leaves it alone; empty if none was."""
-    before = {
-        f"'{name}'": tensor for name, (access, tensor) in operator.written(args).items() if access is Access.STATE
-    }
-    for (name, output), wanted in zip(outputs, expected, strict=True):
-        if output is not None and wanted is not None and name in before:
-            old = before[name]
-            untouched = (wanted == double(old, wanted.device)).to(output.device)
-            strays = int((untouched & (output != old)).sum())
-            if strays:
-                return f"it changes {strays} elements of {name} that the call does not address"
-    return ""
-
-
-def _misshapen(operator: Operator, args: Arguments, result: Any) -> str:
-    """How the outputs differ from the declared fake's in number, dtype, shape or strides; empty if they do not."""
-    assert operator.fake is not None
-    wanted, got = _flat(operator.fake(*map(meta, args))), _flat(result)
-    if len(wanted) != len(got):
-        return f"it returns {len(got)} tensors, not {len(wanted)}"
-    for index, (fake, real) in enumerate(zip(wanted, got, strict=True)):
-        if (fake is None) != (real is None):
-            return f"output {index} is {type(real).__name__}, not {type(fake).__name__}"
-        if fake is None or real is None:
-            continue
-        for what in ("dtype", "shape"):
-            if getattr(fake, what) != getattr(real, what):
-                return f"output {index} has the {what} {_text(getattr(real, what))}, not {_text(getattr(fake, what))}"
-        if fake.numel() and _strides(fake) != _strides(real):
-            return f"output {index} has the strides {real.stride()}, not {fake.stride()}"
-    return ""
-
-
-def _strides(tensor: Tensor) -> list[int]:
-    """Strides of the dimensions that have more than one element."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-def _text(value: Any) -> str:
-    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
-
-
-def _compare(
-    found: Verification, label: str, outputs: list[tuple[str, Tensor | None]], expected: list[Tensor | None]
+def _race(
+    found: Verification,
+    function: Callable[..., Any],
+    stable: list[tuple[Input, list[Tensor]]],
+    deterministic: bool,
+    calls: int,
+    seconds: float,
 ) -> None:
-    for (name, output), wanted in zip(outputs, expected, strict=True):
-        if output is None or wanted is None or not output.numel():
-            continue
-        actual = output.to(device=wanted.device, dtype=torch.float64)
-        # Right without a distance: an overflow to infinity, and a row that stays NaN because no request covers it.
-        exact = actual.isinf() & (wanted.to(output.dtype).double() == actual)
-        exact |= wanted.isnan() & actual.isnan()
-        missing = int((actual.isnan() & ~exact).sum())
-        if missing:
-            found.problems.append(f"{label}: {name}: {missing} of {actual.numel()} elements are not written, or NaN")
-            continue
-        limit = found.tolerance.atol + found.tolerance.rtol * wanted.abs()
-        error = (actual - wanted).abs().masked_fill(exact, 0.0)
-        share = torch.where(error == 0, 0.0, error / limit)
-        place = int(share.argmax())
-        where = ", ".join(map(str, _index(place, output.shape)))
-        values = [float(part.flatten()[place]) for part in (share, error, wanted, actual)]
-        if found.worst is None or not values[0] <= found.worst.share:
-            found.worst = Deviation(values[0], values[1], values[2], f"{name} at [{where}]", label)
-        if not values[0] <= 1:
-            wrong = int((~(share <= 1)).sum())
-            found.problems.append(
-                f"{label}: {name}: {wrong} of {actual.numel()} elements are wrong, the worst at [{where}]: "
-                f"{values[3]:.6g} instead of {values[2]:.6g}, {values[0]:.3g} times the tolerance"
-            )
-
-
-def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        index.insert(0, flat % size)
-        flat //= size
-    return tuple(index)
+    """Repeat calls whose results are known, each input in turn."""
+    end = time.perf_counter() + seconds
+    while found.calls < calls and time.perf_counter() < end:
+        given, first = stable[found.calls % len(stable)]
+        args = copied(given.args)
+        found.calls += 1
+        try:
+            got = outputs(given.operator, args, function(*args))
+        except Exception as error:  # a stranger's code
+            found.blame(given, f"call {found.calls} under load raised {text_of(error)}")
+            return
+        if deterministic:
+            wrong = not same_bits(first, [one for _, one in got if one is not None])
+        else:
+            compared = compare(given.label, got, given.expected, found.tolerance)
+            wrong = bool(compared.problem or compared.missing)
+        if wrong:
+            found.blame(given, f"call {found.calls} under load gives another result for the same input")
+            return
 
 
 def implementations(

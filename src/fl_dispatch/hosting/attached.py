@@ -1,4 +1,4 @@
-"""What a plugin keeps on an object of its host's: one attribute, with one type."""
+"""An attribute that a plugin keeps on an object of its host's; it has one type."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Attached(Generic[T]):
         vars(owner)[self.name] = value
 
     def find(self, owner: Any) -> T | None:
-        """What an object keeps, or ``None``."""
+        """The value that an object keeps, or ``None``."""
         found: T | None = vars(owner).get(self.name)
         return found
 
     def of(self, owner: Any) -> T:
-        """What an object keeps.
+        """The value that an object keeps.
 
         Raises:
             AttributeError: it keeps nothing.

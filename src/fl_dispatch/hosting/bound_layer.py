@@ -27,7 +27,7 @@ class BoundLayer:
     fl_operator: str
     """The operator; an instance sets it where each runs one of several."""
     fl_choices: ClassVar[tuple[str, ...]] = ()
-    """Where each instance runs one of several operators: all of them."""
+    """All operators of which an instance runs one, if there are several."""
     fl_call: Callable[..., Any]
     """The bound operator."""
 

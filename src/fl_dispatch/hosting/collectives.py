@@ -2,8 +2,8 @@
 
 Every exchange is made of the six collectives of :class:`Collectives`. Two libraries provide them: ``torch.distributed``
 with the backend that the :class:`~fl_dispatch.devices.DeviceSpec` names (gloo, nccl, hccl, …), and FlagCX where
-``FLAGCX_PATH`` names it. What hosts ask for beyond the six, such as any layout, any dimension and parts of different
-sizes, is put together by :class:`Communicator`.
+``FLAGCX_PATH`` names it. :class:`Communicator` puts together what hosts ask for beyond the six, such as any layout, any
+dimension and parts of different sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Collectives(Protocol):
-    """What a library must provide, over contiguous tensors; ranks are those inside the group."""
+    """The collectives that a library must provide, over contiguous tensors; ranks are those inside the group."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with the sum over the ranks."""
@@ -207,7 +207,7 @@ _communicators: WeakSet[Communicator] = WeakSet()
 
 
 def report() -> dict[str, dict[str, int]]:
-    """Of every group in this process: its collectives and how often they were called."""
+    """The collectives of every group in this process, and how often they were called."""
     return {communicator.name: dict(communicator.calls) for communicator in _communicators}
 
 
@@ -217,7 +217,7 @@ def _shape(like: Tensor, dim: int, size: int) -> tuple[int, ...]:
 
 
 def _result(output: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What a result is written to: ``output``, which must have this shape, or a new tensor."""
+    """The tensor that a result is written to: ``output``, which must have this shape, or a new tensor."""
     if output is None:
         return like.new_empty(shape)
     if output.shape != shape:

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 VARIABLE = "FLAGCX_PATH"
 LIBRARY = "libflagcx.so"
 FOLDERS = ("", "lib", "build/lib")
-"""Where the library lies below a directory that the variable names: an installation or a source tree."""
+"""Paths of the library below a directory that the variable names: an installation or a source tree."""
 
 UNIQUE_ID_BYTES = 256
 SUM = 0  # flagcxSum

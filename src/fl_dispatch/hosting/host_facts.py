@@ -1,8 +1,8 @@
-"""What a plugin relies on in its host, as rows of data, and whether it holds in a version's source.
+"""Names that a plugin relies on in its host, as rows of data, and whether they hold in a version's source.
 
-A host may move any of it. A method that is overridden under a name that is gone is never called, and an attribute that
-is replaced there has no effect; no error tells. So each plugin has one table of :class:`HostFact`, and :func:`check`
-compares it with the installed host, or with a wheel that nobody has installed.
+A host may move any of them. A method that is overridden under a name that is gone is never called, and an attribute
+that is replaced there has no effect; no error tells. So each plugin has one table of :class:`HostFact`, and
+:func:`check` compares it with the installed host, or with a wheel that nobody has installed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Broken:
 
 @dataclass
 class Findings:
-    """What :func:`check` found.
+    """The result of :func:`check`.
 
     Args:
         broken: what does not hold.

@@ -15,7 +15,7 @@ State = Literal["replaced", "left", "pending", "unjudged"]
 
 @dataclass(frozen=True)
 class Judgement:
-    """What becomes of one layer class of a host.
+    """The fate of one layer class of a host.
 
     Args:
         cls: the class.
@@ -30,7 +30,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class HostLayers:
-    """What a plugin says about its host's layer classes.
+    """A plugin's statement about its host's layer classes.
 
     Args:
         roots: ``module:Class`` of the classes that the host's exchangeable layers derive from.
@@ -93,7 +93,7 @@ def _only_wraps(cls: Class) -> bool:
 
 @dataclass(frozen=True)
 class Host:
-    """What a plugin knows about its host.
+    """A plugin's knowledge of its host.
 
     Args:
         name: as messages say it.

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr
-"""What a name stands for: a function, a class, or a value."""
+"""The meaning of a name: a function, a class, or a value."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Module:
 
     @cached_property
     def names(self) -> Bound:
-        """What its top level defines or imports, under ``if`` and ``try`` too."""
+        """The names that its top level defines or imports, under ``if`` and ``try`` too."""
         return _bound(self.tree.body, self.package)
 
 
@@ -137,7 +137,7 @@ class SourceTree:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def find(self, module: Module, dotted: str) -> tuple[Module, Definition] | None:
-        """What a name of a module stands for, through imports; ``None`` if nothing here defines it."""
+        """The meaning of a module's name, through imports; ``None`` if nothing here defines it."""
         first, _, rest = dotted.partition(".")
         return self._follow(module, first, rest, frozenset())
 
@@ -216,7 +216,7 @@ class SourceTree:
     # -- attributes ---------------------------------------------------------------------------------------------------
 
     def attribute(self, owner: str, name: str) -> Definition | None:
-        """What a module, a class, or one of its instances has under a name.
+        """The member of a module, a class, or one of its instances under a name.
 
         Args:
             owner: ``module:Class``, or ``module``: then also what its functions give to objects under this name.

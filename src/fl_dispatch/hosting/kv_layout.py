@@ -25,10 +25,10 @@ from itertools import permutations
 
 from torch import Tensor
 
-from .. import get_default_manager, get_policy
+from .. import get_default_manager
 from ..logger_manager import get_logger
-from ..selection.decision import Decision, select
 from ..types import OpImpl
+from .first_choices import chosen, first_choices
 
 logger = get_logger(__name__)
 
@@ -113,7 +113,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the implementations that come first need of a cache.
+    """Requirements that the implementations that come first have of a cache.
 
     Args:
         layout: the one that the first of them requires, or ``None``.
@@ -125,7 +125,7 @@ class Wish:
 
 
 def wish() -> Wish:
-    """What the implementations that come first in the policy's order require, of attention before that of writing.
+    """Requirements of the implementations that come first in the policy's order, of attention before that of writing.
 
     For an operator with conditional rules the first rule counts whose choice requires something.
     """
@@ -155,12 +155,12 @@ def state(layout: KVLayout, block_size: int) -> None:
     manager.set_facts(**{LAYOUT: layout.name, MULTIPLE: divisors})
     now = {op: manager.explain(op) for op in OPERATORS}
     for op, impl in wanted:
-        instead = _chosen(now[op])
+        instead = chosen(now[op])
         if impl not in instead:
             why = _unstated(impl) or next(entry.reason for entry in now[op].considered if entry.impl is impl)
             logger.warning("'%s' of '%s' does not run: %s; %s runs", impl.impl_id, op, why, _named(instead))
     for op, other in (OPERATORS, OPERATORS[::-1]):
-        mine, theirs = _chosen(now[op]), _chosen(now[other])
+        mine, theirs = chosen(now[op]), chosen(now[other])
         tied = [impl for impl in mine if LAYOUT in impl.requires]
         if tied and not any(LAYOUT in impl.requires for impl in theirs):
             logger.warning(
@@ -183,15 +183,8 @@ def _unstated(impl: OpImpl) -> str:
 
 
 def _first() -> list[tuple[str, OpImpl]]:
-    """The first choices for each operator of the pair, under each condition, whatever was stated."""
-    manager, policy = get_default_manager(), get_policy()
-    manager.ensure_initialized()
-    decisions = {op: select(op, manager.registry.get_implementations(op), policy) for op in OPERATORS}
-    return [(op, impl) for op, decision in decisions.items() for impl in _chosen(decision)]
-
-
-def _chosen(decision: Decision) -> list[OpImpl]:
-    return list(dict.fromkeys(branch.candidates[0] for branch in decision.branches if branch.candidates))
+    """The first choices for each operator of the pair."""
+    return [(op, impl) for op in OPERATORS for impl in first_choices(op)]
 
 
 def _named(impls: list[OpImpl]) -> str:

@@ -18,8 +18,8 @@ Choices = dict[str, Any]
 def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> None:
     """Compare this rank's choices with the others'. Every rank must call it.
 
-    What was chosen for an operator must be the same everywhere. What was chosen for one layer, and what has failed, is
-    compared within ``same_layers``: the ranks that compute parts of this rank's layers together.
+    The choice for an operator must be the same everywhere. Choices for single layers, and failures, are compared within
+    ``same_layers``: the ranks that compute parts of this rank's layers together.
 
     Raises:
         RankDivergenceError: on every rank that sees a difference, with all of them.
@@ -80,7 +80,7 @@ def _choices() -> tuple[Choices, Choices]:
 
 
 def _differences(group: ProcessGroup, mine: Choices) -> list[str]:
-    """What differs within a group, in words."""
+    """The differences within a group, in words."""
     everybody, ranks = _gather(group, mine), dist.get_process_group_ranks(group)
     keys = [key for key in sorted(set().union(*everybody)) if len({str(other.get(key)) for other in everybody}) > 1]
     return [f"{key}: {[other.get(key) for other in everybody]} on ranks {ranks}" for key in keys]

@@ -1,4 +1,4 @@
-"""What the workers of this user ran last, on disk: ``fl doctor`` shows it, because it runs in a process of its own."""
+"""Records of what this user's workers ran last, on disk, because ``fl doctor`` runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Run:
 
 
 def folder() -> Path:
-    """Where the files lie: the user's own state directory."""
+    """The directory of the files, below the user's own state directory."""
     return user_state_path("fl_dispatch") / "runs"
 
 
@@ -72,7 +72,7 @@ def record(host: str, model: str, survey: Survey, undispatched: dict[str, list[s
 
 
 def recorded() -> list[Run]:
-    """What was recorded, newest first; files that are no records are passed over."""
+    """The records, newest first; files that are no records are passed over."""
     found = []
     for file in folder().glob("*.json"):
         with suppress(OSError, ValueError, TypeError):

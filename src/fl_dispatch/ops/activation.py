@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .declaration import LayerForm, Mode, Sample, Samples, Work, operator
+from .inputs import rows, shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 
@@ -99,6 +100,8 @@ def _xielu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     modes=MODES,
     fake=_elementwise_fake,
     samples=_elementwise(("none",), ("tanh",)),
+    probes=rows.elementwise("none"),
+    aliases=("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
     work=_elementwise_work,
 )
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -115,7 +118,14 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     raise NotImplementedError
 
 
-@operator(layer=LayerForm(), modes=MODES, fake=_elementwise_fake, samples=_elementwise(()), work=_elementwise_work)
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_elementwise_fake,
+    samples=_elementwise(()),
+    probes=rows.elementwise(),
+    work=_elementwise_work,
+)
 def quick_gelu(x: Tensor) -> Tensor:
     """GELU's sigmoid approximation, ``x * sigmoid(1.702 * x)`` (arXiv 1606.08415, section 2).
 
@@ -128,7 +138,14 @@ def quick_gelu(x: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-@operator(layer=LayerForm(), modes=MODES, fake=_elementwise_fake, samples=_elementwise(()), work=_elementwise_work)
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_elementwise_fake,
+    samples=_elementwise(()),
+    probes=rows.elementwise(),
+    work=_elementwise_work,
+)
 def relu2(x: Tensor) -> Tensor:
     """Squared rectifier, ``max(x, 0) ** 2`` (So et al., arXiv 2109.08668).
 
@@ -141,7 +158,14 @@ def relu2(x: Tensor) -> Tensor:
     raise NotImplementedError
 
 
-@operator(layer=LayerForm(), modes=MODES, fake=_elementwise_fake, samples=_xielu_samples, work=_elementwise_work)
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_elementwise_fake,
+    samples=_xielu_samples,
+    probes=rows.xielu,
+    work=_elementwise_work,
+)
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilon: float = -1e-6) -> Tensor:
     """Expanded integral of the ELU (Huang and Schlag, arXiv 2411.13010).
 
@@ -164,7 +188,16 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilo
 # -- gated ------------------------------------------------------------------------------------------------------------
 
 
-@operator(layer=LayerForm(), modes=MODES, fake=_gated_fake, samples=_gated(()), work=_gated_work)
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated(()),
+    probes=rows.gated(),
+    shapes=shapes.gated,
+    aliases=("swiglu", "silu_mul", "silu_mul_fwd", "swiglu_and_mul"),
+    work=_gated_work,
+)
 def silu_and_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension times the second half (SwiGLU, Shazeer, arXiv 2002.05202).
 
@@ -182,6 +215,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     modes=MODES,
     fake=_gated_fake,
     samples=_gated(("none",), ("tanh",)),
+    probes=rows.gated("none"),
+    shapes=shapes.gated,
+    aliases=("geglu", "gelu_mul", "gelu_tanh_and_mul"),
     work=_gated_work,
 )
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -198,7 +234,14 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     raise NotImplementedError
 
 
-@operator(layer=LayerForm(), modes=MODES, fake=_gated_fake, samples=_gated(()), work=_gated_work)
+@operator(
+    layer=LayerForm(),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated(()),
+    probes=rows.gated(),
+    work=_gated_work,
+)
 def mul_and_silu(x: Tensor) -> Tensor:
     """The first half of the last dimension times SiLU of the second half: ``silu_and_mul`` with the halves swapped.
 
@@ -216,6 +259,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
     modes=MODES,
     fake=_gated_fake,
     samples=_gated((0.0,), (0.25,)),
+    probes=rows.gated(0.0),
     work=_gated_work,
 )
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
@@ -236,6 +280,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     modes=MODES,
     fake=_gated_fake,
     samples=_gated((1.702, 7.0), (1.0, 1.5)),
+    probes=rows.gated(1.702, 7.0),
     work=_gated_work,
 )
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -260,6 +305,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     modes=MODES,
     fake=_gated_fake,
     samples=_gated((7.0, 1.0, 0.0), (1.5, 1.702, 1.0)),
+    probes=rows.gated(7.0, 1.0, 0.0),
     work=_gated_work,
 )
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
@@ -285,6 +331,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
     modes=MODES,
     fake=_gated_fake,
     samples=_gated((7.0,), (0.5,)),
+    probes=rows.gated(7.0),
     work=_gated_work,
 )
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
@@ -305,6 +352,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     modes=MODES,
     fake=_gated_fake,
     samples=_gated((1.0, None), (2.0, 1.5)),
+    probes=rows.gated(1.0, None),
     work=_gated_work,
 )
 def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None) -> Tensor:
@@ -329,6 +377,7 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
     modes=MODES,
     fake=_gated_fake,
     samples=_gated((1.6448536, "tanh"), (0.0, "none")),
+    probes=rows.gated(1.6448536, "tanh"),
     work=_gated_work,
 )
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:

@@ -1,4 +1,4 @@
-"""What an operator is: one declaration, the single source for everything derived from it.
+"""An operator: one declaration, the single source for everything derived from it.
 
 An operator is declared by a prototype, a function whose signature and docstring are the operator's, and by what the
 signature cannot say: which arguments may be overwritten, how a layer supplies arguments, the fake (meta) function, in
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 
 class Access(enum.Enum):
-    """What a call may do to an argument that it writes."""
+    """The use of an argument that a call writes."""
 
     UPDATE = "update"  # overwritten, and its old value matters: a retry needs a copy
     OUTPUT = "output"  # fully written whatever it held: a retry needs nothing
@@ -27,7 +27,7 @@ class Access(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """Where an operator may run (see docs/architecture.md, Modes)."""
+    """The ways in which an operator may run (see docs/architecture.md, Compiled code)."""
 
     INLINE = "inline"
     OPAQUE = "opaque"
@@ -68,7 +68,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to do at least, for judging how near to the floor an implementation is.
+    """The least work of one call, for judging how near to the floor an implementation is.
 
     Args:
         bytes_moved: bytes read and written once.
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a conditional choice may look at.
+    """The facts of a call that a conditional choice may look at.
 
     Args:
         dtype: dtype of the leading tensor.
@@ -110,6 +110,59 @@ class Sample:
 
 
 Samples = Callable[[torch.dtype, torch.device, torch.Generator], Iterator[Sample]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place and dtype in which benchmarks make arguments.
+
+    On the ``meta`` device they take no memory and no time: :attr:`Operator.work` needs their shapes only.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def index_device(self) -> torch.device:
+        """The device of index tensors: never on the ``meta`` device, because work depends on their values."""
+        return torch.device("cpu") if self.device.type == "meta" else self.device
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normal numbers around zero."""
+        dtype = dtype or self.dtype
+        if self.device.type == "meta":
+            return torch.empty(shape, device=self.device, dtype=dtype)
+        return torch.randn(shape, device=self.device, dtype=dtype).mul_(scale)
+
+    def floating(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of :attr:`index_device` in this place and dtype."""
+        if self.device.type == "meta":
+            return torch.empty(tensor.shape, device=self.device, dtype=self.dtype)
+        return tensor.to(self.device, self.dtype)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One shape that a benchmark measures.
+
+    Args:
+        label: what distinguishes it from the operator's other shapes, such as ``with residual``.
+        tokens: new tokens of the call.
+        width: what the operator is wide by: hidden size, or the context's length for attention.
+        make: makes arguments in memory of their own.
+    """
+
+    label: str
+    tokens: int
+    width: int
+    make: Callable[[Place], tuple[Any, ...]]
+
+
+Shapes = Callable[[Sequence[int], Sequence[int]], Iterator[Shape]]
+"""Numbers of tokens and hidden sizes → shapes; attention has shapes of its own, up to the largest number of tokens."""
+
+SEVERAL_ROUNDINGS = 1.0
+"""The mean error of operators whose implementations may round in the half type on the way, where terms may cancel."""
 
 STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
     {
@@ -153,7 +206,13 @@ class Operator:
         modes: where it may run.
         fake: computes outputs without data (same parameters, less the hints); ``None`` for a selection.
         samples: generates inputs; ``None`` for a selection.
+        probes: generates further inputs that only verification runs, each chosen for a fault that the samples do not
+            show: large sizes, strides, NaN in memory that no call may use.
+        shapes: those that benchmarks measure; ``None`` for the serving samples.
+        aliases: names that the field has for it.
         tolerances: accepted error for each dtype.
+        mean_error: accepted mean error of results in a half type, in units of the last place. Rounding once gives 0.25,
+            rounding before a last product 0.3, arithmetic in the half type about 0.45 for a gated activation.
         workload: what a conditional choice sees of a call (positional arguments).
         phases: whether ``workload`` can tell the phase.
         work: least bytes and operations of a call (positional arguments).
@@ -168,7 +227,11 @@ class Operator:
     modes: frozenset[Mode] = frozenset({Mode.EAGER})
     fake: Callable[..., Any] | None = None
     samples: Samples | None = None
+    probes: Samples | None = None
+    shapes: Shapes | None = None
+    aliases: tuple[str, ...] = ()
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: STANDARD_TOLERANCE)
+    mean_error: float = 0.4
     workload: Callable[..., Workload] = rows_workload
     phases: bool = False
     work: Callable[..., Work] | None = None

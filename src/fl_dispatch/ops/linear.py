@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .declaration import LayerForm, Mode, Sample, Work, operator
+from .inputs import rows as row_probes
+from .inputs import shapes
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,6 +54,9 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     modes=frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER}),
     fake=_fake,
     samples=_samples,
+    probes=row_probes.linear,
+    shapes=shapes.products,
+    aliases=("matmul", "gemm", "mm", "dense"),
     work=_work,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

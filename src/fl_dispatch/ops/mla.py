@@ -9,13 +9,14 @@ rotary part as value, and two views of the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .attention import TOLERANCES
-from .declaration import Access, Mode, Sample, Work, Workload, Write, operator
+from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Work, Workload, Write, operator
+from .inputs import latent, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
 
@@ -27,10 +28,6 @@ def _visible_pairs(queries: Sequence[int], keys: Sequence[int], causal: bool) ->
         seen = (max(0, length - rows + row + 1) for row in range(rows))
         pairs += sum(seen) if causal else rows * length
     return pairs
-
-
-def _starts(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def _decode_fake(
@@ -74,68 +71,17 @@ def _decode_work(
     return Work(moved + sum(lengths) * width * kv_cache.element_size(), 2 * pairs * heads * (width + kv_lora_rank))
 
 
-def _decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-
-    def sample(
-        label: str,
-        requests: Sequence[tuple[int, int]],
-        heads: int,
-        rank: int,
-        rope: int,
-        *,
-        block_size: int = 16,
-        padding: int | None = None,
-        causal: bool = True,
-        row_stride: int | None = None,
-        serving: bool = True,
-    ) -> Sample:
-        """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has so many rows more."""
-        rows, lengths = [new for new, _ in requests], [length for _, length in requests]
-        blocks = [-(-length // block_size) for length in lengths]
-        # Block 0 belongs to nobody: hosts point the unused entries of the table there.
-        pages = (1 + torch.randperm(sum(blocks), generator=generator, dtype=torch.int32)).tolist()
-        table = torch.zeros(len(requests), max(blocks, default=0) + 1, dtype=torch.int32)
-        for row, count in zip(table, blocks, strict=True):
-            row[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
-        tokens = sum(rows) + (padding or 0)
-        args = (
-            normal(tokens, heads, rank + rope),
-            normal(1 + sum(blocks), block_size, row_stride or rank + rope)[..., : rank + rope],
-            table.to(device),
-            _starts(rows).to(device),
-            torch.tensor(lengths, dtype=torch.int32).to(device),
-            max(rows, default=0),
-            max(lengths, default=0),
-            (rank // 4 + rope) ** -0.5,
-            rank,
-            None if padding is None else normal(tokens, heads, rank),
-            causal,
-        )
-        return Sample(label, args, serving)
-
-    decode = [(1, length) for length in (1, 16, 17, 64, 129, 256, 333, 512)]
-    yield sample("decode, 8 requests, 16 heads", decode, 16, 512, 64)
-    yield sample("decode, 4 requests, 128 heads", decode[2:6], 128, 512, 64, block_size=64)
-    yield sample("speculative decode, 3 tokens a request", [(3, 40), (3, 3), (3, 130)], 16, 512, 64)
-    yield sample("decode with out, padded batch", [*decode[:4], (0, 0)], 8, 512, 64, padding=3)
-    yield sample("mixed lengths, block size 1", [(1, 30), (5, 21), (17, 17)], 4, 256, 64, block_size=1)
-    yield sample("not causal", [(4, 20), (4, 7)], 4, 64, 32, causal=False, serving=False)
-    yield sample("rank 24, rotary part 8, odd heads", [(1, 9), (2, 5)], 3, 24, 8, serving=False)
-    yield sample("cache row stride larger than the row", [(1, 40)], 4, 64, 16, row_stride=96, serving=False)
-    yield sample("no rotary part", [(1, 18)], 4, 64, 0, serving=False)
-    yield sample("one token", [(1, 1)], 2, 64, 16, serving=False)
-    yield sample("empty batch", [], 4, 64, 16, serving=False)
-
-
 @operator(
     hints=("query_start_loc_host", "seq_lens_host"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_decode_fake,
-    samples=_decode_samples,
+    samples=latent.decode_samples,
+    probes=latent.decode_probes,
+    shapes=shapes.latent_decode,
+    aliases=("flash_mla", "mla_attention"),
     tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
     workload=_decode_workload,
     phases=True,
     work=_decode_work,
@@ -164,7 +110,8 @@ def mla_decode(
     Args:
         query: ``[tokens, heads, kv_lora_rank + rope_dim]``, floating point: the query of each head, multiplied by the
             key projection, then its rotary part.
-        kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides.
+        kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Slots that hold no token of
+            a request may hold anything, NaN included.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries behind the last needed
             block may hold anything.
         query_start_loc: ``[requests + 1]``, int32: first row of each request in ``query``, and the end of the last one.
@@ -226,59 +173,16 @@ def _prefill_work(
     return Work(moved, 2 * _visible_pairs(rows, lengths, causal) * heads * dims)
 
 
-def _prefill_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-
-    def sample(
-        label: str,
-        requests: Sequence[tuple[int, int]],
-        heads: int,
-        head_dim: int,
-        value_dim: int,
-        *,
-        padding: int | None = None,
-        causal: bool = True,
-        serving: bool = True,
-    ) -> Sample:
-        """``requests`` are (queries, keys). With ``padding``, ``out`` is given and has so many rows more."""
-        rows, lengths = [queries for queries, _ in requests], [keys for _, keys in requests]
-        tokens = sum(rows) + (padding or 0)
-        # As hosts have it: values are a view of the projection that also holds most of the keys.
-        projection = normal(sum(lengths), heads, head_dim + value_dim)
-        key, value = torch.tensor_split(projection, (head_dim,), dim=-1)
-        args = (
-            normal(tokens, heads, head_dim),
-            key.contiguous(),
-            value,
-            _starts(rows).to(device),
-            _starts(lengths).to(device),
-            max(rows, default=0),
-            max(lengths, default=0),
-            head_dim**-0.5,
-            None if padding is None else normal(tokens, heads, value_dim),
-            causal,
-        )
-        return Sample(label, args, serving)
-
-    yield sample("prefill, 2 requests, new tokens", [(64, 64), (21, 21)], 16, 192, 128)
-    yield sample("context chunk", [(17, 96), (7, 64)], 16, 192, 128, causal=False)
-    yield sample("context chunk, some requests without", [(9, 20), (5, 0), (3, 17)], 8, 192, 128, causal=False)
-    yield sample("with out, padded batch", [(17, 17), (5, 5)], 8, 192, 128, padding=3)
-    yield sample("more keys than queries, causal", [(5, 30), (16, 33)], 8, 192, 128)
-    yield sample("more queries than keys, causal", [(12, 5)], 2, 48, 32, serving=False)
-    yield sample("head size 40, value 24, odd heads", [(6, 6)], 3, 40, 24, serving=False)
-    yield sample("one token", [(1, 1)], 2, 64, 64, serving=False)
-    yield sample("empty batch", [], 4, 64, 32, serving=False)
-
-
 @operator(
     hints=("query_start_loc_host", "key_start_loc_host"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_prefill_fake,
-    samples=_prefill_samples,
+    samples=latent.prefill_samples,
+    probes=latent.prefill_probes,
+    shapes=shapes.latent_prefill,
     tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
     workload=_prefill_workload,
     phases=True,
     work=_prefill_work,

@@ -8,7 +8,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import STANDARD_TOLERANCE, Access, Mode, Sample, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    STANDARD_TOLERANCE,
+    Access,
+    Mode,
+    Sample,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
+from .inputs import rows, shapes
 
 OUTPUT = MappingProxyType({"out": Write(Access.OUTPUT)})
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -36,7 +48,7 @@ def _choose(tokens: int, experts: int, topk: int, generator: torch.Generator) ->
 
 
 def aligned_blocks(pairs: int, block_size: int, num_experts: int) -> int:
-    """How many blocks :data:`moe_align_block_size` may need: every expert that is chosen fills up its last block."""
+    """The most blocks that :data:`moe_align_block_size` needs: every expert that is chosen fills up its last block."""
     return (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size
 
 
@@ -91,7 +103,14 @@ def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("empty batch", 0, 4, 16, 16, serving=False)
 
 
-@operator(modes=OPAQUE, fake=_align_fake, samples=_align_samples, workload=_align_workload, work=_align_work)
+@operator(
+    modes=OPAQUE,
+    fake=_align_fake,
+    samples=_align_samples,
+    shapes=shapes.alignment,
+    workload=_align_workload,
+    work=_align_work,
+)
 def moe_align_block_size(
     topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,6 +169,8 @@ def _sum_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     modes=frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER}),
     fake=_sum_fake,
     samples=_sum_samples,
+    probes=rows.moe_sum,
+    shapes=shapes.expert_sums,
     workload=_sum_workload,
     work=_sum_work,
 )
@@ -278,7 +299,10 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     modes=OPAQUE,
     fake=_fake,
     samples=_samples,
+    shapes=shapes.mixture,
+    aliases=("moe", "fused_experts"),
     tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
     workload=_workload,
     work=_work,
 )
@@ -302,7 +326,7 @@ def fused_moe(
 
     Activations of a gated expert, whose ``w13`` has the rows of the gate and then those of ``up``: ``"silu"``,
     ``"gelu"``, ``"gelu_tanh"``: ``act(gate) * up``. ``"swigluoai"``, whose rows alternate, gate first:
-    ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. Of an expert without a
+    ``gate * sigmoid(1.702 * gate) * (up + 1)``, the gate at most 7 and ``up`` between -7 and 7. For an expert without a
     gate: ``"silu_no_mul"``, ``"gelu_no_mul"``, ``"gelu_tanh_no_mul"``, ``"relu2_no_mul"`` (the square of ``relu``).
 
     Args:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .declaration import Access, LayerForm, Mode, Sample, Work, Write, operator
+from .inputs import rows, shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 # With a residual the host treats both as consumed, so an implementation may work in place; without one nothing is
@@ -79,7 +80,17 @@ def _layer_norm_samples(dtype: torch.dtype, device: torch.device, generator: tor
         yield Sample(f"scale {scale:g}", (x, normal(128), normal(128), 1e-5), serving=False)
 
 
-@operator(writes=FUSED_WRITES, layer=NORM_LAYER, modes=MODES, fake=_fake, samples=_samples, work=_work)
+@operator(
+    writes=FUSED_WRITES,
+    layer=NORM_LAYER,
+    modes=MODES,
+    fake=_fake,
+    samples=_samples,
+    probes=rows.fused_norm,
+    shapes=shapes.norm,
+    aliases=("rmsnorm", "add_rms_norm", "fused_add_rms_norm", "fused_rms_norm", "skip_rms_norm"),
+    work=_work,
+)
 def rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -99,7 +110,17 @@ def rms_norm(
     raise NotImplementedError
 
 
-@operator(writes=FUSED_WRITES, layer=NORM_LAYER, modes=MODES, fake=_fake, samples=_samples, work=_work)
+@operator(
+    writes=FUSED_WRITES,
+    layer=NORM_LAYER,
+    modes=MODES,
+    fake=_fake,
+    samples=_samples,
+    probes=rows.fused_norm,
+    shapes=shapes.norm,
+    aliases=("gemma_fused_add_rms_norm",),
+    work=_work,
+)
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -123,6 +144,7 @@ def gemma_rms_norm(
     modes=MODES,
     fake=_layer_norm_fake,
     samples=_layer_norm_samples,
+    probes=rows.layer_norm,
     work=_layer_norm_work,
 )
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5) -> Tensor:

@@ -8,7 +8,21 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import STANDARD_TOLERANCE, Access, LayerForm, Mode, Sample, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    STANDARD_TOLERANCE,
+    Access,
+    LayerForm,
+    Mode,
+    Sample,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
+from .inputs import shapes
+from .inputs.source import Source
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 # The two products of a rotation may cancel, and kernels that work in the half type round each of them first, so the
@@ -53,8 +67,11 @@ def _work(
     return Work(2 * moved * query.element_size() + rows + positions, 3 * rotated)
 
 
-def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+class _Inputs(Source):
+    """Makes inputs of ``rotary_embedding``."""
+
     def sample(
+        self,
         label: str,
         tokens: int,
         heads: tuple[int, int],
@@ -65,23 +82,26 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
         interleaved: bool = False,
         inplace: bool = True,
         index: torch.dtype = torch.int64,
-        table: torch.dtype = dtype,
+        table: torch.dtype | None = None,
         before: int = 0,
         serving: bool = True,
     ) -> Sample:
         rotary_dim = rotary_dim or head_dim
         # As hosts have it: one projection holds query, key and value, one table holds cosines and sines.
         total = heads[0] + 2 * heads[1]
-        projection = torch.randn(tokens, total, before + head_dim, generator=generator).to(device=device, dtype=dtype)
+        projection = self.normal(tokens, total, before + head_dim)
         query, key, _ = torch.tensor_split(projection[..., before:], (heads[0], sum(heads)), dim=1)
         if not fused:
             query, key = query.contiguous(), key.contiguous()
         frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
         angles = torch.outer(torch.arange(512, dtype=torch.float64), frequencies)
-        cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(device=device, dtype=table).chunk(2, -1)
-        positions = torch.randint(0, 512, (tokens,), generator=generator).to(device=device, dtype=index)
+        cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(self.device, table or self.dtype).chunk(2, -1)
+        positions = torch.randint(0, 512, (tokens,), generator=self.generator).to(device=self.device, dtype=index)
         return Sample(label, (query, key if heads[1] else None, cos, sin, positions, interleaved, inplace), serving)
 
+
+def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    sample = _Inputs(dtype, device, generator).sample
     yield sample("decode, 32 tokens", 32, (32, 8), 128)
     yield sample("prefill, 128 tokens", 128, (16, 4), 64)
     yield sample("half of the head, 16 tokens", 16, (32, 2), 80, 32)
@@ -101,13 +121,25 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("empty batch, not in place", 0, (8, 2), 64, inplace=False, serving=False)
 
 
+def _probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    sample = _Inputs(dtype, device, generator).sample
+    yield sample("4100 tokens", 4100, (2, 1), 16, serving=False)
+    yield sample("8200 tokens, not in place", 8200, (1, 1), 16, inplace=False, serving=False)
+    yield sample("66000 tokens", 66000, (1, 0), 8, serving=False)
+    yield sample("128 heads", 5, (128, 8), 64, serving=False)
+
+
 @operator(
     writes={"query": Write(Access.UPDATE, given="inplace"), "key": Write(Access.UPDATE, given="inplace")},
     layer=LayerForm(),
     modes=MODES,
     fake=_fake,
     samples=_samples,
+    probes=_probes,
+    shapes=shapes.rotary,
+    aliases=("rope", "apply_rotary_pos_emb", "apply_rotary_emb"),
     tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
     workload=_workload,
     work=_work,
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .declaration import STANDARD_TOLERANCE, Mode, Sample, Samples, Work, operator
+from .inputs import shapes
 
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 # Scores are computed and returned in float32, whatever the dtype of the logits.
@@ -98,6 +99,8 @@ def _samples(score: Callable[[Tensor], Tensor], spread: float) -> Samples:
     modes=MODES,
     fake=_fake,
     samples=_samples(lambda logits: logits.softmax(-1), 0.01),
+    shapes=shapes.routing,
+    aliases=("fused_topk", "select_experts"),
     tolerances=TOLERANCES,
     work=_work,
 )
@@ -120,7 +123,14 @@ def topk_softmax(
     raise NotImplementedError
 
 
-@operator(modes=MODES, fake=_fake, samples=_samples(torch.sigmoid, 0.1), tolerances=TOLERANCES, work=_work)
+@operator(
+    modes=MODES,
+    fake=_fake,
+    samples=_samples(torch.sigmoid, 0.1),
+    shapes=shapes.routing,
+    tolerances=TOLERANCES,
+    work=_work,
+)
 def topk_sigmoid(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -194,7 +204,15 @@ def _grouped_samples(dtype: torch.dtype, device: torch.device, generator: torch.
     yield sample("empty batch", 0, 16, 2, 4, 2, serving=False)
 
 
-@operator(modes=MODES, fake=_grouped_fake, samples=_grouped_samples, tolerances=TOLERANCES, work=_work)
+@operator(
+    modes=MODES,
+    fake=_grouped_fake,
+    samples=_grouped_samples,
+    shapes=shapes.grouped_routing,
+    aliases=("biased_grouped_topk",),
+    tolerances=TOLERANCES,
+    work=_work,
+)
 def grouped_topk(
     router_logits: Tensor,
     topk: int,

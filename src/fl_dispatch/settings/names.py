@@ -53,6 +53,27 @@ def known_operators() -> tuple[str, ...]:
     return tuple(OPERATORS)
 
 
+def suggestion(name: str, others: Iterable[str] = (), cutoff: float = 0.6) -> str:
+    """The end of a message about an operator that does not exist: which one was probably meant; empty if none.
+
+    Args:
+        name: what was written, such as ``RMSNorm`` or ``swiglu``.
+        others: registered operators that nobody declared.
+        cutoff: how similar two names must be, at most 1.
+    """
+    from fl_dispatch.ops import OPERATORS
+
+    meant = {_squeezed(alias): op.name for op in OPERATORS.values() for alias in op.aliases}
+    meant |= {_squeezed(known): known for known in (*OPERATORS, *others)}
+    close = difflib.get_close_matches(_squeezed(name), meant, 1, cutoff)
+    found = meant[close[0]] if close else name
+    return "" if found == name else f"; did you mean '{found}'?"
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).casefold()
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message that says what is valid, the most similar name first."""
     valid = sorted(known)

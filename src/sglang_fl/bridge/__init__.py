@@ -52,7 +52,7 @@ class Row:
 
     @property
     def fact(self) -> HostFact:
-        """What the bridge relies on: the class, and the parameters of its forward."""
+        """The fact that the bridge relies on: the class, and the parameters of its forward."""
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(self.bridge.forward).parameters.values())
         return HostFact(
             f"{self.module}:{self.name}",

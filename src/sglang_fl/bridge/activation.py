@@ -1,4 +1,4 @@
-"""What the bridges of activations share."""
+"""The base of the bridges of activations."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ fallen_through: Counter[tuple[str, str]] = Counter()
 
 
 class Bridge(BoundLayer):
-    """What a layer calls instead of its own forward; it has the same parameters.
+    """A forward that a layer calls instead of its own; it has the same parameters.
 
     Args:
         layer: SGLang's layer. Its weights are read at each call, because SGLang may replace them.

@@ -1,7 +1,7 @@
 """``UnquantizedFusedMoEMethod`` over the operator ``fused_moe``.
 
 SGLang's native experts know gated SiLU and GELU and gpt-oss's SwiGLU, and read nothing else of the layer's
-configuration. What they would leave out is done or refused here instead.
+configuration. The bridge does or refuses what they would leave out.
 """
 
 from __future__ import annotations

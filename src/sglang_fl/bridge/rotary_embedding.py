@@ -20,7 +20,7 @@ FUSED_WRITE = "a rotation that also writes the key-value cache"
 
 
 class RotatingBridge(Bridge):
-    """What the bridges of all rotary classes share."""
+    """The base of the bridges of all rotary classes."""
 
     fl_operator = "rotary_embedding"
     table_name: ClassVar[str] = "cos_sin_cache"

@@ -1,6 +1,6 @@
 """``TopK`` over the operators ``topk_softmax``, ``topk_sigmoid`` and ``grouped_topk``.
 
-What follows the choice is SGLang's: its capture of routed experts, the placement of experts, its recorder. On an
+Steps after the choice are SGLang's: its capture of routed experts, the placement of experts, its recorder. On an
 out-of-tree platform its own code leaves placement and padding out or stops there; here they work as on its GPUs.
 """
 

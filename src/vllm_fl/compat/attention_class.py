@@ -1,4 +1,4 @@
-"""What vLLM asks an attention class: how the KV cache lies in memory, and why it cannot serve a layer."""
+"""Questions that vLLM asks an attention class: how the KV cache lies in memory, and why it cannot serve a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CacheQuestions:
-    """What vLLM asks an attention class about the KV cache, which :mod:`vllm_fl.kv_layout` decides."""
+    """Questions that vLLM asks an attention class about the KV cache, which :mod:`vllm_fl.kv_layout` decides."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

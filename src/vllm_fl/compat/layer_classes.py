@@ -9,7 +9,7 @@ from typing import Any
 def multiplies_plainly(method: Any) -> bool:
     """Whether a linear layer's method is a product with weights as they are, by PyTorch's own ``linear``.
 
-    Where the names are gone the answer is no, and the layers stay vLLM's.
+    If the names are gone, the answer is no, and the layers stay vLLM's.
     """
     from vllm.model_executor.layers import linear, utils
 

@@ -1,4 +1,4 @@
-"""What takes the place of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
+"""Replacements of vLLM's compiled library on a GPU, in vLLM's GPU worker and its V2 model runner.
 
 Host memory that a GPU reads, references that do not keep memory alive, the warm-up of kernels, and what a group of
 ranks does before a capture.
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from fl_dispatch.backends.triton.availability import why_unserved
+from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import why_unserved
 
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 
@@ -38,7 +39,8 @@ def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
     """
     if not cpu_tensor.is_pinned():
         raise ValueError("a GPU can only read host memory that is pinned")
-    return torch.as_tensor(_HostMemory(cpu_tensor), device=torch.accelerator.current_accelerator())
+    device = detect_device().place(torch.accelerator.current_device_index())
+    return torch.as_tensor(_HostMemory(cpu_tensor), device=device)
 
 
 def unowned_view(tensor: Any) -> Any:

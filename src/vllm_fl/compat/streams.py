@@ -1,4 +1,8 @@
-"""``torch.cuda``'s streams, events and graphs, by which vLLM's model runners call those of any device."""
+"""``torch.cuda``'s streams, events and graphs, by which vLLM's model runners call those of any device.
+
+The names are ``Stream``, ``Event``, ``default_stream``, ``current_stream``, ``stream`` and ``set_stream``, and where the
+device has graphs ``CUDAGraph``, ``graph`` and ``graph_pool_handle``.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def adapt() -> None:
     if host_version() == "0.26":
         from vllm.platforms import current_platform
 
-        from fl_dispatch.backends.triton.availability import why_unserved
         from fl_dispatch.devices import detect_device
+        from fl_dispatch.devices.triton import why_unserved
 
         from . import v0_26
 

@@ -60,7 +60,7 @@ def fused_infer_attention(
     with_lse: bool,
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What both versions of the operator compute, with the rules that they share."""
+    """The computation of both versions of the operator, with the rules that they share."""
     kv_heads = kv_heads or heads
     require(input_layout in LAYOUTS, f"input_layout={input_layout!r} is not emulated; {', '.join(LAYOUTS)} are")
     require_dtype("query", query, HALF)

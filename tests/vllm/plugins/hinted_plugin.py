@@ -1,4 +1,4 @@
-"""Attention that takes the batch's lengths as integers, compares them with the tensors, and calls the reference."""
+"""Attention that compares what the host says of a batch with its tensors, and calls the reference."""
 
 from fl_dispatch import BackendImplKind, OpImpl
 from fl_dispatch.backends.reference.impl import attention
@@ -30,6 +30,13 @@ def paged_attention(
     return attention.paged_attention(*operands, scale, out, causal, sliding_window, softcap, alibi_slopes, sinks)
 
 
+def kv_cache_write(key, value, key_cache, value_cache, slot_mapping, may_skip=None):
+    if (may_skip is False) is bool((slot_mapping < 0).any()):
+        raise AssertionError(f"may_skip is {may_skip}, the slots are {slot_mapping.tolist()}")
+    attention.kv_cache_write(key, value, key_cache, value_cache, slot_mapping)
+
+
 def register_builtins(registry):
-    kind = BackendImplKind.VENDOR
-    registry.register_impl(OpImpl("paged_attention", "vendor.hinted", kind, paged_attention, vendor="hinted"))
+    for function in (paged_attention, kv_cache_write):
+        impl = OpImpl(function.__name__, "vendor.hinted", BackendImplKind.VENDOR, function, vendor="hinted")
+        registry.register_impl(impl)

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from typing import Any
 
-from fl_dispatch.backends.triton.availability import why_unserved
+from fl_dispatch.devices.triton import why_unserved
 
 
 @functools.cache

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .reference import ReferenceBackend
 
+WAITS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill", "fused_moe")
+"""The references that read numbers back from the device, so that no graph can hold them."""
+
 
 def register_builtins(registry: Registry) -> None:
     """Register ``reference.torch`` for every declared operator that computes something."""
-    backend = ReferenceBackend()
+    found = ReferenceBackend().implementations(
+        BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE
+    )
     registry.register_many(
-        backend.implementations(BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE)
+        [replace(impl, properties={"graphs": False}) if impl.op_name in WAITS else impl for impl in found]
     )

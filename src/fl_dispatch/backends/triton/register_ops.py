@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from fl_dispatch.backends.base import Backend, Registry
 from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import interpreted, why_unavailable
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import BackendImplKind, OpImpl
-
-from .availability import interpreted, why_unavailable
 
 IMPL_ID = "default.triton"
 PRIORITY = 140

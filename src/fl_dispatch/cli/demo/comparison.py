@@ -1,4 +1,4 @@
-"""What Hugging Face's model says to the same request: the same tokens, or in half precision as near a distribution."""
+"""Hugging Face's answer to the same request: the same tokens, or in half precision as near a distribution."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Host(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked.
+    """A request to an engine.
 
     Args:
         model: the checkpoint's folder.
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """What one engine generated, and how fast.
+    """The text that one engine generated, and how fast.
 
     Args:
         prompts, tokens: token ids of each prompt, and of what follows it.

@@ -1,4 +1,4 @@
-"""What only vLLM 0.26 has."""
+"""Facts about vLLM 0.26 alone."""
 
 from __future__ import annotations
 

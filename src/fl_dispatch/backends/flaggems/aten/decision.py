@@ -14,7 +14,7 @@ from .names import aten_names
 def why_not(settings: Settings, device: DeviceSpec) -> str:
     """Why no ATen operator is replaced, as a message, or an empty string.
 
-    Where nothing was said, the device decides. PyTorch's own kernels are NVIDIA's on its GPUs, and no measurement says
+    The device decides where nothing was said. PyTorch's own kernels are NVIDIA's on its GPUs, and no measurement says
     that FlagGems' serve better there; see ``docs/gpu.md``.
     """
     if not settings.policy.enabled:

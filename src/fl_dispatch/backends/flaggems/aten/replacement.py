@@ -32,7 +32,7 @@ from .slot import Slot, slot_of
 logger = get_logger(__name__)
 
 NAME = "FlagGems"
-"""Of the replacement, see :class:`~fl_dispatch.replaced.AtenReplacement`: this module is one."""
+"""The replacement's name; this module is an :class:`~fl_dispatch.replaced.AtenReplacement`."""
 
 
 @dataclass

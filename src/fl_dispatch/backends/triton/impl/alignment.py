@@ -1,8 +1,8 @@
 """Sorting (token, choice) pairs by expert for a grouped matrix product, without atomics: the order is always the same.
 
 Pairs are cut into chunks. A first kernel counts each chunk's pairs by expert; in the second one every program adds up
-all counts for itself, so it knows where its chunk's pairs go, and it also fills the free places of some blocks. What
-fits one chunk takes the second kernel alone.
+all counts for itself, so it knows where its chunk's pairs go, and it also fills the free places of some blocks. Pairs
+that fit one chunk take the second kernel alone.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def moe_align_block_size(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.moe.moe_align_block_size`.
 
-    What is compiled follows the least power of two that is not below the number of tokens.
+    The compiled code follows the least power of two that is not below the number of tokens.
     """
     pairs = topk_ids.numel()
     blocks = aligned_blocks(pairs, block_size, num_experts)

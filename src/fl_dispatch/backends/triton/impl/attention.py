@@ -50,7 +50,7 @@ _launch_combine = Launcher(_combine)
 
 @functools.cache
 def _slots(device: torch.device) -> int:
-    """How many programs of the short route the device runs at a time."""
+    """The number of programs of the short route that the device runs at a time."""
     processors = INTERPRETED_PROCESSORS if INTERPRETED else device_of(device.type).compute_units(device.index or 0)
     return SHORT_PER_PROCESSOR * processors
 

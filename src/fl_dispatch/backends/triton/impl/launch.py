@@ -2,7 +2,7 @@
 
 ``JITFunction[grid](...)`` works out a kernel's specialization anew at every launch: 7 to 15 µs in Python. A
 :class:`Launcher` keeps the compiled kernel under a key that determines the specialization, and launches it with
-``CompiledKernel.run``, the entry that ``JITFunction.run`` itself ends in. Where that is not known to hold (another
+``CompiledKernel.run``, the entry that ``JITFunction.run`` itself ends in. If that is not known to hold (another
 compiler, an untested version of Triton, a profiler's hook, tracing by Dynamo, the interpreter), it launches in the
 public way.
 """
@@ -16,9 +16,8 @@ import triton
 from torch import Tensor
 
 from fl_dispatch.devices import CUDA, detect_device
+from fl_dispatch.devices.triton import interpreted
 from fl_dispatch.errors import NotSupported
-
-from ..availability import interpreted
 
 TESTED = ((3, 6),)
 """Versions of Triton in which the short way is tested."""

@@ -4,8 +4,8 @@ The kernels keep a block as ``[kv_heads, head_dim, block_size]`` keys and ``[kv_
 keys transposed, values not. As views in the order of the declaration that is a matter of strides alone, so any other
 implementation can read and write the same cache. A host whose cache has this layout states it as :data:`KV_LAYOUT`.
 
-The attention kernel computes with all values of a sequence's last block, those behind its end at weight zero. Where
-another request left a NaN or an infinity there, the result is NaN; then the call is repeated without such leftovers.
+The attention kernel computes with all values of a sequence's last block, those behind its end at weight zero. If
+another request left a NaN or an infinity there, the result is NaN, and the call is repeated without such leftovers.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ def rms_norm_template(
     """Replace the body by the vendor's kernel.
 
     With a residual the kernel may overwrite ``x`` and ``residual`` and return them; without one it must write a new
-    tensor.
+    tensor. New results are contiguous; arguments may have any strides.
     """
     total = x.float() if residual is None else x.float() + residual.float()
     y = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + epsilon)
     if weight is not None:
         y = y.to(x.dtype) * weight
-    y = y.to(x.dtype).contiguous()
-    return y if residual is None else (y, total.to(x.dtype).contiguous())
+    y, total = y.to(x.dtype).contiguous(), total.to(x.dtype).contiguous()
+    return y if residual is None else (y, total)

@@ -1,4 +1,4 @@
-"""Whether Triton can run here. Imports no Triton and creates no device context."""
+"""Whether Triton serves the device of this machine. Imports no Triton at import and creates no device context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from fl_dispatch.devices import detect_device
+from .detect import detect_device
 
 NOT_INSTALLED = "Triton is not installed"
 

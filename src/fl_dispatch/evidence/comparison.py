@@ -1,0 +1,200 @@
+"""Numbers against the reference in float64: the largest error, elements without a value, and the bias of rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops import Tolerance
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+MOST_BIAS = 0.15
+"""Bias of half-type results towards zero, in units of the last place: rounding gives 0, truncation 0.5."""
+LEAST_ELEMENTS = 2048
+"""So many elements make the bias of unbiased errors smaller than a tenth of what is accepted."""
+Named = list[tuple[str, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest error that was found.
+
+    Args:
+        share: of the tolerance; above 1 it is too large.
+        error, expected: at that element.
+        where: the output and the element, such as ``output 0 at [3, 17]``.
+        sample: the input's label.
+    """
+
+    share: float
+    error: float
+    expected: float
+    where: str
+    sample: str
+
+
+@dataclass
+class Rounding:
+    """Errors of half-type results in units of the last place, over all elements compared.
+
+    Args:
+        elements: how many there are.
+        towards_zero: sum of the errors, positive where the result is too small in magnitude; each at most 1.
+        total: sum of their magnitudes; each at most 4.
+    """
+
+    elements: int = 0
+    towards_zero: float = 0.0
+    total: float = 0.0
+
+    @property
+    def bias(self) -> float:
+        """Mean error towards zero."""
+        return self.towards_zero / max(1, self.elements)
+
+    @property
+    def mean(self) -> float:
+        """Mean magnitude of the error."""
+        return self.total / max(1, self.elements)
+
+    def __add__(self, other: Rounding) -> Rounding:
+        return Rounding(
+            self.elements + other.elements, self.towards_zero + other.towards_zero, self.total + other.total
+        )
+
+    def problem(self, most_mean: float) -> str:
+        """The problem, or empty; ``most_mean`` is the operator's bound of the mean error."""
+        if self.elements < LEAST_ELEMENTS:
+            return ""
+        if abs(self.bias) > MOST_BIAS:
+            return (
+                f"results lie {abs(self.bias):.2f} units of the last place too near to "
+                f"{'zero' if self.bias > 0 else 'infinity'} on average, so they are not rounded to nearest"
+            )
+        if self.mean > most_mean:
+            return (
+                f"results are {self.mean:.2f} units of the last place off on average; rounding once gives 0.25, so the "
+                "arithmetic is done in the half type"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One call's outputs against the expected ones.
+
+    Args:
+        problem: what is wrong, or empty.
+        worst: the largest error.
+        missing: the outputs that have NaN where a number is expected, and those elements.
+        rounding: errors of half-type results.
+    """
+
+    problem: str
+    worst: Deviation | None
+    missing: dict[str, Tensor]
+    rounding: Rounding
+
+
+def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance: Tolerance) -> Comparison:
+    """Compare the outputs of one call.
+
+    Args:
+        label: the input's.
+        outputs: by name.
+        expected: the same in float64.
+        tolerance: of an element.
+    """
+    problem, rounding = "", Rounding()
+    worst: Deviation | None = None
+    missing: dict[str, Tensor] = {}
+    for (name, output), wanted in zip(outputs, expected, strict=True):
+        if output is None or wanted is None or not output.numel():
+            continue
+        actual = output.to(device=wanted.device, dtype=torch.float64)
+        # Right without a distance: an overflow to infinity, and a row that stays NaN because no request covers it.
+        exact = actual.isinf() & (wanted.to(output.dtype).double() == actual)
+        exact |= wanted.isnan() & actual.isnan()
+        nan = actual.isnan() & ~exact
+        if nan.any():
+            missing[name] = nan
+            continue
+        limit = tolerance.atol + tolerance.rtol * wanted.abs()
+        error = (actual - wanted).abs().masked_fill(exact, 0.0)
+        share = torch.where(error == 0, 0.0, error / limit)
+        place = int(share.argmax())
+        where = f"{name} at [{', '.join(map(str, _index(place, output.shape)))}]"
+        values = [float(part.flatten()[place]) for part in (share, error, wanted, actual)]
+        if worst is None or not values[0] <= worst.share:
+            worst = Deviation(values[0], values[1], values[2], where, label)
+        if not values[0] <= 1:
+            wrong = int((~(share <= 1)).sum())
+            problem = problem or (
+                f"{name}: {wrong} of {actual.numel()} elements are wrong, the worst at {where.partition(' at ')[2]}: "
+                f"{values[3]:.6g} instead of {values[2]:.6g}, {values[0]:.3g} times the tolerance"
+            )
+        elif output.dtype in HALF_TYPES:
+            rounding += _rounding(actual, wanted, output.dtype)
+    return Comparison(problem, worst, missing, rounding)
+
+
+def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> Rounding:
+    """Errors in units of the last place of what is expected, of normal numbers."""
+    kind = torch.finfo(dtype)
+    normal = (wanted.abs() >= kind.tiny) & actual.isfinite() & (wanted.abs() <= kind.max)
+    wanted, actual = wanted[normal], actual[normal]
+    unit = torch.exp2(torch.floor(torch.log2(wanted.abs()))) * kind.eps
+    error = (wanted - actual) * wanted.sign() / unit
+    return Rounding(error.numel(), float(error.clamp(-1, 1).sum()), float(error.abs().clamp(max=4).sum()))
+
+
+def absent(outputs: Named, marked: Named, missing: dict[str, Tensor], mark: float) -> str:
+    """Say of elements that are NaN whether a call left them as they were.
+
+    Args:
+        outputs: of a call whose new memory held NaN.
+        marked: of a call whose new memory held ``mark``; empty if there was none.
+        missing: the elements that are NaN, by output.
+        mark: the number.
+    """
+    for (name, output), (_, other) in zip(outputs, marked or outputs, strict=True):
+        if name in missing and output is not None and other is not None:
+            nan = missing[name].to(other.device)
+            left = nan & (other == mark)
+            count, unwritten = int(nan.sum()), int(left.sum())
+            first = _index(int((left if unwritten else nan).flatten().int().argmax()), output.shape)
+            place = f"the first at [{', '.join(map(str, first))}]"
+            if unwritten:
+                return f"{name}: {unwritten} of {output.numel()} elements are not written, {place}"
+            return f"{name}: {count} of {output.numel()} elements are NaN, {place}"
+    raise AssertionError("no element is missing")
+
+
+def strays(operator_state: dict[str, Tensor], outputs: Named, expected: list[Tensor | None]) -> str:
+    """Which state a call changed where the reference leaves it alone; empty if none.
+
+    Args:
+        operator_state: the state before the call, by the name of its output.
+        outputs: the state after it, among others.
+        expected: the same after the reference, in float64.
+    """
+    for (name, output), wanted in zip(outputs, expected, strict=True):
+        if output is not None and wanted is not None and name in operator_state:
+            old = operator_state[name]
+            before = old.to(device=wanted.device, dtype=torch.float64)
+            untouched = ((wanted == before) | (wanted.isnan() & before.isnan())).to(output.device)
+            changed = (output != old) & ~(output.isnan() & old.isnan())
+            count = int((untouched & changed).sum())
+            if count:
+                return f"it changes {count} elements of {name} that the call does not address"
+    return ""
+
+
+def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        index.insert(0, flat % size)
+        flat //= size
+    return tuple(index)

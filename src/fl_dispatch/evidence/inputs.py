@@ -1,0 +1,157 @@
+"""The inputs of one operator in one dtype, with what the reference computes from them in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import device_of
+from ..errors import DispatchError
+from ..manager import OpManager
+from ..ops import OPERATORS, Access, Operator, Sample
+from ..ops.results import flat
+from ..run.plan import direct_function
+from ..settings.names import suggestion
+from ..types import BackendImplKind
+from .arguments import Arguments, described, double, guarded
+
+Named = list[tuple[str, Tensor | None]]
+
+
+def declared(op_name: str) -> Operator:
+    """The declaration of an operator that computes something.
+
+    Raises:
+        DispatchError: there is none.
+    """
+    operator = OPERATORS.get(op_name)
+    if operator is None:
+        raise DispatchError(f"operator '{op_name}' is not declared{suggestion(op_name)}")
+    if operator.selection or operator.samples is None:
+        raise DispatchError(f"operator '{op_name}' has no samples, so there is nothing to run it on")
+    return operator
+
+
+@dataclass
+class Input:
+    """One input, between guards, with NaN in arguments that a call must write completely.
+
+    Args:
+        label: what is special about it.
+        serving: a realistic serving shape.
+        args: all arguments in the declaration's order.
+        operator: whose they are.
+        oracle: the reference.
+    """
+
+    label: str
+    serving: bool
+    args: Arguments
+    operator: Operator
+    oracle: Callable[..., Any] = field(repr=False)
+    _expected: list[Tensor | None] | None = field(default=None, repr=False)
+
+    @property
+    def expected(self) -> list[Tensor | None]:
+        """The reference's results in float64; computed once."""
+        if self._expected is None:
+            device = next((arg.device for arg in self.args if isinstance(arg, Tensor)), torch.device("cpu"))
+            if not device_of(device.type).float64:
+                device = torch.device("cpu")
+            given = tuple(double(arg, device) for arg in self.args)
+            self._expected = [tensor for _, tensor in outputs(self.operator, given, self.oracle(*given))]
+        return self._expected
+
+    @property
+    def description(self) -> str:
+        """Its arguments in words."""
+        return described(list(self.operator.parameters), self.args)
+
+
+def outputs(operator: Operator, given: Arguments, result: Any) -> Named:
+    """A call's outputs, with names: its results, and the state that it wrote."""
+    found: Named = [(f"output {index}", tensor) for index, tensor in enumerate(flat(result))]
+    for name, (access, tensor) in operator.written(given).items():
+        if access is Access.STATE:
+            found.append((f"'{name}'", tensor))
+    return found
+
+
+class Inputs:
+    """The inputs of one operator; all implementations can share them, because every call gets a copy.
+
+    Args:
+        manager: whose registry holds the reference.
+        op_name: the operator.
+        dtype, device, seed: of the generated inputs.
+        samples: others than the declaration's samples and probes.
+        probes: whether the declaration's probes are among them.
+        label: only those whose label contains this.
+
+    Raises:
+        DispatchError: the operator is not declared, has no samples or no reference, or no label contains that.
+    """
+
+    def __init__(
+        self,
+        manager: OpManager,
+        op_name: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        samples: Iterable[Sample] | None = None,
+        probes: bool = True,
+        label: str = "",
+    ) -> None:
+        self.operator, self.dtype, self.seed = declared(op_name), dtype, seed
+        oracle = _oracle(manager, self.operator)
+        made = _generated(self.operator, dtype, device, seed, probes) if samples is None else samples
+        self._inputs = [
+            Input(sample.label, sample.serving, _poisoned(self.operator, sample), self.operator, oracle)
+            for sample in made
+            if label in sample.label
+        ]
+        if label and not self._inputs:
+            raise DispatchError(f"no input of '{op_name}' has a label with '{label}' in it")
+
+    def compute(self) -> None:
+        """Compute what the reference gives for each, now rather than when it is needed."""
+        for given in self._inputs:
+            assert given.expected is not None
+
+    def __iter__(self) -> Iterator[Input]:
+        return iter(self._inputs)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+
+def _generated(
+    operator: Operator, dtype: torch.dtype, device: torch.device, seed: int, probes: bool
+) -> Iterator[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    assert operator.samples is not None
+    yield from operator.samples(dtype, device, generator)
+    if probes and operator.probes is not None:
+        yield from operator.probes(dtype, device, generator)
+
+
+def _poisoned(operator: Operator, sample: Sample) -> Arguments:
+    args = guarded(operator.bind(sample.args, {}))
+    for access, tensor in operator.written(args).values():
+        if access is Access.OUTPUT:
+            tensor.fill_(math.nan)
+    return args
+
+
+def _oracle(manager: OpManager, operator: Operator) -> Callable[..., Any]:
+    for impl in manager.registry.get_implementations(operator.name):
+        if impl.kind is BackendImplKind.REFERENCE:
+            return direct_function(manager.state, impl)
+    raise DispatchError(f"operator '{operator.name}' has no reference to verify against")

@@ -1,0 +1,1 @@
+"""Inputs of operators: samples and probes for verification, shapes for benchmarks."""

@@ -1,0 +1,231 @@
+"""Shapes that benchmarks measure: those that served models give an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..declaration import Place, Shape, Shapes
+
+WEIGHTS = ((1024, 1024), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""Columns and inner sizes of products: a small one, and those in a layer of Llama-3.1-8B."""
+FEW_ROWS = (1, 2, 8, 32)
+HEADS, HEAD_DIM, KV_HEADS, BLOCK_SIZE = 32, 128, 8, 16
+DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
+"""Requests and keys of each. There are at most 32 times as many keys as the largest number of tokens in all."""
+PREFILL = ((4, 512), (1, 2048), (4, 2048), (1, 8192), (4, 4096))
+"""Requests and tokens of each, at most as many as the largest number of tokens in all."""
+LEAST_TOKENS = 32
+"""Attention is measured on so many tokens at least."""
+MOST_POSITIONS = 32768
+"""Rows of the table of cosines and sines."""
+EXPERTS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "DeepSeek-V2-Lite": (64, 6, 2048, 1408)}
+"""Experts, choices of a token, hidden size, inner size."""
+LATENT_RANK, LATENT_ROPE, LATENT_DIM, LATENT_BLOCK_SIZE = 512, 64, 128, 64
+LATENT_DECODE = ((1, 1024), (1, 8192), (8, 4096), (32, 4096), (128, 2048))
+LATENT_HEADS = (16, 128)
+
+Make = Callable[[Place, int, int], tuple[Any, ...]]
+"""Place, tokens and width → arguments."""
+
+
+def _each(label: str, tokens: Sequence[int], widths: Sequence[int], make: Make) -> Iterator[Shape]:
+    for width in widths:
+        for count in tokens:
+            yield Shape(label, count, width, lambda place, t=count, w=width: make(place, t, w))  # type: ignore[misc]
+
+
+def rows(**variants: Make) -> Shapes:
+    """Shapes of a row-wise operator, one for each number of tokens and hidden size, in some variants by label."""
+
+    def shapes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+        for label, make in variants.items():
+            yield from _each(label.replace("_", " ").strip(), tokens, hidden, make)
+
+    return shapes
+
+
+gated = rows(_=lambda place, tokens, width: (place.normal(tokens, 2 * width),))
+
+
+def _norm(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    return place.normal(tokens, hidden), None, place.normal(hidden), 1e-6
+
+
+def _fused_norm(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    return place.normal(tokens, hidden), place.normal(tokens, hidden), place.normal(hidden), 1e-6
+
+
+norm = rows(_=_norm, with_residual=_fused_norm)
+
+
+def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``linear``: few rows, as in decoding."""
+
+    def make(columns: int) -> Make:
+        return lambda place, rows, inner: (place.normal(rows, inner), place.normal(columns, inner))
+
+    for columns, inner in WEIGHTS:
+        few = [rows for rows in FEW_ROWS if rows <= max(tokens)]
+        yield from _each(f"{columns} columns", few, (inner,), make(columns))
+
+
+def _rotary(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    heads = hidden // HEAD_DIM
+    projection = place.normal(tokens, heads + 2 * KV_HEADS, HEAD_DIM)
+    query, key, _ = torch.tensor_split(projection, (heads, heads + KV_HEADS), dim=1)
+    device = place.index_device
+    frequencies = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    angles = torch.outer(torch.arange(max(tokens, MOST_POSITIONS), device=device), frequencies)
+    cos, sin = place.floating(torch.cat((angles.cos(), angles.sin()), -1)).chunk(2, -1)
+    return query, key, cos, sin, torch.arange(tokens, device=device)
+
+
+rotary = rows(_=_rotary)
+
+
+def _caches(place: Place, blocks: int) -> tuple[Tensor, Tensor]:
+    """As vLLM has them: ``[blocks, kv_heads, block_size, key and value]`` in memory."""
+    values = place.normal(blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM).transpose(1, 2)
+    return values[..., :HEAD_DIM], values[..., HEAD_DIM:]
+
+
+def _write(place: Place, tokens: int, width: int) -> tuple[Any, ...]:
+    projection = place.normal(tokens, 2 * KV_HEADS, HEAD_DIM)
+    key, value = projection.chunk(2, dim=1)
+    blocks, device = -(-tokens // BLOCK_SIZE) + 1, place.index_device
+    pages = torch.randperm(blocks, device=device).repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
+    slots = (pages + torch.arange(BLOCK_SIZE, device=device).repeat(blocks))[:tokens]
+    return key, value, *_caches(place, blocks), slots
+
+
+def cache_writes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``kv_cache_write``."""
+    yield from _each("", tokens, (KV_HEADS * HEAD_DIM,), _write)
+
+
+def _pages(place: Place, requests: int, context: int, block_size: int) -> Tensor:
+    blocks = -(-context // block_size)
+    return torch.randperm(requests * blocks, device=place.index_device).to(torch.int32).view(requests, blocks)
+
+
+def _steps(place: Place, requests: int, step: int) -> Tensor:
+    return torch.arange(requests + 1, device=place.index_device, dtype=torch.int32) * step
+
+
+def _lengths(place: Place, requests: int, context: int) -> Tensor:
+    return torch.full((requests,), context, device=place.index_device, dtype=torch.int32)
+
+
+def _attend(place: Place, requests: int, new: int, context: int) -> tuple[Any, ...]:
+    table = _pages(place, requests, context, BLOCK_SIZE)
+    query = place.normal(requests * new, HEADS, HEAD_DIM)
+    caches = _caches(place, table.numel())
+    starts, lengths = _steps(place, requests, new), _lengths(place, requests, context)
+    return query, *caches, table, starts, lengths, new, context, HEAD_DIM**-0.5, place.normal(*query.shape)
+
+
+def _decodes(prefix: str, shapes: Sequence[tuple[int, int]], most: int, make: Make) -> Iterator[Shape]:
+    for batch, context in shapes:
+        if batch * context <= LEAST_TOKENS * max(LEAST_TOKENS, most):
+            yield from _each(f"{prefix}{batch} requests", (batch,), (context,), make)
+
+
+def _prefills(most: int, make: Make) -> Iterator[Shape]:
+    """``make`` takes the number of requests and the tokens of each."""
+    for batch, length in PREFILL:
+        if batch * length <= max(LEAST_TOKENS, most):
+            yield Shape(
+                f"prefill, {batch} requests", batch * length, length,
+                lambda place, b=batch, n=length: make(place, b, n),  # type: ignore[misc]
+            )  # fmt: skip
+
+
+def attention(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``paged_attention``: decoding, and whole prompts."""
+    yield from _decodes("decode, ", DECODE, max(tokens), lambda place, batch, n: _attend(place, batch, 1, n))
+    yield from _prefills(max(tokens), lambda place, batch, n: _attend(place, batch, n, n))
+
+
+def _latent(heads: int) -> Make:
+    def make(place: Place, requests: int, context: int) -> tuple[Any, ...]:
+        width, scale = LATENT_RANK + LATENT_ROPE, (LATENT_DIM + LATENT_ROPE) ** -0.5
+        table = _pages(place, requests, context, LATENT_BLOCK_SIZE)
+        cache, query = (
+            place.normal(table.numel(), LATENT_BLOCK_SIZE, width),
+            place.normal(requests, heads, width),
+        )
+        starts, lengths = _steps(place, requests, 1), _lengths(place, requests, context)
+        out = place.normal(requests, heads, LATENT_RANK)
+        return query, cache, table, starts, lengths, 1, context, scale, LATENT_RANK, out
+
+    return make
+
+
+def latent_decode(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``mla_decode``."""
+    for heads in LATENT_HEADS:
+        yield from _decodes(f"decode, {heads} heads, ", LATENT_DECODE, max(tokens), _latent(heads))
+
+
+def _heads(place: Place, requests: int, length: int) -> tuple[Any, ...]:
+    tokens, heads, width = requests * length, LATENT_HEADS[0], LATENT_DIM + LATENT_ROPE
+    value = place.normal(tokens, heads, 2 * LATENT_DIM)[..., LATENT_DIM:]  # it lies beside the keys' larger part
+    starts, query, key = _steps(place, requests, length), *(place.normal(tokens, heads, width) for _ in range(2))
+    return query, key, value, starts, starts, length, length, width**-0.5
+
+
+def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``mla_prefill``."""
+    yield from _prefills(max(tokens), _heads)
+
+
+def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.randn(tokens, experts, device=place.index_device).softmax(-1).topk(topk)
+    return weights, ids.to(torch.int32)
+
+
+def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``fused_moe``, in the shapes of two models."""
+    for model, (experts, topk, width, inner) in EXPERTS.items():
+
+        def make(place: Place, count: int, h: int, e: int = experts, k: int = topk, i: int = inner) -> tuple[Any, ...]:
+            weights, down = place.normal(e, 2 * i, h, scale=h**-0.5), place.normal(e, h, i, scale=i**-0.5)
+            return place.normal(count, h), weights, down, *_routed(place, count, e, k)
+
+        yield from _each(model, tokens, (width,), make)
+
+
+def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``topk_softmax`` and ``topk_sigmoid``."""
+    experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
+    yield from _each("", tokens, (experts,), lambda place, t, e: (place.normal(t, e), topk, True))
+
+
+def _grouped(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+    bias = place.normal(experts, scale=0.1, dtype=torch.float32)
+    return place.normal(tokens, experts), 8, 8, 4, True, "sigmoid", 2.5, bias
+
+
+def grouped_routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``grouped_topk``, as DeepSeek-V3 routes."""
+    yield from _each("", tokens, (256,), _grouped)
+
+
+def alignment(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``moe_align_block_size``."""
+    experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
+
+    def make(place: Place, count: int, e: int) -> tuple[Any, ...]:
+        return _routed(place, count, e, topk)[1], 64 if count * topk > 16 * e else 16, e
+
+    yield from _each("", tokens, (experts,), make)
+
+
+def expert_sums(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``moe_sum``."""
+    _, topk, width, _ = EXPERTS["Qwen3-30B-A3B"]
+    yield from _each("", tokens, (width,), lambda place, t, h: (place.normal(t, topk, h),))

@@ -1,0 +1,31 @@
+"""How many of a batch's cache slots are real: known while a worker runs a step of the scheduler's, and only then.
+
+vLLM marks slots that are to be skipped with -1: those of the padding behind a step's tokens, and all of a batch that it
+makes up to warm up, to capture or to keep data-parallel ranks in step. Those do not come from the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import Tensor
+
+_tokens: ContextVar[int] = ContextVar("vllm_fl_step_tokens", default=0)
+
+
+@contextmanager
+def step(tokens: int) -> Iterator[None]:
+    """While the scheduler's step with so many tokens runs in this thread."""
+    before = _tokens.set(tokens)
+    try:
+        yield
+    finally:
+        _tokens.reset(before)
+
+
+def real(slot_mapping: Tensor) -> tuple[Tensor, bool | None]:
+    """The slots that may be written, and the hint ``may_skip`` for them: ``False``, or ``None`` if nobody knows."""
+    tokens = _tokens.get()
+    return (slot_mapping[:tokens], False) if tokens else (slot_mapping, None)

@@ -1,0 +1,97 @@
+"""What no graph can hold decides how many of vLLM's graphs are captured, and the reason names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CompilationMode, CUDAGraphMode
+
+from fl_dispatch import (
+    BackendImplKind,
+    OpImpl,
+    SelectionPolicy,
+    get_default_manager,
+    reset_default_manager,
+    reset_global_policy,
+    set_global_policy,
+)
+from fl_dispatch.backends.reference.register_ops import WAITS
+from fl_dispatch.backends.vendor.ascend.register_ops import OUTSIDE_GRAPHS
+from fl_dispatch.ops import OPERATORS
+from vllm_fl import config
+
+FULL, PIECEWISE, NONE = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
+
+
+@pytest.fixture(autouse=True)
+def a_vendor_of_everything() -> Iterator[None]:
+    """``vendor.nimbus`` comes first for every operator, and a graph can hold all of it."""
+    reset_default_manager()
+    get_default_manager().ensure_initialized()
+    for op in OPERATORS:
+        register(op)
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    yield
+    reset_default_manager()
+    reset_global_policy()
+
+
+def register(op: str, name: str = "vendor.nimbus", priority: int = 500, **options: Any) -> None:
+    kind = BackendImplKind.VENDOR
+    impl = OpImpl(op, name, kind, lambda *args: None, "nimbus", priority, signature="unchecked", **options)
+    get_default_manager().registry.register_impl(impl)
+
+
+def mode(experts: bool = False, latent: bool = False, compiled: bool = True, **given: Any) -> CUDAGraphMode:
+    """The mode of a model whose user asked for full and piecewise graphs."""
+    how = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
+    compilation = SimpleNamespace(**{"mode": how, "cudagraph_mode": FULL, "splitting_ops": None, **given})
+    model = SimpleNamespace(is_moe=experts, use_mla=latent)
+    config._adapt_graphs(SimpleNamespace(compilation_config=compilation, model_config=model))  # type: ignore[arg-type]
+    found: CUDAGraphMode = compilation.cudagraph_mode
+    return found
+
+
+def test_graphs_that_can_hold_everything_are_full() -> None:
+    assert mode() == mode(experts=True, latent=True, compiled=False) == FULL
+
+
+def test_attention_that_no_graph_can_hold_leaves_piecewise_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    register("paged_attention", "vendor.nimbus.fast", 600, properties={"graphs": False})
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert mode() == PIECEWISE
+    assert "because no graph can hold 'vendor.nimbus.fast' of 'paged_attention'" in caplog.text
+    assert mode(latent=True) == FULL  # such a model has another kind of attention
+
+
+@pytest.mark.parametrize("given", [{"compiled": False}, {"splitting_ops": []}])
+def test_without_pieces_there_are_no_graphs_around_it(given: dict[str, Any]) -> None:
+    register("kv_cache_write", "vendor.nimbus.fast", 600, properties={"graphs": False})
+    assert mode(**given) == NONE
+
+
+def test_another_operator_that_no_graph_can_hold_leaves_none(caplog: pytest.LogCaptureFixture) -> None:
+    register("rms_norm", "vendor.nimbus.slow", 600, properties={"graphs": False})
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert mode() == NONE
+    assert "no graph can hold 'vendor.nimbus.slow' of 'rms_norm'" in caplog.text
+
+
+def test_experts_count_only_in_models_that_have_them() -> None:
+    register("fused_moe", "vendor.nimbus.slow", 600, properties={"graphs": False})
+    assert (mode(), mode(experts=True)) == (FULL, NONE)
+
+
+def test_an_implementation_that_is_not_chosen_does_not_count() -> None:
+    register("rms_norm", "vendor.nimbus.slow", 400, properties={"graphs": False})
+    assert mode() == FULL
+
+
+@pytest.mark.parametrize(("impl_id", "operators"), [("reference.torch", WAITS), ("vendor.ascend", OUTSIDE_GRAPHS)])
+def test_ours_that_no_graph_can_hold_say_so(impl_id: str, operators: tuple[str, ...]) -> None:
+    """Those that read numbers from the device, or take them as integers."""
+    impls = {op: get_default_manager().registry.get_implementation(op, impl_id) for op in OPERATORS}
+    assert {op for op, impl in impls.items() if impl and impl.properties.get("graphs") is False} == {*operators}
