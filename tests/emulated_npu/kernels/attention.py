@@ -67,9 +67,8 @@ def fused_infer_attention(
     require_same_dtype(query=query, key=key, value=value)
     require_contiguous(query=query, key=key, value=value, atten_mask=atten_mask, query_rope=query_rope)
     require_contiguous(key_rope=key_rope)
-    most = (
-        128 if query_rope is not None and kv_heads == 1 else 64
-    )  # of latent attention's heads the docstring names 128
+    latent = query_rope is not None and kv_heads == 1
+    most = 128 if latent else 64  # the docstring of version two names up to 128 heads of a query with query_rope
     require(
         heads % kv_heads == 0 and heads // kv_heads <= most, f"{heads} heads of {kv_heads} KV heads; {most} share one"
     )
