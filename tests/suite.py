@@ -64,6 +64,7 @@ ENVIRONMENTS = {
     "vllm": Environment(".venv", ("core/test_*.py", "vllm/test_*.py", "hosts/test_*.py", "gpu/test_*.py")),
     "sglang": Environment(".venv-sglang", ("sglang/test_*.py",)),
     "npu": Environment(".venv-npu", ("npu/test_*.py",)),
+    "npu-sglang": Environment(".venv-npu-sglang", ("npu_sglang/test_*.py",)),
     "vllm-cpu": Environment(
         ".venv-vllm-cpu", ("core/test_vendor_cpu*.py", "vllm/test_vendor_cpu*.py", "vllm/test_families.py")
     ),

@@ -113,6 +113,13 @@ HOOKED = (
 
 READ = (
     HostFact(
+        "sglang.srt.utils.common",
+        ("is_npu()",),
+        "reads",
+        "own_branches",
+        "The plugin answers no, else SGLang's own code for Ascend NPUs runs: it needs sgl_kernel_npu, and no platform.",
+    ),
+    HostFact(
         "sglang.srt.plugins.hook_registry:HookRegistry",
         ("_hooks", "_patched", "register"),
         "reads",

@@ -71,9 +71,9 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def batch(starts: list[int], lengths: list[int], padding: int = 0, **options: Any) -> dict[str, Any]:
     """Arguments of ``paged_attention`` for requests that begin at these rows, over blocks of 128 tokens."""
     blocks = 1 + max(-(-length // BLOCK) for length in lengths)
-    cache = torch.zeros(8, BLOCK, 2, 64, dtype=HALF)
+    cache = torch.zeros(8, BLOCK, 2, 128, dtype=HALF)
     return {
-        "query": torch.randn(starts[-1] + padding, 4, 64).to(HALF),
+        "query": torch.randn(starts[-1] + padding, 4, 128).to(HALF),
         "key_cache": cache,
         "value_cache": cache.clone(),
         "block_table": torch.full((len(lengths), blocks), 3, dtype=torch.int32),
@@ -124,7 +124,7 @@ def test_caches_go_as_contiguous_blocks_with_all_heads_in_a_row(npu: Calls) -> N
     arguments = batch([0, 1], [5])
     attention.paged_attention(**arguments)
     (call,) = npu.made
-    assert call.args[1].shape == call.args[2].shape == (8, BLOCK, 128)
+    assert call.args[1].shape == call.args[2].shape == (8, BLOCK, 256)
     assert call.block_size == BLOCK
     assert call.args[1].data_ptr() == arguments["key_cache"].data_ptr()
     assert call.block_table.dtype is torch.int32
@@ -194,14 +194,14 @@ def test_the_mask_hides_what_comes_later_and_is_made_once() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"query": torch.zeros(1, 4, 64)}, "query is float32; .* takes float16 or bfloat16"),
+        ({"query": torch.zeros(1, 4, 128)}, "query is float32; .* takes float16 or bfloat16"),
         ({"softcap": 30.0}, "a soft cap"),
         ({"alibi_slopes": torch.zeros(4)}, "ALiBi"),
         ({"sinks": torch.zeros(4)}, "sinks"),
-        ({"key_cache": torch.zeros(8, 16, 2, 64, dtype=HALF)}, "block size 16"),
-        ({"key_cache": torch.zeros(8, BLOCK, 2, 128, dtype=HALF)[..., :64]}, "not contiguous"),
+        ({"key_cache": torch.zeros(8, 16, 2, 128, dtype=HALF)}, "block size 16"),
+        ({"key_cache": torch.zeros(8, BLOCK, 2, 256, dtype=HALF)[..., :128]}, "not contiguous"),
         ({"value_cache": torch.zeros(8, BLOCK, 2, 32, dtype=HALF)}, "values have 32 elements"),
-        ({"query": torch.zeros(1, 4, 40, dtype=HALF)}, "head size 40"),
+        ({"query": torch.zeros(1, 4, 64, dtype=HALF)}, "head size 64 is not one of 128, 192"),
     ],
 )
 def test_what_the_documentation_refuses_is_declined_with_a_reason(change: dict[str, Any], reason: str) -> None:

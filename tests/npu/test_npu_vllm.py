@@ -1,7 +1,7 @@
 """A real vLLM engine on ``npu:0``: every operator by ``vendor.ascend``, no documented rule of the chip waived.
 
 One engine a family answers all of it: prompts in chunks, the same from the prefix cache, and a wrong kernel of each
-operator of the chip. How results are compared in half precision says :mod:`half`.
+operator of the chip. How results are compared in half precision says :mod:`half_on_npu`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from half import DTYPES, SIZES, as_near_as_hugging_face, clear_tokens
 
 from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
+from half_on_npu import DTYPES, SIZES, as_near_as_hugging_face, clear_tokens
 from processes import Runs, finish, pool
 from running import MAX_TOKENS, PROMPTS
 
 SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
 BLOCK, LATENT_BLOCK = 128, 16
-"""Tokens of a block of the cache. The kernels ask for 128; latent rows are copied, so their blocks are as vLLM has them."""
+"""Tokens of a block of the cache. The kernels ask for 128; latent rows are copied, so their blocks stay as they are."""
 FEW = 4
 """Tokens that an engine with a wrong kernel generates for each prompt."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 
 from fl_dispatch.backends.base import Backend
-from fl_dispatch.devices import ASCEND
+from fl_dispatch.devices import ASCEND, detect_device
 
 from .impl import activation, attention, experts, linear, mla, normalization, rotary, routing
 
@@ -36,6 +36,9 @@ class _Kernels(Backend):
         """Why it has none."""
         if importlib.util.find_spec("torch_npu") is None:
             return "torch_npu is not installed"
+        device = detect_device()
+        if device.torch_type == ASCEND.torch_type and device.vendor != self.vendor:
+            return f"the NPU is the device '{device.name}', which runs the implementations of '{device.vendor}'"
         return "" if ASCEND.detect() else "no Ascend NPU that PyTorch can use"
 
 

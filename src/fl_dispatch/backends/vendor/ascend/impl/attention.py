@@ -28,8 +28,7 @@ KV_LAYOUT = "(NHD|NHD)"
 """All keys of a layer, then all values, each contiguous: slots (N), heads and dimensions of a block in this order."""
 BLOCK_MULTIPLE = 128
 LARGEST_BLOCK = 512
-LARGEST_HEAD = 512
-HEAD_MULTIPLE = 16
+HEAD_SIZES = (128, 192)
 MOST_HEADS = 256
 MOST_HEADS_A_GROUP = 64
 LARGEST_ROW = 65535
@@ -145,8 +144,8 @@ def supports_paged_attention(
 
 def _heads_problem(query: Tensor, key_cache: Tensor) -> str:
     heads, size, kv_heads = query.shape[1], query.shape[2], key_cache.shape[2]
-    if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
-        return f"head size {size} is not a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
+    if size not in HEAD_SIZES:
+        return f"head size {size} is not one of {', '.join(map(str, HEAD_SIZES))}, which layout TND is documented for"
     if heads > MOST_HEADS or heads > kv_heads * MOST_HEADS_A_GROUP:
         return f"{heads} heads over {kv_heads}; at most {MOST_HEADS}, and {MOST_HEADS_A_GROUP} for each key-value head"
     if kv_heads * size > LARGEST_ROW:

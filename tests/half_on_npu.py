@@ -1,9 +1,9 @@
 """Small models in half precision on the emulated NPU, and what Hugging Face says to what an engine generated.
 
-The kernels of the chip take float16 and bfloat16 and heads of 128, so the families have these sizes here. A close choice
-may fall the other way in half precision. So two things are compared: the log-probabilities at every generated token, by
-the bounds of :mod:`fl_dispatch.cli.half_precision`, and the tokens up to the first choice of Hugging Face's, in float32,
-that half precision could turn: one that leads by less than twice what it moves Hugging Face's own logits by.
+The kernels of the chip take float16 and bfloat16 and heads of 128, so the families have these sizes here. A close
+choice may fall the other way in half precision. So two things are compared: the log-probabilities at every generated
+token, by the bounds of :mod:`fl_dispatch.cli.half_precision`, and the tokens up to the first choice of Hugging Face's,
+in float32, that half precision could turn: one that leads by less than twice what it moves its own logits by.
 """
 
 from __future__ import annotations
