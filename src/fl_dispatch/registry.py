@@ -86,13 +86,19 @@ class OpRegistry:
 
         Returns:
             The number of implementations.
+
+        Raises:
+            RegistrationError: the parent has an implementation or a replacement of that name by now; nothing is added.
         """
         assert self._parent is not None
-        count, sources = len(self._added), {*aliases, *filter(None, (self._source,))}
-        self._parent._add(tuple(self._added), self._conventions, frozenset(sources))
-        for replacement in self._replacements:
-            self._parent.register_replacement(replacement)
-        self.__dict__ = self._parent.__dict__  # a backend may have kept this registry, to register more later
+        with writers:
+            for replacement in self._replacements:
+                refuse_taken_name(replacement)  # somebody may have taken it since; nothing is registered yet
+            count, sources = len(self._added), {*aliases, *filter(None, (self._source,))}
+            self._parent._add(tuple(self._added), self._conventions, frozenset(sources))
+            for replacement in self._replacements:
+                self._parent.register_replacement(replacement)
+            self.__dict__ = self._parent.__dict__  # a backend may have kept this registry, to register more later
         return count
 
     def _add(self, new: tuple[OpImpl, ...], conventions: Mapping[OpImpl, Convention], sources: frozenset[str]) -> None:
@@ -123,12 +129,12 @@ class OpRegistry:
         """Add a backend's kernels for PyTorch's own operators, for the whole process.
 
         Raises:
-            RegistrationError: another backend's have this name.
+            RegistrationError: others have this name.
         """
         if self._parent is None:
             register_replacement(replacement)
         else:
-            refuse_taken_name(replacement)
+            refuse_taken_name(replacement, *self._replacements)
             self._replacements.append(replacement)
 
     def get_implementation(self, op_name: str, impl_id: str) -> OpImpl | None:

@@ -69,9 +69,9 @@ class AtenReplacement(Protocol):
 _registered: dict[str, AtenReplacement] = {}
 
 
-def refuse_taken_name(replacement: AtenReplacement) -> None:
-    """Raise :class:`RegistrationError` if another replacement has this one's name."""
-    if _registered.get(replacement.NAME, replacement) is not replacement:
+def refuse_taken_name(replacement: AtenReplacement, *others: AtenReplacement) -> None:
+    """Raise :class:`RegistrationError` if one that is registered, or one of the others, has this one's name."""
+    if any(other.NAME == replacement.NAME and other is not replacement for other in (*_registered.values(), *others)):
         raise RegistrationError(f"a replacement of PyTorch's operators is registered as '{replacement.NAME}' already")
 
 

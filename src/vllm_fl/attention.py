@@ -108,8 +108,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
-        # With speculation the device decides how many drafts count, and vLLM's copies on the host are bounds.
-        self.exact_host_lengths = vllm_config.speculative_config is None
+        self.exact_host_lengths = has_exact_host_lengths(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -129,6 +128,15 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
             query_start_loc_host=starts,
             seq_lens_host=lengths,
         )
+
+
+def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's copies of a batch's lengths on the host are exact.
+
+    With speculation they are bounds, because the device decides how many drafts count. With fast prefill of layers that
+    share a cache they are not there yet, because vLLM copies them from the device and does not wait.
+    """
+    return vllm_config.speculative_config is None and not vllm_config.cache_config.kv_sharing_fast_prefill
 
 
 def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, list[int] | None]:

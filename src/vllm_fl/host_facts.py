@@ -450,6 +450,20 @@ OVERRIDDEN = (
         "A batch as the operators need it.",
     ),
     HostFact(
+        f"{_ATTENTION}:CommonAttentionMetadata",
+        ("query_start_loc_cpu", "seq_lens_cpu_upper_bound"),
+        "reads",
+        "attention",
+        "A batch's lengths as integers of the host; exact without speculation and without fast prefill.",
+    ),
+    HostFact(
+        "vllm.config.cache:CacheConfig",
+        ("kv_sharing_fast_prefill",),
+        "reads",
+        "attention",
+        "Such a batch's lengths are still being copied from the device when attention reads them.",
+    ),
+    HostFact(
         f"{_ATTENTION}:AttentionImpl",
         (
             (

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from .attention import host_lengths
+from .attention import has_exact_host_lengths, host_lengths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,8 +59,7 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, metadata_cls=MLAFLMetadata)
-        # With speculation the device decides how many drafts count, and vLLM's copies on the host are bounds.
-        self.exact_host_lengths = vllm_config.speculative_config is None
+        self.exact_host_lengths = has_exact_host_lengths(vllm_config)
         self.seq_lens_host: list[int] | None = None
 
     def build(

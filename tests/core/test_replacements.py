@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from builders import impl
 from fl_dispatch import replaced
 from fl_dispatch.devices import CPU, DeviceSpec
 from fl_dispatch.errors import DispatchError, RegistrationError
@@ -106,6 +107,20 @@ def test_a_name_has_one_replacement_and_the_same_may_come_again(registered: dict
     with pytest.raises(RegistrationError, match="'Chip' already"):
         OpRegistry(OpRegistry(), "second").register_replacement(Vendor())
     assert registered == {"Chip": chip}
+
+
+def test_a_backend_with_two_replacements_of_one_name_leaves_nothing_behind() -> None:
+    root = OpRegistry()
+    own = OpRegistry(root, "twice")
+    own.register_impl(impl("default.a"))
+    own.register_replacement(Vendor())
+    with pytest.raises(RegistrationError, match="'Chip' already"):
+        own.register_replacement(Vendor())
+    register_replacement(Vendor())  # somebody else takes the name before the backend is done
+    with pytest.raises(RegistrationError, match="'Chip' already"):
+        own.commit()
+    assert root.list_operators() == []
+    assert not root.snapshot().sources
 
 
 def test_a_backend_that_fails_leaves_no_replacement_behind(registered: dict[str, AtenReplacement]) -> None:

@@ -13,14 +13,19 @@ CONFIG_DIR = Path(__file__).parents[1] / "config"
 def _files() -> dict[str, Path]:
     """Platform → its file: this package's, and those that other packages ship with their device's spec.
 
-    A package may also ship files for single chips beside the one that its spec names, as :func:`detect_platform` says.
+    Several files may have one name. That of this machine's device counts before this package's, which counts before
+    that of a device that is not here.
     """
     files = {path.stem: path for path in CONFIG_DIR.glob("*.yaml")}
-    for device in devices.device_specs():
-        shipped = device.platform_config
-        if isinstance(shipped, Path):
-            files |= {path.stem: path for path in (shipped, *shipped.parent.glob(f"{shipped.stem}-*.yaml"))}
-    return files
+    others = [path for device in devices.device_specs() for path in _shipped(device)]
+    own = _shipped(devices.detect_device())
+    return {path.stem: path for path in others} | files | {path.stem: path for path in own}
+
+
+def _shipped(device: devices.DeviceSpec) -> list[Path]:
+    """The file beside a device's spec, and those for single chips, as :func:`detect_platform` says."""
+    shipped = device.platform_config
+    return [shipped, *shipped.parent.glob(f"{shipped.stem}-*.yaml")] if isinstance(shipped, Path) else []
 
 
 def list_platforms() -> tuple[str, ...]:
