@@ -56,13 +56,13 @@ def _by_scores(family: str, request: Request, generated: Generated) -> tuple[boo
 
 
 def _first_choices(generated: Generated, single: Tensor) -> tuple[int, int]:
-    """How many generated tokens are the first choice of a model after the tokens before them, and how many there are.
+    """Count the generated tokens that are a model's first choice after the tokens before them; and all of them.
 
     Args:
         generated: by an engine.
         single: the model's log-probabilities after every token but the last of each sequence.
     """
-    rows = single.argmax(dim=-1).split([len(sequence) - 1 for sequence in generated.sequences])
+    rows = torch.split(single.argmax(dim=-1), [len(sequence) - 1 for sequence in generated.sequences])
     same = sum(
         ours == theirs
         for part, tokens in zip(rows, generated.tokens, strict=True)
