@@ -62,6 +62,8 @@ def _first_choices(generated: Generated, single: Tensor) -> tuple[int, int]:
         generated: by an engine.
         single: the model's log-probabilities after every token but the last of each sequence.
     """
+    import torch
+
     rows = torch.split(single.argmax(dim=-1), [len(sequence) - 1 for sequence in generated.sequences])
     same = sum(
         ours == theirs
