@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parents[1] / "docs" / "contract.md"
 NAMED = re.compile(r"`([a-z_/]+)::(test_\w+)`")
 ATTACKS = [f"attacks_{what}" for what in ("binding", "compiled", "policy", "recovery", "snapshots")]
-COMPLETE = ["agreement", "compiled", "freezing", "poison", "recovery", *ATTACKS]
+COMPLETE = ["agreement", "compiled", "freezing", "poison", "promises", "recovery", "untraceable", *ATTACKS]
 """Areas whose tests are all on the page, but for those in BESIDE."""
 
 BESIDE = {

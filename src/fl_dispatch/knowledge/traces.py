@@ -11,7 +11,7 @@ logger = get_logger(__name__)
 
 
 class Traces:
-    """Knowledge about tracing implementations. Owned by one manager."""
+    """The knowledge about tracing implementations. Owned by one manager."""
 
     def __init__(self) -> None:
         self._found: dict[OpImpl, str] = {}
