@@ -66,6 +66,7 @@ def results(model: Callable[[str], Path]) -> Mapping[str, Any]:
             "max_running_requests": 4,
             "chunked_prefill_size": 128,
             "mem_fraction_static": 0.8,
+            "disable_cuda_graph": True,
             "grammar_backend": "none",
             "log_level": "info",
         }
