@@ -60,7 +60,6 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
         ValueError: for the first feature of the model that cannot be served.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.runtime_context import attention_backends
 
     model = runner.model_config
     asked = [
@@ -74,7 +73,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     for present, feature in asked:
         if present:
             raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {model.model_path})")
-    for backend in sorted({*attention_backends()} - {ATTENTION}):
+    for backend in hosts_own_attention():
         if not device.accelerator and backend != "torch_native":
             raise ValueError(
                 f"the attention backend '{backend}' cannot run on {device.name} (model {model.model_path})"
@@ -85,6 +84,13 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
             backend,
             ATTENTION,
         )
+
+
+def hosts_own_attention() -> list[str]:
+    """The attention backends in force that are SGLang's own."""
+    from sglang.srt.runtime_context import attention_backends
+
+    return sorted({*attention_backends()} - {ATTENTION})
 
 
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from fl_dispatch.hosting import kv_layout
 from fl_dispatch.hosting.kv_layout import KVLayout
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
 
 DEFAULT = KVLayout.parse("(NHD|NHD)")
 """SGLang's own: a tensor of keys and a tensor of values for each layer."""
@@ -20,10 +24,21 @@ DEFAULT = KVLayout.parse("(NHD|NHD)")
 _in_force = DEFAULT
 
 
-def choose(page_size: int) -> KVLayout:
-    """Decide how the cache lies, from the policy, and state it to the dispatch core with the pages' size."""
+def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
+    """Decide how the cache lies, from the policy, and state it to the dispatch core with the pages' size.
+
+    Args:
+        page_size: slots of a page.
+        hosts_own: attention backends in force that are SGLang's, which read its own layout alone.
+    """
     global _in_force
-    _in_force = kv_layout.wish().layout or DEFAULT
+    wanted = kv_layout.wish().layout or DEFAULT
+    if hosts_own and wanted != DEFAULT:
+        backends = ", ".join(f"'{name}'" for name in hosts_own)
+        logger.warning(
+            "KV cache layout %s, not %s: SGLang's attention %s reads it", DEFAULT.name, wanted.name, backends
+        )
+    _in_force = DEFAULT if hosts_own else wanted
     kv_layout.state(_in_force, page_size)
     return _in_force
 

@@ -27,7 +27,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     hooks.refuse_unhooked()
     config.check_model(runner, detect_device())
     settings, manager = get_settings(), get_default_manager()
-    memory.choose(runner.page_size)
+    memory.choose(runner.page_size, config.hosts_own_attention())
     manager.ensure_initialized()
     result = original(runner, *args, **kwargs)
     layers.warn_of_unknown_names(settings)

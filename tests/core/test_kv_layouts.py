@@ -148,3 +148,12 @@ def test_a_layout_that_nothing_can_state_is_said_by_name(vendor: Any, caplog: An
     (warning,) = stated(16, caplog)
     assert warning.startswith("'vendor.nimbus' of 'paged_attention' does not run: 'NZ' is no layout of a KV cache")
     assert warning.endswith("'reference.torch' runs")
+
+
+@pytest.mark.parametrize("multiple", [0, -128, "128", 1.5])
+def test_a_block_multiple_that_is_no_number_of_slots_is_said_by_name(vendor: Any, caplog: Any, multiple: Any) -> None:
+    vendor("paged_attention", kv_block_multiple=multiple)
+    assert kv_layout.wish() == kv_layout.Wish()
+    (warning,) = stated(16, caplog)
+    problem = f"kv_block_multiple is a whole number above 0, not {multiple!r}"
+    assert warning.startswith(f"'vendor.nimbus' of 'paged_attention' does not run: {problem}; ")

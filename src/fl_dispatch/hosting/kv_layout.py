@@ -132,10 +132,9 @@ def wish() -> Wish:
     for op, impl in _first():
         if LAYOUT in impl.requires or MULTIPLE in impl.requires:
             try:
-                layout = KVLayout.parse(impl.requires[LAYOUT]) if LAYOUT in impl.requires else None
+                found = _needed_by(impl)
             except ValueError:  # state() says it, with what runs instead
                 continue
-            found = Wish(layout, int(impl.requires.get(MULTIPLE, 1)))
             asked = ", ".join(f"{name}={value}" for name, value in impl.requires.items() if name in (LAYOUT, MULTIPLE))
             logger.info("KV cache: '%s' of '%s' needs %s", impl.impl_id, op, asked)
             return found
@@ -173,10 +172,22 @@ def state(layout: KVLayout, block_size: int) -> None:
             )
 
 
+def _needed_by(impl: OpImpl) -> Wish:
+    """The requirements of one implementation.
+
+    Raises:
+        ValueError: nothing can meet one of them.
+    """
+    multiple = impl.requires.get(MULTIPLE, 1)
+    if type(multiple) is not int or multiple < 1:
+        raise ValueError(f"{MULTIPLE} is a whole number above 0, not {multiple!r}")
+    return Wish(KVLayout.parse(impl.requires[LAYOUT]) if LAYOUT in impl.requires else None, multiple)
+
+
 def _unstated(impl: OpImpl) -> str:
-    """Why the layout that an implementation requires is none, or an empty string."""
+    """Why nothing can meet what an implementation requires, or an empty string."""
     try:
-        KVLayout.parse(impl.requires.get(LAYOUT, "NHD"))
+        _needed_by(impl)
     except ValueError as error:
         return str(error)
     return ""
