@@ -1,4 +1,4 @@
-"""Of several files with one name the machine's device decides which holds the defaults."""
+"""The machine's device decides which of several files with one name holds the defaults."""
 
 from __future__ import annotations
 
