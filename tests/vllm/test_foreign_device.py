@@ -58,6 +58,15 @@ def test_vllms_names_mean_the_devices_own_streams_events_and_graphs(module: Any)
     assert torch.cuda.Event(enable_timing=True, blocking=True).enable_timing
 
 
+def test_a_class_of_events_stays_a_class_for_annotations_and_isinstance(module: Any) -> None:
+    """vLLM has ``torch.cuda.Event | None`` in the bodies of classes, which is evaluated when they are imported."""
+    streams.lend_names(NIMBUS)
+    event = torch.cuda.Event(blocking=True)
+    assert type(event) is Event
+    assert isinstance(event, torch.cuda.Event | None)
+    assert not isinstance(torch.cuda.Stream(), torch.cuda.Event)
+
+
 def test_a_device_that_pytorch_calls_cuda_and_the_host_keep_them() -> None:
     before = {name: getattr(torch.cuda, name) for name in NAMES}
     for spec in (devices.CUDA, devices.CPU, devices.OTHERS[0]):

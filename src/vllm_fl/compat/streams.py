@@ -34,8 +34,16 @@ def _event(event: Any) -> Any:
     """The device's class of events, called without ``blocking`` where it does not know it."""
     if "blocking" in inspect.signature(event).parameters:
         return event
+    return _WithoutBlocking("Event", (), {"events": event})
 
-    def unblocking(*args: Any, blocking: bool = False, **options: Any) -> Any:
-        return event(*args, **options)
 
-    return unblocking
+class _WithoutBlocking(type):
+    """Stands for a class of events in calls, in ``isinstance`` and in annotations, which take no function."""
+
+    events: Any
+
+    def __call__(cls, *args: Any, blocking: bool = False, **options: Any) -> Any:
+        return cls.events(*args, **options)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.events)
