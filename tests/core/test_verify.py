@@ -321,7 +321,7 @@ def test_one_that_raises_is_a_row_and_the_others_are_verified_too(plugin: dict[s
     assert done.returncode == 1
     assert "its 'supports' raised ValueError: broken" in done.stdout
     assert "default.absent cannot run here: not available on this machine" in done.stdout
-    assert "default.shy float32 declines 1x4096 (never)" in done.stdout
+    assert "default.shy float32 declines 1x4096: never" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("silu_and_mul")]
     assert {row[1] for row in rows if "right" in row} == {"reference.torch"}
 

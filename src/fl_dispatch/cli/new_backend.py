@@ -20,15 +20,13 @@ import torch
 import typer
 
 from ..backends import vendor
-from ..devices import device_specs
+from ..devices import CPU, device_specs
 from ..errors import DispatchError
 from ..version import __version__
 from .output import console
 
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 TEMPLATES = files(__package__) / "package"
-OWN_KEY = frozenset({"cuda", "xpu", "hpu", "mtia", "mps", "xla", "maia"})
-"""Torch device types whose dispatch key is their name; every other type that a chip may have shares PrivateUse1."""
 
 
 def new_backend(
@@ -100,7 +98,7 @@ def _check_name(name: str) -> None:
 def _check_device(name: str, device: str) -> None:
     if name in {spec.name for spec in device_specs()}:
         raise DispatchError(f"fl-dispatch or an installed package has a device '{name}': leave --device out, or rename")
-    if device == "cpu":
+    if device == CPU.torch_type:
         raise DispatchError("the CPU is no device of yours: leave --device out, and the kernels take CPU tensors")
     if device in {spec.torch_type for spec in device_specs()}:
         return
@@ -126,12 +124,18 @@ def _values(name: str, device: str | None) -> dict[str, str]:
         "version": __version__,
         "device_types": f'("{device}",)' if device else "None",
         "torch_type": device or "",
-        "dispatch_key": str(device).upper() if device in OWN_KEY else "PrivateUse1",
+        "dispatch_key": _dispatch_key(device) if device else "",
         "dist_backend": backends.get(str(device), "gloo"),
         "extension": repr(_extension(device)).replace("'", '"'),
         "detect": _detection(name, device),
         "runner": f"[self-hosted, {name}]" if device else "ubuntu-latest",
     }
+
+
+def _dispatch_key(device: str) -> str:
+    """PyTorch's dispatch key of the type: that of a known chip, or PyTorch's own answer."""
+    known = {spec.torch_type: spec.dispatch_key for spec in device_specs()}
+    return known.get(device) or str(torch._C._dispatch_key_for_device(device))
 
 
 def _extension(device: str | None) -> str | None:
@@ -141,9 +145,10 @@ def _extension(device: str | None) -> str | None:
 
 
 def _detection(name: str, device: str | None) -> str:
-    """The expression that says whether the chip is there; NVIDIA's GPUs are called ``cuda``, too."""
+    """The expression that says whether the chip is there. Several chips may have a type, so it alone says nothing."""
     counted = "device_count() > 0"
-    return f'Path("/dev/{name}0").exists() and {counted}' if device == "cuda" else counted
+    shared = sum(spec.torch_type == device for spec in device_specs()) > 1
+    return f'Path("/dev/{name}0").exists() and {counted}' if shared else counted
 
 
 def _templates(folder: Traversable, inside: str = "") -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..devices import device_of
 from ..errors import DispatchError
 from ..evidence.bench import machine
 from ..evidence.compiled import backends
@@ -72,7 +73,7 @@ def verify(
     dtypes = [dtype_named(name) for name in dtype] if dtype else DTYPES
     candidates = implementations(manager, op, impl)
     place = device_named(device)
-    if place.type == "cpu":
+    if not device_of(place.type).accelerator:
         torch.set_num_threads(1)  # inputs are small, and threads that wait for each other are slow
     absent = {(one.op_name, one.impl_id): why for one in candidates for ok, why in [one.availability()] if not ok}
     ready = [one for one in candidates if (one.op_name, one.impl_id) not in absent]
@@ -139,9 +140,11 @@ class _Run:
     def close(self) -> None:
         """Say what did not run, and end with the status of it all."""
         for result in self.results:
-            if result.declined:
-                names = "; ".join(f"{label} ({why})" for label, why in result.declined.items())
-                self.say(f"{result.op_name} {result.impl_id} {result.dtype} declines {names}", "dim")
+            reasons: dict[str, list[str]] = {}
+            for label, why in result.declined.items():
+                reasons.setdefault(why, []).append(label)
+            for why, labels in reasons.items():
+                self.say(f"{result.op_name} {result.impl_id} {result.dtype} declines {', '.join(labels)}: {why}", "dim")
         for (op_name, impl_id), why in self.absent.items():
             self.say(f"{op_name} {impl_id} cannot run here: {why}", "dim")
         if any(result.problems for result in self.results):
