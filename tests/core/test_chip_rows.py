@@ -91,6 +91,14 @@ def test_nvidias_management_library_is_a_sign_too(machine: Any, monkeypatch: Any
     assert detected() == ["cuda", "cpu"]
 
 
+@pytest.mark.parametrize(("left", "tool"), [("opt/maca", "mx-smi"), ("usr/local/corex", "ixsmi"), (None, "ppu-smi")])
+def test_a_toolkit_left_on_a_machine_with_nvidias_driver_is_no_chip(machine: Any, left: str | None, tool: str) -> None:
+    machine(("12.8", None), "dev/nvidiactl")
+    machine(("12.8", None), left, tool)
+    first, *_ = (spec for spec in devices.device_specs() if spec.detect())
+    assert first.name == "cuda"
+
+
 @pytest.mark.parametrize("name", ["metax", "iluvatar", "kunlunxin", "thead"])
 def test_another_vendors_chip_beside_nvidias_files_is_still_the_other_vendors(machine: Any, name: str) -> None:
     build, hip, file, _ = LIKE_CUDA[name]

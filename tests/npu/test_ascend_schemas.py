@@ -47,7 +47,6 @@ CALLS = {
         "npu_moe_token_unpermute",
         "npu_swiglu",
         "npu_geglu",
-        "npu_clipped_swiglu",
     },
     "moe_sum": {"npu_moe_token_unpermute"},
 }

@@ -39,6 +39,8 @@ def device_named(name: str | None) -> torch.device:
             described.check()
         types = ", ".join(sorted(specs))
         raise DispatchError(f"PyTorch knows no device '{wanted}'{whose}; device types are {types}") from error
+    if device.type == "meta":
+        raise DispatchError("device 'meta': its tensors hold no data, so there is nothing to run on")
     device_of(device.type)
     try:
         torch.zeros(1, device=device)

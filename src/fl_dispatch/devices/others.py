@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .cuda import DRIVER_FILES, has_file
 from .cuda import count as cuda_count
-from .cuda import has_file
 from .spec import TRITON, DeviceSpec
 from .torch_module import counter, functions, hook
 
@@ -23,13 +23,22 @@ ROOT = Path("/")
 """The root below which signs of drivers are looked for."""
 
 
-def _signed(*files: str, tool: str | None = None) -> Callable[[], bool]:
-    """Whether PyTorch sees devices that it calls ``cuda``, and one of the files, or the program, is on the machine."""
+def _signed(*files: str, toolkit: str | None = None, tool: str | None = None) -> Callable[[], bool]:
+    """Whether PyTorch sees devices that it calls ``cuda``, and the machine has a sign of the chip.
+
+    A driver's file is one. A toolkit's folder and a program are signs too, but not beside the files of NVIDIA's driver,
+    because they stay on a machine from which the chip is gone.
+    """
 
     def detect() -> bool:
         if cuda_count() == 0:
             return False
-        return has_file(*files, root=ROOT) or (tool is not None and shutil.which(tool) is not None)
+        if has_file(*files, root=ROOT):
+            return True
+        if has_file(*DRIVER_FILES, root=ROOT):
+            return False
+        left = (toolkit is not None and has_file(toolkit, root=ROOT)) or (tool is not None and shutil.which(tool))
+        return bool(left)
 
     return detect
 
@@ -76,7 +85,7 @@ def _of_its_own(name: str, torch_type: str, extension: str | None, dist_backend:
 
 def _is_hygon() -> bool:
     """A build for HIP on a machine with the DCU's driver; AMD's own driver is older and named alike."""
-    return torch.version.hip is not None and _signed("sys/module/hydcu", "opt/dtk*", tool="hy-smi")()
+    return torch.version.hip is not None and _signed("sys/module/hydcu", toolkit="opt/dtk*", tool="hy-smi")()
 
 
 def _is_amd() -> bool:
@@ -84,8 +93,8 @@ def _is_amd() -> bool:
     return torch.version.hip is not None and cuda_count() > 0 and not _is_hygon()
 
 
-METAX = _like_cuda("metax", _signed("dev/mxcd", "opt/maca", tool="mx-smi"))
-ILUVATAR = _like_cuda("iluvatar", _signed("dev/iluvatar*", "usr/local/corex", tool="ixsmi"))
+METAX = _like_cuda("metax", _signed("dev/mxcd", toolkit="opt/maca", tool="mx-smi"))
+ILUVATAR = _like_cuda("iluvatar", _signed("dev/iluvatar*", toolkit="usr/local/corex", tool="ixsmi"))
 KUNLUNXIN = _like_cuda(
     "kunlunxin",
     _signed("dev/xpuctrl", "dev/xpu[0-9]*", tool="xpu_smi"),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .declaration import (
-    SEVERAL_ROUNDINGS,
     STANDARD_TOLERANCE,
     Access,
     Mode,
@@ -302,7 +301,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     shapes=shapes.mixture,
     aliases=("moe", "fused_experts"),
     tolerances=TOLERANCES,
-    mean_error=SEVERAL_ROUNDINGS,
+    mean_error=1.5,  # a chain of kernels, each of which may round
     workload=_workload,
     work=_work,
 )
