@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
@@ -107,7 +107,9 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     for field, value in defaults.items():
         if getattr(args, field) is None:
             setattr(args, field, value)
-    _take_back_attention(args, device.host_attention.get(HOST.name))
+    for spec in device_specs():
+        if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
+            _take_back_attention(args, spec.host_attention[HOST.name])
     no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
     _set(args, "disable_cuda_graph", True, no_graphs)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
@@ -116,13 +118,13 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
         _cpu_defaults(args)
 
 
-def _take_back_attention(args: ServerArgs, host: str | None) -> None:
+def _take_back_attention(args: ServerArgs, host: str) -> None:
     """Our attention in the place of the backend that SGLang set for the device, before it asked us.
 
     For an NPU its ``set_default_server_args`` does, for a CPU its ``handle_cpu_backends``.
     """
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        if host is not None and getattr(args, field) == host:
+        if getattr(args, field) == host:
             _set(args, field, ATTENTION, f"'{host}' needs kernels that SGLang brings for this device alone")
 
 

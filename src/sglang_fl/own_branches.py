@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices import DeviceSpec, device_specs
 
 from .host import HOST
 
@@ -38,6 +38,10 @@ class _Answer:
 
 
 def leave(device: DeviceSpec) -> None:
-    """Let the device's question (:attr:`DeviceSpec.host_questions`) be answered with no, for whoever binds it."""
-    if question := device.host_questions.get(HOST.name):
+    """Let the questions about the device (:attr:`DeviceSpec.host_questions`) be answered with no.
+
+    SGLang means any device of a PyTorch type, so a package's chip has the questions of the others of its type.
+    """
+    alike = [spec for spec in device_specs() if spec.torch_type == device.torch_type]
+    for question in {spec.host_questions[HOST.name] for spec in alike if HOST.name in spec.host_questions}:
         sys.meta_path.insert(0, _Answer(question))

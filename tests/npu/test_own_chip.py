@@ -7,31 +7,18 @@ package's kernels, which compute by PyTorch, give Hugging Face's tokens exactly.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fl_dispatch.cli.new_backend import write_package
+from own_chip import KERNELS, make_package
 from processes import finish
 from running import MAX_TOKENS, PROMPTS
 
 SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
-KERNELS = {"silu_and_mul", "rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention"}
 WARNING = "device 'nimbus' was never verified under vLLM"
-
-
-def install(package: Path) -> None:
-    """Give the folder of a package what its installation would: a distribution with the entry points."""
-    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
-    distribution = package / f"nimbus_fl-{project['version']}.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
-    groups = project["entry-points"].items()
-    lines = [line for group, points in groups for line in (f"[{group}]", *(f"{n} = {v}" for n, v in points.items()))]
-    (distribution / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +28,7 @@ def result(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Mapping[str, Any]:
     """Two passes, and one with a wrong kernel of the package's file."""
-    package = tmp_path_factory.mktemp("own") / "nimbus-fl"
-    write_package("nimbus", package, "npu")
-    install(package)
+    package = make_package(tmp_path_factory.mktemp("own"))
     variables = npu_environment(PYTHONPATH=os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH")))))
     del variables["VLLM_FL_PREFER"]  # the package's own defaults say it
     engine = {
