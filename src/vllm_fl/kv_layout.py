@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from vllm.v1.kv_cache_interface import AttentionSpec
 
 from fl_dispatch.hosting import kv_layout
 from fl_dispatch.hosting.kv_layout import KVLayout
@@ -76,6 +75,8 @@ def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
     Raises:
         ValueError: they are not.
     """
+    from vllm.v1.kv_cache_interface import AttentionSpec  # vLLM 0.33 asks for its platform while it is imported
+
     if _in_force.whole_blocks:
         return
     layers_of: dict[int, str] = {}
