@@ -122,8 +122,8 @@ def _told(event: int, graph: int) -> int:
         try:
             _graphs[graph].replay()
             _counts["replayed"] += 1
-        except RuntimeError:
-            traceback.print_exc()  # C++ calls: the code is all that it takes
+        except Exception:  # whatever it is: C++ calls, and takes a code alone
+            traceback.print_exc()
             return 1
     return 0
 
