@@ -446,14 +446,14 @@ OVERRIDDEN = (
         f"{_ATTENTION}:AttentionMetadataBuilder",
         ("_cudagraph_support", "build(common_prefix_len, common_attn_metadata, fast_build=None)"),
         "overrides",
-        "attention",
+        "attention_metadata",
         "A batch as the operators need it.",
     ),
     HostFact(
         f"{_ATTENTION}:CommonAttentionMetadata",
         ("query_start_loc_cpu", "seq_lens_cpu_upper_bound"),
         "reads",
-        "attention",
+        "attention_metadata",
         "A batch's lengths as integers of the host; exact without speculation and without fast prefill.",
     ),
     HostFact(

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from .attention import has_exact_host_lengths, host_lengths
+from .attention_metadata import has_exact_host_lengths, host_lengths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -1,4 +1,4 @@
-"""A call of an operator on the emulated NPU: counted where the host waits for it, recorded while a graph is captured."""
+"""A call of an operator on the emulated NPU: counted where the host waits, recorded while a graph is captured."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def does_wait(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return True
     if name in INDEXING:
         return any(isinstance(index, torch.Tensor) and index.dtype is torch.bool for index in args[1])
-    if name == "repeat_interleave":
-        return kwargs.get("output_size") is None
+    if name == "repeat_interleave":  # by a tensor of numbers, whose sum is the size
+        return kwargs.get("output_size") is None and all(isinstance(value, torch.Tensor) for value in args[:2])
     if name == "_to_copy":
         to = kwargs.get("device")
         return not kwargs.get("non_blocking") and to is not None and torch.device(to).type == "cpu"

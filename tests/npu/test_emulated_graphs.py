@@ -73,7 +73,15 @@ def test_a_stream_captures_between_begin_and_end_and_graphs_share_a_pool() -> No
 
 @pytest.mark.parametrize(
     "read",
-    [torch.Tensor.cpu, torch.Tensor.tolist, lambda x: x[0].item(), torch.nonzero, lambda x: x[x > 0], torch.unique],
+    [
+        torch.Tensor.cpu,
+        torch.Tensor.tolist,
+        lambda x: x[0].item(),
+        torch.nonzero,
+        lambda x: x[x > 0],
+        torch.unique,
+        lambda x: x.repeat_interleave(x.long()),
+    ],
 )
 def test_the_host_cannot_wait_while_a_graph_is_captured_and_is_counted_elsewhere(
     read: Callable[[torch.Tensor], Any],
@@ -87,7 +95,15 @@ def test_the_host_cannot_wait_while_a_graph_is_captured_and_is_counted_elsewhere
 
 
 @pytest.mark.parametrize(
-    "launch", [lambda x: x * 2, lambda x: x.to(torch.float16), lambda x: x[torch.zeros_like(x).long()], torch.Tensor.npu]
+    "launch",
+    [
+        lambda x: x * 2,
+        lambda x: x.to(torch.float16),
+        lambda x: x[torch.zeros_like(x).long()],
+        lambda x: x.repeat_interleave(2),
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: x.add_(torch.ones(2).npu()),
+    ],
 )
 def test_a_launch_makes_nobody_wait(launch: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(2).npu()

@@ -173,7 +173,9 @@ def test_the_prefill_gets_the_numbers_in_its_tensors_as_integers_of_the_host(
     calls: list[tuple[Any, ...]] = []
     attend = layer.fl_prefill
     layer.fl_prefill = lambda *args: (calls.append(args), attend(*args))[1]
-    described = SimpleNamespace(prefill=metadata, prefill_starts=prefill_starts(metadata, (starts(NEW) + first).tolist()))
+    described = SimpleNamespace(
+        prefill=metadata, prefill_starts=prefill_starts(metadata, (starts(NEW) + first).tolist())
+    )
     query, output = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.empty(sum(NEW), HEADS * VALUE)
     latents, rotary = torch.randn(sum(NEW), RANK), torch.randn(sum(NEW), 1, ROPE)
     layer.forward_mha(query, latents, rotary, torch.zeros(41, BLOCK, RANK + ROPE), described, None, output)
