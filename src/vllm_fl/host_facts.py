@@ -460,7 +460,7 @@ OVERRIDDEN = (
         "vllm.config.cache:CacheConfig",
         ("kv_sharing_fast_prefill",),
         "reads",
-        "attention",
+        "attention_metadata",
         "Such a batch's lengths are still being copied from the device when attention reads them.",
     ),
     HostFact(

@@ -1,4 +1,4 @@
-"""Other ways of running a real vLLM engine on the emulated NPU: compiled, with graphs, in several processes."""
+"""Other ways of running a real vLLM engine on the emulated NPU: compiled, graphs, several processes, adapters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from chip_engines import LLAMA, SPAWNED, STEP, counts, start
 
-from half_on_npu import DTYPES, as_near_as_hugging_face
+import variants
+from half_on_npu import DTYPES, as_near_as_hugging_face, clear_tokens
 from processes import Runs
-from running import PROMPTS
+from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
 
 FAMILY = "qwen3"
@@ -32,24 +33,43 @@ SEVERAL: Mapping[str, Mapping[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
 }
-"""Engines of two devices in spawned processes; a commit draws one of them."""
-DRAWN = drawn([*SEVERAL], 1, "several NPUs")
+"""Engines of two devices in spawned processes."""
+ADAPTERS = "adapters"
+SAMPLE = ["two ranks", *drawn(["two stages", ADAPTERS], 1, "ways of running on the NPU")]
+several_processes = pytest.mark.parametrize("way", [way for way in SEVERAL if way in SAMPLE])
+
+
+@pytest.fixture(scope="module")
+def adapters(chip_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two LoRA adapters of all projections."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [variants.adapter(chip_checkpoint(FAMILY), folder / str(seed), seed) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")
 def results(
-    chip_checkpoint: Callable[[str], Path], npu_environment: Callable[..., dict[str, str]]
+    chip_checkpoint: Callable[[str], Path], npu_environment: Callable[..., dict[str, str]], adapters: list[Path]
 ) -> Mapping[str, Any]:
-    """Two passes of each engine; the second reads the prefix cache."""
+    """Two passes of each engine, the second from the prefix cache; one with adapters, which some prompts lack."""
+    one, two = map(str, adapters)
+    mixed = {**STEP, "adapters": [one, None, two, None]}
 
-    def run(engine: Mapping[str, Any], **variables: str) -> Any:
-        return start(chip_checkpoint(FAMILY), DTYPES[FAMILY], [STEP, STEP], npu_environment(**variables), **engine)
+    def run(engine: Mapping[str, Any], *steps: Mapping[str, Any], **variables: str) -> Any:
+        environment = npu_environment(**variables)
+        return start(chip_checkpoint(FAMILY), DTYPES[FAMILY], list(steps), environment, **engine)
 
-    several = {name: run(SEVERAL[name], **SPAWNED) for name in DRAWN}
-    return Runs({**several, **{name: run(engine) for name, engine in ENGINES.items()}})
+    several = {name: run(engine, STEP, STEP, **SPAWNED) for name, engine in SEVERAL.items() if name in SAMPLE}
+    adapted = {ADAPTERS: run({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, mixed)}
+    return Runs(
+        {
+            **several,
+            **{name: run(engine, STEP, STEP) for name, engine in ENGINES.items()},
+            **(adapted if ADAPTERS in SAMPLE else {}),
+        }
+    )
 
 
-@pytest.mark.parametrize("way", [*ENGINES, *DRAWN])
+@pytest.mark.parametrize("way", [*ENGINES, *(way for way in SEVERAL if way in SAMPLE)])
 def test_other_ways_of_running_give_the_same(
     way: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:
@@ -60,7 +80,7 @@ def test_other_ways_of_running_give_the_same(
         assert (report["native_layers"], report["failed"]) == ({}, {})
 
 
-@pytest.mark.parametrize("way", DRAWN)
+@several_processes
 def test_two_processes_are_spawned_and_meet_over_the_stand_in_for_hccl(way: str, results: Mapping[str, Any]) -> None:
     first, second = results[way]["reports"]
     assert len({first["pid"], second["pid"], results[way]["pid"]}) == 3
@@ -86,3 +106,22 @@ def test_without_being_asked_for_no_graph_is_captured(results: Mapping[str, Any]
     """Nobody has seen one on a chip."""
     for way in ("as it starts", "compiled"):
         assert results[way]["steps"][-1]["graphs"] == {"captured": 0, "replayed": 0}
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(ADAPTERS not in SAMPLE, reason="this commit draws other ways of running")
+def test_adapters_in_one_batch_give_the_tokens_of_their_merged_weights(
+    results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path], adapters: list[Path], tmp_path: Path
+) -> None:
+    base = chip_checkpoint(FAMILY)
+    one, two = (variants.merged(base, adapter, tmp_path / adapter.name) for adapter in adapters)
+    (step,) = results[ADAPTERS]["steps"]
+    compared = 0
+    for model, prompt, tokens in zip((one, base, two, base), PROMPTS, step["tokens"], strict=True):
+        (clear,) = clear_tokens(model, [prompt], MAX_TOKENS, DTYPES[FAMILY])
+        assert tokens[: len(clear)] == clear
+        compared += len(clear)
+    assert compared >= 24
+    assert counts(results[ADAPTERS]["report"]) == {operator: {"vendor.ascend"} for operator in LLAMA}
