@@ -79,6 +79,12 @@ def captured_now() -> Graph | None:
     return _capturing
 
 
+def refuse_to_record(what: str) -> None:
+    """Raise if a graph is being captured, which would lack it."""
+    if _capturing is not None:
+        raise RuntimeError(f"the emulated NPU refuses {what} while a graph is captured: nobody records it")
+
+
 def _kept(value: Any) -> Any:
     """An argument as it is now: a caller may change its list later."""
     return type(value)(map(_kept, value)) if isinstance(value, list | tuple) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch_npu
 
 import emulated_npu
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, SelectionPolicy, policy_context
+from fl_dispatch.devices import ASCEND
 
 Numbers = Callable[..., torch.Tensor]
 
@@ -61,13 +64,13 @@ def test_a_stream_captures_between_begin_and_end_and_graphs_share_a_pool() -> No
     x = torch.ones(2).npu()
 
     def launched() -> tuple[bool, torch.Tensor]:
-        return torch.npu.is_current_stream_capturing(), x + 1
+        return ASCEND.captures(), x + 1
 
     graphs = [captured(launched, stream=stream, pool=pool) for _ in range(2)]
-    assert not torch.npu.is_current_stream_capturing()
-    for graph, (capturing, made) in graphs:
+    assert not ASCEND.captures()
+    for graph, (captures, made) in graphs:
         graph.replay()
-        assert capturing
+        assert captures
         assert made.tolist() == [2.0, 2.0]
 
 
@@ -110,6 +113,36 @@ def test_a_launch_makes_nobody_wait(launch: Callable[[torch.Tensor], Any]) -> No
     emulated_npu.reset_waits()
     launch(x)
     assert emulated_npu.waits() == {}
+
+
+def test_a_collective_in_a_graph_is_refused_because_nobody_records_it(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("hccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        x = torch.ones(2).npu()
+        dist.all_reduce(x)
+        with pytest.raises(RuntimeError, match="refuses a collective while a graph is captured"):
+            captured(lambda: dist.all_reduce(x))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_operator_that_fails_while_it_is_captured_leaves_the_graph_to_nobody_else() -> None:
+    """A fallback would be in the graph for ever, unseen."""
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    manager = OpManager()
+    manager.ensure_initialized()
+    failing = OpImpl("silu_and_mul", "vendor.failing", BackendImplKind.VENDOR, fail, "failing", 999)
+    manager.registry.register_impl(failing)
+    x = torch.ones(2, 8).npu()
+    with policy_context(SelectionPolicy(prefer="vendor")):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            captured(lambda: manager.call("silu_and_mul", x))
+        assert manager.call("silu_and_mul", x).shape == (2, 4)
 
 
 def test_what_a_graph_calls_and_fails_with_at_a_replay_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
