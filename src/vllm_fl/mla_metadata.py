@@ -44,7 +44,7 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
 
 @dataclass(frozen=True)
 class PrefillStarts:
-    """Where each request of a batch's prefill part starts, as integers of the host, so that no layer asks the device.
+    """First tokens of the requests in a batch's prefill part, as integers of the host: no layer has to ask the device.
 
     Args:
         new: first new token of each request, and the end of the last one; its queries and its keys.

@@ -21,7 +21,7 @@ import torch
 from .aten import alias
 
 BEGIN, END, REPLAY, DESTROY = range(4)
-"""What the runtime tells."""
+"""Events that the runtime tells."""
 OVERWRITING = {"npu::npu_apply_rotary_pos_emb": 2}
 """Operators that write their first arguments, and how many, though the schema does not say so."""
 
@@ -70,7 +70,7 @@ class Graph:
 
 
 def graph_counts() -> dict[str, int]:
-    """How many graphs this process ``captured`` and how often it ``replayed`` one."""
+    """The number of graphs that this process ``captured``, and of times that it ``replayed`` one."""
     return {name: _counts[name] for name in ("captured", "replayed")}
 
 

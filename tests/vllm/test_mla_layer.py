@@ -169,7 +169,7 @@ def test_context_in_any_number_of_chunks_gives_the_same(layer: MLAFLImpl, metada
 def test_the_prefill_gets_the_numbers_in_its_tensors_as_integers_of_the_host(
     layer: MLAFLImpl, metadata: Any, chunks: int, first: int
 ) -> None:
-    """What a layer hands over beside each tensor, so that no kernel has to ask the device for it."""
+    """A layer hands them over beside each tensor, so that no kernel has to ask the device."""
     calls: list[tuple[Any, ...]] = []
     attend = layer.fl_prefill
     layer.fl_prefill = lambda *args: (calls.append(args), attend(*args))[1]
