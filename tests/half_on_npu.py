@@ -34,7 +34,6 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": HEADS,
     "gemma3": {**HEADS, "query_pre_attn_scalar": 128},
     "deepseek_v3": LATENT,
-    "minimax_m2": {**HEADS, "rotary_dim": 64},
 }
 """Family → what differs from its small checkpoint."""
 DTYPES = {

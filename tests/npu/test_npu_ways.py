@@ -1,7 +1,4 @@
-"""Other ways of running a real vLLM engine on the emulated NPU: compiled, graphs, several processes, adapters.
-
-And models of families that are here for one operator more.
-"""
+"""Other ways of running a real vLLM engine on the emulated NPU: compiled, graphs, several processes, adapters."""
 
 from __future__ import annotations
 
@@ -38,13 +35,7 @@ SEVERAL: Mapping[str, Mapping[str, Any]] = {
 }
 """Engines of two devices in spawned processes."""
 ADAPTERS = "adapters"
-RARE: Mapping[str, tuple[str, str]] = {
-    "bloom": ("gelu", "npu_gelu"),
-    "minimax_m2": ("topk_sigmoid", "npu_moe_gating_top_k"),
-}
-"""Family → an operator that no other family has, and its kernel."""
-RARE_DTYPE = "float16"
-SAMPLE = ["two ranks", *drawn(["two stages", ADAPTERS, *RARE], 1, "ways of running on the NPU")]
+SAMPLE = ["two ranks", *drawn(["two stages", ADAPTERS], 1, "ways of running on the NPU")]
 """Those that this commit draws."""
 several_processes = pytest.mark.parametrize("way", [way for way in SEVERAL if way in SAMPLE])
 
@@ -68,13 +59,8 @@ def results(
         environment = npu_environment(**variables)
         return start(chip_checkpoint(FAMILY), DTYPES[FAMILY], list(steps), environment, **engine)
 
-    def run_rare(family: str, kernel: str) -> Any:
-        wrong = {**STEP, "wrong": kernel, "reset": True}
-        return start(chip_checkpoint(family), RARE_DTYPE, [STEP, wrong], npu_environment())
-
     runs = {name: run(engine, STEP, STEP, **SPAWNED) for name, engine in SEVERAL.items() if name in SAMPLE}
     runs |= {name: run(engine, STEP, STEP) for name, engine in ENGINES.items()}
-    runs |= {family: run_rare(family, kernel) for family, (_, kernel) in RARE.items() if family in SAMPLE}
     if ADAPTERS in SAMPLE:
         runs[ADAPTERS] = run({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, mixed)
     return Runs(runs)
@@ -136,18 +122,3 @@ def test_adapters_in_one_batch_give_the_tokens_of_their_merged_weights(
         compared += len(clear)
     assert compared >= 24
     assert counts(results[ADAPTERS]["report"]) == {operator: {"vendor.ascend"} for operator in LLAMA}
-
-
-# -- families ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [family for family in RARE if family in SAMPLE])
-def test_a_family_with_one_operator_more_runs_it_and_a_wrong_kernel_of_it_changes_the_tokens(
-    family: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
-) -> None:
-    operator, kernel = RARE[family]
-    right, wrong = results[family]["steps"]
-    assert as_near_as_hugging_face(family, chip_checkpoint(family), PROMPTS, right, RARE_DTYPE)
-    assert counts(results[family]["report"])[operator] == {"vendor.ascend"}
-    assert wrong["kernels"][kernel] > 0
-    assert wrong["tokens"] != right["tokens"]
