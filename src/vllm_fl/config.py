@@ -188,7 +188,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Defaults where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
 
     They are compiled only where Inductor writes kernels of Triton's, and graphs are captured only where somebody
-    verified the device.
+    verified the device. Who asks for piecewise graphs gets the pieces too, which compilation makes.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -196,7 +196,9 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     if compilation.mode is None and device.inductor != TRITON:
-        compilation.mode = CompilationMode.NONE
+        graphs = compilation.cudagraph_mode
+        pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
+        compilation.mode = CompilationMode.VLLM_COMPILE if pieces else CompilationMode.NONE
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)

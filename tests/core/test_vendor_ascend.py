@@ -303,6 +303,16 @@ def test_requests_without_keys_take_no_part_in_a_latent_prefill(npu: Calls) -> N
     assert lse.dtype is torch.float32
 
 
+def test_starts_that_the_caller_of_a_latent_prefill_knows_are_not_read_from_the_device(
+    npu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key = torch.zeros(6, 2, 192, dtype=torch.bfloat16), torch.zeros(9, 2, 192, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32), torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    monkeypatch.setattr(Tensor, "tolist", lambda self: pytest.fail("the device was waited for"))
+    mla.mla_prefill(query, key, key[..., :128], *starts, 3, 5, 0.1, None, False, [0, 2, 3, 6], [0, 5, 5, 9])
+    assert [(call.actual_seq_qlen, call.actual_seq_kvlen) for call in npu.made] == [([2], [5]), ([3], [4])]
+
+
 def test_more_queries_than_keys_are_declined_before_anything_is_written(npu: Calls) -> None:
     query, key = torch.zeros(3, 2, 192, dtype=torch.bfloat16), torch.zeros(2, 2, 192, dtype=torch.bfloat16)
     with pytest.raises(NotSupported, match="more queries than keys"):

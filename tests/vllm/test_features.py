@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import variants
 from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
+
+import variants
 
 BLOCKS = 50
 """KV blocks of 16 tokens: the long prompt takes 22, so a third one evicts the first."""
