@@ -122,8 +122,8 @@ class WorkerFL(Worker):
     def fl_report(self) -> dict[str, Any]:
         """Report of what runs in this process, as plain data that vLLM can send between processes.
 
-        The core's report, ``model_runner`` (``V1``, ``V2``), and ``layers`` and ``native_layers``: class name → how many
-        run our forward, and vLLM's own.
+        The core's report, ``model_runner`` (``V1``, ``V2``), and ``layers`` and ``native_layers``: class name → how
+        many run our forward, and vLLM's own.
         For a compiled model ``compiled`` says what was done.
         """
         return {

@@ -19,14 +19,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 import vllm.triton_utils
+from torch import Tensor
 
 vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
 
-from vllm_fl import runner_kernels
 from vllm_fl.compat import model_runner
+from vllm_fl.runner_kernels import table
 
 model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
 
@@ -97,8 +96,8 @@ def tables(draw: Draw) -> Sequence[Any]:
         blocks = tuple(draw.integers(1, 99, n).tolist() for n in (5 + state, 8 - state))
         made.append_block_ids(state, blocks, overwrite=True)
     made.apply_staged_writes()
-    for table in made.input_block_tables:
-        table.fill_(-3)
+    for block_rows in made.input_block_tables:
+        block_rows.fill_(-3)
     made.slot_mappings.fill_(-5)
     idx, lengths = draw.states(3), draw.integers(1, 10, 3)
     gathered = made.gather_block_tables(idx, 4)
@@ -153,9 +152,7 @@ def update(draw: Draw) -> Sequence[Any]:
         tokens = draw.integers(0, 40, 4, 3, dtype=torch.int64)
         sampled, rejected = draw.integers(0, 3, 4), draw.integers(0, 1, 4)
         starts = b.starts if with_counts else None
-        input_batch.post_update(
-            b.idx, b.computed, last, counts, tokens, sampled, rejected, starts, b.all_tokens, total
-        )
+        input_batch.post_update(b.idx, b.computed, last, counts, tokens, sampled, rejected, starts, b.all_tokens, total)
         found += [b.computed, last, counts, b.all_tokens, total]
     return [one for one in found if one is not None]
 
@@ -251,7 +248,12 @@ def words(draw: Draw) -> Sequence[Any]:
 
 def chosen(draw: Draw) -> Sequence[Any]:
     found = []
-    for apply, drafting, wide in ((False, False, False), (True, False, False), (True, True, False), (True, False, True)):
+    for apply, drafting, wide in (
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+    ):
         logits, idx = rows(draw, 6)
         idx[3] = -1
         seeds = draw.integers(-(1 << 62), 1 << 62, SLOTS, dtype=torch.int64)
@@ -308,15 +310,15 @@ def main(request: Path, answer: Path) -> None:
     draws = [(name, seed) for name in CASES for seed in range(seeds)]
     by_kernel = {draw: CASES[draw[0]](Draw(draw[1])) for draw in draws}
     ran: set[str] = set()
-    runner_kernels.FORMS = {name: _noting(name, form, ran) for name, form in runner_kernels.FORMS.items()}
-    runner_kernels.register()
-    differing: dict[str, str] = {name: "" for name in CASES}
+    table.FORMS = {name: _noting(name, form, ran) for name, form in table.FORMS.items()}
+    table.register()
+    differing: dict[str, str] = dict.fromkeys(CASES, "")
     for draw in draws:
         try:
             torch.testing.assert_close(CASES[draw[0]](Draw(draw[1])), by_kernel[draw], rtol=2e-6, atol=2e-6)
         except AssertionError as error:
             differing[draw[0]] = f"seed {draw[1]}: {error}"
-    answer.write_text(json.dumps({"differing": differing, "ran": sorted(ran), "forms": sorted(runner_kernels.FORMS)}))
+    answer.write_text(json.dumps({"differing": differing, "ran": sorted(ran), "forms": sorted(table.FORMS)}))
 
 
 def _noting(name: str, form: Callable[..., None], ran: set[str]) -> Callable[..., None]:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import variants
-from sampling import drawn
 from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
+
+from sampling import drawn
 
 BLOCKS = 50
 """KV blocks of 16 tokens: the long prompt takes 22, so a third one evicts the first."""

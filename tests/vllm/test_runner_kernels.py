@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import processes
 import pytest
 import torch
 from engines import HERE, environment
 
-from vllm_fl import runner_kernels
-from vllm_fl.runner_kernels import logits
+import processes
+from vllm_fl.runner_kernels import logits, table
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -34,7 +33,7 @@ def test_every_form_gives_what_its_kernel_gives(compared: dict[str, Any]) -> Non
 
 
 def test_every_form_ran(compared: dict[str, Any]) -> None:
-    assert set(compared["ran"]) == set(runner_kernels.FORMS) - LOOPS
+    assert set(compared["ran"]) == set(table.FORMS) - LOOPS
 
 
 def test_a_grammar_rules_tokens_out_by_request_and_place() -> None:

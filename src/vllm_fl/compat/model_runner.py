@@ -13,9 +13,8 @@ import importlib.util
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from vllm import envs
-
 from fl_dispatch.devices import DeviceSpec
+from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,9 +52,9 @@ def replace_kernels(device: DeviceSpec) -> None:
         return
     if not device.accelerator:
         importlib.import_module(HOST_AS_DEVICE)  # vLLM's streams, events and pinned memory for main memory as device
-    from .. import runner_kernels
+    from ..runner_kernels import table
 
-    runner_kernels.register()
+    table.register()
 
 
 def _is_wanted() -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 BITS = 32
-"""Of a word of a packed mask."""
+"""In a word of a packed mask."""
 NEVER = float("-inf")
 
 
@@ -141,7 +142,9 @@ def bincount(
         found = torch.zeros(prompt_mask.shape[1] * BITS, dtype=torch.bool, device=prompt_mask.device)
         found[tokens[:prompt]] = True
         prompt_mask[state] |= packed(found, prompt_mask.shape[1])
-        output_counts[state] += torch.bincount(tokens[prompt:], minlength=output_counts.shape[1]).to(output_counts.dtype)
+        output_counts[state] += torch.bincount(tokens[prompt:], minlength=output_counts.shape[1]).to(
+            output_counts.dtype
+        )
 
 
 def bad_words(
@@ -169,7 +172,7 @@ def bad_words(
         output = all_token_ids[state, int(prompt_len[state]) : int(total_len[state])].tolist()
         output += input_ids[row - place + 1 : row + 1].tolist()  # drafts before this row
         offsets, tokens = word_offsets[state].tolist(), word_tokens[state].tolist()
-        for begin, end in zip(offsets[:count], offsets[1 : count + 1], strict=True):
+        for begin, end in pairwise(offsets[: count + 1]):
             *prefix, last = tokens[begin:end]
             if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
                 logits[row, last] = NEVER

@@ -25,7 +25,7 @@ def topk_log_softmax(
 
 
 def ranks(output: Tensor, logits: Tensor, stride: int, token_ids: Tensor, size: int, **_: Any) -> None:
-    """How many tokens are at least as likely as the one in ``token_ids``, int64 ``[rows]``."""
+    """The number of tokens that are at least as likely as the one in ``token_ids``, int64 ``[rows]``."""
     chosen = logits.gather(1, token_ids.to(torch.int64)[:, None])
     output.copy_((logits[:, :size] >= chosen).sum(-1))
 
