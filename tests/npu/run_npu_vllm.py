@@ -1,7 +1,8 @@
 """A vLLM engine on the emulated NPU, in a process of its own: ``python run_npu_vllm.py job.json result.json``.
 
 A job is ``{"engine": arguments of LLM, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n, "wrong": the
-``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before}``.
+``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before, "while": a file that
+exists during the step}``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["EMU_NPU_WRONG"] = step.get("wrong", "")  # read at each call of a kernel
         if step.get("reset"):
             assert llm.reset_prefix_cache()
+        if "while" in step:
+            Path(step["while"]).touch()
         emulated_npu.reset_calls()
         sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, logprobs=VOCABULARY)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in step["prompts"]], sampling, use_tqdm=False)
+        if "while" in step:
+            Path(step["while"]).unlink()
         rows = [row for output in outputs for row in output.outputs[0].logprobs]
         steps.append(
             {

@@ -1,0 +1,118 @@
+"""FlagCX's collectives on the emulated NPU, through a stand-in for the library that waits for the device's stream.
+
+The stand-in asks the device's runtime, so it notices a handle that is no stream. It cannot notice a stream that is
+another one than the work's, because the emulated chip works when it is asked; so the handle itself is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from ctypes import c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from fl_dispatch.hosting import flagcx
+from half_on_npu import SIZES, clear_tokens
+from processes import finish
+from running import MAX_TOKENS, PROMPTS
+
+SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
+MANY, TYPE = 3, flagcx.DTYPES[torch.float32]
+
+
+@pytest.fixture
+def collectives(standin: Callable[..., Path], tmp_path: Path) -> Iterator[flagcx.FlagCXCollectives]:
+    """Those of a group of one rank."""
+    library = flagcx.load(standin("ASCEND"), "npu")
+    library.standinLastStream.restype = c_void_p
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    connected = flagcx.connect(library, dist.group.WORLD, "npu")
+    yield connected
+    connected.close()
+    dist.destroy_process_group()
+
+
+def test_the_library_gets_the_stream_that_is_current(collectives: flagcx.FlagCXCollectives) -> None:
+    tensor = torch.ones(MANY, device="npu")
+    for stream in (torch.npu.default_stream(), torch.npu.Stream(), torch.npu.Stream()):
+        with torch.npu.stream(stream):
+            collectives.all_reduce(tensor)
+        assert collectives._library.standinLastStream() == stream.npu_stream
+    assert tensor.tolist() == [1.0] * MANY
+
+
+@pytest.mark.parametrize("way", ["no stream", "the runtime's own handle"])
+def test_the_stand_in_refuses_what_is_no_stream_of_flagcx(way: str, collectives: flagcx.FlagCXCollectives) -> None:
+    tensor = torch.ones(MANY, device="npu")
+    stream = torch.npu.current_stream().npu_stream if way == "the runtime's own handle" else None
+    memory, communicator = tensor.data_ptr(), collectives._communicator
+    code = collectives._library.flagcxAllReduce(memory, memory, MANY, TYPE, flagcx.SUM, communicator, stream)
+    assert code != 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint("qwen3", tmp_path_factory.mktemp("npu") / "qwen3", **SIZES["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def result(
+    model: Path,
+    standin: Callable[..., Path],
+    npu_environment: Callable[..., dict[str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Mapping[str, Any]:
+    """A right pass, and one while sums lack the second rank's part."""
+    fault = tmp_path_factory.mktemp("fault") / "sums are wrong"
+    variables = {
+        "FLAGCX_PATH": str(standin("ASCEND")),
+        "FLAGCX_STANDIN_WRONG": str(fault),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "EMU_NPUS": "2",
+    }
+    engine = {
+        "model": str(model),
+        "dtype": "float16",
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_logprobs": 512,
+    }
+    step = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    steps = [step, {**step, "reset": True, "while": str(fault)}]
+    return finish(SCRIPT, {"engine": engine, "steps": steps}, npu_environment(**variables))
+
+
+def test_two_ranks_that_communicate_through_flagcx_give_hugging_faces_tokens(
+    model: Path, result: Mapping[str, Any]
+) -> None:
+    clear = clear_tokens(model, PROMPTS, MAX_TOKENS, "float16")
+    assert sum(map(len, clear)) >= 24
+    found = result["steps"][0]["tokens"]
+    assert [tokens[: len(decided)] for tokens, decided in zip(found, clear, strict=True)] == clear
+
+
+def test_both_ranks_count_the_same_collectives_and_every_operator_is_the_vendors(result: Mapping[str, Any]) -> None:
+    first, second = result["reports"]
+    assert first["pid"] != second["pid"]
+    assert first["communication"] == second["communication"]
+    assert first["communication"]["tp:0"]["all_reduce"] > 0
+    assert "communication runs through FlagCX, version code 12345" in result["log"]
+    for report in (first, second):
+        assert {key.split(" ")[1] for key in report["counts"]} == {"vendor.ascend"}
+        assert (report["native_layers"], report["failed"]) == ({}, {})
+
+
+def test_sums_without_one_ranks_part_change_the_tokens(result: Mapping[str, Any]) -> None:
+    right, wrong = result["steps"]
+    assert wrong["cached"] == [0] * len(PROMPTS)
+    assert wrong["tokens"] != right["tokens"]
