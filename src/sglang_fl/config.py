@@ -132,10 +132,12 @@ def _capture_nothing(args: ServerArgs, device: DeviceSpec) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = args.cuda_graph_config
-    for phase in Phase.ALL:
-        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
     no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
-    _set(args, "cuda_graph_config", graphs, no_graphs)
+    for phase in Phase.ALL:
+        if (before := graphs[phase].backend) != Backend.DISABLED:
+            logger.info("graphs of %s: none instead of '%s', because %s", phase, before, no_graphs)
+            graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    args.cuda_graph_config = graphs
 
 
 def _cpu_defaults(args: ServerArgs) -> None:

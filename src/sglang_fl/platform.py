@@ -109,7 +109,7 @@ class PlatformFL(SRTPlatform):
         return memory.make_allocator  # type: ignore[return-value]  # SGLang only calls it
 
     def get_graph_runner_cls(self) -> type:
-        raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet; start with --disable-cuda-graph")
+        raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet")
 
     def support_cuda_graph(self) -> bool:
         return False
