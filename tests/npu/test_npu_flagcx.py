@@ -7,7 +7,7 @@ another one than the work's, because the emulated chip works when it is asked; s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from ctypes import c_void_p
+from ctypes import addressof, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,15 @@ def test_the_library_gets_the_stream_that_is_current(collectives: flagcx.FlagCXC
     assert tensor.tolist() == [1.0] * MANY
 
 
-@pytest.mark.parametrize("way", ["no stream", "the runtime's own handle"])
+@pytest.mark.parametrize("way", ["no stream", "the runtime's own handle", "a handle of nothing"])
 def test_the_stand_in_refuses_what_is_no_stream_of_flagcx(way: str, collectives: flagcx.FlagCXCollectives) -> None:
     tensor = torch.ones(MANY, device="npu")
-    stream = torch.npu.current_stream().npu_stream if way == "the runtime's own handle" else None
-    memory, communicator = tensor.data_ptr(), collectives._communicator
+    memory, communicator, nothing = tensor.data_ptr(), collectives._communicator, flagcx._Stream(tensor.data_ptr())
+    stream = {
+        "no stream": None,
+        "the runtime's own handle": torch.npu.current_stream().npu_stream,
+        "a handle of nothing": addressof(nothing),
+    }[way]
     code = collectives._library.flagcxAllReduce(memory, memory, MANY, TYPE, flagcx.SUM, communicator, stream)
     assert code != 0
 
