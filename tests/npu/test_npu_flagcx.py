@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fl_dispatch.cli.checkpoints import build_checkpoint
+from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
 from fl_dispatch.hosting import flagcx
-from half_on_npu import SIZES, clear_tokens
+from flagcx_on_npu import check_fault, check_ranks, check_tokens, only_if_drawn, steps, variables
+from half_on_npu import SIZES
 from processes import finish
-from running import MAX_TOKENS, PROMPTS
 
 SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
 MANY, TYPE = 3, flagcx.DTYPES[torch.float32]
@@ -71,15 +71,8 @@ def result(
     npu_environment: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Mapping[str, Any]:
-    """A right pass, and one while sums lack the second rank's part."""
     fault = tmp_path_factory.mktemp("fault") / "sums are wrong"
-    variables = {
-        "FLAGCX_PATH": str(standin("ASCEND")),
-        "FLAGCX_STANDIN_WRONG": str(fault),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "EMU_NPUS": "2",
-    }
+    spawned = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     engine = {
         "model": str(model),
         "dtype": "float16",
@@ -89,34 +82,24 @@ def result(
         "max_num_seqs": 4,
         "max_num_batched_tokens": 64,
         "kv_cache_memory_bytes": 64 << 20,
-        "max_logprobs": 512,
+        "max_logprobs": VOCABULARY,
     }
-    step = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
-    steps = [step, {**step, "reset": True, "while": str(fault)}]
-    return finish(SCRIPT, {"engine": engine, "steps": steps}, npu_environment(**variables))
+    job = {"engine": engine, "steps": steps(fault, reset=True)}
+    return finish(SCRIPT, job, npu_environment(**variables(standin, fault), **spawned))
 
 
+@only_if_drawn("vLLM")
 def test_two_ranks_that_communicate_through_flagcx_give_hugging_faces_tokens(
     model: Path, result: Mapping[str, Any]
 ) -> None:
-    clear = clear_tokens(model, PROMPTS, MAX_TOKENS, "float16")
-    assert sum(map(len, clear)) >= 24
-    found = result["steps"][0]["tokens"]
-    assert [tokens[: len(decided)] for tokens, decided in zip(found, clear, strict=True)] == clear
+    check_tokens(model, result)
 
 
+@only_if_drawn("vLLM")
 def test_both_ranks_count_the_same_collectives_and_every_operator_is_the_vendors(result: Mapping[str, Any]) -> None:
-    first, second = result["reports"]
-    assert first["pid"] != second["pid"]
-    assert first["communication"] == second["communication"]
-    assert first["communication"]["tp:0"]["all_reduce"] > 0
-    assert "communication runs through FlagCX, version code 12345" in result["log"]
-    for report in (first, second):
-        assert {key.split(" ")[1] for key in report["counts"]} == {"vendor.ascend"}
-        assert (report["native_layers"], report["failed"]) == ({}, {})
+    check_ranks(result)
 
 
+@only_if_drawn("vLLM")
 def test_sums_without_one_ranks_part_change_the_tokens(result: Mapping[str, Any]) -> None:
-    right, wrong = result["steps"]
-    assert wrong["cached"] == [0] * len(PROMPTS)
-    assert wrong["tokens"] != right["tokens"]
+    check_fault(result)

@@ -19,6 +19,7 @@ def run(
     steps: Sequence[Mapping[str, Any]],
     engine: Mapping[str, Any] | None = None,
     path: Sequence[Path] = (),
+    cold: bool = False,
     **variables: str,
 ) -> dict[str, Any]:
     """The result of ``run_npu_sglang``. No argument of the engine is about graphs: none is needed.
@@ -28,6 +29,7 @@ def run(
         steps: see ``run_npu_sglang``.
         engine: further arguments of ``sglang.Engine``.
         path: of modules beside this folder's plugins.
+        cold: see ``processes``; more than one device needs it, because a warm process has counted one already.
         variables: of the environment; nothing else of ours is set.
     """
     prefixes = ("VLLM_", "SGLANG_", "FLAG", "USE_FLAG", "EMU_")
@@ -53,4 +55,4 @@ def run(
         "log_level": "info",
         **(engine or {}),
     }
-    return finish(HERE / "run_npu_sglang.py", {"engine": arguments, "steps": list(steps)}, environment)
+    return finish(HERE / "run_npu_sglang.py", {"engine": arguments, "steps": list(steps)}, environment, cold)
