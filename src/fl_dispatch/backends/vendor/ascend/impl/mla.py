@@ -96,6 +96,8 @@ def mla_decode(
         pieces = _pieces(starts[first:last], ends[first:last], lengths[first:last])
         for batch in (pieces[at : at + MOST_REQUESTS] for at in range(0, len(pieces), MOST_REQUESTS)):
             rows = slice(batch[0].start, batch[-1].end)
+            if rows.start == rows.stop:
+                continue
             several = causal and any(piece.end - piece.start > 1 for piece in batch)
             result, _ = torch_npu.npu_fused_infer_attention_score_v2(
                 query[rows, :, :kv_lora_rank].contiguous(),
