@@ -4,6 +4,7 @@
  * with the error of the real runtime, because vLLM and SGLang size their caches from the free memory. Every process
  * counts its own allocations: two processes on one device do not see each other's.
  * Work is done when it is asked for, so streams have nothing to wait for; events keep the time of their record.
+ * To wait for what is no stream is an error.
  *
  *   EMU_NPUS        devices (default 1); ASCEND_RT_VISIBLE_DEVICES may name fewer
  *   EMU_NPU_BYTES   total memory of a device in bytes (default 2 GiB)
@@ -119,12 +120,24 @@ int aclrtMemset(void *to, size_t room, int32_t value, size_t bytes) { return mem
 int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t bytes, void *stream) { return memset(to, value, bytes), OK; }
 
 /* Streams and events. */
-int aclrtCreateStream(void **stream) { return *stream = calloc(1, 64), OK; }
+#define NO_STREAM 107003       /* ACL_ERROR_RT_STREAM_CONTEXT */
+#define MOST_STREAMS 4096
+static void *streams[MOST_STREAMS];
+
+static int replace_stream(void *before, void *after) {
+  for (int i = 0; i < MOST_STREAMS; i++) {
+    void *expected = before;
+    if (__atomic_compare_exchange_n(&streams[i], &expected, after, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return OK;
+  }
+  snprintf(error_message, sizeof error_message, "emulated NPU: %p is no stream", before);
+  return NO_STREAM;
+}
+int aclrtCreateStream(void **stream) { return *stream = calloc(1, 64), replace_stream(NULL, *stream); }
 int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flags) { return aclrtCreateStream(stream); }
-int aclrtDestroyStream(void *stream) { return free(stream), OK; }
-int aclrtDestroyStreamForce(void *stream) { return free(stream), OK; }
-int aclrtSynchronizeStream(void *stream) { return OK; }
-int aclrtSynchronizeStreamWithTimeout(void *stream, int32_t milliseconds) { return OK; }
+int aclrtDestroyStream(void *stream) { return replace_stream(stream, NULL) ? NO_STREAM : (free(stream), OK); }
+int aclrtDestroyStreamForce(void *stream) { return aclrtDestroyStream(stream); }
+int aclrtSynchronizeStream(void *stream) { return stream ? replace_stream(stream, stream) : OK; }
+int aclrtSynchronizeStreamWithTimeout(void *stream, int32_t milliseconds) { return aclrtSynchronizeStream(stream); }
 int aclrtSynchronizeDevice(void) { return OK; }
 int aclrtSynchronizeDeviceWithTimeout(int32_t milliseconds) { return OK; }
 int aclrtStreamQuery(void *stream, int *status) { return *status = 0, OK; }

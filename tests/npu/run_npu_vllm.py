@@ -2,7 +2,7 @@
 
 A job is ``{"engine": arguments of LLM, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n, "wrong": the
 ``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before, "adapters": the folder of
-each prompt's LoRA adapter, or null}``.
+each prompt's LoRA adapter, or null, "while": a file that exists during the step}``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["EMU_NPU_WRONG"] = step.get("wrong", "")  # read at each call of a kernel
         if step.get("reset"):
             assert llm.reset_prefix_cache()
+        if "while" in step:
+            Path(step["while"]).touch()
         emulated_npu.reset_calls()
         emulated_npu.reset_waits()
         sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, logprobs=VOCABULARY)
@@ -35,6 +37,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
         prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
         outputs = llm.generate(prompts, sampling, lora_request=adapters or None, use_tqdm=False)
+        if "while" in step:
+            Path(step["while"]).unlink()
         rows = [row for output in outputs for row in output.outputs[0].logprobs]
         steps.append(
             {
