@@ -329,8 +329,7 @@ class OpManager:
     def after_fork_in_child(self) -> None:
         """Start anew what another thread of the parent was doing: it does not exist here."""
         self._start.after_fork_in_child()
-        if not writers.mine:
-            self.state.availability.forget_who_asks()
+        self.state.availability.forget_who_asks()
         self.tables.unsettle()
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import text_of
+from .importing import NOT_YET, is_of_incomplete_module
 
 
 class BackendImplKind(enum.Enum):
@@ -163,7 +164,9 @@ class OpImpl:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # a check may exit, and a panic in a Rust extension is no Exception
-            return False, f"its availability check raised {text_of(error)}"
+            return False, NOT_YET if is_of_incomplete_module(
+                error
+            ) else f"its availability check raised {text_of(error)}"
 
     def is_available(self) -> bool:
         """Whether it can run here; never raises."""
