@@ -117,7 +117,7 @@ class OpImpl:
             ("supports", self.supports is None or callable(self.supports), optional),
             ("available", self.available is None or callable(self.available), optional),
             ("properties", isinstance(self.properties, Mapping), "a mapping"),
-            ("requires", isinstance(self.requires, Mapping), "a mapping"),
+            ("requires", _holds_facts(self.requires), "a mapping of names to hashable values"),
             (
                 "device_types",
                 self.device_types is None
@@ -174,6 +174,13 @@ class OpImpl:
 
     def __str__(self) -> str:
         return f"'{self.impl_id}' (kind={self.kind}, vendor={self.vendor})"
+
+
+def _holds_facts(requires: object) -> bool:
+    try:
+        return isinstance(requires, Mapping) and isinstance(hash(tuple(requires.items())), int)
+    except TypeError:
+        return False
 
 
 def match_token(impl: OpImpl, token: str) -> bool:

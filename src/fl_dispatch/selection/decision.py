@@ -295,7 +295,7 @@ def _holds(fact: Any, needed: Any) -> bool:
 
 
 def _in_words(fact: Any) -> str:
-    return " or ".join(repr(member) for member in sorted(fact)) if isinstance(fact, frozenset) else repr(fact)
+    return " or ".join(sorted(map(repr, fact))) if isinstance(fact, frozenset) else repr(fact)
 
 
 def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> tuple[OpImpl, ...]:
