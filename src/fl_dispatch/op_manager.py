@@ -139,6 +139,23 @@ class OpManager:
         call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self.state, impl, call))
 
+    def first_choices(self, op_name: str, *, in_layers: bool = False) -> list[OpImpl]:
+        """The implementations that the policy in force puts first, one for each condition of its rules.
+
+        A host asks before it has stated its facts, so facts and bans do not count.
+
+        Args:
+            op_name: the operator.
+            in_layers: those of the layers that rules name, too.
+        """
+        self.ensure_initialized()
+        if not self.registry.get_implementations(op_name):
+            return []
+        policy = self.tables.policy_of(self._current())
+        scopes: list[str | None] = [None, *(policy.scopes_of(op_name) if in_layers else ())]
+        decisions = [self.state.decide(op_name, scope, policy, bans=False, facts=False) for scope in scopes]
+        return list(dict.fromkeys(impl for decision in decisions for impl in decision.first_choices))
+
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
         """The implementations that are banned for some or all calls: operator → ids."""
         failed: dict[str, set[str]] = {}

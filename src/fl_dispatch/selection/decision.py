@@ -136,6 +136,11 @@ class Decision:
         return self.candidates[0] if self.candidates else None
 
     @property
+    def first_choices(self) -> list[OpImpl]:
+        """The implementations that run first, one for each condition, without repetitions."""
+        return list(dict.fromkeys(branch.candidates[0] for branch in self.branches if branch.candidates))
+
+    @property
     def order(self) -> tuple[str, ...]:
         """The tokens in the order they were tried."""
         return self.branches[-1].order
@@ -295,7 +300,9 @@ def _holds(fact: Any, needed: Any) -> bool:
 
 
 def _in_words(fact: Any) -> str:
-    return " or ".join(sorted(map(repr, fact))) if isinstance(fact, frozenset) else repr(fact)
+    if not isinstance(fact, frozenset):
+        return repr(fact)
+    return " or ".join(sorted(map(repr, fact), key=lambda text: (len(text), text)))  # members may be of many types
 
 
 def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> tuple[OpImpl, ...]:

@@ -157,6 +157,11 @@ class SelectionPolicy:
         ]
         return any(key is not None and "@" in key for key in keys)
 
+    def scopes_of(self, op_name: str) -> set[str]:
+        """The layers, or patterns of layers, that rules of an operator name."""
+        keys = (key.partition("@") for key, _ in (*self.per_op_order, *self.op_tuned))
+        return {scope for op, _, scope in keys if op == op_name and scope}
+
     def is_vendor_allowed(self, vendor: str) -> bool:
         """Whether a vendor's implementations may run. Vendor names are compared without regard to case."""
         return not self.denies_vendor(vendor) and (self.allow_vendors is None or _names(vendor, self.allow_vendors))
