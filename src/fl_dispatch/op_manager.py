@@ -58,7 +58,6 @@ class OpManager:
     ) -> None:
         self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
-        self._epoch = 0
         self.tables = TableKeeper(self.state, self.private_table() if root is None else root)
         if isinstance(self.tables.root, PrivateTable):
             self.tables.root.keeper = self.tables
@@ -189,11 +188,6 @@ class OpManager:
     def lockstep(self, value: bool) -> None:
         self.state.lockstep = value
 
-    @property
-    def policy_epoch(self) -> int:
-        """How often everything was asked again."""
-        return self._epoch
-
     def ensure_initialized(self) -> None:
         """Register the built-in backends, discover plugins and build the tables, once.
 
@@ -214,7 +208,6 @@ class OpManager:
         with writers:
             with self.state.availability.asked_again():
                 self._check("asking everything again", bans=False)
-            self._epoch += 1
             self.state.failures.clear()
             self._republish_if_settled(None)
 

@@ -99,10 +99,10 @@ def test_an_inline_operator_is_traced_whole_by_name_and_bound_and_for_any_number
 
 def test_a_policy_change_reaches_compiled_code_and_a_known_policy_is_not_compiled_again() -> None:
     get_default_manager().registry.register_many(
-        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+        [impl("default.a", lambda x: x + 1, op="relu2"), impl("vendor.b", lambda x: x + 2, op="relu2")]
     )
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(lambda x: call_op(OP, x), fullgraph=True, backend=counter)
+    compiled = torch.compile(lambda x: call_op("relu2", x), fullgraph=True, backend=counter)
     for _ in range(3):
         assert compiled(torch.zeros(1)).item() == 1
         with with_preference("vendor"):
@@ -115,12 +115,12 @@ def test_a_policy_change_reaches_compiled_code_and_a_known_policy_is_not_compile
 
 def test_under_frozen_dispatch_a_change_between_two_calls_of_compiled_code_is_refused() -> None:
     get_default_manager().registry.register_many(
-        [impl("default.a", lambda x: x + 1, op=OP), impl("vendor.b", lambda x: x + 2, op=OP)]
+        [impl("default.a", lambda x: x + 1, op="relu2"), impl("vendor.b", lambda x: x + 2, op="relu2")]
     )
     freeze_dispatch()
-    compiled = torch.compile(lambda x: call_op(OP, x), fullgraph=True, backend="eager")
+    compiled = torch.compile(lambda x: call_op("relu2", x), fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1)).item() == 1
-    with pytest.raises(DispatchFrozenError, match=OP):
+    with pytest.raises(DispatchFrozenError, match="relu2"):
         set_global_policy(SelectionPolicy(prefer="vendor"))
     assert compiled(torch.zeros(1)).item() == 1
 
