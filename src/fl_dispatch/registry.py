@@ -72,6 +72,9 @@ class OpRegistry:
             RegistrationError: see :meth:`register_impl`.
         """
         new = tuple(impls)
+        for impl in new:
+            if not isinstance(impl, OpImpl):
+                raise RegistrationError(f"an OpImpl is needed, not {impl!r}")
         for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
             if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
                 logger.warning("%s registers '%s', which nobody declared%s", self._source or "a plugin", op_name, meant)
@@ -91,7 +94,8 @@ class OpRegistry:
         Raises:
             RegistrationError: the parent has an implementation or a replacement of that name by now; nothing is added.
         """
-        assert self._parent is not None
+        if self._parent is None:  # a backend has done it itself
+            return 0
         sources = frozenset({*aliases, *filter(None, (self._source,))})
         count = None
         with writers:

@@ -170,6 +170,22 @@ def test_a_backend_with_one_wrong_implementation_registers_none() -> None:
     assert manager.call("demo", 1) == "reference.b"
 
 
+def test_a_plugin_that_commits_its_registry_itself_has_registered() -> None:
+    def register(registry: Any) -> None:
+        registry.register_impl(impl("default.a"))
+        registry.commit()
+        registry.register_impl(impl("vendor.b"))
+
+    registry = OpRegistry()
+    assert load_backend(registry, "acme", "here", lambda: register, named=True)
+    assert [one.impl_id for one in registry.get_implementations("demo")] == ["default.a", "vendor.b"]
+
+
+def test_what_is_no_implementation_is_refused_by_name() -> None:
+    with pytest.raises(RegistrationError, match="an OpImpl is needed, not 'vendor.a'"):
+        OpRegistry().register_many(["vendor.a"])  # type: ignore[list-item]
+
+
 def test_a_plugin_that_registers_later_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     module = types.ModuleType("late_plugin")
