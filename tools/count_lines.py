@@ -89,7 +89,7 @@ PROMISES = {
         "process.py:reset_default_manager",
     ),
     "a child forked at any moment works": (
-        "locking.py:WriterLock._before WriterLock._in_parent WriterLock._in_child WriterLock.mine",
+        "locking.py:ForkableLock._before ForkableLock._in_parent ForkableLock._in_child ForkableLock.mine",
         "op_manager.py:OpManager.after_fork_in_child",
         "start.py:Start.after_fork_in_child",
         "process.py:_after_fork_in_child",
@@ -107,12 +107,16 @@ PROMISES = {
     ),
     "hosts state facts, and rules without effect are named": (
         "checks.py",
-        "op_manager.py:OpManager.set_facts OpManager.unmatched_scopes OpManager.warn_of_unmatched_scopes",
+        "selection/refusals.py:_holds _in_words",
+        "op_manager.py:OpManager.set_facts OpManager.first_choices",
+        "op_manager.py:OpManager.unmatched_scopes OpManager.warn_of_unmatched_scopes",
     ),
     "backends and plugins are found, and load whole or not at all": (
         "discovery.py",
         "builtin_ops.py",
         "start.py",
+        "importing.py",
+        "locking.py:ForkableLock.within",
         "registry.py:OpRegistry.commit OpRegistry._replace",
     ),
     "availability is asked once": ("knowledge/availability.py", "types.py:OpImpl.availability"),

@@ -7,7 +7,6 @@ that fails leaves nothing half-registered.
 from __future__ import annotations
 
 import importlib
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from .errors import PluginLoadError, RegistrationError, text_of
+from .importing import is_incomplete, is_of_incomplete_module
 from .logger_manager import get_logger
 from .registry import OpRegistry, known_source
 from .settings import get_settings
@@ -89,7 +89,7 @@ def discover_plugins(registry: OpRegistry) -> int:
         PluginLoadError: a module that the user named does not load, or has no registration function.
         RegistrationError: a module that the user named registers something wrong.
     """
-    return sum(load_backend(registry, *target) for target in plugins())
+    return sum(bool(load_backend(registry, *target)) for target in plugins())
 
 
 def imported(target: Target) -> Target | None:
@@ -103,12 +103,12 @@ def imported(target: Target) -> Target | None:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
-        if isinstance(error, AttributeError | ImportError) and _being_imported(target):
+        if is_of_incomplete_module(error):
             return None
         return target._replace(load=partial(_raise, error))
     finally:
         _say_if_slow(target, time.perf_counter() - started)
-    if isinstance(found, ModuleType) and _is_incomplete(found):
+    if isinstance(found, ModuleType) and is_incomplete(found):
         return None
     return target._replace(load=lambda: found)
 
@@ -128,18 +128,11 @@ def _raise(error: BaseException) -> object:
     raise error
 
 
-def _being_imported(target: Target) -> bool:
-    """Whether an entry point's module lacks its target because it is still being imported."""
-    name = target.source.removeprefix("entry point ").partition(":")[0]
-    return _is_incomplete(sys.modules.get(name))
-
-
-def _is_incomplete(module: ModuleType | None) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
-def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[], object], named: bool) -> bool:
+def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[], object], named: bool) -> bool | None:
     """Load one backend and register what it offers: all of it, or nothing.
+
+    Its function runs without a lock, because it may import what another thread imports. Two threads may therefore run
+    it, and the first one's implementations are registered.
 
     Args:
         registry: where to.
@@ -149,7 +142,7 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
         named: the user asked for it by name, so a failure is an error.
 
     Returns:
-        Whether it was loaded now.
+        Whether it was loaded now; ``None`` where that has to wait for a module that this thread is importing.
 
     Raises:
         PluginLoadError, RegistrationError: it failed, and the user had named it.
@@ -157,18 +150,23 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
     key = f"{source}: {name}"
     if known_source(registry, key):
         return False
-    before = _implementations(registry)
     collecting = OpRegistry(registry, key)
     try:
         function = _register_function(load(), name)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<unnamed>')}"
         if "<" not in origin and known_source(registry, origin):  # installed as a plugin, and named as a module too
             return False
+        before = _implementations(registry)
         function(collecting)
+        added = _implementations(collecting) - before
         count = collecting.commit(*(() if "<" in origin else (origin,)))
+        if count is None:
+            return False
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
+        if is_of_incomplete_module(error):
+            return None
         detail = text_of(error)
         _discovered[key] = DiscoveredPlugin(name, source, False, detail)
         if isinstance(error, RegistrationError) and named:
@@ -178,7 +176,7 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
         logger.warning("Backend '%s' (%s) is not used: %s", name, source, detail)
         return False
     _discovered[key] = DiscoveredPlugin(name, source, True, f"{count} implementations")
-    _say_shared_vendors(name, before, _implementations(registry) - before)
+    _say_shared_vendors(name, before, added)
     logger.debug("Backend '%s' (%s) registered %d implementations", name, source, count)
     return True
 

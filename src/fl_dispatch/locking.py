@@ -1,21 +1,23 @@
-"""One lock for everybody who changes something: registrations, policies, bans, tables, a manager's start.
+"""One lock for everybody who changes something: registrations, policies, bans, tables; another for loading backends.
 
-Readers take no lock. With a single lock for all writers there is no order to get wrong. A fork waits for the writer at
-work, so that a child never sees a half-done change, and gets a lock of its own.
+Readers take no lock. With a single lock for all writers there is no order to get wrong. Code of backends runs without
+it while they load, because an import takes a lock of its own and its module may dispatch; one thread at a time loads
+them all the same, and nobody waits for it for ever. A fork waits for the writer and the loader at work, so that a child
+never sees a half-done change nor a module that nobody imports any more, and gets locks of its own.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
-FORK_WAIT_SECONDS = (
-    10.0  # for a writer that imports a backend; then the fork goes ahead, and the child rebuilds its tables
-)
+FORK_WAIT_SECONDS = 10.0  # for a thread that runs a backend's code; then the fork goes ahead, and the child starts anew
 
 
-class WriterLock:
+class ForkableLock:
     """A re-entrant lock that survives a fork, also one made while it is held."""
 
     def __init__(self) -> None:
@@ -26,9 +28,7 @@ class WriterLock:
         os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-        self._depth += 1
+        self.acquire()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -37,6 +37,25 @@ class WriterLock:
         if not self._depth:
             self._owner = 0
         self._lock.release()
+
+    def acquire(self, seconds: float = -1) -> bool:
+        """Take it, and say whether that was possible; waits for so many seconds at most, or for ever."""
+        taken = self._lock.acquire(timeout=seconds)
+        if taken:
+            self._owner = threading.get_ident()
+            self._depth += 1
+        return taken
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[bool]:
+        """Hold it in a block; after so many seconds of waiting the block, which is told, goes ahead without it."""
+        if not self.acquire(seconds):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self.__exit__(None, None, None)
 
     @property
     def mine(self) -> bool:
@@ -58,4 +77,6 @@ class WriterLock:
             self._lock.acquire()
 
 
-writers = WriterLock()
+writers = ForkableLock()
+loading = ForkableLock()
+"""Whoever has both took this one first, so a fork waits in that order too."""

@@ -58,7 +58,6 @@ class OpManager:
     ) -> None:
         self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
-        self._epoch = 0
         self.tables = TableKeeper(self.state, self.private_table() if root is None else root)
         if isinstance(self.tables.root, PrivateTable):
             self.tables.root.keeper = self.tables
@@ -139,6 +138,23 @@ class OpManager:
         call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self.state, impl, call))
 
+    def first_choices(self, op_name: str, *, in_layers: bool = False) -> list[OpImpl]:
+        """The implementations that the policy in force puts first, one for each condition of its rules.
+
+        A host asks before it has stated its facts, so facts and bans do not count.
+
+        Args:
+            op_name: the operator.
+            in_layers: those of the layers that rules name, too.
+        """
+        self.ensure_initialized()
+        if not self.registry.get_implementations(op_name):
+            return []
+        policy = self.tables.policy_of(self._current())
+        scopes: list[str | None] = [None, *(policy.scopes_of(op_name) if in_layers else ())]
+        decisions = [self.state.decide(op_name, scope, policy, bans=False, facts=False) for scope in scopes]
+        return list(dict.fromkeys(impl for decision in decisions for impl in decision.first_choices))
+
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
         """The implementations that are banned for some or all calls: operator → ids."""
         failed: dict[str, set[str]] = {}
@@ -172,11 +188,6 @@ class OpManager:
     def lockstep(self, value: bool) -> None:
         self.state.lockstep = value
 
-    @property
-    def policy_epoch(self) -> int:
-        """How often everything was asked again."""
-        return self._epoch
-
     def ensure_initialized(self) -> None:
         """Register the built-in backends, discover plugins and build the tables, once.
 
@@ -197,7 +208,6 @@ class OpManager:
         with writers:
             with self.state.availability.asked_again():
                 self._check("asking everything again", bans=False)
-            self._epoch += 1
             self.state.failures.clear()
             self._republish_if_settled(None)
 
@@ -329,8 +339,7 @@ class OpManager:
     def after_fork_in_child(self) -> None:
         """Start anew what another thread of the parent was doing: it does not exist here."""
         self._start.after_fork_in_child()
-        if not writers.mine:
-            self.state.availability.forget_who_asks()
+        self.state.availability.forget_who_asks()
         self.tables.unsettle()
 
     def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:

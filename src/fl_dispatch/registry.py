@@ -72,32 +72,40 @@ class OpRegistry:
             RegistrationError: see :meth:`register_impl`.
         """
         new = tuple(impls)
+        for impl in new:
+            if not isinstance(impl, OpImpl):
+                raise RegistrationError(f"an OpImpl is needed, not {impl!r}")
         for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
             if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
                 logger.warning("%s registers '%s', which nobody declared%s", self._source or "a plugin", op_name, meant)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
         self._add(new, conventions, frozenset())
 
-    def commit(self, *aliases: str) -> int:
+    def commit(self, *aliases: str) -> int | None:
         """Register at the parent all that was registered here, at once; from then on this is the parent.
 
         Args:
             aliases: further names under which the source is known from then on.
 
         Returns:
-            The number of implementations.
+            The number of implementations; ``None`` where the parent has this source, by another thread, say, and
+            nothing was added.
 
         Raises:
             RegistrationError: the parent has an implementation or a replacement of that name by now; nothing is added.
         """
-        assert self._parent is not None
+        if self._parent is None:  # a backend has done it itself
+            return 0
+        sources = frozenset({*aliases, *filter(None, (self._source,))})
+        count = None
         with writers:
-            for replacement in self._replacements:
-                refuse_taken_name(replacement)  # somebody may have taken it since; nothing is registered yet
-            count, sources = len(self._added), {*aliases, *filter(None, (self._source,))}
-            self._parent._add(tuple(self._added), self._conventions, frozenset(sources))
-            for replacement in self._replacements:
-                self._parent.register_replacement(replacement)
+            if not sources & self._parent._sources:
+                for replacement in self._replacements:
+                    refuse_taken_name(replacement)  # somebody may have taken it since; nothing is registered yet
+                self._parent._add(tuple(self._added), self._conventions, sources)
+                for replacement in self._replacements:
+                    self._parent.register_replacement(replacement)
+                count = len(self._added)
             self.__dict__ = self._parent.__dict__  # a backend may have kept this registry, to register more later
         return count
 

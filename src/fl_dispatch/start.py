@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
 
 from . import builtin_ops, checks, discovery
 from .global_policy import GLOBAL
-from .locking import writers
+from .importing import is_importing
+from .locking import loading, writers
 from .logger_manager import get_logger
 from .run.keeper import TableKeeper
 from .settings import get_settings
 from .state import State
 
 logger = get_logger(__name__)
+
+WAIT_SECONDS = 30.0
+"""For another thread that loads the backends; then a call does without those that it has not loaded."""
 
 
 class Start:
@@ -28,50 +31,49 @@ class Start:
     def __init__(self, state: State, tables: TableKeeper, backends: bool) -> None:
         self._state, self._tables = state, tables
         self._done = not backends
-        self._registering = False
-        self._importing: set[int] = set()
+        self._at_work: set[int] = set()
 
     def run(self) -> None:
-        """Register the backends unless that is done, and build the tables.
+        """Load the backends unless that is done, and build the tables.
 
-        Modules are imported before the writers' lock is taken, because an import takes a lock of its own. A module that
-        dispatches while it is imported, and a backend that does while it registers, get what is there so far; then the
-        next call tries again.
+        A thread that loads them runs their code: imports, registration, availability checks. Code that dispatches gets
+        what is there so far; then the next call tries again. One thread loads them at a time, and others wait for it,
+        except those that it may be waiting for: they load them too, and what is registered first stays.
         """
-        thread, found = threading.get_ident(), None
-        if not self._done and thread not in self._importing and not (self._registering and writers.mine):
-            self._importing.add(thread)
-            try:
-                found = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
-            finally:
-                self._importing.discard(thread)
+        thread, complete = threading.get_ident(), self._done
+        if not complete and thread not in self._at_work:
+            awaited = writers.mine or is_importing()  # by the thread that is loading, perhaps
+            with loading.within(0 if awaited else WAIT_SECONDS) as alone:
+                if alone or awaited:
+                    self._at_work.add(thread)
+                    try:
+                        complete = self._done or self._load()
+                    finally:
+                        self._at_work.discard(thread)
+                else:
+                    logger.warning("A backend has been loading for %.0f s; a call does without it", WAIT_SECONDS)
         with writers:
             if self._tables.root.settled and self._done:
                 return  # another thread did
-            if found and not self._done and not self._registering:
-                self._registering = True
-                try:
-                    self._register(target for target in found if target is not None)
-                finally:
-                    self._registering = False
-                self._done = None not in found
+            self._done = self._done or complete
             self._state.changed(None)
-            if not (self._done or self._registering):
+            if not self._done:
                 self._tables.root.unsettle()
 
     def after_fork_in_child(self) -> None:
         """Forget what other threads of the parent were doing: they do not exist here."""
-        if not writers.mine:
-            self._registering = False
-        self._importing &= {threading.get_ident()}
+        self._at_work &= {threading.get_ident()}
 
-    def _register(self, targets: Iterable[discovery.Target]) -> None:
-        settings = get_settings()
-        for target in targets:
-            discovery.load_backend(self._state.registry, *target)
+    def _load(self) -> bool:
+        """Register all backends and ask who is available; whether none has to wait for a module."""
+        state = self._state
+        found = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
+        loaded = [discovery.load_backend(state.registry, *target) for target in found if target is not None]
         policy = GLOBAL.get()
-        checks.check(self._state, policy)
-        if settings.dispatch_debug:
-            self._state.counter.on = True
-            for op_name in self._state.registry.list_operators():
-                logger.info("%s", self._state.decide(op_name, None, policy))
+        decisions = [state.decide(op_name, None, policy) for op_name in state.registry.list_operators()]
+        checks.check(state, policy)
+        if get_settings().dispatch_debug:
+            state.counter.on = True
+            for decision in decisions:
+                logger.info("%s", decision)
+        return None not in (*found, *loaded) and not state.availability.unanswered

@@ -108,8 +108,10 @@ class State:
 
     # ---- deciding
 
-    def decide(self, op_name: str, scope: str | None, policy: SelectionPolicy, *, bans: bool = True) -> Decision:
-        """Rank an operator's implementations under a policy, with or without the bans.
+    def decide(
+        self, op_name: str, scope: str | None, policy: SelectionPolicy, *, bans: bool = True, facts: bool = True
+    ) -> Decision:
+        """Rank an operator's implementations under a policy, with or without the bans and the facts that hosts stated.
 
         Raises:
             NoImplementationError: nobody registered the operator.
@@ -124,7 +126,7 @@ class State:
             scope=scope,
             available=self.availability.of,
             banned=self.failures.as_a_whole if bans else lambda impl: "",
-            facts=self.facts,
+            facts=self.facts if facts else {},
             untraceable=self.traces.untraceable(),
         )
 

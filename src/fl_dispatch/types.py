@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from .errors import text_of
+from .importing import NOT_YET, is_of_incomplete_module
 
 
 class BackendImplKind(enum.Enum):
@@ -116,7 +117,7 @@ class OpImpl:
             ("supports", self.supports is None or callable(self.supports), optional),
             ("available", self.available is None or callable(self.available), optional),
             ("properties", isinstance(self.properties, Mapping), "a mapping"),
-            ("requires", isinstance(self.requires, Mapping), "a mapping"),
+            ("requires", _holds_facts(self.requires), "a mapping of names to hashable values"),
             (
                 "device_types",
                 self.device_types is None
@@ -163,7 +164,9 @@ class OpImpl:
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # a check may exit, and a panic in a Rust extension is no Exception
-            return False, f"its availability check raised {text_of(error)}"
+            return False, NOT_YET if is_of_incomplete_module(
+                error
+            ) else f"its availability check raised {text_of(error)}"
 
     def is_available(self) -> bool:
         """Whether it can run here; never raises."""
@@ -171,6 +174,13 @@ class OpImpl:
 
     def __str__(self) -> str:
         return f"'{self.impl_id}' (kind={self.kind}, vendor={self.vendor})"
+
+
+def _holds_facts(requires: object) -> bool:
+    try:
+        return isinstance(requires, Mapping) and isinstance(hash(tuple(requires.items())), int)
+    except TypeError:
+        return False
 
 
 def match_token(impl: OpImpl, token: str) -> bool:

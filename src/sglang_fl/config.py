@@ -124,7 +124,7 @@ def _take_back_attention(args: ServerArgs, host: str) -> None:
     """
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, field) == host:
-            _set(args, field, ATTENTION, f"'{host}' needs kernels that SGLang brings for this device alone")
+            _set(args, field, ATTENTION, f"'{host}' is SGLang's own code for this device, not operators")
 
 
 def _capture_nothing(args: ServerArgs, device: DeviceSpec) -> None:

@@ -21,8 +21,6 @@ from fl_dispatch.hosting.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.host_facts import HostFact
 from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.policy import get_policy
-from fl_dispatch.selection.decision import select
 from fl_dispatch.settings import Settings
 from fl_dispatch.types import BackendImplKind
 
@@ -87,13 +85,8 @@ class LayerClass:
 
 def _has_kernel(op_name: str) -> bool:
     """Whether the policy puts something before the reference, for some layer, under some condition at least."""
-    manager, policy = get_default_manager(), get_policy()
-    manager.ensure_initialized()
-    impls = manager.registry.get_implementations(op_name)
-    keys = [key for key, _ in (*policy.per_op_order, *policy.op_tuned)]
-    scopes = {None, *(key.partition("@")[2] for key in keys if key.startswith(f"{op_name}@"))}
-    branches = [branch for scope in scopes for branch in select(op_name, impls, policy, scope=scope).branches]
-    return any(branch.candidates and branch.candidates[0].kind is not BackendImplKind.REFERENCE for branch in branches)
+    first = get_default_manager().first_choices(op_name, in_layers=True)
+    return any(impl.kind is not BackendImplKind.REFERENCE for impl in first)
 
 
 _LAYERS = "vllm.model_executor.layers"

@@ -84,30 +84,101 @@ def test_an_interrupted_change_has_happened_in_no_manager(change: str) -> None:
     assert get_policy().prefer == ("flagos" if change == "the global policy" else "vendor")
 
 
-PLUGIN = """
-import time
-from fl_dispatch import bind_op
-time.sleep(1)
-bind_op("silu_and_mul")
+# ---- backends whose code meets a module that another thread is importing
+
+MEETING = """
+import threading
+starting, importing = threading.Event(), threading.Event()
+"""
+STARTS = """
+import meeting
+meeting.starting.set()
 
 def register_builtins(registry):
     pass
 """
+BINDS = """
+import meeting
+from fl_dispatch import bind_op
+meeting.importing.set()
+assert meeting.starting.wait(20)
+bind_op("silu_and_mul")
+done = True
+
+def register_builtins(registry):
+    pass
+"""
+BINDS_IN_A_THREAD = """
+import threading
+import meeting
+from fl_dispatch import bind_op, start
+start.WAIT_SECONDS = 0.1
+meeting.importing.set()
+assert meeting.starting.wait(20)
+thread = threading.Thread(target=bind_op, args=("silu_and_mul",))
+thread.start()
+thread.join()
+done = True
+"""
+NEEDS = """
+import meeting
+from fl_dispatch import BackendImplKind, OpImpl
+
+def needs():
+    meeting.starting.set()
+    assert meeting.importing.wait(20)
+    from binds import {name}
+    return True
+
+def register_builtins(registry):
+    {register}
+    kind = BackendImplKind.VENDOR
+    registry.register_impl(OpImpl("demo", "vendor.lazy", kind, lambda x: "lazy", vendor="lazy", available={check}))
+"""
 TWO_THREADS = """
-import importlib, threading, time, torch
+import importlib, threading
+import meeting, torch
 from fl_dispatch import call_op
-threading.Thread(target=importlib.import_module, args=("plugin_that_binds",)).start()
-time.sleep(0.3)
-print(call_op("silu_and_mul", torch.ones(1, 2)).shape)
+importer = threading.Thread(target=importlib.import_module, args=("binds",))
+importer.start()
+assert meeting.importing.wait(20)
+shape = call_op("silu_and_mul", torch.ones(1, 2)).shape
+importer.join(20)
+import binds
+print(tuple(shape), binds.done, *(call_op("demo", 1) for _ in {needs}))
 """
 
 
+def two_threads(folder: Path, modules: dict[str, str], plugins: str) -> processes.Finished:
+    """One thread imports ``binds``, whose body dispatches, while another one makes the first call."""
+    for name, text in {"meeting": MEETING, **modules}.items():
+        (folder / f"{name}.py").write_text(text)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": plugins}
+    needs = [name for name in plugins.split(",") if name == "needs"]
+    return processes.python("-c", TWO_THREADS.format(needs=needs), environment=environment, timeout=60)
+
+
 def test_a_plugin_may_dispatch_while_a_thread_imports_it_and_another_makes_the_first_call(tmp_path: Path) -> None:
-    (tmp_path / "plugin_that_binds.py").write_text(PLUGIN)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": "plugin_that_binds"}
-    ended = processes.python("-c", TWO_THREADS, environment=environment, timeout=30)
-    assert (ended.returncode, ended.last_line) == (0, "torch.Size([1, 1])")
+    ended = two_threads(tmp_path, {"starts": STARTS, "binds": BINDS}, "starts,binds")
+    assert (ended.returncode, ended.last_line) == (0, "(1, 1) True")
+
+
+IN_REGISTRATION = {"register": "needs()", "check": "None"}
+IN_ITS_CHECK = {"register": "pass", "check": "needs"}
+
+
+@pytest.mark.parametrize(
+    ("needed", "body"),
+    [(IN_REGISTRATION, BINDS), (IN_REGISTRATION, BINDS_IN_A_THREAD), (IN_ITS_CHECK, BINDS)],
+    ids=["by its registration", "by its registration, and its body waits for a thread", "by its availability check"],
+)
+def test_a_module_that_dispatches_may_be_imported_by_a_thread_and_needed_by_a_backend_in_another(
+    needed: dict[str, str], body: str, tmp_path: Path
+) -> None:
+    modules = {"binds": body, "needs": NEEDS.format(name="done", **needed)}
+    ended = two_threads(tmp_path, modules, "needs")
+    assert (ended.returncode, ended.last_line) == (0, "(1, 1) True lazy"), ended.log
 
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "binding_cost.py"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from fl_dispatch import config, devices
-from fl_dispatch.devices import cuda, detect, others
+from fl_dispatch.devices import cuda, detect, nvml, others
 
 LIKE_CUDA = {  # name → torch.version.cuda and .hip of the vendor's build, a file of its driver, a program of its own
     "metax": ("11.6", None, "dev/mxcd", "mx-smi"),
@@ -40,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A machine without any device, of which a test says what it has."""
     monkeypatch.setattr(others, "ROOT", tmp_path)
     monkeypatch.setattr(cuda, "ROOT", tmp_path)
-    monkeypatch.setattr(cuda.nvml, "is_there", lambda: False)
+    monkeypatch.setattr(cuda.nvml, "sees_nvidia", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "bin").mkdir()
 
@@ -87,7 +89,7 @@ def test_an_accelerator_that_nobody_knows_is_not_left_alone_in_silence(machine: 
 
 def test_nvidias_management_library_is_a_sign_too(machine: Any, monkeypatch: Any) -> None:
     machine(("13.0", None))
-    monkeypatch.setattr(cuda.nvml, "is_there", lambda: True)
+    monkeypatch.setattr(cuda.nvml, "sees_nvidia", lambda: True)
     assert detected() == ["cuda", "cpu"]
 
 
@@ -135,3 +137,28 @@ def test_every_row_has_a_file_and_says_that_nobody_verified_it(spec: devices.Dev
     assert config.load_platform_config(str(spec.platform_config)) == {"prefer": "flagos"}
     assert all(spec.unverified(host) for host in ("vLLM", "SGLang"))
     assert not spec.forks
+
+
+LIBRARY = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = 0; return 0; }
+#ifdef VENDOR
+int nvmlDeviceGetPciInfo_v3(void *device, unsigned *pci) { memset(pci, 0, 68); pci[7] = VENDOR; return 0; }
+#endif
+"""
+
+
+@pytest.mark.parametrize(("vendor", "nvidias"), [("0x233010de", True), ("0x00019999", False), (None, False)])
+def test_a_library_that_calls_itself_nvml_counts_if_its_device_is_nvidias(
+    vendor: str | None, nvidias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvml.c").write_text(LIBRARY)
+    define = [f"-DVENDOR={vendor}"] if vendor else []
+    built = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", *define, "-o", str(built), str(tmp_path / "nvml.c")], check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(built) if name == built.name else name))
+    nvml._library.cache_clear()
+    assert nvml.sees_nvidia() is nvidias
+    nvml._library.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
@@ -11,7 +12,9 @@ import time
 import types
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from fl_dispatch import (
     locking,
     reset_default_manager,
     set_global_policy,
+    start,
     with_preference,
 )
 from storm import fork_and_wait, quick_switches, storm, three
@@ -42,6 +46,15 @@ FORKS = int(os.environ.get("FL_STRESS_FORKS", "20"))
 def switch_often() -> Any:
     with quick_switches():
         yield
+
+
+def add_plugin(name: str, register: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that the user named, with this registration function; the next call loads it."""
+    module = types.ModuleType(name)
+    module.register = register  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", name)
+    reset_default_manager()
 
 
 def test_calls_see_their_own_policy_while_others_register_and_change_the_global_one() -> None:
@@ -136,44 +149,32 @@ def test_many_managers_leave_nothing_behind() -> None:
 
 
 def test_a_bound_operator_may_be_bound_while_others_call() -> None:
-    stop = threading.Event()
-    errors: list[BaseException] = []
-    x = torch.ones(1, 2)
+    together, x = threading.Barrier(3), torch.ones(1, 2)
 
-    def binder() -> None:
-        number = 0
-        try:
-            while not stop.is_set():
-                number += 1
-                bind_op("silu_and_mul", f"layers.{number % 50}")(x)
-        except BaseException as error:
-            errors.append(error)
+    def bind_and_call() -> int:
+        together.wait(30)
+        return sum(bind_op("silu_and_mul", f"layers.{number % 50}")(x).numel() for number in range(300))
 
-    threads = [threading.Thread(target=binder) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    time.sleep(min(SECONDS, 2))
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-    assert errors == []
+    with ThreadPoolExecutor(3) as threads:
+        assert [each.result(60) for each in [threads.submit(bind_and_call) for _ in range(3)]] == [300] * 3
 
 
 def test_a_writer_that_takes_its_time_deadlocks_nobody() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
-    inside = threading.Event()
+    inside, entering = threading.Event(), threading.Event()
 
     def slow_check() -> bool:
         inside.set()
-        time.sleep(0.3)
+        assert entering.wait(10)
         with with_preference("vendor"):
             set_global_policy(SelectionPolicy(prefer="flagos"))
         return True
 
     thread = threading.Thread(target=lambda: manager.registry.register_impl(impl("default.a", available=slow_check)))
     thread.start()
-    inside.wait(10)
+    assert inside.wait(10)
+    entering.set()
     with with_preference("reference"):
         pass
     thread.join(10)
@@ -183,18 +184,18 @@ def test_a_writer_that_takes_its_time_deadlocks_nobody() -> None:
 
 def test_a_registration_while_another_thread_starts_is_not_lost() -> None:
     manager = manager_of()
-    asked, go_on = threading.Event(), threading.Event()
+    asked, registering = threading.Event(), threading.Event()
 
     def slow_check() -> bool:
         asked.set()
-        return go_on.wait(0.3) or True
+        return registering.wait(10)
 
     manager.registry.register_impl(impl("default.a", available=slow_check))
     starter = threading.Thread(target=lambda: manager.call("demo", 1))
     starter.start()
-    asked.wait(10)
+    assert asked.wait(10)
+    registering.set()
     manager.registry.register_impl(impl("default.late", op="late"))
-    go_on.set()
     starter.join(10)
     assert manager.call("late", 1) == "default.late"
 
@@ -219,11 +220,7 @@ def test_a_plugin_may_dispatch_while_it_registers(monkeypatch: pytest.MonkeyPatc
         calls.append(call_op("silu_and_mul", torch.ones(1, 2)).numel())
         registry.register_impl(impl("default.plugin"))
 
-    module = types.ModuleType("dispatching_plugin")
-    module.register = register  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "dispatching_plugin", module)
-    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "dispatching_plugin")
-    reset_default_manager()
+    add_plugin("dispatching_plugin", register, monkeypatch)
     assert call_op("demo", 1) == "default.plugin"
     assert calls == [1]
 
@@ -274,31 +271,91 @@ def test_declining_a_thousand_times_rebuilds_nothing() -> None:
 
 
 def test_an_explanation_meanwhile_does_not_hide_an_implementation() -> None:
-    asked, times = threading.Event(), []
+    asked_again, go_on, times = threading.Event(), threading.Event(), []
 
-    def slow() -> bool:
-        asked.set()
-        time.sleep(0.3)
-        return True
-
-    def slower_the_second_time() -> bool:
+    def check() -> bool:
         times.append(1)
-        time.sleep(0.6 if len(times) > 1 else 0)
+        if len(times) == 2:
+            asked_again.set()
+            return go_on.wait(30)
         return True
 
-    manager = manager_of(
-        impl("default.slow", op="other", available=slow),
-        impl("default.a", available=slower_the_second_time),
-        impl("reference.b"),
-    )
+    manager = manager_of(impl("default.a", available=check), impl("reference.b"))
     assert manager.call("demo", 1) == "default.a"
-    asked.clear()
-    thread = threading.Thread(target=manager.bump_policy_epoch)
-    thread.start()
-    asked.wait(10)
-    assert manager.explain("demo").chosen.impl_id == "default.a"
-    thread.join(10)
+    with ThreadPoolExecutor(1) as threads:
+        bumped = threads.submit(manager.bump_policy_epoch)
+        assert asked_again.wait(10)
+        meanwhile = manager.explain("demo").chosen
+        go_on.set()
+        bumped.result(10)
+    assert meanwhile.impl_id == "default.a"
     assert manager.call("demo", 1) == "default.a"
+
+
+def test_threads_that_make_the_first_call_at_once_load_a_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, times = threading.Barrier(4), []
+
+    def register(registry: Any) -> None:
+        times.append(1)
+        registry.register_impl(impl("default.plugin"))
+
+    add_plugin("counting_plugin", register, monkeypatch)
+
+    def first() -> str:
+        together.wait(30)
+        answer: str = call_op("demo", 1)
+        return answer
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [each.result(60) for each in [threads.submit(first) for _ in range(4)]] == ["default.plugin"] * 4
+    assert times == [1]
+
+
+def test_a_backend_that_takes_too_long_is_done_without_until_it_has_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start, "WAIT_SECONDS", 0.1)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def register(registry: Any) -> None:
+        inside.set()
+        assert go_on.wait(30)
+        registry.register_impl(impl("vendor.slow", lambda x: "slow", op="silu_and_mul"))
+
+    add_plugin("slow_plugin", register, monkeypatch)
+    set_global_policy(SelectionPolicy(prefer="vendor", allow_vendors=frozenset({"slow"})))
+    x = torch.ones(1, 2)
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(get_default_manager().ensure_initialized)
+        assert inside.wait(10)
+        assert call_op("silu_and_mul", x).shape == (1, 1)
+        assert "a call does without it" in caplog.text
+        go_on.set()
+        starting.result(30)
+    assert get_default_manager().get_selected_impl_id("silu_and_mul") == "vendor.slow"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_a_module_that_a_backend_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody in the child would ever end that import, and an import of it there would wait for ever."""
+    meeting = types.ModuleType("meeting_of_a_fork")
+    meeting.inside, meeting.forking = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "meeting_of_a_fork", meeting)
+    body = "from meeting_of_a_fork import inside, forking\ninside.set()\nassert forking.wait(20)\n"
+    body += "import time\ntime.sleep(0.3)  # a fork that does not wait happens meanwhile\n"
+    (tmp_path / "needed_by_the_child.py").write_text(body)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def register(registry: Any) -> None:
+        importlib.import_module("needed_by_the_child")
+
+    add_plugin("importing_plugin", register, monkeypatch)
+    os.register_at_fork(before=meeting.forking.set)  # runs before those that are registered already
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(get_default_manager().ensure_initialized)
+        assert meeting.inside.wait(10)
+        assert fork_and_wait(lambda: importlib.import_module("needed_by_the_child") is not None) == 0
+        starting.result(30)
 
 
 def test_a_fork_while_an_availability_check_hangs_asks_again_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,11 +390,7 @@ def test_a_fork_while_a_plugin_loads_starts_the_child_anew(monkeypatch: pytest.M
             go_on.wait(30)
         registry.register_impl(impl("default.plugin"))
 
-    module = types.ModuleType("slow_plugin")
-    module.register = register  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "slow_plugin", module)
-    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "slow_plugin")
-    reset_default_manager()
+    add_plugin("slow_plugin", register, monkeypatch)
     thread = threading.Thread(target=get_default_manager().ensure_initialized)
     thread.start()
     inside.wait(10)
@@ -351,7 +404,7 @@ def test_a_fork_while_a_plugin_loads_starts_the_child_anew(monkeypatch: pytest.M
 def test_two_threads_that_fork_at_once_leave_the_lock_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """One waits for the lock and gives up while the other one forks."""
     monkeypatch.setattr(locking, "FORK_WAIT_SECONDS", 0.1)
-    lock = locking.WriterLock()
+    lock = locking.ForkableLock()
     forking, other = threading.Event(), threading.Event()
 
     def fork() -> None:

@@ -39,7 +39,7 @@ from fl_dispatch import (
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
 
-OP = "mul_and_silu"
+OP = "relu2"
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def run() -> float:
 
 
 def changes() -> dict[str, Callable[[], Any]]:
-    """Every way to ask for another implementation of ``mul_and_silu`` than the registered ``default.a``."""
+    """Every way to ask for another implementation of :data:`OP` than the registered ``default.a``."""
 
     def enter(context: Any) -> Callable[[], None]:
         def entered() -> None:

@@ -39,24 +39,25 @@ class SilentError(RuntimeError):
         raise ValueError("no text")
 
 
-WRONG = {
-    "priority": "high",
-    "requires": None,
-    "properties": None,
-    "kind": "vendor",
-    "vendor": 3,
-    "supports": "yes",
-    "available": True,
-}
+WRONG = (
+    ("priority", "high"),
+    ("requires", None),
+    ("requires", {"kv_layout": ["NHD"]}),
+    ("properties", None),
+    ("kind", "vendor"),
+    ("vendor", 3),
+    ("supports", "yes"),
+    ("available", True),
+)
 
 
-@pytest.mark.parametrize("field", WRONG)
-def test_an_implementation_with_a_wrong_field_is_refused_and_poisons_nothing(field: str) -> None:
+@pytest.mark.parametrize(("field", "value"), WRONG)
+def test_an_implementation_with_a_wrong_field_is_refused_and_poisons_nothing(field: str, value: Any) -> None:
     manager = manager_of(impl("reference.b"))
     assert manager.call("demo", 1) == "reference.b"
     bad = impl("vendor.bad")
-    fields = {name: getattr(bad, name) for name in OpImpl.__dataclass_fields__} | {field: WRONG[field]}
-    with pytest.raises((ValueError, TypeError), match=field):
+    fields = {name: getattr(bad, name) for name in OpImpl.__dataclass_fields__} | {field: value}
+    with pytest.raises(ValueError, match=field):
         manager.registry.register_impl(OpImpl(**fields))
     for batch_invariant in (True, False):
         set_global_policy(SelectionPolicy(prefer="reference", batch_invariant=batch_invariant))
@@ -167,6 +168,22 @@ def test_a_backend_with_one_wrong_implementation_registers_none() -> None:
         load_backend(manager.registry, "acme", "named", lambda: register, named=True)
     assert manager.registry.list_operators() == ["demo"]
     assert manager.call("demo", 1) == "reference.b"
+
+
+def test_a_plugin_that_commits_its_registry_itself_has_registered() -> None:
+    def register(registry: Any) -> None:
+        registry.register_impl(impl("default.a"))
+        registry.commit()
+        registry.register_impl(impl("vendor.b"))
+
+    registry = OpRegistry()
+    assert load_backend(registry, "acme", "here", lambda: register, named=True)
+    assert [one.impl_id for one in registry.get_implementations("demo")] == ["default.a", "vendor.b"]
+
+
+def test_what_is_no_implementation_is_refused_by_name() -> None:
+    with pytest.raises(RegistrationError, match="an OpImpl is needed, not 'vendor.a'"):
+        OpRegistry().register_many(["vendor.a"])  # type: ignore[list-item]
 
 
 def test_a_plugin_that_registers_later_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def test_a_conditional_choice_looks_at_dtype_and_tokens() -> None:
     def named(name: str) -> Any:
         def run(x: torch.Tensor) -> torch.Tensor:
             seen.append(name)
-            return x
+            return x[..., ::2].contiguous()
 
         return run
 
@@ -225,6 +225,25 @@ def test_a_set_of_vendors_is_taken_and_a_string_is_refused() -> None:
     assert SelectionPolicy(deny_vendors={"a"}) == SelectionPolicy(deny_vendors=frozenset({"a"}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not the string"):
         SelectionPolicy.from_dict(deny_vendors="ascend")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"per_op_order": {"silu_and_mul": "vendor"}},
+        {"per_op_order": {"silu_and_mul": ["vendor", 3]}},
+        {"prefer": ["vendor"]},
+    ],
+    ids=str,
+)
+def test_an_order_that_is_no_sequence_of_tokens_is_refused_at_once(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="vendor"):
+        SelectionPolicy.from_dict(**wrong)
+
+
+def test_tuned_rules_of_another_type_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="op_tuned of 'silu_and_mul' is a sequence of TunedRule"):
+        SelectionPolicy(op_tuned=(("silu_and_mul", ("vendor",)),))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
 import sglang_fl
+from fl_dispatch.devices.cpu import sglang_attention
 from overridden import assert_parameters, overridden, unlisted
 from sglang_fl.host_facts import FACTS, HOOKED
 
@@ -32,3 +37,17 @@ def test_a_model_on_a_cpu_keeps_the_sizes_of_its_checkpoint(host: None) -> None:
     sizes = given.hf_config.to_dict()
     loaded = model_runner.adjust_config_with_unaligned_cpu_tp(given, LoadConfig(), 3)  # ranks that divide no size
     assert loaded.hf_config.to_dict() == sizes
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "arm64"])
+def test_the_attention_that_is_taken_back_is_the_one_that_sglang_sets_on_this_processor(
+    machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups.platform_hook import handle_cpu_backends
+    from sglang.srt.utils import common
+
+    monkeypatch.setattr(common, "platform", SimpleNamespace(machine=lambda: machine))
+    args = SimpleNamespace(device="cpu", attention_backend=None, sampling_backend=None)
+    handle_cpu_backends(args)
+    (_, decided), *_ = args._resolved_overrides
+    assert decided == {"attention_backend": sglang_attention(machine)}

@@ -67,6 +67,14 @@ def test_a_class_of_events_stays_a_class_for_annotations_and_isinstance(module: 
     assert not isinstance(torch.cuda.Stream(), torch.cuda.Event)
 
 
+def test_a_class_of_events_in_c_that_shows_no_parameters_is_not_asked_to_block(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "Event", dict)  # like most classes of Python in C
+    streams.lend_names(NIMBUS)
+    assert torch.cuda.Event(enable_timing=True, blocking=True) == {"enable_timing": True}
+
+
 def test_a_device_that_pytorch_calls_cuda_and_the_host_keep_them() -> None:
     before = {name: getattr(torch.cuda, name) for name in NAMES}
     for spec in (devices.CUDA, devices.CPU, devices.OTHERS[0]):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.model_executor.layers import linear as vllm_linear
 
-from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, policy_context
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context
 from fl_dispatch.settings import Settings
 from vllm_fl import layers, linear
 from vllm_fl.compat import layer_classes
@@ -69,11 +69,21 @@ def test_a_subclass_of_vllms_is_still_one_for_lora(monkeypatch: pytest.MonkeyPat
 )
 def test_a_kernel_for_a_single_layer_is_one(policy: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     impls = [
-        OpImpl("linear", "vendor.products", BackendImplKind.VENDOR, torch.nn.functional.linear, vendor="products"),
-        OpImpl("linear", "reference.torch", BackendImplKind.REFERENCE, torch.nn.functional.linear),
+        OpImpl(
+            "linear",
+            "vendor.products",
+            BackendImplKind.VENDOR,
+            torch.nn.functional.linear,
+            vendor="products",
+            signature="unchecked",
+        ),
+        OpImpl(
+            "linear", "reference.torch", BackendImplKind.REFERENCE, torch.nn.functional.linear, signature="unchecked"
+        ),
     ]
-    registry = SimpleNamespace(get_implementations=lambda op_name: impls)
-    manager = SimpleNamespace(ensure_initialized=lambda: None, registry=registry)
+    registry = OpRegistry()
+    registry.register_many(impls)
+    manager = OpManager(registry, register_builtins=False)
     monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
     with policy_context(SelectionPolicy.from_dict(**policy)):
         assert layers._has_kernel("linear") is has

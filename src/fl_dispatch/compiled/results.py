@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..errors import BrokenPromiseError
 from ..ops import Operator
-from ..ops.results import broken_promise
+from ..ops.results import broken_promise, without_data
 from ..run.table import Plan
 from ..state import State
+from .overlap import overlap
 
 KEPT_PROMISES = 4096
 """Kinds of arguments of which a view remembers what results were promised for."""
@@ -30,7 +31,7 @@ def promised(
     assert operator.fake is not None
     if len(promises) >= KEPT_PROMISES:
         promises.clear()
-    promise = promises[kind] = described(operator.fake(*args))
+    promise = promises[kind] = described(operator.fake(*map(without_data, args)))
     return promise
 
 
@@ -45,8 +46,8 @@ def broken(operator: Operator, plan: Plan, state: State, args: tuple[Any, ...], 
 def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
     """Put the first results into the arguments that they belong in; returns the rest."""
     pending = list(result) if isinstance(result, tuple) else [result]
-    places = [_storage(target) for target in targets if target is not None and target.numel()]
-    if len(set(places)) < len(places) and _overlap([target for target in targets if target is not None]):
+    written = [target for target in targets if target is not None]
+    if any(overlap(one, other) for index, one in enumerate(written) for other in written[:index]):
         raise ValueError("the arguments that this operator writes share memory, so they cannot hold different results")
     for index, target in enumerate(targets):
         value = pending[index]
@@ -75,11 +76,6 @@ def fresh(inputs: tuple[Tensor | None, ...], result: Any) -> Any:
             taken.add(_storage(own))
         fresh.append(own)
     return fresh[0] if len(fresh) == 1 else tuple(fresh)
-
-
-def _overlap(tensors: list[Tensor]) -> bool:
-    """Whether two of the tensors are the same memory; views of one projection that lie apart are not."""
-    return any(one.data_ptr() == two.data_ptr() for i, one in enumerate(tensors) for two in tensors[:i])
 
 
 def _storage(tensor: Tensor) -> int:

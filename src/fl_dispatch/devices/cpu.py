@@ -55,6 +55,11 @@ def cpu_name(index: int = 0) -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
+def sglang_attention(machine: str) -> str:
+    """The attention that SGLang sets by itself on a processor of this architecture."""
+    return "torch_native" if machine.lower() in ("aarch64", "arm64") else "intel_amx"
+
+
 def _seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
@@ -68,7 +73,7 @@ CPU = DeviceSpec(
     priority=0,
     verified={"vLLM": "all tests run on it", "SGLang": "all tests run on it"},
     model_runners=("v1", "v2"),
-    host_attention={"SGLang": "intel_amx"},
+    host_attention={"SGLang": sglang_attention(platform.machine())},
     accelerator=False,
     forks=True,
     float64=True,

@@ -40,7 +40,7 @@ def _gpu(index: int) -> nvml.Gpu:
 
 def _is_nvidia() -> bool:
     """A ROCm build has ``torch.cuda``, too; other vendors' builds even say a version of CUDA."""
-    return torch.version.cuda is not None and count() > 0 and (has_file(*DRIVER_FILES, root=ROOT) or nvml.is_there())
+    return torch.version.cuda is not None and count() > 0 and (has_file(*DRIVER_FILES, root=ROOT) or nvml.sees_nvidia())
 
 
 @contextmanager

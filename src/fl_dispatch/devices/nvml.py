@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 NAME_LENGTH = 96
+NVIDIA = 0x10DE
+"""Its number as a vendor of PCI devices; other vendors ship a library of NVML's name, and their chips have theirs."""
 
 
 class NvmlError(RuntimeError):
@@ -22,6 +24,18 @@ class NvmlError(RuntimeError):
 
 class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+class _Pci(ctypes.Structure):
+    _fields_ = (
+        ("bus_id_legacy", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("device_and_vendor", ctypes.c_uint),
+        ("subsystem", ctypes.c_uint),
+        ("bus_id", ctypes.c_char * 32),
+    )
 
 
 @dataclass(frozen=True)
@@ -50,13 +64,16 @@ def _library() -> Any:
     return library
 
 
-def is_there() -> bool:
-    """Whether the library is on this machine, and answers."""
+def sees_nvidia() -> bool:
+    """Whether the library is on this machine, and its first device is NVIDIA's by the number on the PCI bus."""
+    handle, pci = ctypes.c_void_p(), _Pci()
     try:
-        _library()
-    except NvmlError:
+        library = _library()
+        _check(library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)), "nvmlDeviceGetHandleByIndex")
+        _check(library.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)), "nvmlDeviceGetPciInfo")
+    except (NvmlError, AttributeError):  # a library of that name may lack a function
         return False
-    return True
+    return bool(pci.device_and_vendor & 0xFFFF == NVIDIA)
 
 
 def _check(code: int, call: str) -> None:

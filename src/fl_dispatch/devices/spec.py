@@ -70,7 +70,7 @@ class DeviceSpec:
             hosts start their processes anew elsewhere.
         model_runners: which of vLLM's model runners (``v1``, ``v2``) run on it.
         workers: host → path of the worker's class; the plugin's for an accelerator, or for a CPU, where it is missing.
-        host_attention: host → the attention backend that the host sets by itself for this device, with kernels of its
+        host_attention: host → the attention backend that the host sets by itself for this device, with code of its
             own; the plugin puts its own there.
         host_questions: host → its function, ``module:name``, that says whether this device is there, and whose answer
             leads to code that needs kernels of the host's own; under the plugin it says no.

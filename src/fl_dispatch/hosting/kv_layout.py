@@ -28,7 +28,6 @@ from torch import Tensor
 from .. import get_default_manager
 from ..logger_manager import get_logger
 from ..types import OpImpl
-from .first_choices import chosen, first_choices
 
 logger = get_logger(__name__)
 
@@ -154,12 +153,12 @@ def state(layout: KVLayout, block_size: int) -> None:
     manager.set_facts(**{LAYOUT: layout.name, MULTIPLE: divisors})
     now = {op: manager.explain(op) for op in OPERATORS}
     for op, impl in wanted:
-        instead = chosen(now[op])
+        instead = now[op].first_choices
         if impl not in instead:
             why = _unstated(impl) or next(entry.reason for entry in now[op].considered if entry.impl is impl)
             logger.warning("'%s' of '%s' does not run: %s; %s runs", impl.impl_id, op, why, _named(instead))
     for op, other in (OPERATORS, OPERATORS[::-1]):
-        mine, theirs = chosen(now[op]), chosen(now[other])
+        mine, theirs = now[op].first_choices, now[other].first_choices
         tied = [impl for impl in mine if LAYOUT in impl.requires]
         if tied and not any(LAYOUT in impl.requires for impl in theirs):
             logger.warning(
@@ -195,7 +194,7 @@ def _unstated(impl: OpImpl) -> str:
 
 def _first() -> list[tuple[str, OpImpl]]:
     """The first choices for each operator of the pair."""
-    return [(op, impl) for op in OPERATORS for impl in first_choices(op)]
+    return [(op, impl) for op in OPERATORS for impl in get_default_manager().first_choices(op)]
 
 
 def _named(impls: list[OpImpl]) -> str:

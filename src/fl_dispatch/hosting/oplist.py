@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..op_manager import OpManager
 from ..replaced import replaced_operators
-from ..selection.decision import FLAGGEMS_ID
+from ..selection.refusals import FLAGGEMS_ID
 from ..settings import Settings
 from .private_file import write_private
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..importing import NOT_YET
 from ..locking import writers
 from ..logger_manager import get_logger
 from ..types import OpImpl
@@ -20,33 +22,39 @@ SLOW = 5.0
 class Availability:
     """The answers of availability checks. Owned by one manager.
 
-    A check runs under the writers' lock, so that nobody builds a table from half an answer; a check that dispatches
-    itself finds its own implementation unavailable meanwhile.
+    Nobody waits for another thread's check, because it may import a module that waits for him: threads that need an
+    answer at the same time each ask, and the first answer holds. A check that dispatches itself finds its own
+    implementation unavailable meanwhile.
     """
 
     def __init__(self) -> None:
         self._answers: dict[OpImpl, Answer] = {}
-        self._asking: set[OpImpl] = set()
+        self._asking: set[tuple[OpImpl, int]] = set()
+        self.unanswered: set[OpImpl] = set()
+        """Those that have to be asked again, because their check needs a module that is being imported."""
         self.slow: dict[str, float] = {}
         """Implementation's id → seconds of its slowest check, where these were many."""
 
     def of(self, impl: OpImpl) -> Answer:
         """Whether an implementation can run here, and a message why not."""
-        answer = self._answers.get(impl)
+        answers, asked = self._answers, (impl, threading.get_ident())
+        answer = answers.get(impl)
         if answer is not None:
             return answer
-        with writers:
-            if impl in self._asking:
-                return False, "its availability is being asked"
-            if impl not in self._answers:
-                self._asking.add(impl)
-                try:
-                    started = time.perf_counter()
-                    self._answers[impl] = impl.availability()
-                    self._say_if_slow(impl, time.perf_counter() - started)
-                finally:
-                    self._asking.discard(impl)
-            return self._answers[impl]
+        if asked in self._asking:
+            return False, "its availability is being asked"
+        self._asking.add(asked)
+        try:
+            started = time.perf_counter()
+            answer = impl.availability()
+            self._say_if_slow(impl, time.perf_counter() - started)
+        finally:
+            self._asking.discard(asked)
+        if answer[1] == NOT_YET:
+            self.unanswered.add(impl)
+            return answer
+        self.unanswered.discard(impl)
+        return answers.setdefault(impl, answer)
 
     def _say_if_slow(self, impl: OpImpl, seconds: float) -> None:
         if seconds > SLOW and impl.impl_id not in self.slow:
@@ -66,5 +74,5 @@ class Availability:
                 raise
 
     def forget_who_asks(self) -> None:
-        """In a forked child: the thread that was asking does not exist here."""
-        self._asking.clear()
+        """In a forked child: the other threads that were asking do not exist here."""
+        self._asking = {asked for asked in self._asking if asked[1] == threading.get_ident()}

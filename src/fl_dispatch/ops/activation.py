@@ -1,8 +1,4 @@
-"""Activation operators: of every element, and gated ones that halve the last dimension.
-
-Hosts and checkpoints know the tanh form of GELU by several names (``gelu_new``, ``gelu_fast``, ``gelu_pytorch_tanh``,
-NewGELU): they differ in rounding only and are one operator here, ``gelu(x, "tanh")``.
-"""
+"""Gated activations, which halve the last dimension; those of every element are in ``elementwise``."""
 
 from __future__ import annotations
 
@@ -17,24 +13,16 @@ from .inputs import rows, shapes
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 
 
-def _gated_fake(x: Tensor, *parameters: object) -> Tensor:
+def _fake(x: Tensor, *parameters: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _elementwise_fake(x: Tensor, *parameters: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _gated_work(x: Tensor, *parameters: object) -> Work:
+def _work(x: Tensor, *parameters: object) -> Work:
     outputs = x.numel() // 2
     return Work(3 * outputs * x.element_size(), 4 * outputs)
 
 
-def _elementwise_work(x: Tensor, *parameters: object) -> Work:
-    return Work(2 * x.numel() * x.element_size(), 3 * x.numel())
-
-
-def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+def _plain_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
 
@@ -50,153 +38,27 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield Sample("gate scale 300", (torch.cat((normal(4, 128, scale=300.0), normal(4, 128)), -1),), serving=False)
 
 
-def _gated(*settings: tuple[object, ...]) -> Samples:
+def _samples(*settings: tuple[object, ...]) -> Samples:
     """Samples of a gated activation, for each setting of its other parameters."""
 
     def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
         for setting in settings:
-            for sample in _samples(dtype, device, generator):
+            for sample in _plain_samples(dtype, device, generator):
                 label = ", ".join((sample.label, *map(str, setting)))
                 yield Sample(label, (*sample.args, *setting), sample.serving)
 
     return samples
 
 
-def _elementwise(*settings: tuple[object, ...]) -> Samples:
-    """Samples of an activation of every element, for each setting of its other parameters."""
-
-    def samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-        def normal(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
-
-        for setting in settings:
-            inputs = {
-                "1x4096": normal(1, 4096),
-                "32x2048": normal(32, 2048),
-                "3-d 2x5x64": normal(2, 5, 64),
-                "empty batch": normal(0, 64),
-                "odd width 67": normal(3, 67),
-                "row stride larger than the row": normal(4, 320)[:, :256],
-                "scale 0.0001": normal(4, 256, scale=1e-4),
-                "scale 30": normal(4, 256, scale=30.0),
-            }
-            for index, (label, x) in enumerate(inputs.items()):
-                yield Sample(", ".join((label, *map(str, setting))), (x, *setting), index < 3)
-
-    return samples
-
-
-def _xielu_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    for sample in _elementwise(())(dtype, device, generator):
-        positive, negative = (torch.rand(1, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
-        yield Sample(sample.label, (*sample.args, positive, negative, 0.5, -1e-6), sample.serving)
-
-
-# -- of every element -------------------------------------------------------------------------------------------------
-
-
-@operator(
-    layer=LayerForm({"approximate": "approximate"}),
-    modes=MODES,
-    fake=_elementwise_fake,
-    samples=_elementwise(("none",), ("tanh",)),
-    probes=rows.elementwise("none"),
-    aliases=("gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
-    work=_elementwise_work,
-)
-def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Gaussian error linear unit (Hendrycks and Gimpel, arXiv 1606.08415).
-
-    Args:
-        x: ``[..., width]``, floating point.
-        approximate: ``"none"`` for ``x * Phi(x)`` with the normal distribution function, ``"tanh"`` for
-            ``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
-
-    Returns:
-        Shape and dtype of ``x``, contiguous.
-    """
-    raise NotImplementedError
-
-
 @operator(
     layer=LayerForm(),
     modes=MODES,
-    fake=_elementwise_fake,
-    samples=_elementwise(()),
-    probes=rows.elementwise(),
-    work=_elementwise_work,
-)
-def quick_gelu(x: Tensor) -> Tensor:
-    """GELU's sigmoid approximation, ``x * sigmoid(1.702 * x)`` (arXiv 1606.08415, section 2).
-
-    Args:
-        x: ``[..., width]``, floating point.
-
-    Returns:
-        Shape and dtype of ``x``, contiguous.
-    """
-    raise NotImplementedError
-
-
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=_elementwise_fake,
-    samples=_elementwise(()),
-    probes=rows.elementwise(),
-    work=_elementwise_work,
-)
-def relu2(x: Tensor) -> Tensor:
-    """Squared rectifier, ``max(x, 0) ** 2`` (So et al., arXiv 2109.08668).
-
-    Args:
-        x: ``[..., width]``, floating point.
-
-    Returns:
-        Shape and dtype of ``x``, contiguous.
-    """
-    raise NotImplementedError
-
-
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=_elementwise_fake,
-    samples=_xielu_samples,
-    probes=rows.xielu,
-    work=_elementwise_work,
-)
-def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, epsilon: float = -1e-6) -> Tensor:
-    """Expanded integral of the ELU (Huang and Schlag, arXiv 2411.13010).
-
-    With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p * x * x + beta * x`` where ``x > 0``, else
-    ``(expm1(min(x, epsilon)) - x) * n + beta * x``.
-
-    Args:
-        x: ``[..., width]``, floating point.
-        alpha_p: ``[1]``, floating point; before the softplus.
-        alpha_n: ``[1]``, likewise.
-        beta: slope at zero.
-        epsilon: largest argument of the exponential.
-
-    Returns:
-        Shape and dtype of ``x``, contiguous.
-    """
-    raise NotImplementedError
-
-
-# -- gated ------------------------------------------------------------------------------------------------------------
-
-
-@operator(
-    layer=LayerForm(),
-    modes=MODES,
-    fake=_gated_fake,
-    samples=_gated(()),
+    fake=_fake,
+    samples=_samples(()),
     probes=rows.gated(),
     shapes=shapes.gated,
     aliases=("swiglu", "silu_mul", "silu_mul_fwd", "swiglu_and_mul"),
-    work=_gated_work,
+    work=_work,
 )
 def silu_and_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension times the second half (SwiGLU, Shazeer, arXiv 2002.05202).
@@ -213,12 +75,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
 @operator(
     layer=LayerForm({"approximate": "approximate"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated(("none",), ("tanh",)),
+    fake=_fake,
+    samples=_samples(("none",), ("tanh",)),
     probes=rows.gated("none"),
     shapes=shapes.gated,
     aliases=("geglu", "gelu_mul", "gelu_tanh_and_mul"),
-    work=_gated_work,
+    work=_work,
 )
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU of the first half of the last dimension times the second half (GEGLU, Shazeer, arXiv 2002.05202).
@@ -237,10 +99,10 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 @operator(
     layer=LayerForm(),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated(()),
+    fake=_fake,
+    samples=_samples(()),
     probes=rows.gated(),
-    work=_gated_work,
+    work=_work,
 )
 def mul_and_silu(x: Tensor) -> Tensor:
     """The first half of the last dimension times SiLU of the second half: ``silu_and_mul`` with the halves swapped.
@@ -257,10 +119,10 @@ def mul_and_silu(x: Tensor) -> Tensor:
 @operator(
     layer=LayerForm({"threshold": "threshold"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated((0.0,), (0.25,)),
+    fake=_fake,
+    samples=_samples((0.0,), (0.25,)),
     probes=rows.gated(0.0),
-    work=_gated_work,
+    work=_work,
 )
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """Thresholded rectifier of the first half of the last dimension times the second half (arXiv 2402.13516).
@@ -278,10 +140,10 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 @operator(
     layer=LayerForm({"alpha": "alpha", "limit": "limit"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated((1.702, 7.0), (1.0, 1.5)),
+    fake=_fake,
+    samples=_samples((1.702, 7.0), (1.0, 1.5)),
     probes=rows.gated(1.702, 7.0),
-    work=_gated_work,
+    work=_work,
 )
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """SwiGLU as gpt-oss has it: gate and up alternate, both are clamped, and one is added to up.
@@ -303,10 +165,10 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
 @operator(
     layer=LayerForm({"limit": "swiglu_limit", "alpha": "alpha", "beta": "beta"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated((7.0, 1.0, 0.0), (1.5, 1.702, 1.0)),
+    fake=_fake,
+    samples=_samples((7.0, 1.0, 0.0), (1.5, 1.702, 1.0)),
     probes=rows.gated(7.0, 1.0, 0.0),
-    work=_gated_work,
+    work=_work,
 )
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """SwiGLU whose input is clamped.
@@ -329,10 +191,10 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
 @operator(
     layer=LayerForm({"limit": "limit"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated((7.0,), (0.5,)),
+    fake=_fake,
+    samples=_samples((7.0,), (0.5,)),
     probes=rows.gated(7.0),
-    work=_gated_work,
+    work=_work,
 )
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     """SwiGLU whose factors are clamped: ``min(silu(x[..., :width]), limit) * clamp(x[..., width:], -limit, limit)``.
@@ -350,10 +212,10 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 @operator(
     layer=LayerForm({"beta": "beta", "linear_beta": "linear_beta"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated((1.0, None), (2.0, 1.5)),
+    fake=_fake,
+    samples=_samples((1.0, None), (2.0, 1.5)),
     probes=rows.gated(1.0, None),
-    work=_gated_work,
+    work=_work,
 )
 def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None) -> Tensor:
     """Sigmoid and tanh of the first half of the last dimension times the second half.
@@ -375,10 +237,10 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
 @operator(
     layer=LayerForm({"std_multiplier": "std_multiplier", "approximate": "approximate"}),
     modes=MODES,
-    fake=_gated_fake,
-    samples=_gated((1.6448536, "tanh"), (0.0, "none")),
+    fake=_fake,
+    samples=_samples((1.6448536, "tanh"), (0.0, "none")),
     probes=rows.gated(1.6448536, "tanh"),
-    work=_gated_work,
+    work=_work,
 )
 def gelu_and_mul_sparse(x: Tensor, std_multiplier: float, approximate: str = "none") -> Tensor:
     """``gelu_and_mul`` of a sparse gate: only what lies far above the mean of its row passes.

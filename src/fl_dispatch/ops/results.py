@@ -28,7 +28,7 @@ def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
     for one in got:
         if not isinstance(one, Tensor | None):
             return f"it returns something that is no tensor: {type(one).__name__}"
-    wanted = flat(operator.fake(*map(_meta, args)))
+    wanted = flat(operator.fake(*map(without_data, args)))
     if len(wanted) != len(got):
         return f"it returns {len(got)} tensors, not {len(wanted)}"
     written = [tensor for _, tensor in operator.written(tuple(args)).values()]
@@ -54,9 +54,9 @@ def flat(result: Any) -> list[Any]:
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
-def _meta(value: Any) -> Any:
-    """A tensor without data in place of one with data; anything else unchanged."""
-    if not isinstance(value, Tensor):
+def without_data(value: Any) -> Any:
+    """A tensor without data in place of one with data; one without strides, and anything else, unchanged."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 

@@ -18,10 +18,10 @@ import torch
 from ..ops import Workload
 from ..settings.origins import Origin
 from ..settings.selection_policy import SelectionPolicy, TunedRule
-from ..types import BackendImplKind, OpImpl, match_token
+from ..types import OpImpl, match_token
+from .refusals import refusal
 
 CHOSEN, FALLBACK, SKIPPED = "chosen", "fallback", "skipped"
-FLAGGEMS_ID = "default.flagos"
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,11 @@ class Decision:
         return self.candidates[0] if self.candidates else None
 
     @property
+    def first_choices(self) -> list[OpImpl]:
+        """The implementations that run first, one for each condition, without repetitions."""
+        return list(dict.fromkeys(branch.candidates[0] for branch in self.branches if branch.candidates))
+
+    @property
     def order(self) -> tuple[str, ...]:
         """The tokens in the order they were tried."""
         return self.branches[-1].order
@@ -219,7 +224,7 @@ def select(
         facts: what the host stated about the process; compared with what implementations require.
         untraceable: implementations that Dynamo was found not to trace, and why; they are told, and decide nothing.
     """
-    refusals = {impl: _refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
+    refusals = {impl: refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
     fit = [impl for impl in impls if not refusals[impl]]
     key = policy.per_op_key(op_name, scope)
     if key is not None:
@@ -258,44 +263,6 @@ def condition_of(rule: TunedRule) -> dict[str, Any]:
 
 def _is_unconditional(rule: TunedRule) -> bool:
     return not any(value is not None for value in condition_of(rule).values())
-
-
-def _refusal(
-    op_name: str,
-    impl: OpImpl,
-    impls: Iterable[OpImpl],
-    policy: SelectionPolicy,
-    available: Callable[[OpImpl], tuple[bool, str]],
-    facts: Mapping[str, Any],
-) -> str:
-    """Why an implementation may not run at all, or an empty string."""
-    kind = impl.kind
-    has_reference = any(other.kind is BackendImplKind.REFERENCE for other in impls)
-    if not policy.enabled and has_reference and kind is not BackendImplKind.REFERENCE:
-        return f"dispatch is switched off, only the reference runs ({policy.origin('enabled')})"
-    if kind is BackendImplKind.VENDOR and impl.vendor is not None and not policy.is_vendor_allowed(impl.vendor):
-        if policy.denies_vendor(impl.vendor):
-            return f"vendor {impl.vendor} is denied ({policy.origin('deny_vendors')})"
-        return f"vendor {impl.vendor} is not among the allowed ones ({policy.origin('allow_vendors')})"
-    if impl.impl_id == FLAGGEMS_ID and not policy.is_flaggems_allowed(op_name):
-        listed = "flagos_blacklist" if policy.flagos_whitelist is None else "flagos_whitelist"
-        return f"FlagGems is switched off for it ({policy.origin(listed if policy.use_flaggems else 'use_flaggems')})"
-    if policy.batch_invariant and not impl.properties.get("batch_invariant"):
-        return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
-    for name, needed in impl.requires.items():
-        if name in facts and not _holds(facts[name], needed):
-            return f"it needs {name}={needed!r}, but here it is {_in_words(facts[name])}"
-    is_available, why_not = available(impl)
-    return "" if is_available else why_not
-
-
-def _holds(fact: Any, needed: Any) -> bool:
-    """Whether a fact is what is needed; of a set every member is a fact."""
-    return needed in fact if isinstance(fact, frozenset) else bool(fact == needed)
-
-
-def _in_words(fact: Any) -> str:
-    return " or ".join(repr(member) for member in sorted(fact)) if isinstance(fact, frozenset) else repr(fact)
 
 
 def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> tuple[OpImpl, ...]:

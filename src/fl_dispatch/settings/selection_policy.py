@@ -85,7 +85,7 @@ class SelectionPolicy:
     origins: Origins = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.prefer not in VALID_PREFER_VALUES:
+        if not isinstance(self.prefer, str) or self.prefer not in VALID_PREFER_VALUES:
             raise ValueError(
                 f"Invalid prefer value: {self.prefer!r}; valid are {', '.join(sorted(VALID_PREFER_VALUES))}"
             )
@@ -98,7 +98,12 @@ class SelectionPolicy:
             pairs = getattr(self, name)
             if isinstance(pairs, Mapping):
                 raise ValueError(f"{name} is a tuple of pairs; SelectionPolicy.from_dict takes a mapping")
-            object.__setattr__(self, name, tuple((op, tuple(order)) for op, order in pairs))
+            pairs = tuple((op, order if isinstance(order, str) else tuple(order)) for op, order in pairs)
+            kind, called = (str, "tokens") if name == "per_op_order" else (TunedRule, "TunedRule")
+            for op, order in pairs:
+                if isinstance(order, str) or not all(isinstance(one, kind) for one in order):
+                    raise ValueError(f"{name} of '{op}' is a sequence of {called}, not {order!r}")
+            object.__setattr__(self, name, pairs)
             if len({op for op, _ in pairs}) != len(self.__getattribute__(name)):
                 raise ValueError(f"{name} names an operator twice: {[op for op, _ in pairs]}")
         for op, order in self.per_op_order:
@@ -122,7 +127,7 @@ class SelectionPolicy:
         return cls(
             prefer=prefer,
             strict=strict,
-            per_op_order=tuple((op, tuple(order)) for op, order in (per_op_order or {}).items()),
+            per_op_order=tuple((per_op_order or {}).items()),  # type: ignore[arg-type]  # likewise
             deny_vendors=deny_vendors or frozenset(),  # type: ignore[arg-type]  # made a frozenset, and checked
             allow_vendors=allow_vendors,  # type: ignore[arg-type]
         )
@@ -156,6 +161,11 @@ class SelectionPolicy:
             _most_specific((key for key, _ in pairs), op_name, scope) for pairs in (self.per_op_order, self.op_tuned)
         ]
         return any(key is not None and "@" in key for key in keys)
+
+    def scopes_of(self, op_name: str) -> set[str]:
+        """The layers, or patterns of layers, that rules of an operator name."""
+        keys = (key.partition("@") for key, _ in (*self.per_op_order, *self.op_tuned))
+        return {scope for op, _, scope in keys if op == op_name and scope}
 
     def is_vendor_allowed(self, vendor: str) -> bool:
         """Whether a vendor's implementations may run. Vendor names are compared without regard to case."""

@@ -31,9 +31,12 @@ def _shell(found: Any) -> Any:
 
 
 def _event(event: Any) -> Any:
-    """The device's class of events, called without ``blocking`` where it does not know it."""
-    if "blocking" in inspect.signature(event).parameters:
-        return event
+    """The device's class of events, called without ``blocking``, a wish only, unless its signature has it."""
+    try:
+        if "blocking" in inspect.signature(event).parameters:
+            return event
+    except ValueError:  # a class in C may not say
+        pass
     return _WithoutBlocking("Event", (), {"events": event})
 
 

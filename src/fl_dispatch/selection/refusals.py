@@ -1,0 +1,51 @@
+"""Why an implementation may not run at all, whatever the order says: vendors, lists, facts, availability."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..settings.selection_policy import SelectionPolicy
+from ..types import BackendImplKind, OpImpl
+
+FLAGGEMS_ID = "default.flagos"
+
+
+def refusal(
+    op_name: str,
+    impl: OpImpl,
+    impls: Iterable[OpImpl],
+    policy: SelectionPolicy,
+    available: Callable[[OpImpl], tuple[bool, str]],
+    facts: Mapping[str, Any],
+) -> str:
+    """Why an implementation may not run at all, or an empty string."""
+    kind = impl.kind
+    has_reference = any(other.kind is BackendImplKind.REFERENCE for other in impls)
+    if not policy.enabled and has_reference and kind is not BackendImplKind.REFERENCE:
+        return f"dispatch is switched off, only the reference runs ({policy.origin('enabled')})"
+    if kind is BackendImplKind.VENDOR and impl.vendor is not None and not policy.is_vendor_allowed(impl.vendor):
+        if policy.denies_vendor(impl.vendor):
+            return f"vendor {impl.vendor} is denied ({policy.origin('deny_vendors')})"
+        return f"vendor {impl.vendor} is not among the allowed ones ({policy.origin('allow_vendors')})"
+    if impl.impl_id == FLAGGEMS_ID and not policy.is_flaggems_allowed(op_name):
+        listed = "flagos_blacklist" if policy.flagos_whitelist is None else "flagos_whitelist"
+        return f"FlagGems is switched off for it ({policy.origin(listed if policy.use_flaggems else 'use_flaggems')})"
+    if policy.batch_invariant and not impl.properties.get("batch_invariant"):
+        return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
+    for name, needed in impl.requires.items():
+        if name in facts and not _holds(facts[name], needed):
+            return f"it needs {name}={needed!r}, but here it is {_in_words(facts[name])}"
+    is_available, why_not = available(impl)
+    return "" if is_available else why_not
+
+
+def _holds(fact: Any, needed: Any) -> bool:
+    """Whether a fact is what is needed; of a set every member is a fact."""
+    return needed in fact if isinstance(fact, frozenset) else bool(fact == needed)
+
+
+def _in_words(fact: Any) -> str:
+    if not isinstance(fact, frozenset):
+        return repr(fact)
+    return " or ".join(sorted(map(repr, fact), key=lambda text: (len(text), text)))  # members may be of many types
