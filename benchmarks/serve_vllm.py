@@ -6,10 +6,10 @@ change of the machine's speed hits all alike; one that waits uses no time of the
 generation ignores the end token. It is greedy, but shapes with experts sample, and their routers get weights that tell
 tokens apart (:func:`spread_routing`), or how many experts a step reads would be an accident. A round of a cell is
 compared with the better vanilla of that round and workload; the interval over the rounds is of ratios that were
-measured and holds the true median with a probability of at least 0.9 (:mod:`fl_dispatch.evidence.intervals`; fewer than five rounds cannot
-say so much, and their interval is from the least to the largest ratio). With ``--profile`` each cell
-then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to a file: it says where a
-difference comes from.
+measured and holds the true median with a probability of at least 0.9 (:mod:`fl_dispatch.evidence.intervals`;
+fewer than five rounds cannot say so much, and their interval is from the least to the largest ratio). With
+``--profile`` each cell then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to
+a file: it says where a difference comes from.
 
     python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
         [--layers 32] [--json FILE] [--profile FILE]

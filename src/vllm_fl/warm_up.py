@@ -1,8 +1,8 @@
 """Batches of every kind before a GPU serves, so that no kernel is compiled during a request.
 
 vLLM's own warm-up has a few of the kinds of batches that :mod:`fl_dispatch.hosting.warm_batches` lists. The calls here
-have hardly any keys, whatever lengths they announce, so they take no time of the device; and they come before graphs are
-captured, where an implementation's first failure could not be told from a failed graph.
+have hardly any keys, whatever lengths they announce, so they take no time of the device; and they come before graphs
+are captured, where an implementation's first failure could not be told from a failed graph.
 """
 
 from __future__ import annotations

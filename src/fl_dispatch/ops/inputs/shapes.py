@@ -61,12 +61,17 @@ def add_and_normalize(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]
     return place.normal(tokens, hidden), place.normal(tokens, hidden), place.normal(hidden), 1e-6
 
 
+def normalize_heads(place: Place, tokens: int, heads: int, head_dim: int) -> tuple[Any, ...]:
+    """A norm of every head."""
+    return place.normal(tokens, heads, head_dim), None, place.normal(head_dim), 1e-6
+
+
 norm = rows(_=normalize, with_residual=add_and_normalize)
 
 
 def multiply(columns: int) -> Make:
     """A product with weights of so many columns, as long as the width."""
-    return lambda place, tokens, inner: (place.normal(tokens, inner), place.normal(columns, inner))
+    return lambda place, tokens, inner: (place.normal(tokens, inner), place.normal(columns, inner, scale=inner**-0.5))
 
 
 def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
@@ -142,6 +147,19 @@ def attend(
     caches = _caches(place, table.numel(), kv_heads, head_dim)
     starts, lengths = _steps(place, requests, new), _lengths(place, requests, context)
     return query, *caches, table, starts, lengths, new, context, head_dim**-0.5, place.normal(*query.shape)
+
+
+def attend_batch(
+    place: Place, queries: Sequence[int], longest: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Any, ...]:
+    """Requests with so many new tokens each and no others, whatever number of keys is announced."""
+    lengths = torch.tensor(queries, dtype=torch.int32, device=place.index_device)
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    table = lengths.new_zeros(len(queries), -(-longest // BLOCK_SIZE))
+    caches = _caches(place, -(-max(queries) // BLOCK_SIZE), kv_heads, head_dim)
+    query = place.normal(sum(queries), heads, head_dim)
+    out = place.normal(*query.shape)
+    return query, *caches, table, starts, lengths, max(queries), longest, head_dim**-0.5, out
 
 
 def _decodes(prefix: str, shapes: Sequence[tuple[int, int]], most: int, make: Make) -> Iterator[Shape]:
@@ -230,24 +248,30 @@ def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     yield from _each("", tokens, (experts,), lambda place, t, e: (place.normal(t, e), topk, True))
 
 
-def _grouped(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+def route_in_groups(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+    """Logits of experts in groups."""
     bias = place.normal(experts, scale=0.1, dtype=torch.float32)
     return place.normal(tokens, experts), 8, 8, 4, True, "sigmoid", 2.5, bias
 
 
 def grouped_routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``grouped_topk``, as DeepSeek-V3 routes."""
-    yield from _each("", tokens, (256,), _grouped)
+    yield from _each("", tokens, (256,), route_in_groups)
+
+
+def align(topk: int) -> Make:
+    """Choices of experts, and a block size that fits their number; the width is the number of experts."""
+
+    def make(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+        return _routed(place, tokens, experts, topk)[1], 64 if tokens * topk > 16 * experts else 16, experts
+
+    return make
 
 
 def alignment(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``moe_align_block_size``."""
     experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
-
-    def make(place: Place, count: int, e: int) -> tuple[Any, ...]:
-        return _routed(place, count, e, topk)[1], 64 if count * topk > 16 * e else 16, e
-
-    yield from _each("", tokens, (experts,), make)
+    yield from _each("", tokens, (experts,), align(topk))
 
 
 def expert_sums(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
