@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,16 @@ def tuned_path(device: devices.DeviceSpec) -> Path:
         raise DeviceError(device.name, "it has no platform_config, so its platform has no name; --out names a file")
     name = "-".join((Path(device.platform_config).stem, *_words(device.device_name(0))))
     return user_dir() / f"{name}.yaml"
+
+
+def is_own(file: Path) -> bool:
+    """Whether a platform's file is the user's own."""
+    return file.parent == user_dir()
+
+
+def identity(file: Path) -> str:
+    """A platform's file by its path and a short hash of its content, which differs where the content does."""
+    return f"{file} ({hashlib.sha256(file.read_bytes()).hexdigest()[:16]})"
 
 
 def evidence_path(file: Path) -> Path:

@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Iterable
 from importlib import metadata
 
+from ...settings.tuned import OURS, installed
 from ...types import OpImpl
-from ...version import __version__
 
-OURS = "fl-dispatch"
 PACKAGES = {
     "default.triton": (OURS, "triton"),
     "default.flagos": ("flag-gems", "triton"),
@@ -26,7 +25,7 @@ def providers(impls: Iterable[OpImpl]) -> dict[str, str]:
     for impl in impls:
         known = [packages for start, packages in PACKAGES.items() if impl.impl_id.startswith(start)]
         names.update(known[0] if known else _distributions(impl))
-    return {name: version for name in sorted(names) if (version := _version(name))}
+    return {name: version for name in sorted(names) if (version := installed(name))}
 
 
 def _distributions(impl: OpImpl) -> list[str]:
@@ -34,10 +33,3 @@ def _distributions(impl: OpImpl) -> list[str]:
     fn = inspect.unwrap(getattr(impl.fn, "__func__", impl.fn))
     root = str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0]
     return metadata.packages_distributions().get(root, [])
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return __version__ if name == OURS else ""
