@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...settings.place import shorten
 from ...settings.selection_policy import TunedRule
 from .calls import Key
 from .choice import Choice, Figure
@@ -33,7 +34,8 @@ def platform_file(
     lines.append("op_tuned:")
     for op_name, own in rules.items():
         keys = [key for key in choices if key.op_name == op_name]
-        lines += [f"  # {line}" for key in keys for line in _comment(key, figures[key], choices[key])]
+        lines += [f"  # {_comment(key, figures[key], choices[key])}" for key in keys]
+        lines += [f"  # {line}" for line in _excluded([figures[key] for key in keys])]
         if not keys:
             lines.append("  # Not tuned: as in the file that this one starts from.")
         lines.append(f"  {op_name}:")
@@ -41,18 +43,27 @@ def platform_file(
     return "\n".join(lines) + "\n"
 
 
-def _comment(key: Key, figures: Sequence[Figure], choice: Choice) -> list[str]:
-    """One line: the key's winner and the time of each candidate in a step."""
-    told = []
-    for figure in figures:
-        if figure.seconds:
-            low, high = figure.bounds
-            mark = f", {figure.problem.partition(':')[0]}" if figure.problem else ""
-            told.append(f"{figure.impl_id} {figure.median * 1e6:.4g} [{low * 1e6:.4g}, {high * 1e6:.4g}]{mark}")
-        else:
-            told.append(f"{figure.impl_id}: {figure.problem.partition(':')[0] or 'not timed'}")
-    phase = f", {key.phase}" if key.phase else ""
-    return [f"{key.tokens} tokens{phase}: {choice.impl_id or 'nobody'}; us a step: {'; '.join(told)}"]
+def _comment(key: Key, figures: Sequence[Figure], choice: Choice) -> str:
+    """The winner of a key and the fastest of the others that might have won, with their times in a step."""
+    size = f"{key.tokens} token{'s' * (key.tokens != 1)}" + (f", {key.phase}" if key.phase else "")
+    told = {figure.impl_id: figure for figure in figures if figure.seconds and not figure.problem}
+    if choice.impl_id not in told:
+        return f"{size}: nobody may win"
+    others = sorted((one for name, one in told.items() if name != choice.impl_id), key=lambda figure: figure.median)
+    return f"{size}: " + "; then ".join(f"{one.impl_id} {_time(one)}" for one in (told[choice.impl_id], *others[:1]))
+
+
+def _time(figure: Figure) -> str:
+    low, high = figure.bounds
+    return f"{figure.median * 1e6:.4g} us [{low * 1e6:.4g}, {high * 1e6:.4g}]"
+
+
+def _excluded(figures: Sequence[Sequence[Figure]]) -> list[str]:
+    """One line for each candidate that may not win with some size, with its first reason."""
+    reasons: dict[str, str] = {}
+    for figure in (figure for key in figures for figure in key if figure.problem):
+        reasons.setdefault(figure.impl_id, figure.problem)
+    return [shorten(f"{impl_id} may not win: {why}", WIDTH) for impl_id, why in reasons.items()]
 
 
 def _rule(rule: TunedRule) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from ...ops import OPERATORS
 from ...settings.selection_policy import TunedRule
 from .calls import Key
 
@@ -17,8 +18,8 @@ def merge(winners: Mapping[Key, str], base: Mapping[str, Rules]) -> dict[str, Ru
 
     Sizes between two that were measured are those of graphs that are padded to the larger one, so they belong to it.
     The largest size stands for all above it. A condition in which all winners agree is left out: then the choice can
-    be compiled into a model. Where nobody won, and where a condition fits no rule, the operator's rules of ``base``
-    hold.
+    be compiled into a model. The last rule of an operator that has a winner everywhere has none. Where nobody won, and
+    where a condition fits no rule, the operator's rules of ``base`` hold.
 
     Args:
         winners: key → implementation, empty where nobody may win.
@@ -28,11 +29,21 @@ def merge(winners: Mapping[Key, str], base: Mapping[str, Rules]) -> dict[str, Ru
     for op_name in dict.fromkeys(key.op_name for key in winners):
         mine = {key: winner for key, winner in winners.items() if key.op_name == op_name}
         own = _of_operator(mine)
-        if not own or not _is_unconditional(own[-1]):
-            own = (*own, *base.get(op_name, ()))
+        if _covers_everything(op_name, mine):
+            own = (*own[:-1], TunedRule(order=own[-1].order))
+        else:
+            own = (*own, *(rule for rule in base.get(op_name, ()) if rule not in own))
         if own:
             found[op_name] = own
     return found
+
+
+def _covers_everything(op_name: str, winners: Mapping[Key, str]) -> bool:
+    """Whether there is a winner for every call, so that the last rule needs no condition."""
+    phases = {key.phase for key in winners}
+    dtypes = {key.dtype for key in winners}
+    needed = {"prefill", "decode"} if op_name in OPERATORS and OPERATORS[op_name].phases else {None}
+    return phases >= needed and all(winners.values()) and (len(dtypes) == 1 or len(_of_operator(winners)) == 1)
 
 
 def _of_operator(winners: Mapping[Key, str]) -> Rules:
@@ -66,10 +77,6 @@ def _of_sizes(sizes: Sequence[tuple[int, str]]) -> list[TunedRule]:
             rules.append(TunedRule(order=(f"impl:{winner}",), tokens=tokens))
         low = run[-1] + 1
     return rules
-
-
-def _is_unconditional(rule: TunedRule) -> bool:
-    return rule.dtype is None and rule.tokens is None and rule.phase is None
 
 
 def agreement(one: Mapping[Key, str], other: Mapping[Key, str]) -> tuple[float, dict[Key, tuple[str, str]]]:

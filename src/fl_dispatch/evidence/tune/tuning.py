@@ -26,7 +26,7 @@ from .race import REPEATS, Outcome, is_provable, prove, race
 from .record import Record
 from .warmth import late_compilation, requests_of, start_of
 
-PROOF_SECONDS, WARM_SECONDS = 0.3, 6.0
+PROOF_SECONDS, WARM_SECONDS = 0.1, 2.0
 """For an estimate: proving a candidate at a shape, and looking whether it compiles later, where that is possible."""
 CANDIDATES = 3
 """And how many candidates an operator has, about."""
