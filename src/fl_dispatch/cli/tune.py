@@ -31,6 +31,7 @@ from ..settings.document import read_yaml
 from ..version import __version__
 from .output import INTERRUPTED, ResultFile, Rows, about, advancing, check_file
 from .places import device_named, dtype_named
+from .tune_engine import confirm
 
 COLUMNS = {"operator": 18, "tokens": 7, "phase": 8, "chosen": 18, "us": 10, "why": 0}
 BATCHES = {True: 256, False: 8}
@@ -63,17 +64,22 @@ def tune(
         Path | None, typer.Option(help="The file to write. Default: named after the device, in your configuration.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on with what an interrupted run has left.")] = False,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Then serve with vLLM alone, fixed policies and the file, in turns.")
+    ] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of those engines, so that all fit at once.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of those engines.")] = 5,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Say on how many keys two tunings agree, and do nothing else.")
     ] = None,
 ) -> None:
     """Measure the implementations of each operator at a model's shapes, and write the platform's file.
 
-    A candidate may win only if it is right at the shape and compiles nothing after a start. What is as fast as the
-    default stays the default. Everything measured lies beside the file, in NAME.evidence.json.
+    A candidate may win only if it is right at the shape and compiles nothing after a start. A candidate that is as fast
+    as the default leaves the default in place. Everything measured lies beside the file, in NAME.evidence.json.
 
-    Exit status 0: written. 2: nothing to tune, or something that was named is wrong. 130: interrupted; run again to
-    go on.
+    Exit status 0: written. 1: an engine is faster with a fixed policy than with the file. 2: nothing to tune, or
+    something that was named is wrong. 130: interrupted; run again to go on.
     """
     if compare is not None:
         _compare(*compare)
@@ -90,6 +96,8 @@ def tune(
     evidence = ResultFile(platforms.evidence_path(file))
     plan = _plan(dimensions, place, max_batch, prefill, context, eager, repeats, op)
     _run(plan, file, evidence, fresh)
+    if engine and not confirm(plan, model, file, layers, rounds):
+        raise typer.Exit(1)
 
 
 def _plan(
@@ -129,10 +137,11 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
     spec = device_of(place.device.type)
     facts = plan.facts(machine(place.device), spec.driver())
     facts |= {"threads": threads, "command": ["fl", *sys.argv[1:]], "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
-    record = Record(facts) if fresh else resumed(evidence.partial, facts)
+    kept = [file for file in (evidence.partial, evidence.file) if file is not None and file.is_file()]
+    record = Record(facts) if fresh or not kept else resumed(kept[0], facts)
     rows.say(f"{facts['machine']['device']}, {facts['dtype']}" + (f", {threads} threads ({why})" if why else ""))
     if record.cases:
-        rows.say(f"going on after {len(record.cases)} shapes, which are in {evidence.partial}; --fresh begins anew")
+        rows.say(f"going on after {len(record.cases)} shapes, which are in {kept[0]}; --fresh begins anew")
     yardstick = Yardstick(Clock(place.device, plan.repeats * LEAST_SECONDS), place.dtype)
     try:
         todo = list(steps(plan, record, yardstick))
@@ -145,8 +154,8 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
                 evidence.keep(record.as_data(complete=False))
                 progress.end(seconds)
     except KeyboardInterrupt:
-        kept = evidence.stop(record.as_data(complete=False))
-        rows.say(f"interrupted after {len(record.cases)} shapes, which are in {kept}; run again to go on")
+        where = evidence.stop(record.as_data(complete=False))
+        rows.say(f"interrupted after {len(record.cases)} shapes, which are in {where}; run again to go on")
         raise typer.Exit(INTERRUPTED) from None
     _write(plan, record, file, evidence, rows)
 

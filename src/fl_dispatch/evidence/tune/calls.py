@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Key:
-    """What a rule can tell calls apart by."""
+    """The facts by which a rule can tell calls apart."""
 
     op_name: str
     dtype: str

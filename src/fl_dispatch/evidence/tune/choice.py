@@ -15,7 +15,7 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True)
 class Figure:
-    """What is known of one candidate for one key.
+    """The findings about one candidate for one key.
 
     Args:
         impl_id: the candidate.
@@ -29,7 +29,7 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """Of the repeats."""
+        """The median of the repeats."""
         return statistics.median(self.seconds)
 
     @property

@@ -1,4 +1,4 @@
-"""Does an engine say what the kernels said? vLLM without the plugin, with fixed policies and with a tuned file, in turns.
+"""Does an engine say what the kernels said? vLLM alone, with fixed policies and with a tuned file, in turns.
 
 Each cell is an engine in a process of its own, with random weights in the model's shape. All of them live at once and
 take turns, workload by workload, so that a change of the machine's speed hits all alike; one that waits uses no time.
@@ -170,7 +170,7 @@ def compared(rates: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, A
 
 
 def disagreements(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where a fixed policy is faster than the tuned file in the engine, in words; vanilla is no policy."""
+    """The fixed policies that an engine is faster with than with the tuned file, in words; vanilla is no policy."""
     return [
         f"{row['workload']}: {row['cell']} is {1 / row['tuned']:.3f} times as fast as the tuned file"
         for row in rows

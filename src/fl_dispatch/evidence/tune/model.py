@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": "silu_and_mul", "swish": "silu_and_mul"}
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """What the shapes of a rank's calls follow from.
+    """The numbers from which the shapes of a rank's calls follow.
 
     Args:
         model_type: ``config.json``'s.

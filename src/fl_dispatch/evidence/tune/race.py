@@ -64,7 +64,7 @@ class Outcome:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Outcome:
-        """What :meth:`as_data` gave."""
+        """The outcome that :meth:`as_data` gave."""
         return cls([value / 1e6 for value in data["us"]], data["how"], data["problem"], data["proof"])
 
 

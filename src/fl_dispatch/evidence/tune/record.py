@@ -1,4 +1,4 @@
-"""What a tuning found, as data: kept while it runs, and read by those who go on with it or compare it."""
+"""The findings of a tuning as data: kept while it runs, and read by those who go on with it or compare it."""
 
 from __future__ import annotations
 
@@ -101,17 +101,16 @@ def read_record(file: Path) -> dict[str, Any]:
     return data
 
 
-def resumed(file: Path | None, facts: Mapping[str, Any]) -> Record:
-    """The record to go on with: what an interrupted run of the same facts left, or an empty one."""
+def resumed(file: Path, facts: Mapping[str, Any]) -> Record:
+    """The record to go on with: what a run of the same facts left, or an empty one."""
     record = Record(facts)
-    if file is not None and file.is_file():
-        try:
-            data = read_record(file)
-        except DispatchError:
-            return record
-        plain = json.loads(json.dumps(facts))
-        if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
-            record.cases, record.late = data["cases"], data.get("late", {})
+    try:
+        data = read_record(file)
+    except DispatchError:
+        return record
+    plain = json.loads(json.dumps(facts))
+    if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
+        record.cases, record.late = data["cases"], data.get("late", {})
     return record
 
 

@@ -37,7 +37,7 @@ End = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is tuned.
+    """The plan of a tuning.
 
     Args:
         manager: whose implementations are candidates.
@@ -94,7 +94,7 @@ class Plan:
         return self.eager or tuned.step > max(self.batches)
 
     def facts(self, machine: Mapping[str, Any], driver: str) -> dict[str, Any]:
-        """What the findings hold for."""
+        """The facts that the findings hold for."""
         ops = dict.fromkeys(tuned.key.op_name for tuned in self.cases())
         order = {
             name: [impl.impl_id for impl in select(name, self._impls(name), self.policy).candidates] for name in ops
@@ -125,9 +125,9 @@ class Plan:
 
 
 def steps(plan: Plan, record: Record, yardstick: Yardstick) -> Iterator[tuple[str, float, Callable[[], None]]]:
-    """What there is to do: a name, about how many seconds it takes, and a function that does it and records it.
+    """The steps that are left: a name, about how many seconds it takes, and a function that does it and records it.
 
-    What the record has is left out.
+    Findings of the record are not made again.
     """
     cases = plan.cases()
     proofs: dict[tuple[str, str, str | None, str], Outcome] = {}

@@ -52,10 +52,10 @@ def compilations() -> Iterator[list[str]]:
 
 
 def late_compilation(function: Callable[..., Any], start: Iterator[Make], requests: Iterator[tuple[str, Make]]) -> str:
-    """What an implementation compiles after a start, in words; empty if nothing.
+    """The first kernel that an implementation compiles after a start, in words; empty if there is none.
 
     Args:
-        function: the implementation. What it declines, and what it fails on, is not counted here.
+        function: the implementation. Calls that it declines or fails on are not counted here.
         start: the calls of the start.
         requests: calls that come after it, by name.
     """
