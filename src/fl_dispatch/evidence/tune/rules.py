@@ -18,8 +18,8 @@ def merge(winners: Mapping[Key, str], base: Mapping[str, Rules]) -> dict[str, Ru
 
     Sizes between two that were measured are those of graphs that are padded to the larger one, so they belong to it.
     The largest size stands for all above it. A condition in which all winners agree is left out: then the choice can
-    be compiled into a model. The last rule of an operator that has a winner everywhere has none. The operator's rules of
-    ``base`` hold where nobody won, and where a condition fits no rule.
+    be compiled into a model. The last rule of an operator that has a winner everywhere has none. The operator's rules
+    of ``base`` hold where nobody won, and where a condition fits no rule.
 
     Args:
         winners: key → implementation, empty where nobody may win.
