@@ -132,14 +132,15 @@ def _plan(
 
 def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
     rows, place = Rows(COLUMNS), plan.place
-    threads, why = free_threads()
-    torch.set_num_threads(threads)
+    threads, busy = torch.get_num_threads(), free_threads()[1]
     spec = device_of(place.device.type)
     facts = plan.facts(machine(place.device), spec.driver())
     facts |= {"threads": threads, "command": ["fl", *sys.argv[1:]], "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
     kept = [file for file in (evidence.partial, evidence.file) if file is not None and file.is_file()]
     record = Record(facts) if fresh or not kept else resumed(kept[0], facts)
-    rows.say(f"{facts['machine']['device']}, {facts['dtype']}" + (f", {threads} threads ({why})" if why else ""))
+    rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {threads}")
+    if busy and not plan.accelerator:
+        rows.say(f"{busy}: figures of a busy machine tell less", "yellow")
     if record.cases:
         rows.say(f"going on after {len(record.cases)} shapes, which are in {kept[0]}; --fresh begins anew")
     yardstick = Yardstick(Clock(place.device, plan.repeats * LEAST_SECONDS), place.dtype)
