@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from test_cli import fl
 from torch import Tensor
 
 from builders import impl
 from fl_dispatch import DispatchError, SelectionPolicy, get_default_manager
 from fl_dispatch.cli import tune as command
+from fl_dispatch.cli.output import ResultFile
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
+from fl_dispatch.evidence.tune.engine import compared, disagreements, measure, workloads
 from fl_dispatch.evidence.tune.model import Dimensions, dimensions
 from fl_dispatch.evidence.tune.record import Record, resumed
 from fl_dispatch.evidence.tune.tuning import Plan, steps
@@ -187,6 +191,64 @@ def test_an_interrupted_tuning_goes_on_where_it_was_and_repeats_nothing(tmp_path
     assert [name for name, *_ in steps(plan, again, Yardstick())] == [name for name, *_ in todo[2:]]  # type: ignore[arg-type]
     other = {**facts, "machine": {"device": "a chip", "versions": {"torch": "2"}}}
     assert not resumed(kept, other).cases
+
+
+def test_ctrl_c_keeps_what_there_is_and_no_platform_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(plan: Plan, record: Record, yardstick: Any) -> Any:
+        for number, step in enumerate(steps(plan, record, yardstick)):
+            yield step if number < 2 else (*step[:2], lambda: signal.raise_signal(signal.SIGINT))
+
+    monkeypatch.setattr(command, "steps", interrupted)
+    monkeypatch.setattr(command, "Yardstick", lambda clock, dtype: Yardstick())
+    file = tmp_path / "chip.yaml"
+    evidence = ResultFile(tmp_path / "chip.evidence.json")
+    with pytest.raises(typer.Exit) as ended:
+        command._run(plan_of(candidate("default.fast", gated, 900)), file, evidence, fresh=False)
+    assert ended.value.exit_code == 130
+    assert not file.exists()
+    kept = json.loads((tmp_path / "chip.evidence.json.partial").read_text())
+    assert (len(kept["cases"]), kept["complete"]) == (1, False)
+    assert "interrupted after 1 shapes" in capsys.readouterr().out
+
+
+RATES = {
+    "decode": {"vanilla": [9.0, 9.5, 9.2], "prefer=vendor": [8.0, 8.1, 8.2], "tuned": [10.0, 10.1, 10.2]},
+    "prefill": {"vanilla": [9.0, 9.5, 9.2], "prefer=vendor": [11.0, 11.1, 11.3], "tuned": [10.0, 10.1, 10.2]},
+}
+
+
+def test_an_engine_that_is_faster_with_a_fixed_policy_disagrees_and_vanilla_is_no_policy() -> None:
+    rows = compared(RATES)
+    (told,) = disagreements(rows)
+    assert told == "prefill: prefer=vendor is 1.100 times as fast as the tuned file"
+    (row,) = (row for row in rows if (row["workload"], row["cell"]) == ("decode", "vanilla"))
+    assert row["tuned"] == pytest.approx(10.2 / 9.2)
+    assert row["low"] <= row["tuned"] <= row["high"]
+
+
+def test_engines_take_turns_and_one_that_does_not_start_is_left_out_by_name(tmp_path: Path) -> None:
+    host = (
+        "import os\n"
+        "SamplingParams = dict\n"
+        "class LLM:\n"
+        "    def __init__(self, model):\n"
+        "        if os.environ.get('VLLM_FL_PREFER') == 'vendor': raise RuntimeError('no engine today')\n"
+        "    def generate(self, prompts, sampling, use_tqdm):\n"
+        "        pass\n"
+    )
+    (tmp_path / "vllm.py").write_text(host)
+    own = {"PYTHONPATH": str(tmp_path)}
+    variables = {"vanilla": own, "prefer=vendor": {**own, "VLLM_FL_PREFER": "vendor"}, "tuned": own}
+    said: list[str] = []
+    rates = measure(variables, {"model": "m"}, workloads(2, False), 2, tmp_path, said.append)
+    assert {name: list(cells) for name, cells in rates.items()} == {
+        name: ["vanilla", "tuned"] for name in ("decode, batch 1", "decode, batch 2", "prefill, 4 x 256")
+    }
+    assert all(len(values) == 2 for cells in rates.values() for values in cells.values())
+    (left_out,) = (line for line in said if line.startswith("left out"))
+    assert "the engine 'prefer=vendor' ended with 1: RuntimeError: no engine today" in left_out
 
 
 def test_every_declared_call_of_the_model_has_a_case_that_its_reference_runs() -> None:
