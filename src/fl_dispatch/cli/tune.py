@@ -17,7 +17,7 @@ from ..evidence.bench import machine
 from ..evidence.rates import Yardstick
 from ..evidence.threads import free_threads
 from ..evidence.timing import Clock
-from ..evidence.tune.document import platform_file
+from ..evidence.tune.document import microseconds, platform_file
 from ..evidence.tune.model import Dimensions, read_model
 from ..evidence.tune.race import LEAST_SECONDS, REPEATS
 from ..evidence.tune.record import Record, read_record, resumed, winners_of
@@ -165,7 +165,7 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
     figures, choices = record.figures(), record.choices()
     for key, choice in choices.items():
         best = next((figure for figure in figures[key] if figure.impl_id == choice.impl_id), None)
-        time_us = f"{best.median * 1e6:.4g}" if best else ""
+        time_us = microseconds(best.median) if best else ""
         rows.add((key.op_name, key.tokens, key.phase or "", choice.impl_id or "nobody", time_us, choice.why))
     for op_name, late in record.late.items():
         for impl_id, why in late.items():

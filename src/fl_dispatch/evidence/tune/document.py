@@ -55,7 +55,13 @@ def _comment(key: Key, figures: Sequence[Figure], choice: Choice) -> str:
 
 def _time(figure: Figure) -> str:
     low, high = figure.bounds
-    return f"{figure.median * 1e6:.4g} us [{low * 1e6:.4g}, {high * 1e6:.4g}]"
+    return f"{microseconds(figure.median)} us [{microseconds(low)}, {microseconds(high)}]"
+
+
+def microseconds(seconds: float) -> str:
+    """A time with four digits that count, and no exponent."""
+    value = seconds * 1e6
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _excluded(figures: Sequence[Sequence[Figure]]) -> list[str]:
