@@ -6,10 +6,10 @@ change of the machine's speed hits all alike; one that waits uses no time of the
 generation ignores the end token. It is greedy, but shapes with experts sample, and their routers get weights that tell
 tokens apart (:func:`spread_routing`), or how many experts a step reads would be an accident. A round of a cell is
 compared with the better vanilla of that round and workload; the interval over the rounds is of ratios that were
-measured and holds the true median with a probability of at least 0.9 (:func:`interval`; fewer than five rounds cannot
-say so much, and their interval is from the least to the largest ratio). With ``--profile`` each cell
-then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to a file: it says where a
-difference comes from.
+measured and holds the true median with a probability of at least 0.9 (:mod:`fl_dispatch.evidence.intervals`;
+fewer than five rounds cannot say so much, and their interval is from the least to the largest ratio). With
+``--profile`` each cell then runs each workload once more under PyTorch's profiler, and the time of every kernel goes to
+a file: it says where a difference comes from.
 
     python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
         [--layers 32] [--json FILE] [--profile FILE]
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -320,22 +319,10 @@ def measure(
     return {"rates": rates, "started": started, "late_compilations": late, "profiles": profiles}
 
 
-def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
-    """The shortest symmetric interval between ordered values that holds the median of their distribution so surely.
-
-    The ``k``-th least and largest of ``n`` do so with probability ``1 - 2 * P(Binomial(n, 1/2) < k)``, whatever the
-    distribution is.
-    """
-    ordered, n = sorted(values), len(values)
-    outside, rank = 0.5**n, 0
-    while rank + 1 < n // 2 and 1 - 2 * (outside + math.comb(n, rank + 1) * 0.5**n) >= confidence:
-        rank += 1
-        outside += math.comb(n, rank) * 0.5**n
-    return ordered[rank], ordered[-1 - rank]
-
-
 def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Workload → cell → median tokens a second, and its ratio to the better vanilla: median and interval."""
+    from fl_dispatch.evidence.intervals import interval  # not above: vanilla engines run this file too
+
     result: dict[str, dict[str, dict[str, float]]] = {}
     for work, cells in rates.items():
         vanilla = [values for name, values in cells.items() if name.startswith(VANILLA)]

@@ -33,8 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """Workers leave a record of themselves for ``fl doctor``: those of tests not among the user's own."""
+    """Workers leave a record of themselves for ``fl doctor``: those of tests not among the user's own.
+
+    Nor do tests read the user's tuned files.
+    """
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fl-state-")
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="fl-config-")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

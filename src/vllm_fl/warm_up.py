@@ -1,33 +1,24 @@
 """Batches of every kind before a GPU serves, so that no kernel is compiled during a request.
 
-Kernels are compiled for kinds of batches: decode or prefill, short or long, one request or many. vLLM's own warm-up has
-a few of them. The calls here have hardly any keys, whatever lengths they announce, so they take no time of the device;
-and they come before graphs are captured, where an implementation's first failure could not be told from a failed graph.
+vLLM's own warm-up has a few of the kinds of batches that :mod:`fl_dispatch.hosting.warm_batches` lists. The calls here
+have hardly any keys, whatever lengths they announce, so they take no time of the device; and they come before graphs
+are captured, where an implementation's first failure could not be told from a failed graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from fl_dispatch import get_policy
+from fl_dispatch.hosting import warm_batches
 from fl_dispatch.hosting.bound_layer import Bindable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-QUERIES = (1, 2, 3, 5, 9, 17, 33, 65, 200)
-"""New tokens of a request: each is in another power of two, at which kernels change."""
-REQUESTS = (1, 2, 5, 40)
-MIXED = ((1,), (1, 1, 1, 1))
-"""New tokens of requests beside a long one."""
-LONG = (70, 300)
-KEYS, DECODE_KEYS = (1024, 4096), (256, 512, 1024, 2048, 4096, 8192)
-"""Longest sequences; the keys of a decoding request are divided among programs, twice as many from each of these."""
 
 
 @runtime_checkable
@@ -72,19 +63,11 @@ def rules(operators: Iterable[str], scope: str | None) -> list[str]:
 
 
 def token_counts(vllm_config: VllmConfig) -> list[int]:
-    """Tokens of the batches to run without a KV cache: powers of two, at which kernels change, up to the largest."""
-    most = vllm_config.scheduler_config.max_num_batched_tokens
-    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+    """Tokens of the batches to run without a KV cache."""
+    return warm_batches.token_counts(vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _batches(vllm_config: VllmConfig) -> Iterator[tuple[tuple[int, ...], int]]:
     """New tokens of each request of a batch, and the number of keys that it announces."""
     scheduler, length = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
-    alike = ((queries,) * requests for queries, requests in product(QUERIES, REQUESTS))
-    mixed = ((*some, min(long, scheduler.max_num_batched_tokens - len(some))) for some, long in product(MIXED, LONG))
-    for queries in (*alike, *mixed):
-        possible = sum(queries) <= scheduler.max_num_batched_tokens and len(queries) <= scheduler.max_num_seqs
-        if possible and min(queries) > 0:
-            keys = DECODE_KEYS if max(queries) == 1 else KEYS
-            lengths = {max(queries), length, *(min(length, most) for most in keys)}
-            yield from ((queries, longest) for longest in sorted(lengths) if max(queries) <= longest <= length)
+    return warm_batches.attention_batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, length)

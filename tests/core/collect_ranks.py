@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fl_dispatch import (
 )
 from fl_dispatch.hosting import ranks
 from fl_dispatch.hosting.collectives import Communicator, connect, report
+from fl_dispatch.settings import get_settings, install_settings
 
 SIZES = (None, [2, 2], [1, 3], [4, 0])
 SHAPE = [4, 4, 2]
@@ -129,7 +131,14 @@ def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
     if rank == 1:
         uneven = OpImpl("silu_and_mul", "vendor.uneven", BackendImplKind.VENDOR, silu_and_mul, vendor="uneven")
         get_default_manager().registry.register_impl(uneven)
-    return {**got, "library": type(collectives).__name__, "alike": alike, "different": compare(group)}
+    different = compare(group)
+    if rank == 1:
+        install_settings(replace(get_settings(), platform_file=None))
+    else:
+        install_settings(replace(get_settings(), platform_file="/there/chip.yaml (0123456789abcdef)"))
+    lacking = compare(group)["choices"]
+    library = type(collectives).__name__
+    return {**got, "library": library, "alike": alike, "different": different, "lacking": lacking}
 
 
 if __name__ == "__main__":

@@ -92,3 +92,4 @@ def test_ranks_that_chose_alike_hear_nothing_and_those_that_did_not_hear_what_di
         assert chosen in got["different"]["choices"]
         assert "vendor.uneven" in got["different"]["manifests"]
         assert f"(there: rank {1 - rank})" in got["different"]["manifests"]
+        assert "rank 0: /there/chip.yaml (0123456789abcdef); rank 1: none;" in got["lacking"]

@@ -102,7 +102,8 @@ def test_without_nvidias_library_a_gpu_is_an_error_that_says_so() -> None:
     [
         ("NVIDIA H200", "cuda-h200"),
         ("NVIDIA H200 NVL", "cuda-h200"),
-        ("NVIDIA H100 80GB HBM3", "cuda"),
+        ("NVIDIA H100 80GB HBM3", "cuda-h100"),
+        ("NVIDIA A100-SXM4-80GB", "cuda"),
         ("H2000", "cuda"),
     ],
 )

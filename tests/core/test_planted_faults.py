@@ -13,7 +13,7 @@ from torch import Tensor
 from builders import impl
 from fl_dispatch import get_default_manager
 from fl_dispatch.evidence.verify import Verification, implementations, verify
-from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops import OPERATORS, Sample
 
 CPU = torch.device("cpu")
 
@@ -58,6 +58,18 @@ def test_an_implementation_that_rounds_before_the_product_with_the_weight_is_not
     result = found("silu_and_mul", rounded_twice, torch.bfloat16)
     assert result.problems == []
     assert 0.25 < result.rounding.mean < OPERATORS["silu_and_mul"].mean_error
+
+
+def test_the_rounding_of_a_single_row_is_not_judged_because_its_elements_have_a_factor_in_common() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    reference = next(i for i in manager.registry.get_implementations("rms_norm") if i.impl_id == "reference.torch")
+    generator = torch.Generator().manual_seed(15)  # a factor with which the first of two roundings costs much
+    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((1, 4096), (4096,)))
+    sample = Sample("one row", (x, None, weight, 1e-6))
+    result = verify(manager, reference, torch.bfloat16, CPU, samples=[sample], race_calls=0)
+    assert result.rounding.mean > OPERATORS["rms_norm"].mean_error
+    assert result.problems == []
 
 
 def test_an_implementation_whose_bits_vary_within_rounding_is_not_blamed_if_it_says_so() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fl_dispatch.evidence.intervals import interval
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -31,9 +33,9 @@ def surely(rank: int, rounds: int) -> float:
 
 
 @pytest.mark.parametrize("rounds", range(1, 41))
-def test_the_interval_is_the_shortest_that_holds_the_median_surely_enough(serve_vllm: Any, rounds: int) -> None:
+def test_the_interval_is_the_shortest_that_holds_the_median_surely_enough(rounds: int) -> None:
     values = [float(value) for value in range(rounds)]
-    low, high = serve_vllm.interval(values[::-1])
+    low, high = interval(values[::-1])
     assert high == rounds - 1 - low
     assert low == 0 or surely(int(low), rounds) >= 0.9
     assert surely(int(low) + 1, rounds) < 0.9 or low + 1 > rounds - 2 - low

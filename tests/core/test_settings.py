@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fl_dispatch import SelectionPolicy, config, settings
+from fl_dispatch import SelectionPolicy, config, get_default_manager, settings
 from fl_dispatch.backends import vendor
 from fl_dispatch.errors import ConfigError, ConfigFileNotFoundError
 from fl_dispatch.ops import OPERATORS
@@ -669,12 +669,27 @@ def test_a_broken_platform_file_is_refused(platform: Callable[[str], None]) -> N
 # -- platform files ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "ascend"])
+@pytest.mark.parametrize("name", ["cpu", "ascend"])
 def test_the_platform_files_are_right(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert name in config.list_platforms()
-    found = config.load_platform_config(name)
-    rules = {"cuda": {"linear": [{"order": ["vendor", "reference"]}]}}
-    assert found == {"prefer": "flagos", **({"op_tuned": rules[name]} if name in rules else {})}
+    assert config.load_platform_config(name) == {"prefer": "flagos"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda-h100", "cuda-h200"])
+def test_on_nvidia_gpus_our_kernels_come_before_flaggems(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    found = config.load_platform_config(name)["op_tuned"]
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    both = {"default.flagos", "default.triton"}
+    contested = [
+        op_name
+        for op_name, impls in manager.registry.snapshot().impls_by_op.items()
+        if both <= {impl.impl_id for impl in impls}
+    ]
+    assert contested
+    for op_name in contested:
+        assert found[op_name] == [{"order": ["impl:default.triton"]}]
     assert not caplog.records
 
 
@@ -787,7 +802,8 @@ def test_importing_settings_imports_no_host() -> None:
 
 def test_the_table_has_every_field_once() -> None:
     fields = [field.name for kind in (Settings, SelectionPolicy) for field in dataclasses.fields(kind)]
-    assert sorted([*(item.field for item in ITEMS), "policy", "origins", "origins"]) == sorted(fields)
+    derived = ["policy", "origins", "origins", "platform_file"]
+    assert sorted([*(item.field for item in ITEMS), *derived]) == sorted(fields)
 
 
 def test_the_hosts_own_variable_is_not_ours() -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from fl_dispatch.backends.triton.impl import alignment, attention, hopper, mla, mla_prefill, moe, routing
 from fl_dispatch.backends.triton.impl.launch import Launcher
+from fl_dispatch.hosting import warm_batches
 from vllm_fl import warm_up
 
 META = torch.device("meta")
@@ -219,6 +220,6 @@ def test_experts(keys: Keys, shape: tuple[int, int], limits: tuple[int, int, int
 
 
 def test_a_batch_that_the_start_leaves_out_is_noticed(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "QUERIES", (1,))
+    monkeypatch.setattr(warm_batches, "QUERIES", (1,))
     with pytest.raises(AssertionError):
         nothing_is_compiled_later(keys, LIMITS[1], lambda *batch: paged(PAGED[0], torch.bfloat16, *batch), drawn=1000)

@@ -78,6 +78,7 @@ CUDA = DeviceSpec(
     device_count=count,
     device_name=lambda index: _gpu(index).name,
     memory=lambda index: (_gpu(index).available, _gpu(index).total),
+    driver=nvml.driver,
     capability=lambda index: _gpu(index).capability,
     refuse_waits=_refuse_waits,
     **functions("cuda"),

@@ -111,3 +111,13 @@ def query(index: int = 0) -> Gpu:
         "nvmlDeviceGetCudaComputeCapability",
     )
     return Gpu(name.value.decode(), memory.free, memory.total, (major.value, minor.value))
+
+
+def driver() -> str:
+    """The version of the driver, or an empty text if the library does not say."""
+    version = ctypes.create_string_buffer(NAME_LENGTH)
+    try:
+        _check(_library().nvmlSystemGetDriverVersion(version, NAME_LENGTH), "nvmlSystemGetDriverVersion")
+    except NvmlError:
+        return ""
+    return version.value.decode()

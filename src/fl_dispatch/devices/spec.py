@@ -37,9 +37,9 @@ def _unknown(index: int) -> int:
 class DeviceSpec:
     """One kind of device. Callables that take an index mean the device with that index.
 
-    The functions ``detect``, ``device_count``, ``capability`` and ``is_capturing`` must not create a device context,
-    because hosts ask them in a parent process and fork afterwards. Mappings are from the name of a host (``vLLM``,
-    ``SGLang``).
+    The functions ``detect``, ``device_count``, ``driver``, ``capability`` and ``is_capturing`` must not create a device
+    context, because hosts ask them in a parent process and fork afterwards. Mappings are from the name of a host
+    (``vLLM``, ``SGLang``).
 
     Args:
         name: its name, such as ``ascend``.
@@ -80,6 +80,7 @@ class DeviceSpec:
         device_count: how many there are.
         device_name: the name a person knows it by, such as ``NVIDIA H200``.
         memory: bytes available now, and bytes in total.
+        driver: the version of its driver, or an empty text where there is none.
         capability: compute capability as (major, minor), or ``None`` where there is no such thing.
         compute_units: how many processors it has, each of which runs programs of its own. May create a context.
         warp_size: threads that run in step. May create a context.
@@ -131,6 +132,7 @@ class DeviceSpec:
     host_questions: Mapping[str, str] = field(default_factory=dict)
     native_platforms: Mapping[str, str] = field(default_factory=dict)
     replaces_aten: bool = True
+    driver: Callable[[], str] = field(default=str)
     capability: Callable[[int], tuple[int, int] | None] = field(default=_nothing)
     compute_units: Callable[[int], int] = field(default=lambda index: 1)
     warp_size: Callable[[int], int] = field(default=lambda index: 1)

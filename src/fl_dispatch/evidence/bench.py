@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -105,7 +106,7 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
         if refusal is not True:
             note = refusal or "declined"
         else:
-            calls = _calls(function, args, work.bytes_moved, clock)
+            calls = calls_of(function, rotated(args, work.bytes_moved, clock), clock)
             device = clock.time(calls)
             if clock.spec.accelerator:
                 host = clock.host(calls[0])
@@ -138,25 +139,32 @@ def expected_seconds(case: Case, yardstick: Yardstick) -> float:
     return rounds + MAKING_FACTOR * sets * size / rates.copy_bytes_per_s + OVERHEAD_SECONDS
 
 
-def _calls(function: Callable[..., Any], args: Arguments, bytes_moved: int, clock: Clock) -> list[Call]:
-    """Calls on sets of arguments that are rotated past the cache; few where one call is slow.
+def rotated(args: Arguments, bytes_moved: int, clock: Clock) -> Iterator[Arguments]:
+    """Sets of arguments, copies of these, as many as reach past the cache.
 
     A call may read a small part of large arguments, so the bytes that it moves count.
     """
+    seen = {arg.untyped_storage().data_ptr(): arg.untyped_storage().nbytes() for arg in args if isinstance(arg, Tensor)}
+    yield args
+    for _ in range(sets_to_rotate(clock.device, min(bytes_moved, sum(seen.values()))) - 1):
+        yield copied(args)
+
+
+def calls_of(function: Callable[..., Any], sets: Iterable[Arguments], clock: Clock) -> list[Call]:
+    """Calls on sets of arguments, of which only the first few are taken where one call is slow."""
 
     def call(given: Arguments) -> Call:
         return lambda: function(*given)
 
-    seen = {arg.untyped_storage().data_ptr(): arg.untyped_storage().nbytes() for arg in args if isinstance(arg, Tensor)}
-    sets = sets_to_rotate(clock.device, min(bytes_moved, sum(seen.values())))
-    first = call(args)
-    first()
+    turn = iter(sets)
+    calls = [call(next(turn))]
+    calls[0]()
     clock.synchronize()
     started = time.perf_counter()
-    first()
+    calls[0]()
     clock.synchronize()
-    sets = max(1, min(sets, int(SLOW_SECONDS / (time.perf_counter() - started))))
-    return [first, *(call(copied(args)) for _ in range(sets - 1))]
+    most = max(1, int(SLOW_SECONDS / (time.perf_counter() - started)))
+    return calls + [call(given) for given in itertools.islice(turn, most - 1)]
 
 
 def machine(device: torch.device) -> dict[str, Any]:

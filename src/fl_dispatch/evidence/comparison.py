@@ -14,6 +14,8 @@ MOST_BIAS = 0.15
 """Bias of half-type results towards zero, in units of the last place: rounding gives 0, truncation 0.5."""
 LEAST_ELEMENTS = 2048
 """So many elements make the bias of unbiased errors smaller than a tenth of what is accepted."""
+LEAST_ROWS = 8
+"""In so many rows: the elements of one row of a norm have a factor in common, so their errors are not independent."""
 Named = list[tuple[str, Tensor | None]]
 
 
@@ -41,11 +43,13 @@ class Rounding:
 
     Args:
         elements: how many there are.
+        rows: how many rows they lie in.
         towards_zero: sum of the errors, positive where the result is too small in magnitude; each at most 1.
         total: sum of their magnitudes; each at most 4.
     """
 
     elements: int = 0
+    rows: int = 0
     towards_zero: float = 0.0
     total: float = 0.0
 
@@ -61,12 +65,15 @@ class Rounding:
 
     def __add__(self, other: Rounding) -> Rounding:
         return Rounding(
-            self.elements + other.elements, self.towards_zero + other.towards_zero, self.total + other.total
+            self.elements + other.elements,
+            self.rows + other.rows,
+            self.towards_zero + other.towards_zero,
+            self.total + other.total,
         )
 
     def problem(self, most_mean: float) -> str:
         """The problem, or empty; ``most_mean`` is the operator's bound of the mean error."""
-        if self.elements < LEAST_ELEMENTS:
+        if self.elements < LEAST_ELEMENTS or self.rows < LEAST_ROWS:
             return ""
         if abs(self.bias) > MOST_BIAS:
             return (
@@ -136,18 +143,19 @@ def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance
                 f"{values[3]:.6g} instead of {values[2]:.6g}, {values[0]:.3g} times the tolerance"
             )
         elif output.dtype in HALF_TYPES:
-            rounding += _rounding(actual, wanted, output.dtype)
+            rows = output.shape[:-1].numel()
+            rounding += _rounding(actual, wanted, output.dtype, rows)
     return Comparison(problem, worst, missing, rounding)
 
 
-def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> Rounding:
+def _rounding(actual: Tensor, wanted: Tensor, dtype: torch.dtype, rows: int) -> Rounding:
     """Errors in units of the last place of what is expected, of normal numbers."""
     kind = torch.finfo(dtype)
     normal = (wanted.abs() >= kind.tiny) & actual.isfinite() & (wanted.abs() <= kind.max)
     wanted, actual = wanted[normal], actual[normal]
     unit = torch.exp2(torch.floor(torch.log2(wanted.abs()))) * kind.eps
     error = (wanted - actual) * wanted.sign() / unit
-    return Rounding(error.numel(), float(error.clamp(-1, 1).sum()), float(error.abs().clamp(max=4).sum()))
+    return Rounding(error.numel(), rows, float(error.clamp(-1, 1).sum()), float(error.abs().clamp(max=4).sum()))
 
 
 def absent(outputs: Named, marked: Named, missing: dict[str, Tensor], mark: float) -> str:

@@ -13,6 +13,7 @@ import torch
 from ..devices import device_of
 
 Call = Callable[[], Any]
+Round = Callable[[], float]
 
 WARMUPS = 3
 HOST_CALLS = 64  # few enough that the device's queue never fills, so that the host never waits
@@ -66,17 +67,30 @@ class Clock:
 
     def time(self, calls: Sequence[Call]) -> Timing:
         """Time of one call, over rounds that make each of ``calls`` once."""
+        round_, how = self.prepared(calls)
+        seconds: list[float] = []
+        while len(seconds) < LEAST_ROUNDS or sum(seconds) * len(calls) < self.seconds:
+            seconds.append(round_())
+        return Timing.of(seconds, how)
+
+    def prepared(self, calls: Sequence[Call], eager: bool = False) -> tuple[Round, str]:
+        """A round that makes each of ``calls`` once and returns the seconds of a call, and how it is timed.
+
+        Args:
+            calls: what is timed.
+            eager: by the wall clock, as a step that no graph holds: the host's time counts where it is longer.
+        """
         for call in calls[:WARMUPS]:
             call()
         self.synchronize()
-        if not self.graphs:
-            return self._rounds(lambda: self._by_wall(calls), len(calls), "wall")
+        if eager or not self.graphs:
+            return lambda: self._by_wall(calls) / len(calls), "wall"
         graph = self._captured(calls)
         if graph is None:
-            return self._rounds(lambda: self._by_events(calls), len(calls), "events")
+            return lambda: self._by_events(calls) / len(calls), "events"
         graph.replay()
         self.synchronize()
-        return self._rounds(lambda: self._by_events([graph.replay]), len(calls), "graph")
+        return lambda: self._by_events([graph.replay]) / len(calls), "graph"
 
     def warm_up(self, call: Call, seconds: float = 0.5) -> None:
         """Repeat a call until the device's clocks have risen."""
@@ -126,12 +140,6 @@ class Clock:
             for call in calls:
                 results.append(call())
         return graph
-
-    def _rounds(self, round_: Callable[[], float], calls: int, how: str) -> Timing:
-        seconds: list[float] = []
-        while len(seconds) < LEAST_ROUNDS or sum(seconds) * calls < self.seconds:
-            seconds.append(round_() / calls)
-        return Timing.of(seconds, how)
 
     def _by_events(self, calls: Sequence[Call]) -> float:
         begin, end = self._module.Event(enable_timing=True), self._module.Event(enable_timing=True)

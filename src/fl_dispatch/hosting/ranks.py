@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from ..compiled.manifest import Manifest
 from ..errors import RankDivergenceError
 from ..manager import get_default_manager
+from ..settings import get_settings
 from . import aten
 
 Choices = dict[str, Any]
@@ -22,12 +23,26 @@ def refuse_divergence(everybody: ProcessGroup, same_layers: ProcessGroup) -> Non
     ``same_layers``: the ranks that compute parts of this rank's layers together.
 
     Raises:
-        RankDivergenceError: on every rank that sees a difference, with all of them.
+        RankDivergenceError: on every rank that sees a difference, with all of them; or with the platforms' files that
+            the ranks read, if these differ.
     """
+    _refuse_other_files(everybody)
     operators, layers = _choices()
     differences = [*_differences(everybody, operators), *_differences(same_layers, layers)]
     if differences:
         raise RankDivergenceError(f"the ranks chose different implementations: {'; '.join(differences)}")
+
+
+def _refuse_other_files(everybody: ProcessGroup) -> None:
+    """Name the ranks that read another platform's file than the first one, or none."""
+    read = [file or "none" for file in _gather(everybody, get_settings().platform_file)]
+    ranks = dist.get_process_group_ranks(everybody)
+    contents = [file.rpartition("(")[2] for file in read]  # the same content may lie elsewhere
+    if len(set(contents)) > 1:
+        named = "; ".join(f"rank {rank}: {file}" for rank, file in zip(ranks, read, strict=True))
+        raise RankDivergenceError(
+            f"the ranks read different files with the platform's defaults: {named}; copy one file to every machine"
+        )
 
 
 def agree_on_replaced_operators(everybody: ProcessGroup) -> None:

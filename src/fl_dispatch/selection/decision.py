@@ -236,7 +236,7 @@ def select(
     for rule in policy.get_tuned_rules(op_name, scope) if policy.enabled else ():
         tuned = (*rule.order, *(token for token in order if token not in rule.order))
         condition = None if _is_unconditional(rule) else rule
-        branches.append(Branch(condition, _rank(fit, tuned), tuned, "op_tuned", policy.origin("op_tuned")))
+        branches.append(Branch(condition, _rank(fit, tuned), tuned, "op_tuned", policy.origin(f"op_tuned.{op_name}")))
         if condition is None:
             break
     if not branches or branches[-1].rule is not None:

@@ -23,19 +23,19 @@ MAX_NUMBER = 100  # characters; converting a number takes time that grows with t
 _SCALARS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str")}
 
 
-def read_text(path: str | os.PathLike[str], place: Place) -> str:
+def read_text(path: str | os.PathLike[str], place: Place, most: int = MAX_BYTES) -> str:
     """The text of a regular file; links are followed, because the user named the path.
 
     Raises:
         ConfigFileNotFoundError: there is no such file.
-        ConfigError: it is not a regular file, not readable, larger than ``MAX_BYTES`` or not UTF-8.
+        ConfigError: it is not a regular file, not readable, larger than ``most`` bytes or not UTF-8.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise place.error("is not a regular file")
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(most + 1)
     except FileNotFoundError:
         raise ConfigFileNotFoundError(place.source, place.key, "config file not found") from None
     except IsADirectoryError:
@@ -46,8 +46,8 @@ def read_text(path: str | os.PathLike[str], place: Place) -> str:
         raise place.error(f"cannot be read: {error}") from error
     if content is None:  # a regular file of the kernel's that has nothing to read yet
         raise place.error("cannot be read: it holds no data")
-    if len(content) > MAX_BYTES:
-        raise place.error(f"is larger than {MAX_BYTES} bytes")
+    if len(content) > most:
+        raise place.error(f"is larger than {most} bytes")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,13 +79,13 @@ def read_yaml(path: str | os.PathLike[str], name: str) -> tuple[dict[str, Any], 
         raise Place(name).error("is nested too deeply") from None
 
 
-def read_json(path: str, place: Place) -> Any:
-    """A JSON file.
+def read_json(path: str, place: Place, most: int = MAX_BYTES) -> Any:
+    """A JSON file of at most so many bytes.
 
     Raises:
         ConfigError: it cannot be read, or is not JSON.
     """
-    text = read_text(path, place)
+    text = read_text(path, place, most)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         plain = dict(pairs)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from logging import DEBUG, INFO
 from pathlib import Path
 from typing import Any, Literal
 
 from fl_dispatch.logger_manager import get_logger
 
-from . import platforms
+from . import platforms, tuned
 from .document import read_yaml
 from .items import ITEMS, Item, Variable, variable_names
 from .model import Settings
@@ -139,6 +140,7 @@ def load_settings(environ: Mapping[str, str] | None = None, *, prefixes: tuple[s
         elif not _read_variables(item, environment, found):
             found.take(item, file)
     if config_path is None:
+        found.values |= {name: file.values[name] for name in ("platform_file",) if name in file.values}
         _prefer_beats_tuning(environment, found)
     return found.settings()
 
@@ -178,9 +180,23 @@ def _unknown_key(key: str, known: Mapping[str, Item]) -> str:
 
 
 def _read_platform(forced: str | None) -> _Found:
+    """The defaults of a platform; what is stale in its tuning is said in one WARNING and in the origins."""
     platform = forced or platforms.detect_platform()
     path = platforms.get_config_path(platform) if platform is not None else None
-    return _Found() if path is None else _read_file(path, f"{path.name} (platform)")
+    if path is None:
+        return _Found()
+    own = platforms.is_own(path)
+    found = _read_file(path, f"{path} (platform, your own)" if own else f"{path.name} (platform)")
+    found.values["platform_file"] = platforms.identity(path)
+    logger.log(INFO if own else DEBUG, "the platform's defaults come from %s", path)
+    if stale := tuned.stale_entries(path):
+        logger.warning("%s was tuned with something else: %s; fl tune measures again", path, tuned.in_words(stale))
+        for name in [name for name in found.origins if name.partition(".")[0] == "op_tuned"]:
+            own_part = stale.get(name.partition(".")[2])
+            why = tuned.in_words(stale) if name == "op_tuned" else own_part
+            if why:
+                found.origins[name] = Origin(f"{found.origins[name]}; stale: {why}")
+    return found
 
 
 def _read_variables(item: Item, environment: _Environment, found: _Found) -> bool:

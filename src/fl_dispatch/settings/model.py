@@ -34,7 +34,10 @@ def _default_oplist_path() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The user's settings. ``docs/settings.md`` has each field's variable, YAML key and effect."""
+    """The user's settings. ``docs/settings.md`` has each field's variable, YAML key and effect.
+
+    ``platform_file`` is none that a user sets: the platform's file that was read, with a hash of its content.
+    """
 
     policy: SelectionPolicy = field(default_factory=_default_policy)
     aten_replacement: bool | None = None
@@ -47,6 +50,7 @@ class Settings:
     dispatch_debug: bool = False
     plugin_modules: tuple[str, ...] = ()
     platform: str | None = None
+    platform_file: str | None = None
     config_path: FilePath | None = None
     flagcx_path: FilePath | None = None
     oplist_path: FilePath = field(default_factory=_default_oplist_path)

@@ -51,60 +51,72 @@ def rows(**variants: Make) -> Shapes:
 gated = rows(_=lambda place, tokens, width: (place.normal(tokens, 2 * width),))
 
 
-def _norm(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+def normalize(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    """A norm without a residual."""
     return place.normal(tokens, hidden), None, place.normal(hidden), 1e-6
 
 
-def _fused_norm(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+def add_and_normalize(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    """A norm with a residual."""
     return place.normal(tokens, hidden), place.normal(tokens, hidden), place.normal(hidden), 1e-6
 
 
-norm = rows(_=_norm, with_residual=_fused_norm)
+def normalize_heads(place: Place, tokens: int, heads: int, head_dim: int) -> tuple[Any, ...]:
+    """A norm of every head."""
+    return place.normal(tokens, heads, head_dim), None, place.normal(head_dim), 1e-6
+
+
+norm = rows(_=normalize, with_residual=add_and_normalize)
+
+
+def multiply(columns: int) -> Make:
+    """A product with weights of so many columns, as long as the width."""
+    return lambda place, tokens, inner: (place.normal(tokens, inner), place.normal(columns, inner, scale=inner**-0.5))
 
 
 def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``linear``: few rows, as in decoding."""
-
-    def make(columns: int) -> Make:
-        return lambda place, rows, inner: (place.normal(rows, inner), place.normal(columns, inner))
-
     for columns, inner in WEIGHTS:
         few = [rows for rows in FEW_ROWS if rows <= max(tokens)]
-        yield from _each(f"{columns} columns", few, (inner,), make(columns))
+        yield from _each(f"{columns} columns", few, (inner,), multiply(columns))
 
 
-def _rotary(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
-    heads = hidden // HEAD_DIM
-    projection = place.normal(tokens, heads + 2 * KV_HEADS, HEAD_DIM)
-    query, key, _ = torch.tensor_split(projection, (heads, heads + KV_HEADS), dim=1)
+def rotate(
+    place: Place, tokens: int, hidden: int, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM, part: int = 0
+) -> tuple[Any, ...]:
+    """Queries and keys cut out of one projection; ``part`` elements of a head are rotated, by default all."""
+    heads, part = hidden // head_dim, part or head_dim
+    projection = place.normal(tokens, heads + 2 * kv_heads, head_dim)
+    query, key, _ = torch.tensor_split(projection, (heads, heads + kv_heads), dim=1)
     device = place.index_device
-    frequencies = 10000.0 ** -(torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM)
+    frequencies = 10000.0 ** -(torch.arange(0, part, 2, device=device) / part)
     angles = torch.outer(torch.arange(max(tokens, MOST_POSITIONS), device=device), frequencies)
     cos, sin = place.floating(torch.cat((angles.cos(), angles.sin()), -1)).chunk(2, -1)
     return query, key, cos, sin, torch.arange(tokens, device=device)
 
 
-rotary = rows(_=_rotary)
+rotary = rows(_=rotate)
 
 
-def _caches(place: Place, blocks: int) -> tuple[Tensor, Tensor]:
+def _caches(place: Place, blocks: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """As vLLM has them: ``[blocks, kv_heads, block_size, key and value]`` in memory."""
-    values = place.normal(blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM).transpose(1, 2)
-    return values[..., :HEAD_DIM], values[..., HEAD_DIM:]
+    values = place.normal(blocks, kv_heads, BLOCK_SIZE, 2 * head_dim).transpose(1, 2)
+    return values[..., :head_dim], values[..., head_dim:]
 
 
-def _write(place: Place, tokens: int, width: int) -> tuple[Any, ...]:
-    projection = place.normal(tokens, 2 * KV_HEADS, HEAD_DIM)
-    key, value = projection.chunk(2, dim=1)
+def write(place: Place, tokens: int, width: int, head_dim: int = HEAD_DIM) -> tuple[Any, ...]:
+    """Keys and values of new tokens, ``width`` elements of each, and a cache that has room for them."""
+    kv_heads = width // head_dim
+    key, value = place.normal(tokens, 2 * kv_heads, head_dim).chunk(2, dim=1)
     blocks, device = -(-tokens // BLOCK_SIZE) + 1, place.index_device
     pages = torch.randperm(blocks, device=device).repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE
     slots = (pages + torch.arange(BLOCK_SIZE, device=device).repeat(blocks))[:tokens]
-    return key, value, *_caches(place, blocks), slots
+    return key, value, *_caches(place, blocks, kv_heads, head_dim), slots
 
 
 def cache_writes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``kv_cache_write``."""
-    yield from _each("", tokens, (KV_HEADS * HEAD_DIM,), _write)
+    yield from _each("", tokens, (KV_HEADS * HEAD_DIM,), write)
 
 
 def _pages(place: Place, requests: int, context: int, block_size: int) -> Tensor:
@@ -120,12 +132,34 @@ def _lengths(place: Place, requests: int, context: int) -> Tensor:
     return torch.full((requests,), context, device=place.index_device, dtype=torch.int32)
 
 
-def _attend(place: Place, requests: int, new: int, context: int) -> tuple[Any, ...]:
+def attend(
+    place: Place,
+    requests: int,
+    new: int,
+    context: int,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    head_dim: int = HEAD_DIM,
+) -> tuple[Any, ...]:
+    """Requests with ``new`` new tokens each, the last of ``context``."""
     table = _pages(place, requests, context, BLOCK_SIZE)
-    query = place.normal(requests * new, HEADS, HEAD_DIM)
-    caches = _caches(place, table.numel())
+    query = place.normal(requests * new, heads, head_dim)
+    caches = _caches(place, table.numel(), kv_heads, head_dim)
     starts, lengths = _steps(place, requests, new), _lengths(place, requests, context)
-    return query, *caches, table, starts, lengths, new, context, HEAD_DIM**-0.5, place.normal(*query.shape)
+    return query, *caches, table, starts, lengths, new, context, head_dim**-0.5, place.normal(*query.shape)
+
+
+def attend_batch(
+    place: Place, queries: Sequence[int], longest: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Any, ...]:
+    """Requests with so many new tokens each and no others, whatever number of keys is announced."""
+    lengths = torch.tensor(queries, dtype=torch.int32, device=place.index_device)
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    table = lengths.new_zeros(len(queries), -(-longest // BLOCK_SIZE))
+    caches = _caches(place, -(-max(queries) // BLOCK_SIZE), kv_heads, head_dim)
+    query = place.normal(sum(queries), heads, head_dim)
+    out = place.normal(*query.shape)
+    return query, *caches, table, starts, lengths, max(queries), longest, head_dim**-0.5, out
 
 
 def _decodes(prefix: str, shapes: Sequence[tuple[int, int]], most: int, make: Make) -> Iterator[Shape]:
@@ -146,11 +180,13 @@ def _prefills(most: int, make: Make) -> Iterator[Shape]:
 
 def attention(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``paged_attention``: decoding, and whole prompts."""
-    yield from _decodes("decode, ", DECODE, max(tokens), lambda place, batch, n: _attend(place, batch, 1, n))
-    yield from _prefills(max(tokens), lambda place, batch, n: _attend(place, batch, n, n))
+    yield from _decodes("decode, ", DECODE, max(tokens), lambda place, batch, n: attend(place, batch, 1, n))
+    yield from _prefills(max(tokens), lambda place, batch, n: attend(place, batch, n, n))
 
 
-def _latent(heads: int) -> Make:
+def latent(heads: int) -> Make:
+    """Decoding of latent attention with so many heads: requests, and keys of each."""
+
     def make(place: Place, requests: int, context: int) -> tuple[Any, ...]:
         width, scale = LATENT_RANK + LATENT_ROPE, (LATENT_DIM + LATENT_ROPE) ** -0.5
         table = _pages(place, requests, context, LATENT_BLOCK_SIZE)
@@ -168,11 +204,12 @@ def _latent(heads: int) -> Make:
 def latent_decode(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``mla_decode``."""
     for heads in LATENT_HEADS:
-        yield from _decodes(f"decode, {heads} heads, ", LATENT_DECODE, max(tokens), _latent(heads))
+        yield from _decodes(f"decode, {heads} heads, ", LATENT_DECODE, max(tokens), latent(heads))
 
 
-def _heads(place: Place, requests: int, length: int) -> tuple[Any, ...]:
-    tokens, heads, width = requests * length, LATENT_HEADS[0], LATENT_DIM + LATENT_ROPE
+def attend_in_full(place: Place, requests: int, length: int, heads: int = LATENT_HEADS[0]) -> tuple[Any, ...]:
+    """Prompts of latent attention, whose keys and values are there for every head."""
+    tokens, width = requests * length, LATENT_DIM + LATENT_ROPE
     value = place.normal(tokens, heads, 2 * LATENT_DIM)[..., LATENT_DIM:]  # it lies beside the keys' larger part
     starts, query, key = _steps(place, requests, length), *(place.normal(tokens, heads, width) for _ in range(2))
     return query, key, value, starts, starts, length, length, width**-0.5
@@ -180,7 +217,7 @@ def _heads(place: Place, requests: int, length: int) -> tuple[Any, ...]:
 
 def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``mla_prefill``."""
-    yield from _prefills(max(tokens), _heads)
+    yield from _prefills(max(tokens), attend_in_full)
 
 
 def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:
@@ -188,15 +225,21 @@ def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor,
     return weights, ids.to(torch.int32)
 
 
+def mix(experts: int, topk: int, inner: int) -> Make:
+    """A mixture of experts."""
+
+    def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+        weights = place.normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
+        down = place.normal(experts, hidden, inner, scale=inner**-0.5)
+        return place.normal(tokens, hidden), weights, down, *_routed(place, tokens, experts, topk)
+
+    return make
+
+
 def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``fused_moe``, in the shapes of two models."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
-
-        def make(place: Place, count: int, h: int, e: int = experts, k: int = topk, i: int = inner) -> tuple[Any, ...]:
-            weights, down = place.normal(e, 2 * i, h, scale=h**-0.5), place.normal(e, h, i, scale=i**-0.5)
-            return place.normal(count, h), weights, down, *_routed(place, count, e, k)
-
-        yield from _each(model, tokens, (width,), make)
+        yield from _each(model, tokens, (width,), mix(experts, topk, inner))
 
 
 def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
@@ -205,24 +248,30 @@ def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     yield from _each("", tokens, (experts,), lambda place, t, e: (place.normal(t, e), topk, True))
 
 
-def _grouped(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+def route_in_groups(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+    """Logits of experts in groups."""
     bias = place.normal(experts, scale=0.1, dtype=torch.float32)
     return place.normal(tokens, experts), 8, 8, 4, True, "sigmoid", 2.5, bias
 
 
 def grouped_routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``grouped_topk``, as DeepSeek-V3 routes."""
-    yield from _each("", tokens, (256,), _grouped)
+    yield from _each("", tokens, (256,), route_in_groups)
+
+
+def align(topk: int) -> Make:
+    """Choices of experts, and a block size that fits their number; the width is the number of experts."""
+
+    def make(place: Place, tokens: int, experts: int) -> tuple[Any, ...]:
+        return _routed(place, tokens, experts, topk)[1], 64 if tokens * topk > 16 * experts else 16, experts
+
+    return make
 
 
 def alignment(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``moe_align_block_size``."""
     experts, topk, *_ = EXPERTS["Qwen3-30B-A3B"]
-
-    def make(place: Place, count: int, e: int) -> tuple[Any, ...]:
-        return _routed(place, count, e, topk)[1], 64 if count * topk > 16 * e else 16, e
-
-    yield from _each("", tokens, (experts,), make)
+    yield from _each("", tokens, (experts,), align(topk))
 
 
 def expert_sums(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:

@@ -1,0 +1,204 @@
+"""``fl tune``: which implementation is fastest here, among those that are right, as a platform's file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..devices import device_of
+from ..errors import DispatchError
+from ..evidence.bench import machine
+from ..evidence.rates import Yardstick
+from ..evidence.threads import free_threads
+from ..evidence.timing import Clock
+from ..evidence.tune.document import microseconds, platform_file
+from ..evidence.tune.model import Dimensions, read_model
+from ..evidence.tune.race import LEAST_SECONDS, REPEATS
+from ..evidence.tune.record import Record, read_record, resumed, winners_of
+from ..evidence.tune.rules import agreement, merge
+from ..evidence.tune.tuning import Plan, seed, steps
+from ..manager import get_default_manager
+from ..ops import Place
+from ..policy import get_policy
+from ..settings import load_config_file, platforms
+from ..settings.document import read_yaml
+from ..version import __version__
+from .output import INTERRUPTED, ResultFile, Rows, about, advancing, check_file
+from .places import device_named, dtype_named
+from .tune_engine import confirm
+
+COLUMNS = {"operator": 18, "tokens": 7, "phase": 8, "chosen": 18, "us": 10, "why": 0}
+BATCHES = {True: 256, False: 8}
+"""The largest decoding step by default, on an accelerator and on a CPU."""
+PREFILLS = {True: (2048, 8192), False: (512,)}
+CONTEXTS = {True: (1024, 8192), False: (512,)}
+
+
+def tune(
+    model: Annotated[
+        Path | None, typer.Option(help="A model's folder, or its config.json; no weights are needed.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32. Default: the model's.")] = "",
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, help="The largest decoding step. Default: 256, on a CPU 8.")
+    ] = None,
+    prefill: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of a step that reads prompts (repeatable). Default: 2048 and 8192, on a CPU 512."),
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Keys of a decoding request (repeatable). Default: 1024, 8192; CPU 512.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    op: Annotated[list[str] | None, typer.Option(help="Only this operator (repeatable).")] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="For engines without graphs: the host's time counts.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = REPEATS,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write. Default: named after the device, in your configuration.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Do not go on with what an interrupted run has left.")] = False,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Then serve with vLLM alone, fixed policies and the file, in turns.")
+    ] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of those engines, so that all fit at once.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of those engines.")] = 5,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Say on how many keys two tunings agree, and do nothing else.")
+    ] = None,
+) -> None:
+    """Measure the implementations of each operator at a model's shapes, and write the platform's file.
+
+    A candidate may win only if it is right at the shape and compiles nothing after a start. A candidate that is as fast
+    as the default leaves the default in place. Everything measured lies beside the file, in NAME.evidence.json.
+
+    Exit status 0: written. 1: an engine is faster with a fixed policy than with the file. 2: nothing to tune, or
+    something that was named is wrong. 130: interrupted; run again to go on.
+    """
+    if compare is not None:
+        _compare(*compare)
+        return
+    if model is None:
+        raise DispatchError("--model names the folder of the model whose calls are tuned")
+    seed()
+    dimensions = read_model(model, tensor_parallel)
+    place = Place(dtype_named(dtype or dimensions.dtype), device_named(device))
+    file = out or platforms.tuned_path(device_of(place.device.type))
+    if out is None:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_file(file)
+    evidence = ResultFile(platforms.evidence_path(file))
+    plan = _plan(dimensions, place, max_batch, prefill, context, eager, repeats, op)
+    _run(plan, file, evidence, fresh)
+    if engine and not confirm(plan, model, file, layers, rounds):
+        raise typer.Exit(1)
+
+
+def _plan(
+    model: Dimensions,
+    place: Place,
+    max_batch: int | None,
+    prefill: list[int] | None,
+    context: list[int] | None,
+    eager: bool,
+    repeats: int,
+    op: list[str] | None,
+) -> Plan:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    spec = device_of(place.device.type)
+    shipped = platforms.shipped_path(spec)
+    base = {} if shipped is None else dict(load_config_file(shipped, source_kind="platform").policy.op_tuned)
+    most = max_batch or BATCHES[spec.accelerator]
+    return Plan(
+        manager,
+        model,
+        place,
+        replace(get_policy(), op_tuned=tuple(base.items())),
+        tuple(sorted({most, *(1 << power for power in range(most.bit_length()))})),
+        tuple(sorted(set(prefill or PREFILLS[spec.accelerator]))),
+        tuple(sorted(set(context or CONTEXTS[spec.accelerator]))),
+        eager or not spec.graphs,
+        repeats,
+        tuple(op or ()),
+    )
+
+
+def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
+    rows, place = Rows(COLUMNS), plan.place
+    threads, busy = torch.get_num_threads(), free_threads()[1]
+    spec = device_of(place.device.type)
+    facts = plan.facts(machine(place.device), spec.driver())
+    facts |= {"threads": threads, "command": ["fl", *sys.argv[1:]], "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
+    kept = [file for file in (evidence.partial, evidence.file) if file is not None and file.is_file()]
+    record = Record(facts) if fresh or not kept else resumed(kept[0], facts)
+    rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {threads}")
+    if busy and not plan.accelerator:
+        rows.say(f"{busy}: figures of a busy machine tell less", "yellow")
+    if record.cases:
+        rows.say(f"going on after {len(record.cases)} shapes, which are in {kept[0]}; --fresh begins anew")
+    yardstick = Yardstick(Clock(place.device, plan.repeats * LEAST_SECONDS), place.dtype)
+    try:
+        todo = list(steps(plan, record, yardstick))
+        total = sum(seconds for _, seconds, _ in todo)
+        rows.say(f"{len(plan.cases())} shapes, {about(total)}")
+        with advancing(total) as progress, torch.inference_mode():
+            for name, seconds, do in todo:
+                progress.begin(name)
+                do()
+                evidence.keep(record.as_data(complete=False))
+                progress.end(seconds)
+    except KeyboardInterrupt:
+        where = evidence.stop(record.as_data(complete=False))
+        rows.say(f"interrupted after {len(record.cases)} shapes, which are in {where}; run again to go on")
+        raise typer.Exit(INTERRUPTED) from None
+    _write(plan, record, file, evidence, rows)
+
+
+def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: Rows) -> None:
+    figures, choices = record.figures(), record.choices()
+    for key, choice in choices.items():
+        best = next((figure for figure in figures[key] if figure.impl_id == choice.impl_id), None)
+        time_us = microseconds(best.median) if best else ""
+        rows.add((key.op_name, key.tokens, key.phase or "", choice.impl_id or "nobody", time_us, choice.why))
+    for op_name, late in record.late.items():
+        for impl_id, why in late.items():
+            rows.say(f"{op_name}: {impl_id} cannot win: {why}", "yellow")
+    winners = {key: choice.impl_id for key, choice in choices.items()}
+    shipped = platforms.shipped_path(device_of(plan.place.device.type))
+    base = {} if shipped is None else read_yaml(shipped, shipped.name)[0]
+    base.pop("op_tuned", None)
+    facts = record.facts
+    title = [
+        f"Tuned for {facts['machine']['device']} by fl-dispatch {__version__} on {facts['date']}, in {facts['dtype']}.",
+        f"Every figure is in {platforms.evidence_path(file).name}. The keys are those of docs/settings.md.",
+        "A time is that of all calls of a step, with the interval that holds the median with probability 0.95.",
+    ]
+    rules = merge(winners, dict(plan.policy.op_tuned))
+    file.write_text(platform_file(title, base, rules, figures, choices), encoding="utf-8")
+    load_config_file(file)  # what was written is right, or this is an error now rather than at the next start
+    evidence.finish({**record.as_data(complete=True), "providers": plan.providers(winners)})
+    rows.say(f"written: {file} and {platforms.evidence_path(file).name}")
+
+
+def _compare(one: Path, other: Path) -> None:
+    """Say on how many keys two tunings agree.
+
+    Raises:
+        DispatchError: a file has no evidence beside it, or they have no key in common.
+    """
+    first, second = (winners_of(read_record(platforms.evidence_path(file))) for file in (one, other))
+    share, differ = agreement(first, second)
+    common = len(set(first) & set(second))
+    if not common:
+        raise DispatchError(f"{one} and {other} have no key in common")
+    rows: Any = Rows(COLUMNS)
+    for key, (here, there) in differ.items():
+        rows.say(f"{key}: {here or 'nobody'} and {there or 'nobody'}")
+    rows.say(f"the tunings agree on {common - len(differ)} of {common} keys: {share:.3f}")

@@ -1,0 +1,68 @@
+"""``fl tune --engine``: whether engines say what the kernels said."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import DispatchError
+from ..evidence.tune.engine import TUNED, cells, compared, disagreements, measure, workloads
+from ..evidence.tune.tuning import Plan
+from ..settings import platforms
+from .output import Rows
+
+COLUMNS = {"workload": 20, "cell": 18, "tokens/s": 10, "tuned over it": 14, "interval": 16}
+CACHE_TOKENS = 1 << 10
+"""Tokens that a request of the workloads may have."""
+
+
+def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int) -> bool:
+    """Serve the workloads with each cell in turns, print the rates and add them to the file's evidence.
+
+    Returns:
+        Whether no fixed policy was faster than the file.
+
+    Raises:
+        DispatchError: there is no vLLM, or the tuned engine does not start.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise DispatchError("--engine needs vLLM, which is not installed; the file was written without it")
+    works, rows = workloads(max(plan.batches), plan.accelerator), Rows(COLUMNS)
+    most = max(work.prompt + work.new for work in works)
+    dimensions, requests = plan.model, max(work.batch for work in works)
+    width = dimensions.latent_rank + dimensions.latent_rope or 2 * dimensions.kv_heads * dimensions.head_dim
+    cached = 2 * requests * (most + CACHE_TOKENS) * width * (layers or dimensions.layers) * plan.place.dtype.itemsize
+    arguments: dict[str, Any] = {
+        "model": str(model.absolute()),
+        "dtype": str(plan.place.dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": most,
+        "max_num_seqs": requests,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": max(cached, 1 << 26),
+    }
+    if plan.accelerator:
+        arguments["gpu_memory_utilization"] = 0.1  # what has to be free at the start: the cache has a size of its own
+        arguments["enforce_eager"] = plan.eager
+    if layers is not None:
+        arguments["hf_overrides"] = {"num_hidden_layers": layers}
+    logs = Path(tempfile.mkdtemp(prefix="fl-tune-"))
+    rows.say(f"{len(cells(file))} engines take turns; their logs are in {logs}")
+    found = compared(measure(cells(file), arguments, works, rounds, logs, rows.say))
+    for row in found:
+        bounds = f"{row['low']:.3f} to {row['high']:.3f}"
+        rows.add((row["workload"], row["cell"], f"{row['tokens_per_s']:.1f}", f"{row['tuned']:.3f}", bounds))
+    told = disagreements(found)
+    for line in told:
+        rows.say(f"the engine disagrees with the kernels: {line}", "yellow")
+    if not told:
+        rows.say(f"no fixed policy was faster than the {TUNED} file")
+    evidence = platforms.evidence_path(file)
+    data = json.loads(evidence.read_text(encoding="utf-8"))
+    data["engines"] = {"rounds": rounds, "layers": layers, "rows": found, "disagreements": told}
+    evidence.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return not told

@@ -1,0 +1,197 @@
+"""The calls that a model's layers make of the operators, as a table: which, with which shapes, how often in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...ops import OPERATORS, Place
+from ...ops.inputs import shapes
+from ..cases import Case
+from .model import Dimensions
+
+Make = Callable[[Place, int], tuple[Any, ...]]
+"""Place and tokens → arguments."""
+MOST_CACHED = {True: 1 << 18, False: 1 << 14}
+"""Keys of all requests together that attention is measured on, on an accelerator and on a CPU."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step, for any number of tokens.
+
+    Args:
+        op_name, label: the operator, and what distinguishes the call from its others.
+        times: how often a step of the whole model makes it.
+        make: makes its arguments.
+        width: what it is wide by.
+    """
+
+    op_name: str
+    label: str
+    times: int
+    make: Make
+    width: int
+
+
+@dataclass(frozen=True)
+class Key:
+    """The facts by which a rule can tell calls apart."""
+
+    op_name: str
+    dtype: str
+    tokens: int
+    phase: str | None
+
+    def __str__(self) -> str:
+        return f"{self.op_name}, {self.dtype}, {self.tokens} tokens" + (f", {self.phase}" if self.phase else "")
+
+
+@dataclass(frozen=True)
+class TunedCase:
+    """One shape of a key, and how often a step calls the operator with it.
+
+    Args:
+        key: what a rule sees of the call.
+        case: the shape.
+        times: calls in a step.
+        step: tokens of the step that makes the call; the key's may be others, because heads count as tokens.
+    """
+
+    key: Key
+    case: Case
+    times: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        """The key and the shape in one line, the same in every run."""
+        return ", ".join(filter(None, (str(self.key), self.case.label, f"width {self.case.width}")))
+
+
+def row_calls(model: Dimensions) -> Iterator[Call]:
+    """The calls whose arguments follow from the number of tokens alone."""
+    for name, columns, inner, times in _products(model):
+        if columns and inner and times:
+            product = shapes.multiply(columns)
+            yield Call("linear", name, times, lambda place, n, m=product, w=inner: m(place, n, w), inner)  # type: ignore[misc]
+    if model.norm == "layer_norm":
+        yield Call("layer_norm", "", 2 * model.layers, partial(_layer_norm, hidden=model.hidden), model.hidden)
+    else:
+        both = 2 * model.layers
+        yield Call(model.norm, "with residual", both, _wide(shapes.add_and_normalize, model.hidden), model.hidden)
+        yield Call(model.norm, "", 1, _wide(shapes.normalize, model.hidden), model.hidden)
+        if model.normalizes_heads:
+            for name, heads in (("query heads", model.heads), ("key heads", model.kv_heads)):
+                make = partial(shapes.normalize_heads, heads=heads, head_dim=model.head_dim)
+                yield Call(model.norm, name, model.layers, make, model.head_dim)
+    for inner, times in ((model.inner, model.dense_layers), (model.shared_inner, model.expert_layers)):
+        if inner and times and model.activation in OPERATORS:
+            yield Call(model.activation, "", times, lambda place, n, w=inner: (place.normal(n, 2 * w),), inner)  # type: ignore[misc]
+    if model.experts:
+        yield from _expert_calls(model)
+    if not model.latent_rank:
+        part, width = model.rotated, model.heads * model.head_dim
+        rotate = partial(shapes.rotate, kv_heads=model.kv_heads, head_dim=model.head_dim, part=part)
+        yield Call("rotary_embedding", "", model.layers, _wide(rotate, width), width)
+        write, width = partial(shapes.write, head_dim=model.head_dim), model.kv_heads * model.head_dim
+        yield Call("kv_cache_write", "", model.layers, _wide(write, width), width)
+
+
+def _wide(make: Callable[[Place, int, int], tuple[Any, ...]], width: int) -> Make:
+    return lambda place, tokens: make(place, tokens, width)
+
+
+def _products(model: Dimensions) -> Iterator[tuple[str, int, int, int]]:
+    """Name, columns, inner size and number of the products in a step."""
+    if model.latent_rank:
+        yield "latent", model.latent_rank + model.latent_rope + model.query_rank, model.hidden, model.layers
+        yield "output", model.hidden, model.heads * shapes.LATENT_DIM, model.layers
+    else:
+        width = model.heads * model.head_dim
+        yield "query, key and value", width + 2 * model.kv_heads * model.head_dim, model.hidden, model.layers
+        yield "output", model.hidden, width, model.layers
+    yield "router", model.experts, model.hidden, model.expert_layers
+    for name, inner, layers in (
+        ("", model.inner, model.dense_layers),
+        ("shared ", model.shared_inner, model.expert_layers),
+    ):
+        yield f"{name}gate and up", 2 * inner, model.hidden, layers
+        yield f"{name}down", model.hidden, inner, layers
+
+
+def _layer_norm(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    return place.normal(tokens, hidden), place.normal(hidden), place.normal(hidden), 1e-5
+
+
+def _expert_calls(model: Dimensions) -> Iterator[Call]:
+    experts, topk, times = model.experts, model.topk, model.expert_layers
+    if model.groups:
+        yield Call("grouped_topk", "", times, _wide(shapes.route_in_groups, experts), experts)
+    else:
+        name = "topk_sigmoid" if model.sigmoid else "topk_softmax"
+        yield Call(name, "", times, lambda place, n: (place.normal(n, experts), topk, True), experts)
+    mixture = shapes.mix(experts, topk, model.expert_inner)
+    yield Call("fused_moe", "", times, _wide(mixture, model.hidden), model.hidden)
+    yield Call("moe_align_block_size", "", times, _wide(shapes.align(topk), experts), experts)
+    yield Call("moe_sum", "", times, lambda place, n: (place.normal(n, topk, model.hidden),), model.hidden)
+
+
+def attention_calls(model: Dimensions, requests: int, new: int, context: int) -> Call:
+    """Attention of requests with ``new`` new tokens each, the last of ``context``."""
+    if model.latent_rank and new == 1:
+        decode = shapes.latent(model.heads)
+        return Call("mla_decode", "", model.layers, lambda place, n: decode(place, n, context), context)
+    if model.latent_rank:
+        full = partial(shapes.attend_in_full, heads=model.heads)
+        return Call("mla_prefill", "", model.layers, lambda place, n: full(place, requests, new), context)
+    attend = partial(shapes.attend, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim)
+    return Call("paged_attention", "", model.layers, lambda place, n: attend(place, requests, new, context), context)
+
+
+def tuned_cases(
+    model: Dimensions,
+    place: Place,
+    batches: Sequence[int],
+    prefills: Sequence[int],
+    contexts: Sequence[int],
+    accelerator: bool,
+    op_names: Sequence[str] = (),
+) -> list[TunedCase]:
+    """Every shape to measure: row-wise operators at all sizes, attention for decode and for prefill.
+
+    Args:
+        model, place: whose calls, and where.
+        batches: tokens of decoding steps, which graphs are captured for.
+        prefills: tokens of steps that read prompts; one prompt each.
+        contexts: keys of decoding requests, as far as all of them together are few enough.
+        accelerator: whether the place is one.
+        op_names: only these operators; all if empty.
+    """
+    found: list[TunedCase] = []
+
+    def add(call: Call, tokens: int) -> None:
+        if op_names and call.op_name not in op_names:
+            return
+        operator, nowhere = OPERATORS[call.op_name], Place(place.dtype, torch.device("meta"))
+        make, plan = (partial(call.make, where, tokens) for where in (place, nowhere))
+        seen = operator.workload(*operator.bind(plan(), {}))
+        dtype = str(place.dtype).removeprefix("torch.")
+        key = Key(call.op_name, dtype, seen.tokens, seen.phase)
+        case = Case(call.op_name, call.label, seen.tokens, call.width, make, plan)
+        found.append(TunedCase(key, case, call.times, tokens))
+
+    for call in row_calls(model):
+        for tokens in (*batches, *prefills):
+            add(call, tokens)
+    for batch in batches:
+        fitting = [keys for keys in contexts if batch * keys <= MOST_CACHED[accelerator]]
+        for keys in fitting or [max(16, MOST_CACHED[accelerator] // batch)]:
+            add(attention_calls(model, batch, 1, keys), batch)
+    for tokens in prefills:
+        add(attention_calls(model, 1, tokens, tokens), tokens)
+    return found

@@ -1,0 +1,74 @@
+"""Who wins: the fastest that nothing speaks against, or an earlier one in the default order that is as fast."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..intervals import interval
+
+CONFIDENCE = 0.95
+LEAST_GAIN = 0.01
+"""A gain below this share is none, whatever the intervals say: two runs of one machine differ by as much."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The findings about one candidate for one key.
+
+    Args:
+        impl_id: the candidate.
+        seconds: time of all its calls in a step, one for each repeat; empty if it was not timed.
+        problem: why it must not win, or empty.
+    """
+
+    impl_id: str
+    seconds: tuple[float, ...]
+    problem: str = ""
+
+    @property
+    def median(self) -> float:
+        """The median of the repeats."""
+        return statistics.median(self.seconds)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The interval that holds the median with a probability of 0.95, or all repeats if those are too few."""
+        return interval(self.seconds, CONFIDENCE)
+
+    def is_near(self, other: Figure) -> bool:
+        """Whether nobody can tell that the other one is faster, or hardly anybody would notice."""
+        return self.bounds[0] <= other.bounds[1] or self.median <= other.median * (1 + LEAST_GAIN)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The winner of one key, and why.
+
+    Args:
+        impl_id: the winner; empty if nobody may win.
+        why: in words.
+    """
+
+    impl_id: str
+    why: str
+
+
+def choose(figures: Sequence[Figure]) -> Choice:
+    """The winner among candidates in the default order."""
+    fit = [figure for figure in figures if figure.seconds and not figure.problem]
+    if not fit:
+        reasons = "; ".join(f"{one.impl_id}: {one.problem or 'not timed'}" for one in figures)
+        return Choice("", f"nobody may win: {reasons or 'there is no candidate'}")
+    fastest = min(fit, key=lambda figure: figure.median)
+    chosen = next(figure for figure in fit if figure is fastest or figure.is_near(fastest))
+    others = [figure for figure in fit if figure is not chosen]
+    if chosen is not fastest:
+        return Choice(
+            chosen.impl_id, f"{fastest.impl_id} is not faster by more than the repeats tell; earlier by default"
+        )
+    if not others:
+        return Choice(chosen.impl_id, "the only one that may win")
+    second = min(others, key=lambda figure: figure.median)
+    return Choice(chosen.impl_id, f"{second.median / chosen.median:.2f} times as fast as {second.impl_id}")

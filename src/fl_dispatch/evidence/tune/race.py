@@ -1,0 +1,196 @@
+"""One shape, all candidates: proven right at that shape, then timed in turns, as the engine would run them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import text_of
+from ...hosting.kv_layout import LAYOUT, KVLayout
+from ...manager import OpManager
+from ...ops import OPERATORS, Sample
+from ...run.plan import direct_function
+from ...types import OpImpl
+from ..arguments import Arguments
+from ..bench import calls_of, rotated
+from ..cases import Case
+from ..inputs import Inputs
+from ..timing import Clock, Round
+from ..verify import verify
+
+REPEATS = 20
+FIRST = 3
+"""Repeats after which a candidate may be left behind."""
+FAR_BEHIND = 3.0
+"""A candidate that takes so many times as long as the fastest gets no further repeat."""
+LEAST_SECONDS = 2e-3
+"""A repeat takes so long at least, because the clock and the host's scheduler are coarse."""
+MOST_ROUNDS = 50
+PROOF_CALLS, PROOF_SECONDS = 8, 0.05
+"""Calls under load with which a proof ends, and how long they may take."""
+PROOF_OPERATIONS = {True: 6e11, False: 4e9}
+"""Operations up to which a shape itself is proven, on an accelerator and on a CPU; the reference does them in float64,
+and for attention it keeps all scores. Else the largest such shape of the same call is."""
+PROOF_BYTES = {True: 3 << 29, False: 64 << 20}
+"""And bytes of its arguments."""
+
+
+@dataclass
+class Outcome:
+    """One candidate on one shape.
+
+    Args:
+        seconds: of a call, one for each repeat.
+        how: how it was timed; see :class:`fl_dispatch.evidence.timing.Timing`.
+        problem: why it must not win with this shape, or empty.
+        proof: the shape at which it was compared with the reference, and the largest error as a share of what is
+            accepted.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    how: str = ""
+    problem: str = ""
+    proof: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        """For programs; times in microseconds."""
+        times = [float(f"{value * 1e6:.5g}") for value in self.seconds]
+        return {"us": times, "how": self.how, "problem": self.problem, "proof": self.proof}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> Outcome:
+        """The outcome that :meth:`as_data` gave."""
+        return cls([value / 1e6 for value in data["us"]], data["how"], data["problem"], data["proof"])
+
+
+def is_provable(case: Case, accelerator: bool) -> bool:
+    """Whether the reference can compute a shape in float64 within a bounded time and memory."""
+    work, size = case.least
+    return work.operations <= PROOF_OPERATIONS[accelerator] and size <= PROOF_BYTES[accelerator]
+
+
+def prove(
+    manager: OpManager, candidates: Sequence[OpImpl], case: Case, dtype: torch.dtype, clock: Clock
+) -> list[Outcome]:
+    """Compare candidates with the reference at one shape; an outcome for each, without times."""
+    label, args = f"{case.tokens} tokens, width {case.width}", OPERATORS[case.op_name].bind(case.make(), {})
+    inputs: dict[str, Inputs] = {}
+    outcomes = []
+    for impl in candidates:
+        layout = required_layout(impl)
+        if layout not in inputs:
+            sample = Sample(label, laid_out(args, case.op_name, layout))
+            inputs[layout] = Inputs(manager, case.op_name, dtype, clock.device, samples=[sample])
+        given: dict[str, Any] = {"repeats": 2, "race_calls": PROOF_CALLS, "race_seconds": PROOF_SECONDS}
+        found = verify(manager, impl, dtype, clock.device, inputs=inputs[layout], **given)
+        if found.problems:
+            outcomes.append(Outcome(problem=f"wrong: {found.problems[0]}"))
+        elif not found.samples:
+            outcomes.append(Outcome(problem=f"declines: {next(iter(found.declined.values()), 'nothing ran')}"))
+        else:
+            share = 0.0 if found.worst is None else found.worst.share
+            outcomes.append(Outcome(proof=f"{label}: {share:.3f} of the tolerance"))
+    return outcomes
+
+
+def race(
+    manager: OpManager,
+    candidates: Sequence[OpImpl],
+    outcomes: Sequence[Outcome],
+    case: Case,
+    clock: Clock,
+    *,
+    eager: bool,
+    repeats: int = REPEATS,
+) -> None:
+    """Time the candidates that have no problem, in turns; their outcomes get the times, or a problem.
+
+    Args:
+        manager: whose they are.
+        candidates, outcomes: with one another.
+        case: the shape.
+        clock: of the device.
+        eager: no graph holds the call, so the host's time counts.
+        repeats: turns.
+    """
+    operator = OPERATORS[case.op_name]
+    args = operator.bind(case.make(), {})
+    assert operator.work is not None
+    moved = operator.work(*args).bytes_moved
+    shared: dict[str, _Shared] = {}
+    rounds: list[tuple[Outcome, Round]] = []
+    for impl, outcome in zip(candidates, outcomes, strict=True):
+        if outcome.problem:
+            continue
+        layout = required_layout(impl)
+        given = laid_out(args, case.op_name, layout)
+        refusal = True if impl.supports is None else impl.supports(*operator.operands(given))
+        if refusal is not True:
+            outcome.problem = f"declines: {refusal or 'its supports says no'}"
+            continue
+        sets = shared.setdefault(layout, _Shared(given, moved, clock))
+        try:
+            calls = calls_of(direct_function(manager.state, impl), sets, clock)
+            round_, outcome.how = clock.prepared(calls, eager)
+            rounds.append((outcome, _long_enough(round_, len(calls))))
+        except Exception as error:  # a stranger's code: whatever it raises is the finding
+            outcome.problem = f"it raised {text_of(error)}"
+            continue
+        if outcome.how == "events" and not eager:
+            outcome.problem = "no graph can hold it, because it waits for the device"
+    for repeat in range(repeats):
+        for place in range(len(rounds)):
+            outcome, round_ = rounds[(place + repeat) % len(rounds)]
+            if repeat < FIRST or not _is_far_behind(outcome, [one for one, _ in rounds]):
+                outcome.seconds.append(round_())
+
+
+class _Shared:
+    """Sets of arguments that the candidates of a race are called with; made when one first needs them."""
+
+    def __init__(self, args: Arguments, bytes_moved: int, clock: Clock) -> None:
+        self._made: list[Arguments] = []
+        self._more = rotated(args, bytes_moved, clock)
+
+    def __iter__(self) -> Iterator[Arguments]:
+        yield from list(self._made)
+        for args in self._more:
+            self._made.append(args)
+            yield args
+
+
+def required_layout(impl: OpImpl) -> str:
+    """The layout of the KV cache that an implementation requires, or an empty text."""
+    return str(impl.requires.get(LAYOUT, ""))
+
+
+def laid_out(args: Arguments, op_name: str, layout: str) -> Arguments:
+    """Arguments of a call with their KV cache in another layout; the same ones if none is required."""
+    if not layout:
+        return args
+    values = dict(zip(OPERATORS[op_name].parameters, args, strict=True))
+    key, value = values["key_cache"], values["value_cache"]
+    blocks, slots, heads, size = key.shape
+    memory = key.new_empty(blocks, slots * heads * (size + value.shape[3]))
+    views = KVLayout.parse(layout).split(memory, slots, heads, size, value.shape[3])
+    for view, old in zip(views, (key, value), strict=True):
+        view.copy_(old)
+    values["key_cache"], values["value_cache"] = views
+    return tuple(values.values())
+
+
+def _is_far_behind(outcome: Outcome, others: Sequence[Outcome]) -> bool:
+    best = min(statistics.median(other.seconds) for other in others if other.seconds)
+    return len(outcome.seconds) >= FIRST and statistics.median(outcome.seconds) > FAR_BEHIND * best
+
+
+def _long_enough(round_: Round, calls: int) -> Round:
+    """A repeat of several rounds where one is short."""
+    once = calls * min(round_() for _ in range(2))
+    count = max(1, min(MOST_ROUNDS, math.ceil(LEAST_SECONDS / max(once, 1e-9))))
+    return lambda: statistics.fmean(round_() for _ in range(count))

@@ -1,0 +1,125 @@
+"""The findings of a tuning as data: kept while it runs, and read by those who go on with it or compare it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...errors import DispatchError
+from .calls import Key, TunedCase
+from .choice import Choice, Figure, choose
+from .race import Outcome
+
+
+@dataclass
+class Record:
+    """The findings of a tuning so far.
+
+    Args:
+        facts: what they hold for: machine, versions, driver, model, and how it was measured. Others are not reused.
+        cases: a shape's name → its key, how often a step calls it, and candidate → outcome.
+        late: operator → candidate → what it compiles after the start.
+    """
+
+    facts: Mapping[str, Any]
+    cases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    late: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def keep(self, tuned: TunedCase, outcomes: Mapping[str, Outcome]) -> None:
+        """Record one shape; ``outcomes`` has the candidates in the default order."""
+        self.cases[tuned.name] = {
+            "key": asdict(tuned.key),
+            "times": tuned.times,
+            "candidates": {impl_id: outcome.as_data() for impl_id, outcome in outcomes.items()},
+        }
+
+    def figures(self, repeats: int | None = None) -> dict[Key, list[Figure]]:
+        """Key → the figures of its candidates, which are sums over its shapes."""
+        shapes: dict[Key, list[dict[str, Any]]] = {}
+        for case in self.cases.values():
+            shapes.setdefault(Key(**case["key"]), []).append(case)
+        found: dict[Key, list[Figure]] = {}
+        for key, cases in shapes.items():
+            names = list(dict.fromkeys(name for case in cases for name in case["candidates"]))
+            found[key] = [self._figure(key, name, cases) for name in names]
+        return found
+
+    def _figure(self, key: Key, impl_id: str, cases: Sequence[Mapping[str, Any]]) -> Figure:
+        parts = [(case["times"], case["candidates"].get(impl_id)) for case in cases]
+        late = self.late.get(key.op_name, {}).get(impl_id, "")
+        problems = [late, *("not a candidate for every shape" if one is None else one["problem"] for _, one in parts)]
+        timed = [(times, one["us"]) for times, one in parts if one is not None and one["us"]]
+        seconds: tuple[float, ...] = ()
+        if len(timed) == len(parts):
+            rows = zip(*(([value * times / 1e6 for value in us]) for times, us in timed), strict=False)
+            seconds = tuple(map(sum, rows))
+        return Figure(impl_id, seconds, next(filter(None, problems), ""))
+
+    def choices(self) -> dict[Key, Choice]:
+        """Key → who wins, and why."""
+        return {key: choose(figures) for key, figures in self.figures().items()}
+
+    def as_data(self, complete: bool) -> dict[str, Any]:
+        """For programs."""
+        keys = [
+            {
+                **asdict(key),
+                "chosen": choice.impl_id,
+                "why": choice.why,
+                "candidates": {figure.impl_id: _row(figure) for figure in self.figures()[key]},
+            }
+            for key, choice in (self.choices().items() if complete else ())
+        ]
+        return {"complete": complete, **self.facts, "late": self.late, "keys": keys, "cases": self.cases}
+
+
+def _row(figure: Figure) -> dict[str, Any]:
+    if not figure.seconds:
+        return {"problem": figure.problem}
+    low, high = figure.bounds
+    numbers = {name: round(value * 1e6, 3) for name, value in (("us", figure.median), ("low", low), ("high", high))}
+    return {**numbers, "repeats": len(figure.seconds), "problem": figure.problem}
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """A file that a tuning wrote.
+
+    Raises:
+        DispatchError: there is none, or it is none.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DispatchError(f"there is no {file}, so nobody can say what the tuning beside it found") from None
+    except (OSError, ValueError) as error:
+        raise DispatchError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("cases"), dict):
+        raise DispatchError(f"{file} is no evidence of a tuning")
+    return data
+
+
+def resumed(file: Path, facts: Mapping[str, Any]) -> Record:
+    """The record to go on with: what a run of the same facts left, or an empty one."""
+    record = Record(facts)
+    try:
+        data = read_record(file)
+    except DispatchError:
+        return record
+    plain = json.loads(json.dumps(facts))
+    if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
+        record.cases, record.late = data["cases"], data.get("late", {})
+    return record
+
+
+UNIMPORTANT = frozenset({"date", "command"})
+"""Facts that may differ between a run and the one that goes on with its figures."""
+
+
+def winners_of(data: Mapping[str, Any]) -> dict[Key, str]:
+    """Key → winner, as a complete file says."""
+    return {
+        Key(row["op_name"], row["dtype"], row["tokens"], row["phase"]): row["chosen"] for row in data.get("keys", ())
+    }

@@ -1,0 +1,86 @@
+"""Winners as rules of a policy, as few as say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from ...ops import OPERATORS
+from ...settings.selection_policy import TunedRule
+from .calls import Key
+
+Rules = tuple[TunedRule, ...]
+
+
+def merge(winners: Mapping[Key, str], base: Mapping[str, Rules]) -> dict[str, Rules]:
+    """Operator → its rules, first match first.
+
+    Sizes between two that were measured are those of graphs that are padded to the larger one, so they belong to it.
+    The largest size stands for all above it. A condition in which all winners agree is left out: then the choice can
+    be compiled into a model. The last rule of an operator that has a winner everywhere has none. The operator's rules
+    of ``base`` hold where nobody won, and where a condition fits no rule.
+
+    Args:
+        winners: key → implementation, empty where nobody may win.
+        base: rules without tuning. Operators that were not tuned keep them.
+    """
+    found = dict(base)
+    for op_name in dict.fromkeys(key.op_name for key in winners):
+        mine = {key: winner for key, winner in winners.items() if key.op_name == op_name}
+        own = _of_operator(mine)
+        if _covers_everything(op_name, mine):
+            own = (*own[:-1], TunedRule(order=own[-1].order))
+        else:
+            own = (*own, *(rule for rule in base.get(op_name, ()) if rule not in own))
+        if own:
+            found[op_name] = own
+    return found
+
+
+def _covers_everything(op_name: str, winners: Mapping[Key, str]) -> bool:
+    """Whether there is a winner for every call, so that the last rule needs no condition."""
+    phases = {key.phase for key in winners}
+    dtypes = {key.dtype for key in winners}
+    needed = {"prefill", "decode"} if op_name in OPERATORS and OPERATORS[op_name].phases else {None}
+    return phases >= needed and all(winners.values()) and (len(dtypes) == 1 or len(_of_operator(winners)) == 1)
+
+
+def _of_operator(winners: Mapping[Key, str]) -> Rules:
+    everybody = set(winners.values())
+    if len(everybody) == 1 and "" not in everybody:
+        return (TunedRule(order=(f"impl:{everybody.pop()}",)),)
+    dtypes = list(dict.fromkeys(key.dtype for key in winners))
+    of_dtype = [_of_dtype({key: one for key, one in winners.items() if key.dtype == dtype}) for dtype in dtypes]
+    if all(rules == of_dtype[0] for rules in of_dtype):
+        return of_dtype[0]
+    return tuple(replace(rule, dtype=dtype) for dtype, rules in zip(dtypes, of_dtype, strict=True) for rule in rules)
+
+
+def _of_dtype(winners: Mapping[Key, str]) -> Rules:
+    """Rules of one operator and dtype."""
+    rules: list[TunedRule] = []
+    for phase in dict.fromkeys(key.phase for key in winners):
+        sizes = sorted((key.tokens, winner) for key, winner in winners.items() if key.phase == phase)
+        rules += [replace(rule, phase=phase) for rule in _of_sizes(sizes)]
+    return tuple(rules)
+
+
+def _of_sizes(sizes: Sequence[tuple[int, str]]) -> list[TunedRule]:
+    """Rules by numbers of tokens, which come in order; none where nobody won."""
+    rules, low = [], 0
+    runs = [(winner, [tokens for tokens, _ in run]) for winner, run in groupby(sizes, key=lambda size: size[1])]
+    for index, (winner, run) in enumerate(runs):
+        high = None if index == len(runs) - 1 else run[-1]
+        if winner:
+            tokens = None if len(runs) == 1 else (low, high)
+            rules.append(TunedRule(order=(f"impl:{winner}",), tokens=tokens))
+        low = run[-1] + 1
+    return rules
+
+
+def agreement(one: Mapping[Key, str], other: Mapping[Key, str]) -> tuple[float, dict[Key, tuple[str, str]]]:
+    """The share of the keys that both tunings have on which they agree, and those on which they do not."""
+    both = [key for key in one if key in other]
+    differ = {key: (one[key], other[key]) for key in both if one[key] != other[key]}
+    return (1 - len(differ) / len(both) if both else 0.0), differ

@@ -1,0 +1,183 @@
+"""One tuning: its plan, the time that it will take, and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ...devices import device_of
+from ...errors import DispatchError
+from ...manager import OpManager
+from ...ops import OPERATORS, Place, Workload
+from ...run.plan import direct_function
+from ...selection.decision import select
+from ...settings.selection_policy import SelectionPolicy
+from ...types import OpImpl
+from ..bench import expected_seconds
+from ..rates import Yardstick
+from ..timing import Clock
+from .calls import Key, TunedCase, tuned_cases
+from .model import Dimensions
+from .providers import providers
+from .race import REPEATS, Outcome, is_provable, prove, race
+from .record import Record
+from .warmth import late_compilation, requests_of, start_of
+
+PROOF_SECONDS, WARM_SECONDS = 0.1, 2.0
+"""For an estimate: proving a candidate at a shape, and looking whether it compiles later, where that is possible."""
+CANDIDATES = 3
+"""And how many candidates an operator has, about."""
+
+Begin = Callable[[str], None]
+End = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a tuning.
+
+    Args:
+        manager: whose implementations are candidates.
+        model, place: whose calls, where and in which dtype.
+        policy: gives the default order, and says who may run at all.
+        batches: tokens of decoding steps.
+        prefills: tokens of steps that read prompts.
+        contexts: keys of decoding requests.
+        eager: no graph is captured.
+        repeats: of each candidate.
+        op_names: only these operators.
+    """
+
+    manager: OpManager
+    model: Dimensions
+    place: Place
+    policy: SelectionPolicy
+    batches: tuple[int, ...]
+    prefills: tuple[int, ...]
+    contexts: tuple[int, ...]
+    eager: bool
+    repeats: int = REPEATS
+    op_names: tuple[str, ...] = ()
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether the place is one."""
+        return device_of(self.place.device.type).accelerator
+
+    def cases(self) -> list[TunedCase]:
+        """The shapes, those of a call in the order of their size.
+
+        Raises:
+            DispatchError: there are none, or an operator is not declared.
+        """
+        for name in self.op_names:
+            if name not in OPERATORS:
+                raise DispatchError(f"operator '{name}' is not declared; see fl ops")
+        found = tuned_cases(
+            self.model, self.place, self.batches, self.prefills, self.contexts, self.accelerator, self.op_names
+        )
+        if not found:
+            raise DispatchError(f"the model's layers do not call {', '.join(self.op_names)}")
+        return found
+
+    def candidates(self, key: Key) -> tuple[OpImpl, ...]:
+        """Who may run, in the default order."""
+        impls = self.manager.registry.get_implementations(key.op_name)
+        decision = select(key.op_name, impls, self.policy)
+        return decision.branch_for(Workload(self.place.dtype, key.tokens, key.phase)).candidates
+
+    def is_eager(self, tuned: TunedCase) -> bool:
+        """Whether no graph holds this call: those of prompts are larger than what is captured."""
+        return self.eager or tuned.step > max(self.batches)
+
+    def facts(self, machine: Mapping[str, Any], driver: str) -> dict[str, Any]:
+        """The facts that the findings hold for."""
+        ops = dict.fromkeys(tuned.key.op_name for tuned in self.cases())
+        order = {
+            name: [impl.impl_id for impl in select(name, self._impls(name), self.policy).candidates] for name in ops
+        }
+        return {
+            "machine": dict(machine),
+            "driver": driver,
+            "model": asdict(self.model),
+            "dtype": str(self.place.dtype).removeprefix("torch."),
+            "batches": list(self.batches),
+            "prefills": list(self.prefills),
+            "contexts": list(self.contexts),
+            "eager": self.eager,
+            "repeats": self.repeats,
+            "order": order,
+        }
+
+    def _impls(self, op_name: str) -> Sequence[OpImpl]:
+        return self.manager.registry.get_implementations(op_name)
+
+    def providers(self, winners: Mapping[Key, str]) -> dict[str, dict[str, str]]:
+        """Operator → package → version, of those that its winners come from."""
+        found = {}
+        for name in dict.fromkeys(key.op_name for key in winners):
+            chosen = {winner for key, winner in winners.items() if key.op_name == name}
+            found[name] = providers(impl for impl in self._impls(name) if impl.impl_id in chosen)
+        return found
+
+
+def steps(plan: Plan, record: Record, yardstick: Yardstick) -> Iterator[tuple[str, float, Callable[[], None]]]:
+    """The steps that are left: a name, about how many seconds it takes, and a function that does it and records it.
+
+    Findings of the record are not made again.
+    """
+    cases = plan.cases()
+    proofs: dict[tuple[str, str, str | None, str], Outcome] = {}
+    for op_name in dict.fromkeys(tuned.key.op_name for tuned in cases):
+        mine = [tuned for tuned in cases if tuned.key.op_name == op_name]
+        if op_name not in record.late:
+            seconds = WARM_SECONDS * CANDIDATES if plan.accelerator else 0.5
+            yield f"starting {op_name}", seconds, lambda op=op_name, own=mine: _look(plan, record, op, own)  # type: ignore[misc]
+        for tuned in mine:
+            if tuned.name not in record.cases:
+                once = expected_seconds(tuned.case, yardstick) + PROOF_SECONDS
+                yield tuned.name, CANDIDATES * once, lambda t=tuned: _measure(plan, record, t, yardstick.clock, proofs)  # type: ignore[misc]
+
+
+def _look(plan: Plan, record: Record, op_name: str, cases: list[TunedCase]) -> None:
+    """Find out which candidates of an operator compile after a start, and record it."""
+    impls = {impl.impl_id: impl for tuned in cases for impl in plan.candidates(tuned.key)}
+    sizes, most = [*plan.batches, *plan.prefills], max(plan.batches)
+    found = {}
+    for impl_id, impl in impls.items():
+        start = start_of(plan.model, op_name, plan.place, sizes, most)
+        requests = requests_of(plan.model, op_name, plan.place, sizes, cases)
+        why = late_compilation(direct_function(plan.manager.state, impl), start, requests)
+        if why:
+            found[impl_id] = why
+    record.late[op_name] = found
+
+
+def _measure(
+    plan: Plan,
+    record: Record,
+    tuned: TunedCase,
+    clock: Clock,
+    proofs: dict[tuple[str, str, str | None, str], Outcome],
+) -> None:
+    """Prove and time the candidates of one shape, and record them."""
+    candidates = plan.candidates(tuned.key)
+    kind = (tuned.key.op_name, tuned.case.label, tuned.key.phase)
+    if is_provable(tuned.case, plan.accelerator):
+        for impl, outcome in zip(
+            candidates, prove(plan.manager, candidates, tuned.case, plan.place.dtype, clock), strict=True
+        ):
+            proofs[(*kind, impl.impl_id)] = outcome
+    unproven = Outcome(problem="not proven: the shape is too large for the reference, and no smaller one was measured")
+    outcomes = [replace(proofs.get((*kind, impl.impl_id), unproven), seconds=[]) for impl in candidates]
+    race(plan.manager, candidates, outcomes, tuned.case, clock, eager=plan.is_eager(tuned), repeats=plan.repeats)
+    record.keep(tuned, {impl.impl_id: outcome for impl, outcome in zip(candidates, outcomes, strict=True)})
+    clock.spec.empty_cache()
+
+
+def seed() -> None:
+    """Make the inputs of a tuning the same in every run."""
+    torch.manual_seed(0)

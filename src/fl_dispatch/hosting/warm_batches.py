@@ -1,0 +1,41 @@
+"""Batches of every kind, with which a start meets each kernel that a request may need.
+
+Kernels are compiled for kinds of batches: decode or prefill, short or long, one request or many. A host's start calls
+its operators on these; ``fl tune`` does the same before it looks whether an implementation compiles later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+QUERIES = (1, 2, 3, 5, 9, 17, 33, 65, 200)
+"""New tokens of a request: each is in another power of two, at which kernels change."""
+REQUESTS = (1, 2, 5, 40)
+MIXED = ((1,), (1, 1, 1, 1))
+"""New tokens of requests beside a long one."""
+LONG = (70, 300)
+KEYS, DECODE_KEYS = (1024, 4096), (256, 512, 1024, 2048, 4096, 8192)
+"""Longest sequences; the keys of a decoding request are divided among programs, twice as many from each of these."""
+
+
+def token_counts(most: int) -> list[int]:
+    """Tokens of the batches to run without a KV cache: powers of two, at which kernels change, up to the largest."""
+    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+
+
+def attention_batches(most_tokens: int, most_requests: int, length: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """New tokens of each request of a batch, and the number of keys that it announces.
+
+    Args:
+        most_tokens, most_requests: of a batch.
+        length: the longest sequence.
+    """
+    alike = ((queries,) * requests for queries, requests in product(QUERIES, REQUESTS))
+    mixed = ((*some, min(long, most_tokens - len(some))) for some, long in product(MIXED, LONG))
+    for queries in (*alike, *mixed):
+        possible = sum(queries) <= most_tokens and len(queries) <= most_requests
+        if possible and min(queries) > 0:
+            keys = DECODE_KEYS if max(queries) == 1 else KEYS
+            lengths = {max(queries), length, *(min(length, most) for most in keys)}
+            yield from ((queries, longest) for longest in sorted(lengths) if max(queries) <= longest <= length)
