@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import bench, demo, doc, doctor, explain, new_backend, ops, verify
+from . import bench, demo, doc, doctor, explain, new_backend, ops, perplexity, verify
 from .output import fail
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.demo)
+app.command("perplexity")(perplexity.perplexity_command)
 app.command("ops")(ops.ops)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
