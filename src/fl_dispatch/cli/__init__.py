@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import bench, demo, doc, doctor, explain, new_backend, ops, perplexity, verify
+from . import bench, demo, doc, doctor, explain, new_backend, ops, perplexity, report, verify
 from .output import fail
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("report")(report.report)
 app.command("doc")(doc.doc)
 app.command("new-backend")(new_backend.new_backend)
 

@@ -1,0 +1,92 @@
+"""From files, this machine and its workers to the sections of a page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ...devices import detect_device
+from ...errors import DispatchError, text_of
+from ...hosting.runs import folder as runs_folder
+from ...version import __version__
+from ..bench import machine
+from . import accuracy, engines, selection, shadow, speed, tuning, verification
+from .files import Source, read
+from .page import Origin, Part, Report, Section
+
+KINDS: tuple[ModuleType, ...] = (verification, accuracy, speed, tuning, shadow, engines)
+"""The sections after the first, in their order; each knows its files."""
+NOT_SHOWN = "not shown: no section of this page is made of such a file"
+
+
+def build(paths: Sequence[Path], with_runs: bool = True) -> Report:
+    """The page about these files and folders, this machine, and its workers.
+
+    Args:
+        paths: results of other commands, or folders with such.
+        with_runs: show the records of this user's workers.
+
+    Raises:
+        DispatchError: a file is missing, is not what it seems to be, or was named and is of no known kind.
+    """
+    sources = read(paths)
+    shown: dict[Path, str] = {}
+    sections = [_selection(sources, with_runs, shown)]
+    for kind in KINDS:
+        sections.append(_section(kind, [source for source in sources if kind.is_one(source.data)], shown))
+    for source in sources:
+        if source.named and source.path not in shown:
+            raise DispatchError(
+                f"{source.path} is none of the files that a report is made of: results of fl verify, fl bench, "
+                "fl tune, fl perplexity, fl demo, shadow mode, or a benchmark of engines"
+            )
+    made = f"fl-dispatch {__version__}, {time.strftime('%Y-%m-%d %H:%M')}, {_here().machine}"
+    return Report(made, sections, [(str(source.path), shown.get(source.path, NOT_SHOWN)) for source in sources])
+
+
+def _selection(sources: list[Source], with_runs: bool, shown: dict[Path, str]) -> Section:
+    own = selection.here(_here())
+    served = [source for source in sources if selection.is_one(source.data)]
+    parts = [own, *(selection.workers(runs_folder()) if with_runs else ())]
+    parts += _guarded(selection.EMPTY, served, lambda: selection.served(served))
+    shown.update((source.path, selection.EMPTY.title) for source in served)
+    glance, tone = selection.glance(own)
+    return replace(selection.EMPTY, parts=parts, glance=glance, tone=tone)
+
+
+def _section(kind: ModuleType, sources: list[Source], shown: dict[Path, str]) -> Section:
+    empty: Section = kind.EMPTY
+    if not sources:
+        return empty
+    parts = _guarded(empty, sources, lambda: kind.parts(sources))
+    glance, tone = kind.glance(sources)
+    for source in sources:
+        shown[source.path] = ", ".join(filter(None, (shown.get(source.path), empty.title)))
+    return replace(empty, parts=parts, glance=glance, tone=tone)
+
+
+def _guarded(section: Section, sources: list[Source], made: Callable[[], list[Part]]) -> list[Part]:
+    """The parts.
+
+    Raises:
+        DispatchError: a file has the marks of its kind and lacks something, or has it of another type.
+    """
+    try:
+        return made()
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+        guilty = ", ".join(str(source.path) for source in sources)
+        raise DispatchError(
+            f"a file for the section '{section.title}' is not as `{section.fill}` writes it "
+            f"({text_of(error)}): {guilty}"
+        ) from error
+
+
+def _here() -> Origin:
+    spec = detect_device()
+    found = machine(torch.device(spec.torch_type))
+    return Origin("this machine", found["date"], f"{spec.name} ({found['device']})", list(found["versions"].items()))
