@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 
@@ -16,8 +17,8 @@ from ...hosting.runs import folder as runs_folder
 from ...version import __version__
 from ..bench import machine
 from . import accuracy, engines, selection, shadow, speed, tuning, verification
-from .files import Source, read
-from .page import Origin, Part, Report, Section
+from .files import Source, read, records
+from .page import Origin, Report, Section
 
 KINDS: tuple[ModuleType, ...] = (verification, accuracy, speed, tuning, shadow, engines)
 """The sections after the first, in their order; each knows its files."""
@@ -35,10 +36,13 @@ def build(paths: Sequence[Path], with_runs: bool = True) -> Report:
         DispatchError: a file is missing, is not what it seems to be, or was named and is of no known kind.
     """
     sources = read(paths)
+    given = {source.path.resolve() for source in sources}
+    left = records(runs_folder()) if with_runs else []
+    kept = [source for source in left if source.path.resolve() not in given and _is_whole(source)]
     shown: dict[Path, str] = {}
-    sections = [_selection(sources, with_runs, shown)]
+    sections = [_selection(sources, kept, shown)]
     for kind in KINDS:
-        sections.append(_section(kind, [source for source in sources if kind.is_one(source.data)], shown))
+        sections.append(_section(kind, [source for source in (*sources, *kept) if kind.is_one(source.data)], shown))
     for source in sources:
         if source.named and source.path not in shown:
             raise DispatchError(
@@ -49,12 +53,29 @@ def build(paths: Sequence[Path], with_runs: bool = True) -> Report:
     return Report(made, sections, [(str(source.path), shown.get(source.path, NOT_SHOWN)) for source in sources])
 
 
-def _selection(sources: list[Source], with_runs: bool, shown: dict[Path, str]) -> Section:
+T = TypeVar("T")
+
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
+"""What reading a file raises that has the marks of its kind, and lacks something or has it of another type."""
+
+
+def _is_whole(record: Source) -> bool:
+    """Whether a record that nobody named can be shown; one of another version may not."""
+    try:
+        selection.workers([record])
+        shadow.parts([record])
+    except MALFORMED:
+        return False
+    return True
+
+
+def _selection(sources: list[Source], kept: list[Source], shown: dict[Path, str]) -> Section:
     own = selection.here(_here())
     served = [source for source in sources if selection.is_one(source.data)]
-    parts = [own, *(selection.workers(runs_folder()) if with_runs else ())]
+    ran = [source for source in (*sources, *kept) if selection.is_worker(source.data)]
+    parts = [own, *_guarded(selection.EMPTY, ran, lambda: selection.workers(ran))]
     parts += _guarded(selection.EMPTY, served, lambda: selection.served(served))
-    shown.update((source.path, selection.EMPTY.title) for source in served)
+    shown.update((source.path, selection.EMPTY.title) for source in (*ran, *served))
     glance, tone = selection.glance(own)
     return replace(selection.EMPTY, parts=parts, glance=glance, tone=tone)
 
@@ -63,22 +84,21 @@ def _section(kind: ModuleType, sources: list[Source], shown: dict[Path, str]) ->
     empty: Section = kind.EMPTY
     if not sources:
         return empty
-    parts = _guarded(empty, sources, lambda: kind.parts(sources))
-    glance, tone = kind.glance(sources)
+    parts, (glance, tone) = _guarded(empty, sources, lambda: (kind.parts(sources), kind.glance(sources)))
     for source in sources:
         shown[source.path] = ", ".join(filter(None, (shown.get(source.path), empty.title)))
     return replace(empty, parts=parts, glance=glance, tone=tone)
 
 
-def _guarded(section: Section, sources: list[Source], made: Callable[[], list[Part]]) -> list[Part]:
-    """The parts.
+def _guarded(section: Section, sources: list[Source], made: Callable[[], T]) -> T:
+    """What is made of the files.
 
     Raises:
         DispatchError: a file has the marks of its kind and lacks something, or has it of another type.
     """
     try:
         return made()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except MALFORMED as error:
         guilty = ", ".join(str(source.path) for source in sources)
         raise DispatchError(
             f"a file for the section '{section.title}' is not as `{section.fill}` writes it "

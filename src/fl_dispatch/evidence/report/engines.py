@@ -22,7 +22,10 @@ Workloads = Mapping[str, Mapping[str, tuple[float, float, float, float]]]
 
 def is_one(data: Mapping[str, Any]) -> bool:
     """Whether a file is one of the benchmarks' of engines."""
-    return any(True for _ in _compared(data))
+    runs = data.get("runs")
+    return isinstance(data.get("compared"), Mapping) or (
+        isinstance(runs, list) and any(isinstance(run, Mapping) and "results" in run for run in runs)
+    )
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
@@ -67,30 +70,28 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
                 for workload, cells in compared.items()
             },
         )
-    for run in data.get("runs") or () if isinstance(data.get("runs"), list) else ():
-        if isinstance(run, Mapping) and isinstance(run.get("results"), Mapping):
-            what = [f"{run['parameters'] / 1e6:.0f} M parameters" if "parameters" in run else "", run.get("dtype", "")]
-            what += [f"{run['rounds']} rounds" if "rounds" in run else ""]
+    for run in data["runs"] if isinstance(data.get("runs"), list) else ():
+        if isinstance(run, Mapping) and "results" in run:
+            facts = [f"{run['parameters'] / 1e6:.0f} M parameters" if "parameters" in run else ""]
+            facts += [str(run.get(key, "")) for key in ("dtype", "mode", "clock")]
+            facts += [f"{run['rounds']} rounds" if "rounds" in run else ""]
             found = {name: _shares(cells) for name, cells in run["results"].items()}
-            yield ", ".join(filter(None, what)), _baseline(run["results"]), found
+            yield ", ".join(filter(None, facts)), _baseline(run["results"]), found
 
 
 def _shares(cells: Mapping[str, Any]) -> dict[str, tuple[float, float, float, float]]:
-    """From what a cell has: a ratio with its interval, or how much faster the shipped choice is."""
-    found = {}
-    for name, row in cells.items():
-        if "ratio" in row:
-            low, high = row.get("low", row["ratio"]), row.get("high", row["ratio"])
-            found[name] = (row["tokens_per_s"], row["ratio"], low, high)
-        elif row.get("gain_of_cpu_yaml"):
-            low, high = row["gain_quartiles"]
-            found[name] = (row["tokens_per_s"], 1 / row["gain_of_cpu_yaml"], 1 / high, 1 / low)
-    return found
+    """Of ``serve_cpu.py``: the plugin beside vanilla, or how much faster the shipped choice is than each other."""
+    if "ratio" in cells:
+        engines = {name: value for name, value in cells.items() if name not in ("ratio", "interval")}
+        first = next(iter(engines))
+        own = (cells["ratio"], *cells["interval"])
+        return {name: (tokens, *((1.0, 1.0, 1.0) if name == first else own)) for name, tokens in engines.items()}
+    gains = ((name, row["tokens_per_s"], row["gain_of_cpu_yaml"], row["gain_quartiles"]) for name, row in cells.items())
+    return {name: (tokens, 1 / gain, 1 / high, 1 / low) for name, tokens, gain, (low, high) in gains}
 
 
 def _baseline(results: Mapping[str, Any]) -> str:
-    rows = [row for cells in results.values() for row in cells.values()]
-    return "the shipped cpu.yaml" if any("gain_of_cpu_yaml" in row for row in rows) else "the first engine"
+    return "vanilla" if any("ratio" in cells for cells in results.values()) else "the shipped cpu.yaml"
 
 
 def _part(source: Source, title: str, against: str, workloads: Workloads) -> Part:

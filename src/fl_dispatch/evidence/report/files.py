@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,10 @@ class Source:
         given = self.data.get("machine")
         machine: Mapping[str, Any] = given if isinstance(given, Mapping) else {"machine": given} if given else {}
         date = machine.get("date") or self.data.get("date") or next(iter(DATE.findall(self.path.name)), "")
-        device = next((str(machine[key]) for key in DEVICE if isinstance(machine.get(key), str)), "")
+        if not date and isinstance(self.data.get("time"), int | float):
+            date = moment(self.data["time"])
+        named = (*(machine.get(key) for key in DEVICE), self.data.get("device"))
+        device = next((name for name in named if isinstance(name, str)), "")
         gpus = machine.get("tensor_parallel")
         held = machine.get("versions") or self.data.get("versions")
         versions = held if isinstance(held, Mapping) else {k: machine[k] for k in PACKAGES if k in machine}
@@ -72,6 +77,21 @@ def read(paths: Sequence[Path]) -> list[Source]:
     """
     sources = [_read(path, named) for path, named in _found(paths)]
     return sorted(sources, key=lambda source: (source.origin.date, source.path.name), reverse=True)
+
+
+def records(folder: Path) -> list[Source]:
+    """The records that workers left in a folder, newest first; one that cannot be read is passed over."""
+    found = []
+    for file in folder.glob("*.json") if folder.is_dir() else ():
+        with suppress(DispatchError):
+            found.append(_read(file, named=False))
+    kept = [source for source in found if isinstance(source.data.get("time"), int | float)]
+    return sorted(kept, key=lambda source: float(source.data["time"]), reverse=True)
+
+
+def moment(seconds: float) -> str:
+    """A time of a record, in this machine's zone."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _found(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:

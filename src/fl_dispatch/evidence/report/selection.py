@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...manager import get_default_manager
 from ...ops import OPERATORS
-from .files import Source
+from .files import Source, moment
 from .page import Cell, Origin, Part, Section, Table
 
 EMPTY = Section(
@@ -55,11 +53,16 @@ def served(sources: Iterable[Source]) -> list[Part]:
     return parts
 
 
-def workers(folder: Path) -> list[Part]:
-    """Workers that left a record, newest first; a record that cannot be read is passed over."""
-    records = sorted(_records(folder), key=lambda record: float(record.get("time") or 0), reverse=True)
-    if not records:
+def is_worker(data: Mapping[str, Any]) -> bool:
+    """Whether a file is the record of a worker."""
+    return {"host", "pid", "model", "time", "layers"} <= set(data)
+
+
+def workers(sources: Sequence[Source]) -> list[Part]:
+    """Workers by their records, newest first; and what each chose, where the record has it."""
+    if not sources:
         return []
+    shown = sources[:SHOWN_RUNS]
     headings = (
         "when",
         "host",
@@ -69,27 +72,17 @@ def workers(folder: Path) -> list[Part]:
         "left to the host",
         "never dispatched",
     )
-    rows = [
-        [
-            Cell(_when(record)),
-            Cell(str(record.get("host", ""))),
-            Cell(str(record.get("pid", "")), note="" if _alive(record) else "has ended"),
-            Cell(str(record.get("model", ""))),
-            Cell(_layers(record.get("layers"))),
-            Cell(_counted(record.get("native")) or "none", "" if record.get("native") else "quiet"),
-            Cell(_names(record.get("undispatched")) or "none", "warn" if record.get("undispatched") else "quiet"),
-        ]
-        for record in records[:SHOWN_RUNS]
-    ]
-    origin = Origin(str(folder), _when(records[0]), "this machine")
+    rows = [_worker(source.data) for source in shown]
+    origin = replace(shown[0].origin, file=str(shown[0].path.parent))
     found = [Part("Workers that ran last", origin, tables=[Table("Workers, newest first", headings, rows)])]
-    for record in records[:SHOWN_RUNS]:
-        decisions = record.get("decisions")
-        if isinstance(decisions, Mapping) and decisions:
-            title = f"Process {record.get('pid')} of {record.get('host')}"
-            rank = f", rank {record['rank']}" if record.get("rank") is not None else ""
-            origin = Origin(str(folder / f"{record.get('pid')}.json"), _when(record), "this machine")
-            found.append(Part(title + rank, origin, tables=_tables(decisions, record.get("counts") or {})))
+    for source in shown:
+        record = source.data
+        choices = record.get("choices")
+        if isinstance(choices, Mapping) and choices.get("decisions"):
+            title = f"Process {record['pid']} of {record['host']}, rank {record.get('rank', 0)}"
+            tables = [*_tables(choices["decisions"], {}), *_taken_out(choices.get("failed") or ())]
+            lead = ["These are the choices of the serving process."]
+            found.append(Part(title, source.origin, lead, tables=tables))
     return found
 
 
@@ -135,29 +128,37 @@ def _tables(decisions: Decisions, counts: Mapping[str, Any], called_only: bool =
     return [Table("Choices", headings, chosen), Table("Every implementation", every, considered, folded)]
 
 
-def _records(folder: Path) -> Iterator[Mapping[str, Any]]:
-    for file in folder.glob("*.json") if folder.is_dir() else ():
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(record, Mapping) and "pid" in record:
-            yield record
+def _worker(record: Mapping[str, Any]) -> list[Cell]:
+    native, undispatched = _counted(record.get("native")), _names(record.get("undispatched"))
+    return [
+        Cell(moment(record["time"])),
+        Cell(str(record["host"])),
+        Cell(str(record["pid"]), note="" if _alive(record) else "has ended"),
+        Cell(str(record["model"])),
+        Cell(", ".join(f"{name} {count} ({operator})" for name, (operator, count) in record["layers"].items())),
+        Cell(native or "none", "" if native else "quiet"),
+        Cell(undispatched or "none", "warn" if undispatched else "quiet"),
+    ]
 
 
-def _when(record: Mapping[str, Any]) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(float(record.get("time") or 0)))
+def _taken_out(failed: Iterable[Mapping[str, Any]]) -> list[Table]:
+    """Implementations that are banned, and why."""
+    rows = [
+        [
+            Cell(str(one["operator"]), code=True),
+            Cell(str(one["implementation"]), code=True),
+            Cell(str(one["kind"])),
+            Cell(f"{one['fallbacks']:,}"),
+            Cell(str(one["cause"]), "bad"),
+        ]
+        for one in failed
+    ]
+    headings = ("operator", "implementation", "arguments", "#calls taken over", "cause")
+    return [Table("Implementations out of service", headings, rows)] if rows else []
 
 
 def _alive(record: Mapping[str, Any]) -> bool:
     return os.path.exists(f"/proc/{record.get('pid')}")
-
-
-def _layers(layers: Any) -> str:
-    if not isinstance(layers, Mapping):
-        return ""
-    parts = (f"{name} {count} ({operator})" for name, (operator, count) in layers.items())
-    return ", ".join(parts)
 
 
 def _counted(native: Any) -> str:

@@ -5,49 +5,82 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .files import Source
+from .files import Source, moment
 from .page import Cell, Part, Section, Table
 
 EMPTY = Section(
     "shadow",
     "Shadow",
-    "Live calls that a second implementation computed too, and the differences from the operator's tolerance.",
-    "fl shadow, or a server with shadow mode on",
+    "Live calls that a second implementation computed too, and the differences beyond the operator's tolerance.",
+    "VLLM_FL_SHADOW_SHARE=0.01 vllm serve MODEL",
 )
-KEYS = ("shadow", "shadow_findings")
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file has findings of shadow mode."""
-    return any(key in data for key in KEYS)
+    """Whether a worker's record has what shadow mode did."""
+    return _shadow(data) is not None
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a file."""
-    return [_part(source) for source in sources]
+    """A part a worker."""
+    found = ((source, _shadow(source.data)) for source in sources)
+    return [_part(source, shadow) for source, shadow in found if shadow is not None]
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """How many findings there are."""
-    count = sum(len(_rows(source.data)) for source in sources)
-    return (str(count), "differences found in live calls"), "bad" if count else "good"
+    found = [_shadow(source.data) or {} for source in sources]
+    count = sum(len(one["findings"]) for one in found)
+    calls = sum(sum(one.get("compared", {}).values()) for one in found)
+    return (str(count), f"implementations differed, in {calls:,} compared calls"), "bad" if count else "good"
 
 
-def _part(source: Source) -> Part:
-    rows = _rows(source.data)
-    columns = list(dict.fromkeys(str(key) for row in rows for key in row))
-    cells = [[Cell(_said(row.get(column))) for column in columns] for row in rows]
-    tables = [Table("Findings", columns, cells)] if rows else []
-    lead = [] if rows else ["Nothing differed by more than an operator tolerates."]
-    return Part(source.origin.machine or source.path.name, source.origin, lead, tables=tables)
+def _shadow(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    choices = data.get("choices")
+    found = choices.get("shadow") if isinstance(choices, Mapping) else None
+    return found if isinstance(found, Mapping) and isinstance(found.get("findings"), list) else None
 
 
-def _rows(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    given = next(data[key] for key in KEYS if key in data)
-    found = given.get("findings", given) if isinstance(given, Mapping) else given
-    rows = list(found.values()) if isinstance(found, Mapping) else list(found or ())
-    return [row for row in rows if isinstance(row, Mapping)]
-
-
-def _said(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def _part(source: Source, found: Mapping[str, Any]) -> Part:
+    cost = f"{found.get('share_of_time', 0):.2%} of the process's time"
+    lead = [f"A share of {found['share']:g} of the calls also ran {found['second']}, which took {cost}."]
+    rows = [
+        [
+            Cell(str(one["operator"]), code=True),
+            Cell(str(one["implementation"]), code=True),
+            Cell(str(one["second"]), code=True),
+            Cell(str(one["kind"])),
+            Cell(f"{one['calls']:,}"),
+            Cell("no number" if one["worst"] is None else f"{one['worst']:.3g}", "bad"),
+            Cell(f"{moment(one['first'])} to {moment(one['last'])}"),
+            Cell(str(one["outcome"])),
+            Cell(str(one["example"])),
+        ]
+        for one in found["findings"]
+    ]
+    headings = (
+        "operator",
+        "implementation",
+        "compared with",
+        "arguments",
+        "#calls",
+        "#worst, in tolerances",
+        "when",
+        "outcome",
+        "example",
+    )
+    tables = [Table("Implementations that differed", headings, rows)] if rows else []
+    if not rows:
+        lead.append("Nothing differed by more than an operator tolerates.")
+    compared = [
+        [*(Cell(name, code=True) for name in pair.split(" ", 1)), Cell(f"{calls:,}")]
+        for pair, calls in found.get("compared", {}).items()
+    ]
+    if compared:
+        folded = f"{len(compared)} implementations"
+        tables.append(Table("Calls that were compared", ("operator", "implementation", "#calls"), compared, folded))
+    unfit = [[Cell(name, code=True), Cell(str(why))] for name, why in found.get("not_compared", {}).items()]
+    if unfit:
+        tables.append(Table("Operators without a second run", ("operator", "why"), unfit, f"{len(unfit)} operators"))
+    title = f"Process {source.data.get('pid')} of {source.data.get('host')}"
+    return Part(title, source.origin, lead, tables=tables)

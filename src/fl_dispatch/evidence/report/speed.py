@@ -32,7 +32,8 @@ def is_one(data: Mapping[str, Any]) -> bool:
 
 def parts(sources: Iterable[Source]) -> list[Part]:
     """A part a file, newest first; one whose operators are all in newer ones of that device is marked as earlier."""
-    found, seen = [], set()
+    found: list[Part] = []
+    seen: set[tuple[str, str, str, str]] = set()
     for source in sources:
         keys = {(source.origin.machine, source.data["dtype"], row["op_name"], row["label"]) for row in _rows(source)}
         found.append(_part(source, earlier=keys <= seen))
