@@ -74,6 +74,8 @@ def _first_choices(generated: Generated, single: Tensor) -> tuple[int, int]:
 
 def _rows(generated: Generated, expected: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
     """For each prompt a model's log-probabilities where a token was generated, and the token."""
+    import torch
+
     parts = torch.split(expected, [len(sequence) - 1 for sequence in generated.sequences])
     for part, tokens in zip(parts, generated.tokens, strict=True):
         yield part[-len(tokens) :], tokens
