@@ -23,11 +23,11 @@ LEAST_WORDS, LEAST_PART = 6, 0.8
 """Prose has this many words, and this part of what stands between its spaces is English words."""
 
 HELD_OUT_ONE_IN = 20
-"""Of so many documents one is held out, chosen by the hash of its name, with every paragraph that it has."""
+"""One document of so many is held out, chosen by the hash of its name, with every paragraph that it has."""
 HELD_OUT_PARAGRAPH = 200
 """Characters from which on a held-out paragraph is long enough to measure with."""
 HELD_OUT_CHARACTERS = 24_000
-"""Of the held-out text that is kept beside the model."""
+"""Length of the held-out text that is kept beside the model."""
 
 
 def documents() -> dict[str, list[str]]:

@@ -4,7 +4,7 @@
     python tools/train_small_model.py --work FOLDER --write          # into the package
 
 One core takes about 16 minutes. The work folder keeps the state after every 50 steps, so a run that was ended goes on
-where it was; its result is the same, because the rows of a step depend on the step alone. What is written: a byte-level
+where it was; its result is the same, because the rows of a step depend on the step alone. The result: a byte-level
 BPE, a Llama of 1.3 million parameters in bfloat16, whose values float32 holds exactly, and the held-out text.
 """
 

@@ -42,7 +42,7 @@ class Dtype(enum.StrEnum):
 
 
 def environment(prefer: Prefer | None, config: Path | None) -> None:
-    """What an engine reads from the environment; nothing is asked of a network."""
+    """Set the variables that an engine reads; nothing is asked of a network."""
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -19,7 +19,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 3e-4, "bfloat16": 1e-3}
 
 @dataclass(frozen=True)
 class Perplexity:
-    """What an engine thinks of a text.
+    """An engine's judgement of a text.
 
     Args:
         tokens: how many were scored.

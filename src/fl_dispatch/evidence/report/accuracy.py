@@ -30,7 +30,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """How many were within their tolerance."""
+    """The number of those within their tolerance."""
     judged = [source.data["right"] for source in sources if source.data["expected"] is not None]
     right = sum(judged)
     said = "perplexities are within their dtype's tolerance"

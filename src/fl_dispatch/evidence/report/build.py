@@ -56,7 +56,7 @@ def build(paths: Sequence[Path], with_runs: bool = True) -> Report:
 T = TypeVar("T")
 
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError)
-"""What reading a file raises that has the marks of its kind, and lacks something or has it of another type."""
+"""Errors from reading a file that has the marks of its kind, and lacks something or has it of another type."""
 
 
 def _is_whole(record: Source) -> bool:
@@ -91,7 +91,7 @@ def _section(kind: ModuleType, sources: list[Source], shown: dict[Path, str]) ->
 
 
 def _guarded(section: Section, sources: list[Source], made: Callable[[], T]) -> T:
-    """What is made of the files.
+    """The things that are made of the files.
 
     Raises:
         DispatchError: a file has the marks of its kind and lacks something, or has it of another type.

@@ -48,7 +48,7 @@ class Source:
 
     @property
     def origin(self) -> Origin:
-        """What the file says of its figures."""
+        """The file's own words about its figures."""
         given = self.data.get("machine")
         machine: Mapping[str, Any] = given if isinstance(given, Mapping) else {"machine": given} if given else {}
         date = machine.get("date") or self.data.get("date") or next(iter(DATE.findall(self.path.name)), "")

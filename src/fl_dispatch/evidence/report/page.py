@@ -1,4 +1,4 @@
-"""What a page consists of: sections of parts, and parts of charts and tables. Text is plain; only charts are markup."""
+"""The elements of a page: sections of parts, and parts of charts and tables. Text is plain; only charts are markup."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the figures of a part come from.
+    """The place that the figures of a part come from.
 
     Args:
         file: its name, or what else said it.
@@ -70,7 +70,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Part:
-    """What one file, or one process, contributes to a section.
+    """The contribution of one file, or of one process, to a section.
 
     Args:
         title: its heading.

@@ -1,4 +1,4 @@
-"""What runs, and why: choices on this machine, in workers that ran last, and in engines whose reports are in files."""
+"""Selected implementations and why: choices on this machine, in workers that ran last, and in engines whose reports are in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .page import Cell, Origin, Part, Section, Table
 
 EMPTY = Section(
     "selected",
-    "What runs",
+    "Selected",
     "For each operator the implementation that comes first, the setting that put it there, "
     "and why each other one stays out.",
     "fl report, on the machine that serves",
@@ -43,7 +43,7 @@ def here(origin: Origin) -> Part:
 
 
 def served(sources: Iterable[Source]) -> list[Part]:
-    """What engines chose and called whose reports are in files."""
+    """Choices and calls of engines whose reports are in files."""
     parts = []
     for source in sources:
         report = source.data["report"]
@@ -87,14 +87,14 @@ def workers(sources: Sequence[Source]) -> list[Part]:
 
 
 def glance(part: Part) -> tuple[tuple[str, str], str]:
-    """How many operators have a choice here."""
+    """The number of operators that have a choice here."""
     rows = part.tables[0].rows
     chosen = [row for row in rows if row[1].tone == "good"]
     return (f"{len(chosen)} of {len(rows)}", "operators have an implementation here"), ""
 
 
 def _tables(decisions: Decisions, counts: Mapping[str, Any], called_only: bool = False) -> list[Table]:
-    """What was chosen; and, folded, every implementation with its reason."""
+    """The choices; and, folded, every implementation with its reason."""
     calls: dict[str, list[str]] = {}
     for key, number in counts.items():
         op_name, _, impl_id = str(key).partition(" ")

@@ -28,7 +28,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """How many findings there are."""
+    """The number of findings."""
     found = [_shadow(source.data) or {} for source in sources]
     count = sum(len(one["findings"]) for one in found)
     calls = sum(sum(one.get("compared", {}).values()) for one in found)

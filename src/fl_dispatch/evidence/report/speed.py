@@ -1,4 +1,4 @@
-"""Fast? What ``fl bench`` measured: shares of the floor over sizes, and every figure in a table."""
+"""Fast? Times of ``fl bench``: shares of the floor over sizes, and every figure in a table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """How many rows were measured, on what."""
+    """The number of measured rows, and the machines."""
     rows = [row for source in sources for row in _rows(source)]
     machines = dict.fromkeys(source.origin.machine for source in sources)
     operators = {row["op_name"] for row in rows}

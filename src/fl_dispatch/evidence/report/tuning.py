@@ -1,4 +1,4 @@
-"""Tuned: what ``fl tune`` measured for each choice, candidates with medians and intervals."""
+"""Tuned: each choice of ``fl tune``, candidates with medians and intervals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """How many choices were measured."""
+    """The number of measured choices."""
     machines = ", ".join(dict.fromkeys(source.origin.machine for source in sources))
     count = sum(1 for source in sources for _ in _rows(source.data))
     return (str(count), f"choices measured on {machines}"), ""

@@ -29,7 +29,7 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """How many rows are right, of all files; and the tone."""
+    """The number of right rows of all files; and the tone."""
     verdicts = [row["verdict"] for source in sources for row in _rows(source.data)]
     right, wrong = verdicts.count("right"), verdicts.count("wrong")
     said = "implementations and dtypes are right" + (f", {wrong} wrong" if wrong else "")
