@@ -95,7 +95,12 @@ def perplexity_command(
         show_what_ran(report)
         console.print(f"{said}; {found.bits_per_byte:.4f} bits a byte", highlight=False, markup=False)
         console.print(compared, style="bold green" if right else "bold red", highlight=False, markup=False)
-    facts = {"model": str(checkpoint), "text": text_file.name, "window": window, "dtype": dtype.value}
+    facts = {
+        "model": small_model.NAME if model is None else str(model),
+        "text": text_file.name,
+        "window": window,
+        "dtype": dtype.value,
+    }
     asked = {"host": host.value, "prefer": prefer and prefer.value, "compiled": compiled}
     judged = {"expected": expect, "tolerance": accepted, "right": right}
     here = machine(torch.device(detect_device().torch_type))

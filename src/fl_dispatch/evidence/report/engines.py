@@ -80,7 +80,7 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
 
 
 def _shares(cells: Mapping[str, Any]) -> dict[str, tuple[float, float, float, float]]:
-    """Cells of ``serve_cpu.py``: the plugin beside vanilla, or how much faster the shipped choice is than each other."""
+    """Cells of ``serve_cpu.py``: the plugin beside vanilla, or the shipped choice beside each other."""
     if "ratio" in cells:
         engines = {name: value for name, value in cells.items() if name not in ("ratio", "interval")}
         first = next(iter(engines))

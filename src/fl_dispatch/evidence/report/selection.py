@@ -1,4 +1,4 @@
-"""Selected implementations and why: choices on this machine, in workers that ran last, and in engines whose reports are in files."""
+"""Selected implementations and why: on this machine, in workers that ran last, in engines whose reports are files."""
 
 from __future__ import annotations
 
