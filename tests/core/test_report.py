@@ -191,15 +191,18 @@ def test_the_results_of_this_project_are_shown() -> None:
         ("{", "cannot be read as JSON"),
         ("[1]", "a JSON object is expected, not list"),
         ('{"some": "thing"}', "is none of the files that a report is made of"),
-        (json.dumps({**BENCHED, "dtype": 1, "results": [{"share_of_floor": 1.0}]}), "not as `fl bench"),
+        (json.dumps({**BENCHED, "dtype": 1, "results": [{"share_of_floor": 1.0}]}), "not as `fl bench --json"),
         (json.dumps({**SERVED, "compared": {"decode": {"plugin": {"ratio": "fast"}}}}), "not as `python benchmarks"),
     ],
 )  # fmt: skip
-def test_a_bad_file_is_one_error_that_names_it(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_one_error_that_names_it(
+    text: str, problem: str, written: Callable[..., list[Path]], tmp_path: Path
+) -> None:
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(DispatchError) as caught:
-        page(tmp_path / "bad.json", with_runs=False)
+        page(*written(good=BENCHED, served=SERVED), tmp_path / "bad.json", with_runs=False)
     assert problem in str(caught.value)
+    assert "good.json" not in str(caught.value)
     assert "bad.json" in str(caught.value)
     assert "\n" not in str(caught.value)
 

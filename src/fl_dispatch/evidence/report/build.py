@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -18,9 +17,23 @@ from ...version import __version__
 from ..bench import machine
 from . import accuracy, engines, selection, shadow, speed, tuning, verification
 from .files import Source, read, records
-from .page import Origin, Report, Section
+from .page import Origin, Part, Report, Section
 
-KINDS: tuple[ModuleType, ...] = (verification, accuracy, speed, tuning, shadow, engines)
+
+class Kind(Protocol):
+    """A module that knows one kind of file."""
+
+    EMPTY: Section
+    """The section without its parts."""
+
+    def is_one(self, data: Mapping[str, Any]) -> bool: ...
+
+    def parts(self, sources: Iterable[Source]) -> list[Part]: ...
+
+    def glance(self, sources: list[Source]) -> tuple[tuple[str, str], str]: ...
+
+
+KINDS: tuple[Kind, ...] = (verification, accuracy, speed, tuning, shadow, engines)
 """The sections after the first, in their order; each knows its files."""
 NOT_SHOWN = "not shown: no section of this page is made of such a file"
 
@@ -73,36 +86,39 @@ def _selection(sources: list[Source], kept: list[Source], shown: dict[Path, str]
     own = selection.here(_here())
     served = [source for source in sources if selection.is_one(source.data)]
     ran = [source for source in (*sources, *kept) if selection.is_worker(source.data)]
-    parts = [own, *_guarded(selection.EMPTY, ran, lambda: selection.workers(ran))]
-    parts += _guarded(selection.EMPTY, served, lambda: selection.served(served))
+    parts = [own, *_guarded(selection.EMPTY, ran, selection.workers)]
+    parts += _guarded(selection.EMPTY, served, selection.served)
     shown.update((source.path, selection.EMPTY.title) for source in (*ran, *served))
     glance, tone = selection.glance(own)
     return replace(selection.EMPTY, parts=parts, glance=glance, tone=tone)
 
 
-def _section(kind: ModuleType, sources: list[Source], shown: dict[Path, str]) -> Section:
-    empty: Section = kind.EMPTY
+def _section(kind: Kind, sources: list[Source], shown: dict[Path, str]) -> Section:
+    empty = kind.EMPTY
     if not sources:
         return empty
-    parts, (glance, tone) = _guarded(empty, sources, lambda: (kind.parts(sources), kind.glance(sources)))
+    parts, (glance, tone) = _guarded(empty, sources, lambda given: (kind.parts(given), kind.glance(given)))
     for source in sources:
         shown[source.path] = ", ".join(filter(None, (shown.get(source.path), empty.title)))
     return replace(empty, parts=parts, glance=glance, tone=tone)
 
 
-def _guarded(section: Section, sources: list[Source], made: Callable[[], T]) -> T:
+def _guarded(section: Section, sources: list[Source], made: Callable[[list[Source]], T]) -> T:
     """The things that are made of the files.
 
     Raises:
         DispatchError: a file has the marks of its kind and lacks something, or has it of another type.
     """
     try:
-        return made()
+        return made(sources)
     except MALFORMED as error:
+        if len(sources) > 1:
+            for source in sources:
+                _guarded(section, [source], made)
         guilty = ", ".join(str(source.path) for source in sources)
         raise DispatchError(
-            f"a file for the section '{section.title}' is not as `{section.fill}` writes it "
-            f"({text_of(error)}): {guilty}"
+            f"{guilty} looks like a file for the section '{section.title}', but is not as `{section.fill}` writes it: "
+            f"{text_of(error)}"
         ) from error
 
 
