@@ -1,15 +1,12 @@
-"""Perplexity by hand, the command's bad input, and the small model's files."""
+"""Perplexity by hand, and the bad input of the command."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 from test_cli import fl
 
-from fl_dispatch.cli import small_model
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.evidence.perplexity import perplexity, relative_difference, rows_of
 
@@ -50,29 +47,3 @@ def test_bad_input_is_one_error_before_an_engine_starts(arguments: list[str], pr
     done = fl("perplexity", *arguments)
     assert (done.returncode, done.stderr.count("error:")) == (2, 1)
     assert problem in " ".join(done.stderr.split())
-
-
-def test_the_small_model_is_small_and_its_files_say_what_it_is() -> None:
-    weights = small_model.CHECKPOINT / "model.safetensors"
-    assert weights.stat().st_size < 3_000_000
-    config = json.loads((small_model.CHECKPOINT / "config.json").read_text())
-    assert (config["model_type"], config["dtype"], config["head_dim"]) == ("llama", "bfloat16", 128)
-    assert "Python Software Foundation License" in (small_model.FOLDER / "NOTICE.md").read_text()
-    assert small_model.facts()["bytes"] == len(small_model.HELD_OUT.read_bytes())
-
-
-def test_the_held_out_text_is_not_what_the_model_was_trained_on() -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(
-        "small_model_text", Path(__file__).parents[2] / "tools/small_model_text.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    text = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(text)
-    training, _ = text.split(text.documents())
-    learned = set("\n\n".join(training).split("\n\n"))
-    paragraphs = small_model.HELD_OUT.read_text().strip().split("\n\n")
-    assert len(paragraphs) > 30
-    assert not learned & set(paragraphs)

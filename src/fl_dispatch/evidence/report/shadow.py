@@ -32,7 +32,8 @@ def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
     found = [_shadow(source.data) or {} for source in sources]
     count = sum(len(one["findings"]) for one in found)
     calls = sum(sum(one.get("compared", {}).values()) for one in found)
-    return (str(count), f"implementations differed, in {calls:,} compared calls"), "bad" if count else "good"
+    who = "implementation" if count == 1 else "implementations"
+    return (str(count), f"{who} differed, in {calls:,} compared calls"), "bad" if count else "good"
 
 
 def _shadow(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -77,10 +78,10 @@ def _part(source: Source, found: Mapping[str, Any]) -> Part:
         for pair, calls in found.get("compared", {}).items()
     ]
     if compared:
-        folded = f"{len(compared)} implementations"
-        tables.append(Table("Calls that were compared", ("operator", "implementation", "#calls"), compared, folded))
+        columns = ("operator", "implementation", "#calls")
+        tables.append(Table("Calls that were compared", columns, compared, f"all {len(compared)}"))
     unfit = [[Cell(name, code=True), Cell(str(why))] for name, why in found.get("not_compared", {}).items()]
     if unfit:
-        tables.append(Table("Operators without a second run", ("operator", "why"), unfit, f"{len(unfit)} operators"))
+        tables.append(Table("Operators without a second run", ("operator", "why"), unfit, f"all {len(unfit)}"))
     title = f"Process {source.data.get('pid')} of {source.data.get('host')}"
     return Part(title, source.origin, lead, tables=tables)

@@ -55,8 +55,18 @@ def _part(source: Source) -> Part:
         f"{len(rows)} choices were measured.",
         "A line is the fastest candidate's time as a share of this candidate's, its band the interval of its median.",
     ]
-    heading = ", ".join(filter(None, (source.origin.machine, str(source.data.get("model", ""))))) or source.path.name
+    heading = ", ".join(filter(None, (source.origin.machine, _model(source.data)))) or source.path.name
     return Part(heading, source.origin, lead, list(colour.items()), charts, [_table(rows)])
+
+
+def _model(data: Mapping[str, Any]) -> str:
+    """The model that was tuned for, in a few words."""
+    model = data.get("model")
+    if not isinstance(model, Mapping):
+        return str(model or "")
+    return ", ".join(
+        f"{key.replace('_', ' ')} {model[key]}" for key in ("model_type", "hidden", "heads") if key in model
+    )
 
 
 def _title(row: Row) -> str:
