@@ -66,7 +66,8 @@ ENVIRONMENTS = {
     "npu": Environment(".venv-npu", ("npu/test_*.py",)),
     "npu-sglang": Environment(".venv-npu-sglang", ("npu_sglang/test_*.py",)),
     "vllm-cpu": Environment(
-        ".venv-vllm-cpu", ("core/test_vendor_cpu*.py", "vllm/test_vendor_cpu*.py", "vllm/test_families.py")
+        ".venv-vllm-cpu",
+        ("core/test_vendor_cpu*.py", "vllm/test_vendor_cpu*.py", "vllm/test_families.py", "vllm/test_perplexity.py"),
     ),
 }
 

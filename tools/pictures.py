@@ -13,7 +13,7 @@ from fl_dispatch.cli import app
 from fl_dispatch.cli.output import console
 
 IMAGES = Path(__file__).parents[1] / "docs/images"
-COMMANDS = {"explain": ("explain", "rms_norm"), "demo": ("demo", "--prompt", "the river runs to the sea")}
+COMMANDS = {"explain": ("explain", "rms_norm"), "demo": ("demo",)}
 WIDTH = 120
 
 

@@ -9,7 +9,7 @@ import pytest
 import typer
 from test_cli import fl
 
-from fl_dispatch.cli.demo import EMULATED_ENV, _judge, describe_device
+from fl_dispatch.cli.demo import EMULATED_ENV, describe_device, judge
 from fl_dispatch.cli.demo.progress import steps
 from fl_dispatch.errors import DispatchError
 
@@ -45,24 +45,24 @@ def test_an_error_of_ours_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("right", "report", "problem"),
+    ("problems", "report", "problem"),
     [
-        (False, {"failed": {}, "counts": {"rms_norm vendor.acme": 1}}, "differs from Hugging Face's"),
-        (True, {"failed": {"rms_norm": ["vendor.acme"]}, "counts": {"rms_norm vendor.acme": 1}}, "is banned"),
-        (True, {"failed": {}, "counts": {}}, "no operator ran"),
+        (["it differs"], {"failed": {}, "counts": {"rms_norm vendor.acme": 1}}, "it differs"),
+        ([], {"failed": {"rms_norm": ["vendor.acme"]}, "counts": {"rms_norm vendor.acme": 1}}, "is banned"),
+        ([], {"failed": {}, "counts": {}}, "no operator ran"),
     ],
 )
 def test_what_is_not_as_it_should_be_is_exit_code_1(
-    right: bool, report: dict[str, dict[str, object]], problem: str, capsys: pytest.CaptureFixture[str]
+    problems: list[str], report: dict[str, dict[str, object]], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(typer.Exit) as caught:
-        _judge(right, "tokens", report)
+        judge(problems, report)
     assert caught.value.exit_code == 1
     assert problem in capsys.readouterr().err
 
 
 def test_a_good_result_ends_without_an_error() -> None:
-    _judge(True, "tokens", {"failed": {}, "counts": {"rms_norm vendor.acme": 1}})
+    judge([], {"failed": {}, "counts": {"rms_norm vendor.acme": 1}})
 
 
 def test_sglang_cannot_be_asked_for_a_compiled_model() -> None:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import bench, demo, doc, doctor, explain, new_backend, ops, tune, verify
+from . import bench, demo, doc, doctor, explain, new_backend, ops, perplexity, report, tune, verify
 from .output import fail
 
 app = typer.Typer(
@@ -18,12 +18,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.demo)
+app.command("perplexity")(perplexity.perplexity_command)
 app.command("ops")(ops.ops)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
+app.command("report")(report.report)
 app.command("doc")(doc.doc)
 app.command("new-backend")(new_backend.new_backend)
 

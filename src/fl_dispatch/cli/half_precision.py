@@ -25,11 +25,11 @@ COMPARED = 0.9
 """The part of the tokens that the bounds hold for in a model with experts."""
 
 
-def table(rows: Iterable[Mapping[str, float]]) -> Tensor:
+def table(rows: Iterable[Mapping[str, float]], vocabulary: int = VOCABULARY) -> Tensor:
     """``[tokens, vocabulary]`` from what an engine returned for each token."""
     import torch
 
-    return torch.tensor([[row[str(token)] for token in range(VOCABULARY)] for row in rows])
+    return torch.tensor([[row[str(token)] for token in range(vocabulary)] for row in rows])
 
 
 def exact(network: Any, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, float]:

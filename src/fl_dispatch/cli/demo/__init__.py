@@ -1,7 +1,7 @@
 """``fl demo``: a real engine generates text through the dispatch core, and the result is compared with Hugging Face's.
 
-Everything is made locally: a small checkpoint with random weights and its tokenizer, so the text is noise, but the
-tokens are exact.
+The model is the small one of this package, which writes English, or a checkpoint of another architecture with random
+weights, which is built on the spot and writes noise. The tokens of both are exact.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import typer
 
 from ...devices import detect_device
 from ...errors import DispatchError
+from .. import small_model
+from ..hosts import Dtype, Host, Prefer, environment, installed_host
 from ..output import console, fail, print_json, print_table
 from .comparison import compare
-from .engines import ENGINES, Generated, Host, Request, installed_host
+from .engines import ENGINES, Generated, Request
 from .progress import steps
 
 EMULATED_ENV = "FL_EMULATED_CHIP"
@@ -32,8 +34,9 @@ PROMPTS = (
 
 
 class Family(enum.StrEnum):
-    """Model families of which the demo can build a small checkpoint."""
+    """The package's own model, and the families of which the demo can build a checkpoint with random weights."""
 
+    SMALL = small_model.NAME
     QWEN3 = "qwen3"
     LLAMA = "llama"
     GEMMA3 = "gemma3"
@@ -41,27 +44,14 @@ class Family(enum.StrEnum):
     MIXTRAL = "mixtral"
 
 
-class Prefer(enum.StrEnum):
-    """Kinds of implementations."""
-
-    FLAGOS = "flagos"
-    VENDOR = "vendor"
-    REFERENCE = "reference"
-
-
-class Dtype(enum.StrEnum):
-    """Types of a model's weights and activations."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 def demo(
     host: Annotated[
         Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
     ] = None,
-    family: Annotated[Family, typer.Option(help="Model family.", case_sensitive=False)] = Family.QWEN3,
+    family: Annotated[
+        Family | None,
+        typer.Option(help="small, which was trained, or a family with random weights.", case_sensitive=False),
+    ] = None,
     prefer: Annotated[
         Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
     ] = None,
@@ -70,7 +60,7 @@ def demo(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)] = Dtype.FLOAT32,
     head_size: Annotated[
-        int | None, typer.Option(help="Elements of a head, where a chip's kernels ask for a size.", min=16)
+        int | None, typer.Option(help="Elements of a head, of a model with random weights (qwen3).", min=16)
     ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", min=1, max=512)] = 32,
@@ -83,22 +73,28 @@ def demo(
     In float32 the tokens must be equal, in half precision the log-probabilities as near to float32 as Hugging Face's.
     Exit code 1 if they are not, if an implementation failed, or if no operator of ours ran.
     """
-    _environment(prefer, config)
+    environment(prefer, config)
     host = host or installed_host()
+    family = family or (Family.SMALL if head_size is None else Family.QWEN3)
     if (host, family) == (Host.SGLANG, Family.GEMMA3):
         raise DispatchError("SGLang ties the embeddings of Gemma 3, the checkpoint here does not: take another family")
+    if family is Family.SMALL and head_size is not None:
+        raise DispatchError("--head-size is for a model with random weights; the small model's heads have 128 elements")
     if host is Host.SGLANG and compiled:
         raise DispatchError("SGLang's models are not compiled under the plugin: --compiled is for vLLM")
     device = describe_device()
     if not json:
         console.print(device, highlight=False, markup=False)
     with tempfile.TemporaryDirectory(prefix="fl-demo-") as folder, steps(Path(folder) / "log", json, verbose) as step:
-        with step(f"building a small {family} checkpoint"):
-            from ..checkpoints import build_checkpoint
+        path = small_model.CHECKPOINT
+        if family is not Family.SMALL:
+            with step(f"building a small {family} checkpoint"):
+                from ..checkpoints import build_checkpoint
 
-            sizes = {} if head_size is None else {"head_dim": head_size}
-            path = build_checkpoint(family.value, Path(folder) / family.value, **sizes)
-        request = Request(path, list(prompt or PROMPTS), tokens, dtype.value, compiled, dtype is not Dtype.FLOAT32)
+                sizes = {} if head_size is None else {"head_dim": head_size}
+                path = build_checkpoint(family.value, Path(folder) / family.value, **sizes)
+        prompts = list(prompt or (small_model.PROMPTS if family is Family.SMALL else PROMPTS))
+        request = Request(path, prompts, tokens, dtype.value, compiled, dtype is not Dtype.FLOAT32)
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and generating (its import takes a while)"):
             generated, report = ENGINES[host](request)
@@ -108,9 +104,11 @@ def demo(
         result = {"right": right, "compared": compared, "tokens_per_second": generated.rate}
         print_json({"device": device, **result, "texts": generated.texts, "report": report})
     else:
-        _show(request.prompts, generated, report)
+        trained = "by a model of 1.2 million parameters that learned English from Python's documentation"
+        title = trained if family is Family.SMALL else "random weights: noise, but exact"
+        _show(f"Text ({title})", request.prompts, generated, report)
         console.print(compared, style="bold green" if right else "bold red", highlight=False)
-    _judge(right, compared, report)
+    judge([] if right else [f"the result differs from Hugging Face's: {compared}"], report)
 
 
 def describe_device() -> str:
@@ -120,9 +118,14 @@ def describe_device() -> str:
     return f"device: {spec.name} ({spec.device_name(0)})" + (f", EMULATED: {emulated}" if emulated else "")
 
 
-def _judge(right: bool, compared: str, report: dict[str, Any]) -> None:
-    """End with exit code 1, and say why, unless everything is as it should be."""
-    problems = [] if right else [f"the result differs from Hugging Face's: {compared}"]
+def judge(problems: list[str], report: dict[str, Any]) -> None:
+    """End with exit code 1 unless everything is as it should be.
+
+    Args:
+        problems: sentences.
+        report: a worker's; what failed in it, or that nothing ran, is a problem too.
+    """
+    problems = [*problems]
     problems += [
         f"'{impl_id}' failed in '{op_name}' and is banned; another one took over (--verbose shows why)"
         for op_name, impl_ids in report["failed"].items()
@@ -136,27 +139,15 @@ def _judge(right: bool, compared: str, report: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _environment(prefer: Prefer | None, config: Path | None) -> None:
-    defaults = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # Hugging Face runs in this process: do not fork its threads
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    if prefer is not None:
-        os.environ["VLLM_FL_PREFER"] = prefer.value
-    if config is not None:
-        os.environ["VLLM_FL_CONFIG"] = str(config.resolve())
+def _show(title: str, prompts: list[str], generated: Generated, report: dict[str, Any]) -> None:
+    print_table(title, ("prompt", "continuation"), zip(prompts, generated.texts, strict=True))
+    show_what_ran(report)
+    total = sum(map(len, generated.tokens))
+    console.print(f"{total} tokens in {generated.seconds:.2f} s: {generated.rate:.1f} tokens/s", highlight=False)
 
 
-def _show(prompts: list[str], generated: Generated, report: dict[str, Any]) -> None:
-    print_table(
-        "Text (random weights: noise, but exact)",
-        ("prompt", "continuation"),
-        zip(prompts, generated.texts, strict=True),
-    )
+def show_what_ran(report: dict[str, Any]) -> None:
+    """A table of the implementations that a worker called, from its report."""
     rows = []
     for key, calls in sorted(report["counts"].items()):
         op_name, impl_id = key.split(" ")
@@ -167,8 +158,6 @@ def _show(prompts: list[str], generated: Generated, report: dict[str, Any]) -> N
         ("operator", "implementation", "kind", "calls", "why"),
         rows,
     )
-    total = sum(map(len, generated.tokens))
-    console.print(f"{total} tokens in {generated.seconds:.2f} s: {generated.rate:.1f} tokens/s", highlight=False)
 
 
 def _reason(why: dict[str, Any] | None) -> str:

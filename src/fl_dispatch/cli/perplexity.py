@@ -1,0 +1,169 @@
+"""``fl perplexity``: one figure for how exactly an engine computes a model, through a real vLLM or SGLang."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..devices import detect_device
+from ..errors import DispatchError, text_of
+from ..evidence.bench import machine
+from ..evidence.perplexity import TOLERANCE, Perplexity, perplexity, relative_difference, rows_of
+from . import small_model
+from .demo import describe_device, judge, show_what_ran
+from .demo.progress import steps
+from .hosts import (
+    Dtype,
+    Host,
+    Prefer,
+    close_sglang,
+    close_vllm,
+    count_sglang,
+    count_vllm,
+    environment,
+    installed_host,
+    sglang_engine,
+    vllm_engine,
+)
+from .output import ResultFile, console
+
+Scores = list[list[float]]
+
+
+def perplexity_command(
+    model: Annotated[
+        Path | None, typer.Argument(help="A checkpoint's folder. Default: the small model of this package.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file. Default: what the small model was not trained on.", dir_okay=False)
+    ] = None,
+    host: Annotated[
+        Host | None, typer.Option(help="Serving engine; by default the one that is installed.", case_sensitive=False)
+    ] = None,
+    prefer: Annotated[
+        Prefer | None, typer.Option(help="Kind to try first (VLLM_FL_PREFER).", case_sensitive=False)
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML policy file (VLLM_FL_CONFIG).", exists=True, dir_okay=False)
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.", case_sensitive=False)] = Dtype.FLOAT32,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Compile the model (vLLM).")] = False,
+    window: Annotated[int, typer.Option(help="Tokens of a row, which is a request.", min=2)] = small_model.WINDOW,
+    expect: Annotated[
+        float | None, typer.Option(help="The right perplexity. Default for the small model: Hugging Face's in float32.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest relative difference from it. Default: by the dtype.", min=0)
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file; '-': standard output.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
+) -> None:
+    """Score a text with a real vLLM or SGLang through the dispatch core, and compare the perplexity with the right one.
+
+    Exit code 1 if it differs by more than the dtype's rounding explains, if an implementation failed, or if no operator
+    of ours ran. Without a right perplexity (another model or text, and no --expect) it is only printed.
+    """
+    file = ResultFile(json)
+    environment(prefer, config)
+    host = host or installed_host()
+    if host is Host.SGLANG and compiled:
+        raise DispatchError("SGLang's models are not compiled under the plugin: --compiled is for vLLM")
+    checkpoint, text_file = model or small_model.CHECKPOINT, text or small_model.HELD_OUT
+    written = _read(text_file)
+    if expect is None and model is None and text is None and window == small_model.WINDOW:
+        expect = small_model.facts()["perplexity"]
+    accepted = TOLERANCE[dtype.value] if tolerance is None else tolerance
+    if not file.to_stdout:
+        console.print(describe_device(), highlight=False, markup=False)
+    with (
+        tempfile.TemporaryDirectory(prefix="fl-") as folder,
+        steps(Path(folder) / "log", file.to_stdout, verbose) as step,
+    ):
+        way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
+        with step(f"starting {way}, and scoring {text_file.name} (its import takes a while)"):
+            rows = _rows(checkpoint, written, window)
+            scores, report = SCORE[host](checkpoint, rows, dtype.value, compiled)
+    found = perplexity(scores, len(written.encode()))
+    right, compared = _compared(found, expect, accepted)
+    said = f"perplexity {found.value:.4f} over {found.tokens:,} tokens of {text_file.name}"
+    if not file.to_stdout:
+        show_what_ran(report)
+        console.print(f"{said}; {found.bits_per_byte:.4f} bits a byte", highlight=False, markup=False)
+        console.print(compared, style="bold green" if right else "bold red", highlight=False, markup=False)
+    facts = {
+        "model": small_model.NAME if model is None else str(model),
+        "text": text_file.name,
+        "window": window,
+        "dtype": dtype.value,
+    }
+    asked = {"host": host.value, "prefer": prefer and prefer.value, "compiled": compiled}
+    judged = {"expected": expect, "tolerance": accepted, "right": right}
+    here = machine(torch.device(detect_device().torch_type))
+    file.finish({"machine": here, **facts, **asked, **found.as_data(), **judged, "report": report})
+    judge([] if right else [compared], report)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DispatchError(f"{file} cannot be read as a text: {text_of(error)}") from error
+
+
+def _rows(checkpoint: Path, text: str, window: int) -> list[list[int]]:
+    """The requests, within what the model has positions for; an engine also generates one token."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        positions = AutoConfig.from_pretrained(checkpoint).max_position_embeddings
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise DispatchError(f"{checkpoint} is no checkpoint with a tokenizer: {text_of(error)}") from error
+    if window + 2 > positions:
+        raise DispatchError(f"--window {window} is too long: the model has {positions} positions")
+    return rows_of(tokenizer(text, add_special_tokens=False).input_ids, tokenizer.bos_token_id, window)
+
+
+def _compared(found: Perplexity, expect: float | None, tolerance: float) -> tuple[bool, str]:
+    if expect is None:
+        return True, "nothing to compare it with: --expect has the right one"
+    difference = relative_difference(found.value, expect)
+    right = difference <= tolerance
+    return right, (
+        f"{'right' if right else 'WRONG'}: {expect:.4f} is expected, "
+        f"relative difference {difference:.1e}, at most {tolerance:.1e}"
+    )
+
+
+def _vllm(model: Path, rows: list[list[int]], dtype: str, compiled: bool) -> tuple[Scores, dict[str, Any]]:
+    llm = vllm_engine(model, dtype, compiled)
+    from vllm import SamplingParams
+
+    count_vllm(llm)
+    prompts = [{"prompt_token_ids": row} for row in rows]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    report = close_vllm(llm)
+    return [
+        [scored[token].logprob for token, scored in zip(row[1:], output.prompt_logprobs[1:], strict=True)]
+        for row, output in zip(rows, outputs, strict=True)
+    ], report
+
+
+def _sglang(model: Path, rows: list[list[int]], dtype: str, compiled: bool) -> tuple[Scores, dict[str, Any]]:
+    engine = sglang_engine(model, dtype)
+    count_sglang(engine)
+    scored = {"return_logprob": True, "logprob_start_len": 0}
+    outputs = engine.generate(input_ids=rows, sampling_params={"max_new_tokens": 1}, **scored)
+    report = close_sglang(engine)
+    return [[logprob for logprob, *_ in output["meta_info"]["input_token_logprobs"][1:]] for output in outputs], report
+
+
+SCORE: Mapping[Host, Callable[[Path, list[list[int]], str, bool], tuple[Scores, dict[str, Any]]]] = {
+    Host.VLLM: _vllm,
+    Host.SGLANG: _sglang,
+}

@@ -1,0 +1,44 @@
+"""``fl report``: one page of HTML about what runs here and everything that was measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DispatchError, text_of
+from .output import check_file, console
+
+
+def report(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Results of other commands (JSON), and folders with such. Default: none."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page.", dir_okay=False)] = Path("report.html"),
+    runs: Annotated[bool, typer.Option("--runs/--no-runs", help="Show the workers that ran last.")] = True,
+) -> None:
+    """Write one self-contained HTML file: choices and reasons, verdicts, speeds, tuning, findings, engines.
+
+    It reads results of fl verify, fl bench, fl tune, fl perplexity and fl demo, and of the benchmarks of engines. A
+    folder's files of other kinds are listed at the page's end; a file that is named and is of no known kind is an
+    error. The page needs no network, and is dark where the reader's system is.
+    """
+    check_file(out)
+    from ..evidence.report import build, render  # late: a template engine, which is an extra
+
+    made = build(files or [], with_runs=runs)
+    text = render(made)
+    new = out.with_name(f"{out.name}.{os.getpid()}")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(out)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise DispatchError(f"{out} cannot be written: {text_of(error)}") from error
+    console.print(f"{out}: {len(text) / 1e6:.1f} MB", highlight=False, markup=False)
+    for section in made.sections:
+        said = " ".join(section.glance) if section.parts else f"no data; `{section.fill}` measures it"
+        console.print(f"  {section.title}: {said}", highlight=False, markup=False)

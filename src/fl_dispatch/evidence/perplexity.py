@@ -1,0 +1,79 @@
+"""Perplexity of a text: one number for how well an engine computes a model, whatever runs in it.
+
+A text is cut into rows that do not overlap. Each begins with the token that begins every text, so that a row is a
+request of its own, and every other token of it counts once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import DispatchError
+
+TOLERANCE = {"float32": 2e-5, "float16": 3e-4, "bfloat16": 1e-3}
+"""Dtype → the largest relative difference from the perplexity in float32 that rounding explains."""
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """An engine's judgement of a text.
+
+    Args:
+        tokens: how many were scored.
+        nats: the mean of their negative log-probabilities.
+        bytes: of the text that they stand for.
+    """
+
+    tokens: int
+    nats: float
+    bytes: int
+
+    @property
+    def value(self) -> float:
+        """The perplexity: among so many equally likely tokens the model was as undecided."""
+        return math.exp(self.nats)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between models of different tokenizers."""
+        return self.nats * self.tokens / self.bytes / math.log(2)
+
+    def as_data(self) -> dict[str, Any]:
+        """For programs."""
+        return {**asdict(self), "perplexity": self.value, "bits_per_byte": self.bits_per_byte}
+
+
+def rows_of(tokens: Sequence[int], beginning: int | None, window: int) -> list[list[int]]:
+    """A text's tokens as rows of at most ``window`` of them, each after the token that begins a text.
+
+    A model without such a token gets rows whose own first token is not scored.
+
+    Raises:
+        DispatchError: there is nothing to score.
+    """
+    first = [] if beginning is None else [beginning]
+    cut = [[*first, *tokens[start : start + window]] for start in range(0, len(tokens), window)]
+    rows = [row for row in cut if len(row) > 1]
+    if not rows:
+        raise DispatchError("the text has fewer than two tokens, so there is nothing to score")
+    return rows
+
+
+def perplexity(scores: Sequence[Sequence[float]], size: int) -> Perplexity:
+    """From the log-probabilities of each row's tokens but the first, and the bytes of the text.
+
+    Raises:
+        DispatchError: one of them is no number, or a token is impossible.
+    """
+    values = [score for row in scores for score in row]
+    if not all(map(math.isfinite, values)):
+        raise DispatchError("an engine gave a token the log-probability NaN or infinity: the model's numbers overflow")
+    return Perplexity(len(values), -math.fsum(values) / len(values), size)
+
+
+def relative_difference(found: float, expected: float) -> float:
+    """How far one perplexity is from another, as a part of it."""
+    return abs(found - expected) / expected

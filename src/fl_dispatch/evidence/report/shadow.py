@@ -1,0 +1,87 @@
+"""Shadow: live calls that were computed a second time, and where the results differed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .files import Source, moment
+from .page import Cell, Part, Section, Table
+
+EMPTY = Section(
+    "shadow",
+    "Shadow",
+    "Live calls that a second implementation computed too, and the differences beyond the operator's tolerance.",
+    "VLLM_FL_SHADOW_SHARE=0.01 vllm serve MODEL",
+)
+
+
+def is_one(data: Mapping[str, Any]) -> bool:
+    """Whether a worker's record has what shadow mode did."""
+    return _shadow(data) is not None
+
+
+def parts(sources: Iterable[Source]) -> list[Part]:
+    """A part a worker."""
+    found = ((source, _shadow(source.data)) for source in sources)
+    return [_part(source, shadow) for source, shadow in found if shadow is not None]
+
+
+def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
+    """The number of findings."""
+    found = [_shadow(source.data) or {} for source in sources]
+    count = sum(len(one["findings"]) for one in found)
+    calls = sum(sum(one.get("compared", {}).values()) for one in found)
+    who = "implementation" if count == 1 else "implementations"
+    return (str(count), f"{who} differed, in {calls:,} compared calls"), "bad" if count else "good"
+
+
+def _shadow(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    choices = data.get("choices")
+    found = choices.get("shadow") if isinstance(choices, Mapping) else None
+    return found if isinstance(found, Mapping) and isinstance(found.get("findings"), list) else None
+
+
+def _part(source: Source, found: Mapping[str, Any]) -> Part:
+    cost = f"{found.get('share_of_time', 0):.2%} of the process's time"
+    lead = [f"A share of {found['share']:g} of the calls also ran {found['second']}, which took {cost}."]
+    rows = [
+        [
+            Cell(str(one["operator"]), code=True),
+            Cell(str(one["implementation"]), code=True),
+            Cell(str(one["second"]), code=True),
+            Cell(str(one["kind"])),
+            Cell(f"{one['calls']:,}"),
+            Cell("no number" if one["worst"] is None else f"{one['worst']:.3g}", "bad"),
+            Cell(f"{moment(one['first'])} to {moment(one['last'])}"),
+            Cell(str(one["outcome"])),
+            Cell(str(one["example"])),
+        ]
+        for one in found["findings"]
+    ]
+    headings = (
+        "operator",
+        "implementation",
+        "compared with",
+        "arguments",
+        "#calls",
+        "#worst, in tolerances",
+        "when",
+        "outcome",
+        "example",
+    )
+    tables = [Table("Implementations that differed", headings, rows)] if rows else []
+    if not rows:
+        lead.append("Nothing differed by more than an operator tolerates.")
+    compared = [
+        [*(Cell(name, code=True) for name in pair.split(" ", 1)), Cell(f"{calls:,}")]
+        for pair, calls in found.get("compared", {}).items()
+    ]
+    if compared:
+        columns = ("operator", "implementation", "#calls")
+        tables.append(Table("Calls that were compared", columns, compared, f"all {len(compared)}"))
+    unfit = [[Cell(name, code=True), Cell(str(why))] for name, why in found.get("not_compared", {}).items()]
+    if unfit:
+        tables.append(Table("Operators without a second run", ("operator", "why"), unfit, f"all {len(unfit)}"))
+    title = f"Process {source.data.get('pid')} of {source.data.get('host')}"
+    return Part(title, source.origin, lead, tables=tables)

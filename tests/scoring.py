@@ -1,0 +1,38 @@
+"""The small model's held-out text as requests for an engine, and its perplexity by what the engine answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from fl_dispatch.cli import small_model
+from fl_dispatch.evidence.perplexity import perplexity, relative_difference, rows_of
+
+SLIGHTLY_WRONG = {"per_op_order": {"rms_norm": ["impl:reference.sample_variance"]}}
+"""A policy for the norm of ``vllm/plugins/sample_variance.py``, which is 0.4 % too small."""
+
+
+@cache
+def rows() -> list[list[int]]:
+    """Token ids of the requests."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model.CHECKPOINT)
+    text = small_model.HELD_OUT.read_text(encoding="utf-8")
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return rows_of(ids, tokenizer.bos_token_id, small_model.WINDOW)
+
+
+def step() -> dict[str, Any]:
+    """A step of ``vllm/run_features.py`` that scores them."""
+    return {"do": "generate", "prompts": rows(), "sampling": {"max_tokens": 1, "prompt_logprobs": 0}}
+
+
+def difference(answers: Sequence[Mapping[str, Any]]) -> float:
+    """How far the perplexity by a step's answers is from Hugging Face's in float32, as a part of it."""
+    scores = [
+        [scored[str(token)] for token, scored in zip(row[1:], answer["prompt_logprobs"][1:], strict=True)]
+        for row, answer in zip(rows(), answers, strict=True)
+    ]
+    return relative_difference(perplexity(scores, 1).value, small_model.facts()["perplexity"])
