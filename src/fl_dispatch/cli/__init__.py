@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import bench, demo, doc, doctor, explain, new_backend, ops, verify
+from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, verify
 from .output import fail
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("bisect")(bisect.bisect)
 app.command("doc")(doc.doc)
 app.command("new-backend")(new_backend.new_backend)
 
