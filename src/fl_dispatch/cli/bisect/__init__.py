@@ -38,9 +38,7 @@ def bisect(
     ] = None,
     against: Annotated[
         str,
-        typer.Option(
-            help="What is right: a YAML policy, 'reference', or 'huggingface' (references as well)."
-        ),
+        typer.Option(help="What is right: a YAML policy, 'reference', or 'huggingface' (references as well)."),
     ] = "reference",
     host: Annotated[Host | None, typer.Option(help="Default: the one that is installed.", case_sensitive=False)] = None,
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", min=1)] = 1,

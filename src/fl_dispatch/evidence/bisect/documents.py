@@ -60,9 +60,10 @@ def of_choices(chosen: Mapping[Site, Branches], base: Document) -> Document:
     tuned: dict[str, list[dict[str, Any]]] = {}
     for op, own in by_op.items():
         same = len(set(own.values())) == 1
+        conditional = any(len(branches) > 1 for branches in own.values())  # an own order would beat such rules
         for site, branches in own.items():
             for key in (op,) if same else site.keys:
-                if len(branches) == 1:
+                if not conditional:
                     if branches[0][1]:
                         backends[key] = _tokens(branches[0][1])
                 else:

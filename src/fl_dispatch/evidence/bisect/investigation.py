@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import DispatchError
-from .choices import Branches, Choices, Site, differing, renamed, without
+from .choices import Branches, Choices, Site, differing, in_order, renamed, without
 from .documents import OTHER_SETTINGS, Document, avoiding, of_choices
 from .inside import moved_id
 from .probes import Engine, EngineDiedError, Probes, Ranks
@@ -167,7 +167,7 @@ class Investigation:
             f"{estimate((len(units), layers)) + 2} more runs for one culprit"
         )
         self._search(units, result)
-        if result.agrees is False and self.probes.switching:
+        if not result.agrees and self.probes.switching:
             result.notes.append("switching a running engine misled the search, so every run starts an engine")
             self.probes.switching = False
             result.blamed.clear()
@@ -182,6 +182,10 @@ class Investigation:
                 result.notes.append("the engine differs under the good policy too, once the other one ran in it")
                 self.probes.switching = False
         found = culprits(units, lambda bad: self._ask(f"operators: {_named(bad, units)}", bad))
+        if not found.culprits:
+            result.notes.append("the same choices, named one by one, do not differ")
+            result.agrees = None
+            return
         orders: dict[Site, Branches] = {}
         for culprit in found.culprits:
             result.blamed.append(self._within(culprit, orders))
@@ -202,15 +206,15 @@ class Investigation:
                 lambda bad: self._ask(f"layers of {op}: {_named(bad, sites)}", partners, dict.fromkeys(bad)),
                 sampled=True,
             )
-        wrong = {one.unit: self._bad(one.unit) for one in layers.culprits}
+        wrong = {one.unit: self._bad(one.unit) for one in layers.culprits or map(Culprit, sites)}
         suspects = self._suspects(op, wrong)
         if len(suspects) > 1:
             guilty = culprits(suspects, lambda bad: self._ask_implementations(op, suspects, bad, wrong, partners))
-            suspects = [one.unit for one in guilty.culprits]
+            suspects = [one.unit for one in guilty.culprits] or suspects
         for site in wrong:
             orders[site] = without(self._bad(site), suspects, self._good(site))
         ranks = self._ranks(op, wrong, partners)
-        where = tuple(wrong)
+        where = tuple(sorted(wrong, key=in_order))
         return Blamed(op, where, len(sites), tuple(suspects), culprit.partners, layers.everywhere, ranks)
 
     def _suspects(self, op: str, wrong: Mapping[Site, Branches]) -> list[str]:

@@ -138,6 +138,7 @@ class Probes:
         self.base: Scores | None = None
         self.yardstick: Yardstick | None = None
         self._live: _Live | None = None
+        self._heard: set[str] = set()  # questions whose answer was told
         self._fixed: set[Site] = set()  # sites whose choice only a start can change, as was seen
 
     # -- engines
@@ -178,7 +179,7 @@ class Probes:
             self.journal.put(question, {"outcome": outcome.as_data(), "chosen": chosen})
         else:
             outcome, chosen = Outcome.of(kept["outcome"]), kept["chosen"]
-        self._told(what, outcome, kept is not None)
+        self._told(what, question, outcome, kept is not None)
         return outcome, None if chosen is None else Choices.of(chosen)
 
     def ask(
@@ -208,7 +209,7 @@ class Probes:
         else:
             outcome = self._asked(document, {site: chosen[site] for site in watched}, ranks)
             self.journal.put(question, outcome.as_data())
-        self._told(what, outcome, kept is not None)
+        self._told(what, question, outcome, kept is not None)
         return outcome
 
     def _asked(self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None) -> Outcome:
@@ -267,7 +268,10 @@ class Probes:
         self.stop()
         return Outcome(Verdict.FAILS, float("inf"), "", True, time.monotonic() - began, why)
 
-    def _told(self, what: str, outcome: Outcome, kept: bool) -> None:
+    def _told(self, what: str, question: str, outcome: Outcome, kept: bool) -> None:
+        if question in self._heard:
+            return
+        self._heard.add(question)
         self.runs += 1
         self.starts += outcome.started
         self.tell(what, outcome, kept)

@@ -46,7 +46,7 @@ def distance(first: Row, second: Row) -> float:
     shift = sum(first[token] - second[token] for token in common) / len(common)
     apart = max(abs(first[token] - second[token] - shift) for token in common)
     for one, other, offset in ((first, second, -shift), (second, first, shift)):
-        floor = sorted(other.values(), reverse=True)[: TOP][-1]
+        floor = sorted(other.values(), reverse=True)[:TOP][-1]
         beyond = (one[token] + offset - floor for token in one.keys() - other.keys())
         apart = max(apart, *(value for value in beyond if math.isfinite(value)), 0.0)
     return apart

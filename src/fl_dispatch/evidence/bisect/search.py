@@ -67,7 +67,7 @@ def first_flip(units: Sequence[U], differs: Differs[U], base: frozenset[U] = fro
 
 
 def culprits(units: Sequence[U], differs: Differs[U], sampled: bool = False) -> Found[U]:
-    """All units that must be good for the result to agree. The caller knows that all units together differ.
+    """All units that must be good for the result to agree; none if all of them together do not make it differ.
 
     Args:
         units: in a telling order: the first layers first.
@@ -76,6 +76,8 @@ def culprits(units: Sequence[U], differs: Differs[U], sampled: bool = False) -> 
             all count.
     """
     left, found = list(units), list[Culprit[U]]()
+    if not left or not differs(frozenset(left)):
+        return Found(())
     while True:
         unit = first_flip(left, differs)
         before = left[: left.index(unit)]
