@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import impl
 
+from builders import impl
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.evidence.bisect.documents import Document, of_choices, of_settings, text
+from fl_dispatch.evidence.bisect.findings import Result
 from fl_dispatch.evidence.bisect.inside import moved_id
-from fl_dispatch.evidence.bisect.investigation import Investigation, Result
+from fl_dispatch.evidence.bisect.investigation import Investigation
 from fl_dispatch.evidence.bisect.journal import Journal
 from fl_dispatch.evidence.bisect.probes import EngineDiedError, Outcome, Probes
 from fl_dispatch.evidence.bisect.prompts import generated, rounds
 from fl_dispatch.evidence.bisect.scores import Scores
-from fl_dispatch.selection.decision import condition_of, select
+from fl_dispatch.selection.decision import Decision, condition_of, select
 from fl_dispatch.settings import load_config_file
 from fl_dispatch.settings.selection_policy import SelectionPolicy
+from fl_dispatch.types import OpImpl
 
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 LAYERS = 16
@@ -30,6 +33,18 @@ BAD: Document = {"prefer": "vendor"}
 
 Wrong = Callable[[Mapping[tuple[str, str], str], int], float]
 """(operator, layer) → who runs there, and the rank → how far that moves the result; infinite ends the engine."""
+
+
+@cache
+def implementations(op: str) -> tuple[OpImpl, ...]:
+    """Of one operator, with the copies whose results are moved."""
+    own = [impl(one, op=op) for one in IDS]
+    return *own, *(replace(one, impl_id=moved_id(one.impl_id), kind=own[1].kind, vendor="moved") for one in own)
+
+
+@cache
+def decision(policy: SelectionPolicy, op: str, scope: str | None) -> Decision:
+    return select(op, implementations(op), policy, scope=scope)
 
 
 class SyntheticEngine:
@@ -88,17 +103,12 @@ class SyntheticEngines:
         file.write_text(text(document))
         return load_config_file(file).policy
 
-    def decision(self, policy: SelectionPolicy, op: str, scope: str | None) -> Any:
-        impls = [impl(one, op=op) for one in IDS]
-        impls += [replace(one, impl_id=moved_id(one.impl_id), kind=impls[1].kind, vendor="moved") for one in impls]
-        return select(op, impls, policy, scope=scope)
-
     def who(self, policy: SelectionPolicy) -> dict[tuple[str, str], str]:
         found = {}
         for op in OPERATORS:
             for layer in range(LAYERS):
                 scope = f"layers.{layer}.{op}"
-                chosen = self.decision(policy, op, scope).chosen.impl_id
+                chosen = decision(policy, op, scope).candidates[0].impl_id
                 found[op, scope] = chosen.removeprefix("vendor.moved.")
         return found
 
@@ -108,7 +118,7 @@ class SyntheticEngines:
             for scope in (None, *(f"layers.{layer}.{op}" for layer in range(LAYERS))):
                 branches = [
                     (None if one.rule is None else condition_of(one.rule), [impl.impl_id for impl in one.candidates])
-                    for one in self.decision(policy, op, scope).branches
+                    for one in decision(policy, op, scope).branches
                 ]
                 sites.append({"op": op, "scope": scope, "also": [], "branches": branches})
         counts = [[op, one, 3] for op, one in sorted({(op, one) for (op, _), one in self.who(policy).items()})]
@@ -207,7 +217,7 @@ def test_the_one_that_a_condition_chooses_is_blamed_alone(tmp_path: Path) -> Non
             for op in OPERATORS:
                 for layer in range(LAYERS):
                     scope = f"layers.{layer}.{op}"
-                    large, *rest = self.decision(policy, op, scope).branches
+                    large, *rest = decision(policy, op, scope).branches
                     small = rest[-1] if rest else large
                     found[op, scope] = f"{large.candidates[0].impl_id} {small.candidates[0].impl_id}"
             return found

@@ -8,11 +8,11 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling import fuzz
 
 from fl_dispatch.evidence.bisect.scores import CLIPPED, Difference, Scores, difference, distance
 from fl_dispatch.evidence.bisect.search import Found, culprits, estimate, first_flip
 from fl_dispatch.evidence.bisect.yardstick import FACTOR, Verdict, Yardstick, is_close, verdict
+from sampling import fuzz
 
 
 class Question:

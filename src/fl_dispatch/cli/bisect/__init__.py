@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from ...errors import DispatchError
+from ...evidence.bisect.base import measure
 from ...evidence.bisect.documents import Document, of_settings, text
-from ...evidence.bisect.investigation import Investigation, Result
+from ...evidence.bisect.findings import Result
+from ...evidence.bisect.investigation import Investigation
 from ...evidence.bisect.journal import Journal
 from ...evidence.bisect.probes import Probes
 from ...evidence.bisect.prompts import FORCED, rounds
@@ -164,16 +166,18 @@ def investigate(
         start = Start(**{**vars(start), "length": case.length})
     starter = Starter(start, case.rounds, folder, patience, case.variables, verbose)
     report.begin(case.start, folder, case.tokens)
-    probes = Probes(starter, journal, report.asked, switching=not restart and start.eager)
+    probes = Probes(starter, journal, report.asked, not restart and start.eager, report.begins)
     work = Investigation(probes, case.good, case.bad, not start.eager, report.say)
     try:
         if case.huggingface:
             from .huggingface import compare
 
-            base, yardstick = work.measure_base()
-            report.say(compare(case.start, case.rounds, base, yardstick))
+            base = measure(probes, case.good, not start.eager, lambda line: None)
+            report.say(compare(case.start, case.rounds, base.scores, base.yardstick))
+            probes.runs = probes.starts = 0
         result = work.run()
     finally:
+        report.ended()
         probes.stop()
     report.runs, report.starts = probes.runs, probes.starts
     return result

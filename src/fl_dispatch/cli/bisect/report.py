@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.status import Status
+
 from ...evidence.bisect.documents import text
-from ...evidence.bisect.investigation import Blamed, Result, log2_runs
+from ...evidence.bisect.findings import Blamed, Result, log2_runs
 from ...evidence.bisect.probes import Outcome
 from ...evidence.bisect.yardstick import FACTOR, Verdict
 from ..output import Rows, console
@@ -41,6 +43,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self._table = Rows(COLUMNS, quiet)
         self._began = time.monotonic()
+        self._status: Status | None = None
 
     def begin(self, start: Start, folder: Path, tokens: list[list[int]]) -> None:
         """An investigation begins."""
@@ -56,8 +59,22 @@ class Report:
         """A line beside the rows."""
         self._table.say(line, "dim")
 
+    def begins(self, what: str) -> None:
+        """An engine is asked; a terminal shows what, until it answers."""
+        self.ended()
+        if not self.quiet and console.is_terminal:
+            self._status = console.status(what)
+            self._status.start()
+
+    def ended(self) -> None:
+        """Nothing is asked any more."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     def asked(self, what: str, outcome: Outcome, kept: bool) -> None:
         """A question was answered."""
+        self.ended()
         number = len(self.rows) + 1
         self.rows.append({"what": what, **outcome.as_data(), "kept": kept})
         engine = "kept" if kept else "started" if outcome.started else "switched"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DispatchError
 from ...evidence.bisect import planted
-from ...evidence.bisect.investigation import Blamed, Result
+from ...evidence.bisect.findings import Blamed, Result
 from ...evidence.bisect.journal import Journal
 from ..demo.engines import Host
 from ..output import print_json, print_table

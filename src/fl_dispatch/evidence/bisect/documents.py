@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ...settings import Settings
-from ...settings.selection_policy import TunedRule, fits_scope
+from ...settings.selection_policy import TunedRule
 from .choices import Branches, Choices, Site
 
 Document = dict[str, Any]
@@ -109,17 +109,6 @@ def avoiding(bad: Document, choices: Choices, orders: Mapping[Site, Branches], s
     if "allow_vendors" in document:
         document["allow_vendors"] = sorted({*document["allow_vendors"], *needed})
     return document
-
-
-def rules_for(document: Document, site: Site) -> list[str]:
-    """The keys of a document's orders that name this site, for messages."""
-    keys = (key for part in ("op_backends", "op_tuned") for key in document.get(part, {}))
-    return [
-        key
-        for key in keys
-        for op, _, pattern in (key.partition("@"),)
-        if op == site.op and (not pattern or (site.scope is not None and fits_scope(pattern, site.scope)))
-    ]
 
 
 def text(document: Document, head: str = "") -> str:

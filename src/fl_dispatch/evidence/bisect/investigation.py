@@ -6,73 +6,17 @@ with the policy that avoids what was found; only if it agrees is the result call
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from ...errors import DispatchError
-from .choices import Branches, Choices, Site, differing, in_order, renamed, without
+from .base import measure
+from .choices import Branches, Choices, Site, differing, in_order, without
 from .documents import OTHER_SETTINGS, Document, avoiding, of_choices
-from .inside import moved_id
-from .probes import Engine, EngineDiedError, Probes, Ranks
-from .prompts import other_composition
-from .scores import Difference, Scores, difference
+from .findings import SETTING, Blamed, Result
+from .probes import Probes, Ranks
 from .search import Culprit, Found, culprits, estimate
-from .yardstick import MOVES, Verdict, Yardstick, is_blind
-
-SETTING = "setting "
-"""A unit that is no operator begins with it."""
-
-
-@dataclass(frozen=True)
-class Blamed:
-    """One thing that makes the result differ.
-
-    Args:
-        op: the operator, or ``setting`` and its key.
-        sites: where; empty for a setting.
-        of: how many sites of the operator differ between the policies.
-        implementations: that ran there.
-        partners: operators without whose bad choice it does no harm.
-        everywhere: all sites count because some were asked alone.
-        ranks: where it is wrong, if not in all of several ranks.
-    """
-
-    op: str
-    sites: tuple[Site, ...] = ()
-    of: int = 0
-    implementations: tuple[str, ...] = ()
-    partners: tuple[str, ...] = ()
-    everywhere: bool = False
-    ranks: tuple[int, ...] = ()
-
-    def as_data(self) -> dict[str, Any]:
-        """The same as plain data."""
-        return {**vars(self), "sites": [site.scope for site in self.sites]}
-
-
-@dataclass
-class Result:
-    """What an investigation found.
-
-    Args:
-        differs: whether the bad policy differs at all by more than rounding.
-        share: by how many yardsticks.
-        blamed: what for.
-        policy: the document of the policy that avoids it.
-        agrees: whether an engine that was started with it agreed.
-        candidates: sites where the policies differ; operators among them.
-    """
-
-    differs: bool
-    share: float
-    yardstick: Yardstick
-    blamed: list[Blamed] = field(default_factory=list)
-    policy: Document | None = None
-    agrees: bool | None = None
-    candidates: tuple[int, int] = (0, 0)
-    notes: list[str] = field(default_factory=list)
+from .yardstick import Verdict
 
 
 class Investigation:
@@ -91,69 +35,21 @@ class Investigation:
         self.candidates: list[Site] = []
         self.world = 1
 
-    # -- base and yardstick
-
-    def measure_base(self) -> tuple[Scores, Yardstick]:
-        """The good policy's scores, and how far harmless changes move them.
-
-        Raises:
-            DispatchError: the good policy's engine does not run, or harmless changes break every number.
-        """
-        kept = self.probes.journal.get("base")
-        if kept is None:
-            try:
-                kept = self._measured()
-            except EngineDiedError as error:
-                raise DispatchError(f"the engine under the policy that is taken for good fails: {error}") from error
-            self.probes.journal.put("base", kept)
-        self.probes.runs += 2 + MOVES + self.graphs
-        self.probes.starts += 1 + self.graphs
-        self.of_good, self.world = Choices.of(kept["chosen"]), kept["ranks"]
-        self.probes.base = Scores(kept["scores"])
-        harmless = {name: Difference(one["largest"], one["mean"]) for name, one in kept["harmless"].items()}
-        self.probes.yardstick = yardstick = Yardstick.of(harmless.values())
-        for name, one in harmless.items():
-            self.say(f"  {name}: largest {one.largest:.2g}, mean {one.mean:.2g}")
-        if is_blind(yardstick):
-            raise DispatchError("the policy that is taken for good gives no numbers, or none that repeat")
-        return self.probes.base, yardstick
-
-    def _measured(self) -> dict[str, Any]:
-        engine = self.probes.start(self.good)
-        base, chosen = engine.score(), engine.answers()[0]
-        harmless = {"the same again": difference(base, engine.score())}
-        if composed := _composed(base):
-            harmless["another composition of the batch"] = composed
-        moving, start = engine, base
-        if self.graphs:
-            moving = self.probes.start(self.good, eager=True)
-            start = moving.score()
-        self._move(moving, start, Choices.of(moving.answers()[0]), harmless)
-        ranks = moving.ranks
-        self.probes.stop()
-        plain = {name: one.as_data() for name, one in harmless.items()}
-        return {"chosen": chosen, "scores": base.as_data(), "harmless": plain, "ranks": ranks}
-
-    def _move(self, engine: Engine, start: Scores, chosen: Choices, harmless: dict[str, Difference]) -> None:
-        document = of_choices({site: renamed(branches, moved_id) for site, branches in chosen.at.items()}, self.good)
-        for seed in range(1, MOVES + 1):
-            if why := engine.switch(document, seed, None):
-                raise DispatchError(f"results cannot be moved at random in this engine: {why}")
-            harmless[f"results moved at random, {seed}"] = difference(start, engine.score())
-
     # -- the search
 
     def run(self) -> Result:
         """Find what makes the bad policy differ, and the policy that avoids it."""
-        _, yardstick = self.measure_base()
-        self.say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
+        base = measure(self.probes, self.good, self.graphs, self.say)
+        self.of_good, self.world, yardstick = base.chosen, base.ranks, base.yardstick
         outcome, chosen = self.probes.ask_started("the other policy, everywhere", self.bad)
         if outcome.verdict is Verdict.ROUNDING:
             return Result(False, outcome.share, yardstick)
         result = Result(True, outcome.share, yardstick)
         if chosen is None:  # it did not even start: its choices are read from an engine that starts with the good ones
             chosen = self._choices_of_bad()
-            result.notes.append("the engine did not run under the other policy as a whole")
+        if outcome.verdict is Verdict.FAILS:
+            result.notes.append(f"the engine fails under the other policy: {outcome.note}")
+            chosen = replace(chosen, ran=None)
         self.of_bad = chosen
         self.candidates = differing(self.of_good, self.of_bad)
         units = self._units()
@@ -162,9 +58,11 @@ class Investigation:
             result.notes.append("both policies choose the same everywhere, so no choice explains the difference")
             return result
         layers = max((len(self._sites(unit)) for unit in units), default=1)
+        runs = estimate((len(units), layers)) + 3
+        apiece = "" if self.probes.can_switch else f", {runs * outcome.seconds / 60:.0f} minutes"
         self.say(
-            f"{len(self.candidates)} sites of {len(units)} operators and settings differ: about "
-            f"{estimate((len(units), layers)) + 2} more runs for one culprit"
+            f"{len(self.candidates)} sites of {len(units)} operators and settings differ: about {runs} more runs for "
+            f"one culprit{apiece}"
         )
         self._search(units, result)
         if not result.agrees and self.probes.switching:
@@ -299,7 +197,7 @@ class Investigation:
         engine.switch(self.bad, None, None)
         chosen = Choices.of(engine.answers()[0])
         self.probes.stop()
-        return Choices(chosen.at, None, None)
+        return chosen
 
     def _policy(self, blamed: Sequence[Blamed], orders: Mapping[Site, Branches]) -> Document:
         spare = {
@@ -318,23 +216,9 @@ class Investigation:
         return document
 
 
-def _composed(base: Scores) -> Difference | None:
-    """How far the same prompts are apart in two compositions of the batch."""
-    labels = {label: other for label in base.rows if (other := other_composition(label)) in base.rows}
-    if not labels:
-        return None
-    first = Scores({label: base.rows[label] for label in labels})
-    return difference(first, Scores({label: base.rows[other] for label, other in labels.items()}))
-
-
 def _named(bad: frozenset[Any], every: Sequence[Any]) -> str:
     """The units of a question, shortly."""
     inside = [unit for unit in every if unit in bad]
     if len(inside) == 1 or (len(inside) <= 3 and len(", ".join(map(str, inside))) < 60):
         return ", ".join(map(str, inside))
     return f"{len(inside)} of {len(every)}, {inside[0]} to {inside[-1]}" if inside else "none"
-
-
-def log2_runs(candidates: int) -> float:
-    """Twice the binary logarithm of the candidates: what the search aims at."""
-    return 2 * math.log2(max(candidates, 2))

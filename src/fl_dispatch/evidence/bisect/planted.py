@@ -119,10 +119,23 @@ def other_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Right, and rounds otherwise: the queries are scaled, and rounded, beforehand."""
-    given: tuple[Any, ...] = (block_table, query_start_loc, seq_lens, max_query_len, max_seq_len)
-    scaled = (query.float() * scale).to(query.dtype)
-    rest: tuple[Any, ...] = (causal, sliding_window, softcap, alibi_slopes, sinks)
-    return attention.paged_attention(scaled, key_cache, value_cache, *given, 1.0, out, *rest)
+    return attention.paged_attention(
+        (query.float() * scale).to(query.dtype),
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        1.0,
+        out,
+        causal,
+        sliding_window,
+        softcap,
+        alibi_slopes,
+        sinks,
+    )
 
 
 FAULTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from ...errors import DispatchError
 from .choices import Branches, Choices, Site, start_only
 from .documents import Document, of_choices, other_settings
 from .journal import Journal
-from .scores import Scores, difference
+from .scores import CLIPPED, Scores, difference
 from .yardstick import Verdict, Yardstick, is_close, verdict
 
 REPEATS = 3
@@ -127,13 +127,21 @@ class Probes:
         journal: what was answered.
         tell: hears each answer.
         switching: whether a live engine may be switched.
+        begin: hears what is asked next, if an engine has to answer.
 
     Attributes:
         runs, starts: engines' runs of all requests, and starts, those in the journal included.
     """
 
-    def __init__(self, engines: Engines, journal: Journal, tell: Tell, switching: bool = True) -> None:
-        self.engines, self.journal, self.tell, self.switching = engines, journal, tell, switching
+    def __init__(
+        self,
+        engines: Engines,
+        journal: Journal,
+        tell: Tell,
+        switching: bool = True,
+        begin: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.engines, self.journal, self.tell, self.switching, self.begin = engines, journal, tell, switching, begin
         self.runs = self.starts = 0
         self.base: Scores | None = None
         self.yardstick: Yardstick | None = None
@@ -170,10 +178,12 @@ class Probes:
         kept = self.journal.get(question)
         if kept is None:
             began, chosen = time.monotonic(), None
+            self.begin(what)
             try:
                 engine = self.start(document)
-                outcome = self._judged(engine, began, True, "")
                 chosen = engine.answers()[0]
+                outcome = self._judged(engine, began, True, "")
+                chosen = engine.answers()[0]  # now with what ran
             except EngineDiedError as error:
                 outcome = self._died(began, str(error))
             self.journal.put(question, {"outcome": outcome.as_data(), "chosen": chosen})
@@ -207,6 +217,7 @@ class Probes:
         if kept is not None:
             outcome = Outcome.of(kept)
         else:
+            self.begin(what)
             outcome = self._asked(document, {site: chosen[site] for site in watched}, ranks)
             self.journal.put(question, outcome.as_data())
         self._told(what, question, outcome, kept is not None)
@@ -266,7 +277,7 @@ class Probes:
 
     def _died(self, began: float, why: str) -> Outcome:
         self.stop()
-        return Outcome(Verdict.FAILS, float("inf"), "", True, time.monotonic() - began, why)
+        return Outcome(Verdict.FAILS, CLIPPED, "", True, time.monotonic() - began, why)
 
     def _told(self, what: str, question: str, outcome: Outcome, kept: bool) -> None:
         if question in self._heard:
