@@ -37,7 +37,7 @@ Wrong = Callable[[Mapping[tuple[str, str], str], int], float]
 
 @cache
 def implementations(op: str) -> tuple[OpImpl, ...]:
-    """Of one operator, with the copies whose results are moved."""
+    """One operator's, with the copies whose results are moved."""
     own = [impl(one, op=op) for one in IDS]
     return *own, *(replace(one, impl_id=moved_id(one.impl_id), kind=own[1].kind, vendor="moved") for one in own)
 

@@ -101,7 +101,7 @@ def bisect(
 
 
 class Case:
-    """What is investigated.
+    """One investigation's subject.
 
     Args:
         start: how engines are started; its length is that of the longest request if it is 0.
@@ -128,7 +128,7 @@ class Case:
         self.tokens = tokens
 
     def header(self) -> dict[str, Any]:
-        """What the answers of this case depend on."""
+        """Everything that the answers of this case depend on."""
         start = self.start
         product = {Host.VLLM: "vllm", Host.SGLANG: "sglang"}[start.host]
         return {

@@ -152,7 +152,7 @@ class DriverEngine:
         return answer
 
     def _died(self, why: str) -> EngineDiedError:
-        """What happened, with the cause that only the log has."""
+        """The error, with the cause that only the log has."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log and self._log.exists() else []
         causes = [found[1] for line in lines if (found := CAUSE.search(line))]
         cause = f"; first error in its log: {causes[0][:300]}" if causes and causes[0] not in why else ""

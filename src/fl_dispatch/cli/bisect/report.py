@@ -1,4 +1,4 @@
-"""What a person and a program read of an investigation."""
+"""The report of an investigation, for a person and for a program."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Report:
             self._table.say(f"      {outcome.note}", "dim")
 
     def show(self, result: Result, out: Path | None) -> None:
-        """What was found."""
+        """Print what was found."""
         for note in result.notes:
             self.say(f"note: {note}")
         if not result.differs:
@@ -108,7 +108,7 @@ class Report:
             console.print(f"It is in {out}: VLLM_FL_CONFIG={out}", highlight=False)
 
     def cost(self, result: Result) -> str:
-        """How many runs it took, in words."""
+        """The runs that it took, in words."""
         sites, units = result.candidates
         searched = sum(1 for row in self.rows if ":" in row["what"] and not row["what"].startswith("control"))
         return (
@@ -139,7 +139,7 @@ class Report:
 
 
 def sentence(one: Blamed) -> str:
-    """What is blamed, in one line."""
+    """One line that says what is blamed."""
     ranks = f", at rank {', '.join(map(str, one.ranks))} alone" if one.ranks else ""
     beside = f", only beside the other choice of {', '.join(one.partners)}" if one.partners else ""
     if not one.sites:

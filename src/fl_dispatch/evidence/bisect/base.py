@@ -18,18 +18,20 @@ from .yardstick import MOVES, Yardstick, is_blind
 
 @dataclass(frozen=True)
 class Base:
-    """What was measured under the good policy.
+    """Measurements under the good policy.
 
     Args:
         scores: of all requests.
         yardstick: how far harmless changes move them.
         chosen: what ran.
+        called: the operators that were called.
         ranks: of an engine.
     """
 
     scores: Scores
     yardstick: Yardstick
     chosen: Choices
+    called: frozenset[str]
     ranks: int
 
 
@@ -61,7 +63,7 @@ def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], N
         raise DispatchError("the policy that is taken for good gives no numbers, or none that repeat")
     say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
     probes.base, probes.yardstick = Scores(kept["scores"]), yardstick
-    return Base(probes.base, yardstick, Choices.of(kept["chosen"]), kept["ranks"])
+    return Base(probes.base, yardstick, Choices.of(kept["chosen"]), frozenset(kept["called"]), kept["ranks"])
 
 
 def _measured(probes: Probes, good: Document, graphs: bool) -> dict[str, Any]:
@@ -74,10 +76,17 @@ def _measured(probes: Probes, good: Document, graphs: bool) -> dict[str, Any]:
     if graphs:
         moving = probes.start(good, eager=True)
         start = moving.score()
+    called = sorted(Choices.of(moving.answers()[0]).ran or ())
     _move(moving, good, start, harmless)
     probes.stop()
     plain = {name: one.as_data() for name, one in harmless.items()}
-    return {"chosen": chosen, "scores": base.as_data(), "harmless": plain, "ranks": moving.ranks}
+    return {
+        "chosen": chosen,
+        "called": called,
+        "scores": base.as_data(),
+        "harmless": plain,
+        "ranks": moving.ranks,
+    }
 
 
 def _move(engine: Engine, good: Document, start: Scores, harmless: dict[str, Difference]) -> None:

@@ -1,9 +1,9 @@
-"""What two policies decided in the same model: the sites where they differ, and policies between the two."""
+"""The decisions of two policies in the same model: the sites where they differ, and policies between the two."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class Choices:
         return cls(at, None if data["frozen"] else ran, data["failed"])
 
     def choice(self, site: Site) -> Branches | None:
-        """What may run at a site; one that this engine lacks has what holds for calls by name."""
+        """The candidates at a site; one that this engine lacks has what holds for calls by name."""
         return self.at.get(site) or self.at.get(Site(site.op))
 
 
@@ -81,22 +81,25 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def differing(good: Choices, bad: Choices) -> list[Site]:
+def differing(good: Choices, bad: Choices, called: Collection[str]) -> list[Site]:
     """The sites where two policies differ, in order, without those of operators that are never called.
 
-    An operator that ran by one and the same implementation alone in both is none.
+    An operator that ran by one and the same implementation alone in both is none. Calls by name belong to no site of
+    their own where an operator has layers.
+
+    Args:
+        called: operators that an engine under the good policy called.
     """
-    found = []
-    scoped = {site.op for site in bad.at if site.scope is not None}
+    found, scoped = [], {site.op for site in bad.at if site.scope is not None}
     for site, branches in bad.at.items():
-        if good.choice(site) == branches:
+        if good.choice(site) == branches or (site.scope is None and site.op in scoped):
             continue
-        if bad.ran is not None and site.op in OPERATORS and not OPERATORS[site.op].selection:
-            ran = bad.ran.get(site.op)
-            if not ran or (len(ran) == 1 and good.ran is not None and good.ran.get(site.op) == ran):
+        if not (start_only(site.op) or site.op in called or site not in good.at or site.op in (bad.ran or ())):
+            continue
+        if bad.ran is not None and good.ran is not None and not start_only(site.op):
+            ran = bad.ran.get(site.op, frozenset())
+            if len(ran) == 1 and ran == good.ran.get(site.op):
                 continue
-        if site.scope is None and site.op in scoped and bad.ran is not None:
-            continue  # its layers call it
         found.append(site)
     return sorted(found, key=in_order)
 

@@ -1,4 +1,4 @@
-"""What an investigation found, as data."""
+"""Findings of an investigation, as data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Blamed:
 
 @dataclass
 class Result:
-    """What an investigation found.
+    """The outcome of an investigation.
 
     Args:
         differs: whether the bad policy differs at all by more than rounding.

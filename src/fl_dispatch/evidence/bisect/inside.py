@@ -1,4 +1,4 @@
-"""What runs in an engine's processes: which choices hold, another policy, and results moved at random.
+"""Code for an engine's processes: which choices hold, another policy, and results moved at random.
 
 The doors to these processes are the hosts' (:mod:`fl_dispatch.cli.bisect.doors`); nothing here knows a host.
 """
@@ -89,7 +89,7 @@ def switch(policy: str, seed: int | None = None) -> str:
 
 
 def answer(model: nn.Module | None) -> dict[str, Any]:
-    """What holds in this process, and what ran since the last change, as plain data."""
+    """The choices that hold in this process, and what ran since the last change, as plain data."""
     manager = get_default_manager()
     return {
         "sites": sites(model),

@@ -51,7 +51,7 @@ class Investigation:
             result.notes.append(f"the engine fails under the other policy: {outcome.note}")
             chosen = replace(chosen, ran=None)
         self.of_bad = chosen
-        self.candidates = differing(self.of_good, self.of_bad)
+        self.candidates = differing(self.of_good, self.of_bad, base.called)
         units = self._units()
         result.candidates = (len(self.candidates), len(units))
         if not units:
@@ -171,6 +171,10 @@ class Investigation:
         chosen = {site: self._good(site) for site in self.of_bad.at}
         chosen |= {site: self._bad(site) for site in self.candidates if site.op in units}
         chosen |= {site: branches or self._bad(site) for site, branches in (instead or {}).items()}
+        for op in {site.op for site in self.candidates}:  # calls by name go with the layers, once all are bad
+            own = self._sites(op)
+            if Site(op) not in own and all(chosen[site] == self._bad(site) for site in own):
+                chosen[Site(op)] = self._bad(Site(op))
         base = self._settings(units)
         there = None
         if ranks is not None:
@@ -188,7 +192,7 @@ class Investigation:
         return base
 
     def _choices_of_bad(self) -> Choices:
-        """What the bad policy would choose, in an engine that started with the good one.
+        """The choices of the bad policy, in an engine that started with the good one.
 
         Raises:
             DispatchError: it cannot be asked.

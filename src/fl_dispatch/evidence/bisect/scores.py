@@ -22,7 +22,7 @@ CLIPPED = 1e6
 
 @dataclass(frozen=True)
 class Scores:
-    """What one run of all requests gave.
+    """The result of one run of all requests.
 
     Args:
         rows: request's label → its rows in the order of positions. A label says the round, the prompt and the phase.

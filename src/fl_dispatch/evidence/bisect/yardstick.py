@@ -25,7 +25,7 @@ SMALLEST = 1e-6
 
 
 class Verdict(enum.StrEnum):
-    """What a run says about the choices in it."""
+    """The answer of a run about the choices in it."""
 
     ROUNDING = "rounding"
     DIFFERS = "differs"
