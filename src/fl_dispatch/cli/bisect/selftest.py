@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...errors import DispatchError
 from ...evidence.bisect import planted
@@ -81,7 +80,7 @@ def self_test(
         if name not in TESTS:
             raise DispatchError(f"no fault is called '{name}'; there are {', '.join(TESTS)}, and 'all'")
     place = folder or Path(tempfile.mkdtemp(prefix="fl-bisect-"))
-    bases: dict[Any, Any] = {}
+    bases = Journal(place / "bases", {})  # one for each kind of engine, whatever is planted
     models: dict[str, Path] = {}
     rows, found = [], []
     for name in wanted:
@@ -114,7 +113,7 @@ def _plant(
     model: Path,
     folder: Path,
     report: Report,
-    bases: dict[Any, Any],
+    bases: Journal,
     how: tuple[float, bool],
 ) -> Result:
     operators = LATENT if test.family == "deepseek_v2" else DENSE
@@ -125,11 +124,11 @@ def _plant(
     bad = planted.policy(test.fault or name, operators)
     case = Case(start, {"prefer": "reference"}, bad, variables=variables)
     journal = Journal(folder, case.header())
-    engine = (test.family, test.dtype, test.ranks, test.compiled)
-    if engine in bases and journal.get("base") is None:
-        journal.put("base", bases[engine])
+    engine = f"{host} {test.family} {test.dtype} {test.ranks} {test.compiled}"
+    if journal.get("base") is None and (known := bases.get(engine)) is not None:
+        journal.put("base", known)
     result = investigate(case, folder, report, patience=how[0], verbose=how[1], journal=journal)
-    bases[engine] = journal.get("base")
+    bases.put(engine, journal.get("base"))
     return result
 
 

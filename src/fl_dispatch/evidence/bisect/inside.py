@@ -77,6 +77,7 @@ def switch(policy: str, seed: int | None = None) -> str:
         Why the policy does not hold, because choices are frozen for compiled code or graphs; else nothing.
     """
     manager = get_default_manager()
+    manager.ensure_initialized()
     try:
         if seed is not None:
             _Moves.start(seed)
