@@ -12,7 +12,8 @@ import pytest
 
 from builders import impl
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.evidence.bisect.documents import Document, of_choices, of_settings, text
+from fl_dispatch.evidence.bisect.choices import Choices, Site
+from fl_dispatch.evidence.bisect.documents import Document, avoiding, of_choices, of_settings, text
 from fl_dispatch.evidence.bisect.findings import Result
 from fl_dispatch.evidence.bisect.inside import moved_id
 from fl_dispatch.evidence.bisect.investigation import Investigation
@@ -336,8 +337,6 @@ def test_choices_as_a_document_are_the_same_choices(tmp_path: Path) -> None:
         "op_backends": {"rms_norm@layers.3.rms_norm": ["reference"]},
         "op_tuned": {"silu_and_mul": rules},
     }
-    from fl_dispatch.evidence.bisect.choices import Choices
-
     before = Choices.of(engines.answer(engines.policy(document)))
     after = Choices.of(engines.answer(engines.policy(of_choices(before.at, {}))))
     for site, branches in before.at.items():
@@ -358,3 +357,46 @@ def test_prompts_cover_a_batch_of_more_than_256_tokens_and_repeat_it() -> None:
         assert len(again) == (3 if len(prompt) > 1 else 2)
         assert all([*one.prompt, *one.forced] == prompt for one in again)
     assert generated(512, 100)[3] == prompts[3][:100]
+
+
+def test_a_setting_that_is_no_choice_is_found_by_starts(tmp_path: Path) -> None:
+    class Engines(SyntheticEngines):
+        replaces = False
+
+        def start(self, document: Document, eager: bool = False) -> SyntheticEngine:
+            self.replaces = document.get("aten_replacement", False)
+            return super().start(document, eager)
+
+    engines = Engines(lambda who, rank: 5.0 if engines.replaces else 0.0)
+    result = investigate(engines, tmp_path, {"prefer": "vendor", "aten_replacement": True, "chip_features": False})
+    assert [one.op for one in result.blamed] == ["setting aten_replacement"]
+    assert result.policy == {"prefer": "vendor", "chip_features": False}
+    assert result.agrees
+
+
+def test_lists_of_denied_vendors_stay_while_somebody_else_can_run(tmp_path: Path) -> None:
+    good: Document = {"prefer": "vendor", "deny_vendors": ["b", "moved"]}
+    bad: Document = {"prefer": "vendor", "deny_vendors": ["a", "moved"]}
+    result = investigate(SyntheticEngines(chosen("rms_norm", 3, "vendor.b")), tmp_path, bad, good)
+    assert result.policy is not None
+    assert result.policy["deny_vendors"] == ["a", "moved"]
+    assert result.policy["op_backends"]["rms_norm@layers.3.rms_norm"][0] == "impl:reference.torch"
+    assert result.agrees
+
+
+def test_a_vendor_that_alone_can_run_is_denied_no_more() -> None:
+    site = Site("rms_norm", "layers.3")
+    document: Document = {"deny_vendors": ["A", "b"], "allow_vendors": ["c"]}
+    found = avoiding(document, Choices({site: (((), ("vendor.c",)),)}), {site: (((), ("vendor.a",)),)}, {"a"})
+    assert (found["deny_vendors"], found["allow_vendors"]) == (["b"], ["a", "c"])
+
+
+def test_layers_that_share_a_module_get_a_rule_each() -> None:
+    shared = Site("rotary_embedding", "layers.0.rotary", ("layers.1.rotary",))
+    other = Site("rotary_embedding", "layers.2.rotary")
+    both = (((), ("vendor.a", "reference.torch")),)
+    found = avoiding(BAD, Choices({shared: both, other: both}), {shared: (((), ("reference.torch",)),)}, ())
+    assert found["op_backends"] == {
+        "rotary_embedding@layers.0.rotary": ["impl:reference.torch"],
+        "rotary_embedding@layers.1.rotary": ["impl:reference.torch"],
+    }

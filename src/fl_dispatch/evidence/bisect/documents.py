@@ -102,7 +102,8 @@ def avoiding(bad: Document, choices: Choices, orders: Mapping[Site, Branches], s
             continue
         for site, ids in own.items():
             backends.update(dict.fromkeys(site.keys, _tokens(ids)))
-    document["op_backends"] = backends
+    if backends:
+        document["op_backends"] = backends
     needed = {vendor.casefold() for vendor in spare}
     if "deny_vendors" in document:
         document["deny_vendors"] = [name for name in document["deny_vendors"] if name.casefold() not in needed]

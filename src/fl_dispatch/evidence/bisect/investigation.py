@@ -204,13 +204,11 @@ class Investigation:
         return chosen
 
     def _policy(self, blamed: Sequence[Blamed], orders: Mapping[Site, Branches]) -> Document:
-        spare = {
-            impl_id.split(".")[1]
-            for branches in orders.values()
-            for _, ids in branches
-            for impl_id in ids
-            if impl_id.startswith("vendor.")
-        }
+        spare = set()
+        for site, branches in orders.items():
+            first = next(iter(branches[-1][1]), "")
+            if first.startswith("vendor.") and all(first not in ids for _, ids in self._bad(site)):
+                spare.add(first.split(".")[1])
         document = avoiding(self.bad, self.of_bad, orders, spare)
         for one in blamed:
             if one.op.startswith(SETTING):
