@@ -1,4 +1,4 @@
-"""What ``fl bisect`` does inside an engine's processes: read choices, switch, move results at random."""
+"""Code of ``fl bisect`` for engines' processes: it reads choices, switches, and moves results at random."""
 
 from __future__ import annotations
 
