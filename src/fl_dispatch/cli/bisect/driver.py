@@ -161,7 +161,8 @@ class DriverEngine:
 
 def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path | None) -> None:
     """Be the driver: start an engine, and do what the investigation asks, until it asks for the end."""
-    os.setsid()
+    with suppress(PermissionError):  # it leads one already
+        os.setsid()
     os.environ.update(variables)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
