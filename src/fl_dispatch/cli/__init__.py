@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import bench, demo, doc, doctor, explain, new_backend, ops, perplexity, report, tune, verify
+from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, perplexity, report, tune, verify
 from .output import fail
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("report")(report.report)
+app.command("bisect")(bisect.bisect)
 app.command("doc")(doc.doc)
 app.command("new-backend")(new_backend.new_backend)
 

@@ -1,0 +1,192 @@
+"""Engines in processes of their own: a driver for each, which can die or hang without the investigation.
+
+The driver leads a session of its own, so that what it started ends with it, and Ctrl-C is the investigation's alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ...errors import text_of
+from ...evidence.bisect.documents import Document, text
+from ...evidence.bisect.probes import EngineDiedError
+from ...evidence.bisect.prompts import Request
+from ...evidence.bisect.scores import Scores
+from ..demo.engines import Host
+from ..demo.progress import CAUSE
+from .hosts import ENGINES, Start
+
+GRACE = 10.0
+"""Seconds that an engine has to end."""
+PLUGINS = "VLLM_FL_PLUGIN_MODULES"
+
+
+class Starter:
+    """Starts engines of one kind.
+
+    Args:
+        start: of each engine.
+        rounds: the requests that each runs.
+        folder: for configuration files and logs.
+        patience: seconds that an engine has for one step, its start included.
+        variables: of the environment, beside this process's.
+        verbose: leave the engines' output where it goes.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        rounds: Sequence[Sequence[Request]],
+        folder: Path,
+        patience: float,
+        variables: Mapping[str, str] | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self._start, self._rounds, self._folder, self._patience = start, rounds, folder, patience
+        self._variables, self._verbose = dict(variables or {}), verbose
+        self._number = 0
+
+    def start(self, document: Document, eager: bool = False) -> DriverEngine:
+        """An engine under a policy.
+
+        Raises:
+            EngineDiedError: it did not start.
+        """
+        self._number += 1
+        config = self._folder / f"engine-{self._number}.yaml"
+        config.write_text(text(document), encoding="utf-8")
+        variables = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            **self._variables,
+            "VLLM_FL_CONFIG": str(config),
+        }
+        if self._start.host is Host.SGLANG:
+            given = variables.get(PLUGINS, os.environ.get(PLUGINS, ""))
+            variables[PLUGINS] = ",".join(filter(None, (given, f"{__package__}.scheduler")))
+        start = replace(self._start, eager=eager or self._start.eager)
+        log = None if self._verbose else self._folder / f"engine-{self._number}.log"
+        return DriverEngine(start, self._rounds, variables, log, self._patience)
+
+
+class DriverEngine:
+    """An engine in a driver's process."""
+
+    def __init__(
+        self,
+        start: Start,
+        rounds: Sequence[Sequence[Request]],
+        variables: Mapping[str, str],
+        log: Path | None,
+        patience: float,
+    ) -> None:
+        self.ranks = start.ranks
+        self._rounds, self._log, self._patience = rounds, log, patience
+        self._config = Path(variables["VLLM_FL_CONFIG"])
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=drive, args=(theirs, start, dict(variables), log))
+        self._process.start()
+        theirs.close()
+        try:
+            self._receive()
+        except BaseException:
+            self.stop()
+            raise
+
+    def switch(self, document: Document, seed: int | None, ranks: Collection[int] | None) -> str:
+        """See :class:`~fl_dispatch.evidence.bisect.probes.Engine`."""
+        config = self._config.with_suffix(".switched.yaml")
+        config.write_text(text(document), encoding="utf-8")
+        return str(self._call("switch", str(config), seed, None if ranks is None else sorted(ranks)))
+
+    def score(self) -> Scores:
+        """See :class:`~fl_dispatch.evidence.bisect.probes.Engine`."""
+        return Scores(self._call("score", self._rounds))
+
+    def answers(self) -> list[dict[str, Any]]:
+        """See :class:`~fl_dispatch.evidence.bisect.probes.Engine`."""
+        found: list[dict[str, Any]] = self._call("answers")
+        return found
+
+    def stop(self) -> None:
+        """End the driver and all that it started."""
+        with suppress(OSError, EngineDiedError):
+            self._pipe.send(("stop", ()))
+            self._process.join(GRACE)
+        with suppress(ProcessLookupError, TypeError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        self._process.join(GRACE)
+        self._pipe.close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            self._pipe.send((name, arguments))
+        except OSError as error:
+            raise self._died(f"the engine's process is gone ({error})") from error
+        return self._receive()
+
+    def _receive(self) -> Any:
+        late = time.monotonic() + self._patience
+        while not self._pipe.poll(0.2):
+            if not self._process.is_alive() and not self._pipe.poll(0):
+                raise self._died(f"the engine's process ended with {self._process.exitcode}")
+            if time.monotonic() > late:
+                raise self._died(f"the engine gave no answer within {self._patience:.0f} s")
+        try:
+            good, answer = self._pipe.recv()
+        except EOFError as error:
+            raise self._died("the engine's process ended") from error
+        if not good:
+            raise self._died(answer)
+        return answer
+
+    def _died(self, why: str) -> EngineDiedError:
+        """The error, with the cause that only the log has."""
+        lines = self._log.read_text(errors="replace").splitlines() if self._log and self._log.exists() else []
+        causes = [found[1] for line in lines if (found := CAUSE.search(line))]
+        cause = f"; first error in its log: {causes[0][:300]}" if causes and causes[0] not in why else ""
+        return EngineDiedError(f"{why}{cause}" + (f" ({self._log})" if self._log else ""))
+
+
+def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path | None) -> None:
+    """Be the driver: start an engine, and do what the investigation asks, until it asks for the end."""
+    with suppress(PermissionError):  # it leads one already
+        os.setsid()
+    os.environ.update(variables)
+    if log is not None:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+    try:
+        engine = ENGINES[start.host](start)
+        pipe.send((True, None))
+    except BaseException as error:  # an engine may raise anything, or exit
+        pipe.send((False, text_of(error)))
+        raise
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:  # the investigation is gone
+            os.killpg(0, signal.SIGKILL)
+        try:
+            answer = getattr(engine, name)(*arguments)
+        except BaseException as error:  # likewise
+            pipe.send((False, text_of(error)))
+            raise
+        if name == "stop":
+            os._exit(0)
+        pipe.send((True, answer))

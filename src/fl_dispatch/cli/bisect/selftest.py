@@ -1,0 +1,143 @@
+"""``fl bisect --self-test``: faults are planted in a small model's engine, and each has to be found."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import DispatchError
+from ...evidence.bisect import planted
+from ...evidence.bisect.findings import Blamed, Result
+from ...evidence.bisect.journal import Journal
+from ..demo.engines import Host
+from ..output import print_json, print_table
+from . import Case, investigate
+from .hosts import Start
+from .report import Report, sentence
+
+DENSE = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
+LATENT = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "mla_decode", "mla_prefill", "fused_moe")
+PLUGIN = planted.__name__
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault, and what has to be found.
+
+    Args:
+        what: in words.
+        op: the operator; empty where nothing may be blamed.
+        sites: whether the layers that were found are right.
+        family, dtype, ranks, compiled: of the engine.
+        at: the ranks.
+    """
+
+    what: str
+    op: str = ""
+    sites: Callable[[Blamed], bool] = lambda one: len(one.sites) == one.of
+    family: str = "qwen3"
+    dtype: str = "float32"
+    ranks: int = 1
+    compiled: bool = False
+    at: tuple[int, ...] = ()
+    fault: str = ""
+
+
+TESTS: dict[str, Planted] = {
+    "one_shape": Planted(
+        "wrong for one layer's shape",
+        "silu_and_mul",
+        lambda one: [str(site) for site in one.sites] == ["model.layers.0.mlp.act_fn"],
+        family="deepseek_v2",
+    ),
+    "bfloat16_only": Planted("wrong in bfloat16 only", "rms_norm", dtype="bfloat16"),
+    "bfloat16_only-float32": Planted("the same, in float32", fault="bfloat16_only"),
+    "beyond_256": Planted("wrong for batches of more than 256 tokens", "silu_and_mul"),
+    "leftover": Planted("wrong only after another request", "rotary_embedding"),
+    "one_rank": Planted("wrong at one rank", "silu_and_mul", ranks=2, at=(1,)),
+    "dies": Planted("ends the process in batches of more than 256 tokens", "silu_and_mul"),
+    "not_exact": Planted("right, not bit-exact", fault="not_exact"),
+    "not_exact-bfloat16": Planted("the same, in bfloat16", fault="not_exact", dtype="bfloat16"),
+    "beyond_256-compiled": Planted(
+        "wrong for batches of more than 256 tokens, compiled", "silu_and_mul", compiled=True, fault="beyond_256"
+    ),
+}
+
+
+def self_test(
+    names: Sequence[str], host: Host, report: Report, folder: Path | None, patience: float, verbose: bool
+) -> int:
+    """Plant faults one after the other; the exit status.
+
+    Raises:
+        DispatchError: an unknown name.
+    """
+    wanted = [name for name in TESTS if host is Host.VLLM or not TESTS[name].compiled] if "all" in names else names
+    for name in wanted:
+        if name not in TESTS:
+            raise DispatchError(f"no fault is called '{name}'; there are {', '.join(TESTS)}, and 'all'")
+    place = folder or Path(tempfile.mkdtemp(prefix="fl-bisect-"))
+    bases = Journal(place / "bases", {})  # one for each kind of engine, whatever is planted
+    models: dict[str, Path] = {}
+    rows, found = [], []
+    for name in wanted:
+        test = TESTS[name]
+        if test.family not in models:
+            from ..checkpoints import build_checkpoint
+
+            models[test.family] = build_checkpoint(test.family, place / test.family)
+        report.say(f"\n{name}: {test.what}")
+        result = _plant(name, test, host, models[test.family], place / name, report, bases, (patience, verbose))
+        right = _right(name, test, result)
+        said = "; ".join(map(sentence, result.blamed)) or "nothing is blamed"
+        searched = f"{report.runs} runs, {report.starts} starts"
+        rows.append((name, test.what, said, f"{result.share:.2f}", searched, "right" if right else "wrong"))
+        found.append({"name": name, "right": right, **report.as_data(result)})
+    if report.quiet:
+        print_json(found)
+    else:
+        columns = ("fault", "what is planted", "found", "yardsticks", "cost", "status")
+        print_table("Planted faults", columns, rows)
+    if folder is None:
+        shutil.rmtree(place, ignore_errors=True)
+    return int(any(row[-1] != "right" for row in rows))
+
+
+def _plant(
+    name: str,
+    test: Planted,
+    host: Host,
+    model: Path,
+    folder: Path,
+    report: Report,
+    bases: Journal,
+    how: tuple[float, bool],
+) -> Result:
+    operators = LATENT if test.family == "deepseek_v2" else DENSE
+    start = Start(host, str(model), not test.compiled, test.ranks, test.dtype, 0, {})
+    variables = {"VLLM_FL_PLUGIN_MODULES": PLUGIN, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if test.ranks == 1:
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # half of the time of a start
+    bad = planted.policy(test.fault or name, operators)
+    case = Case(start, {"prefer": "reference"}, bad, variables=variables)
+    journal = Journal(folder, case.header())
+    engine = f"{host} {test.family} {test.dtype} {test.ranks} {test.compiled}"
+    if journal.get("base") is None and (known := bases.get(engine)) is not None:
+        journal.put("base", known)
+    result = investigate(case, folder, report, patience=how[0], verbose=how[1], journal=journal)
+    bases.put(engine, journal.get("base"))
+    return result
+
+
+def _right(name: str, test: Planted, result: Result) -> bool:
+    """Whether what was found is what was planted."""
+    if not test.op:
+        return not result.differs
+    if len(result.blamed) != 1 or not result.agrees:
+        return False
+    one = result.blamed[0]
+    implementation = f"vendor.{planted.VENDOR}.{test.fault or name}"
+    return one.op == test.op and one.implementations == (implementation,) and test.sites(one) and one.ranks == test.at

@@ -1,0 +1,107 @@
+"""The base that all runs are compared with: the good policy's scores, and how far harmless changes move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import DispatchError
+from .choices import Choices, renamed
+from .documents import Document, of_choices
+from .inside import moved_id
+from .probes import Engine, EngineDiedError, Probes
+from .prompts import other_composition
+from .scores import Difference, Scores, difference
+from .yardstick import MOVES, Yardstick, is_blind
+
+
+@dataclass(frozen=True)
+class Base:
+    """Measurements under the good policy.
+
+    Args:
+        scores: of all requests.
+        yardstick: how far harmless changes move them.
+        chosen: what ran.
+        called: the operators that were called.
+        ranks: of an engine.
+    """
+
+    scores: Scores
+    yardstick: Yardstick
+    chosen: Choices
+    called: frozenset[str]
+    ranks: int
+
+
+def measure(probes: Probes, good: Document, graphs: bool, say: Callable[[str], None]) -> Base:
+    """Measure the base, or read it from the journal; the probes compare with it from then on.
+
+    Args:
+        graphs: engines compile or capture, so that results are moved in an eager one.
+        say: hears what each harmless change did.
+
+    Raises:
+        DispatchError: the good policy's engine does not run, or harmless changes break every number.
+    """
+    kept = probes.journal.get("base")
+    if kept is None:
+        probes.begin("the policy that is taken for good, in harmless changes")
+        try:
+            kept = _measured(probes, good, graphs)
+        except EngineDiedError as error:
+            raise DispatchError(f"the engine under the policy that is taken for good fails: {error}") from error
+        probes.journal.put("base", kept)
+    probes.runs += 2 + MOVES + graphs
+    probes.starts += 1 + graphs
+    harmless = {name: Difference(one["largest"], one["mean"]) for name, one in kept["harmless"].items()}
+    for name, one in harmless.items():
+        say(f"  {name}: largest {one.largest:.2g}, mean {one.mean:.2g}")
+    yardstick = Yardstick.of(harmless.values())
+    if is_blind(yardstick):
+        raise DispatchError("the policy that is taken for good gives no numbers, or none that repeat")
+    say(f"yardstick: largest {yardstick.largest:.2g}, mean {yardstick.mean:.2g}")
+    probes.base, probes.yardstick = Scores(kept["scores"]), yardstick
+    return Base(probes.base, yardstick, Choices.of(kept["chosen"]), frozenset(kept["called"]), kept["ranks"])
+
+
+def _measured(probes: Probes, good: Document, graphs: bool) -> dict[str, Any]:
+    engine = probes.start(good)
+    base, chosen = engine.score(), engine.answers()[0]
+    harmless = {"the same again": difference(base, engine.score())}
+    if composed := _composed(base):
+        harmless["another composition of the batch"] = composed
+    moving, start = engine, base
+    if graphs:
+        moving = probes.start(good, eager=True)
+        start = moving.score()
+    called = sorted(Choices.of(moving.answers()[0]).ran or ())
+    _move(moving, good, start, harmless)
+    probes.stop()
+    plain = {name: one.as_data() for name, one in harmless.items()}
+    return {
+        "chosen": chosen,
+        "called": called,
+        "scores": base.as_data(),
+        "harmless": plain,
+        "ranks": moving.ranks,
+    }
+
+
+def _move(engine: Engine, good: Document, start: Scores, harmless: dict[str, Difference]) -> None:
+    chosen = Choices.of(engine.answers()[0])
+    document = of_choices({site: renamed(branches, moved_id) for site, branches in chosen.at.items()}, good)
+    for seed in range(1, MOVES + 1):
+        if why := engine.switch(document, seed, None):
+            raise DispatchError(f"results cannot be moved at random in this engine: {why}")
+        harmless[f"results moved at random, {seed}"] = difference(start, engine.score())
+
+
+def _composed(base: Scores) -> Difference | None:
+    """How far the same prompts are apart in two compositions of the batch."""
+    labels = {label: other for label in base.rows if (other := other_composition(label)) in base.rows}
+    if not labels:
+        return None
+    first = Scores({label: base.rows[label] for label in labels})
+    return difference(first, Scores({label: base.rows[other] for label, other in labels.items()}))

@@ -1,0 +1,163 @@
+"""Code for an engine's processes: which choices hold, another policy, and results moved at random.
+
+The doors to these processes are the hosts' (:mod:`fl_dispatch.cli.bisect.doors`); nothing here knows a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...errors import DispatchFrozenError
+from ...manager import get_default_manager
+from ...ops import OPERATORS
+from ...policy import set_global_policy
+from ...selection.decision import condition_of
+from ...settings.selection_policy import SelectionPolicy
+from ...types import BackendImplKind, OpImpl
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MOVED = "moved"
+"""The vendor of implementations whose results are moved at random."""
+PART = 0.5
+"""The part of the relative error which a declaration accepts, by which results are moved at most."""
+
+
+def moved_id(impl_id: str) -> str:
+    """The id of an implementation's copy whose results are moved."""
+    return f"vendor.{MOVED}.{impl_id}"
+
+
+def sites(model: nn.Module | None) -> list[dict[str, Any]]:
+    """Every operator and bound layer of this process, with what may run there.
+
+    Each is ``op``, ``scope`` (``None`` for calls by name), ``also`` (other prefixes of the same module), and
+    ``branches``: pairs of a condition (or ``None``) and the ids of the candidates, best first.
+    """
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    shared = {} if model is None else _shared(model)
+    found = []
+    for op_name in manager.registry.list_operators():
+        manager.explain(op_name)  # has the table filled
+    for key, plan in list(manager.tables.root.plans.items()):
+        if plan.scope is None and key != plan.op_name:
+            continue  # the same choice for another form of call
+        branches = [
+            (None if branch.rule is None else condition_of(branch.rule), [impl.impl_id for impl in branch.candidates])
+            for branch in plan.decision.branches
+        ]
+        also = [prefix for prefix in shared.get(plan.scope or "", ()) if prefix != plan.scope]
+        found.append({"op": plan.op_name, "scope": plan.scope, "also": also, "branches": branches})
+    return found
+
+
+def _shared(model: nn.Module) -> dict[str, list[str]]:
+    """Prefix → all prefixes of that module, where layers share one."""
+    groups: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        groups.setdefault(id(module), []).append(prefix)
+    return {prefix: group for group in groups.values() if len(group) > 1 for prefix in group}
+
+
+def switch(policy: str, seed: int | None = None) -> str:
+    """Let another policy hold in this process, a ``SelectionPolicy`` as JSON; bound layers follow at their next call.
+
+    Args:
+        policy: it.
+        seed: results of copies of implementations (:func:`moved_id`) are moved by numbers from this seed.
+
+    Returns:
+        Why the policy does not hold, because choices are frozen for compiled code or graphs; else nothing.
+    """
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    try:
+        if seed is not None:
+            _Moves.start(seed)
+        set_global_policy(SelectionPolicy.from_json(policy))
+        manager.set_counting(True)
+        manager.reset_counts()
+    except DispatchFrozenError as error:
+        return str(error)
+    return "dispatch is frozen, so that not all calls are seen to change" if manager.frozen else ""
+
+
+def answer(model: nn.Module | None) -> dict[str, Any]:
+    """The choices that hold in this process, and what ran since the last change, as plain data."""
+    manager = get_default_manager()
+    return {
+        "sites": sites(model),
+        "frozen": manager.frozen,
+        "counts": [[op, impl_id, calls] for (op, impl_id), calls in sorted(manager.call_counts().items()) if calls],
+        "failed": {op: sorted(ids) for op, ids in manager.get_failed_impls().items()},
+    }
+
+
+class _Moves:
+    """Numbers that move results, the same in every rank for the same calls."""
+
+    generators: dict[torch.device, torch.Generator] = {}  # noqa: RUF012  # one for each device of this process
+    seed = 0
+
+    @classmethod
+    def start(cls, seed: int) -> None:
+        """Begin with a seed; at the first time every implementation gets a copy."""
+        cls.seed = seed
+        cls.generators.clear()
+        registry = get_default_manager().registry
+        for op_name in registry.list_operators():
+            operator = OPERATORS.get(op_name)
+            if operator is None or operator.selection:
+                continue
+            own = registry.get_implementations(op_name)
+            present = {impl.impl_id for impl in own}
+            registry.register_many(
+                _copy(impl) for impl in own if impl.vendor != MOVED and moved_id(impl.impl_id) not in present
+            )
+
+    @classmethod
+    def move(cls, op_name: str, result: Any) -> None:
+        """Move a result where it lies: each element at most by a part of what its declaration accepts.
+
+        The error of an element is relative to the larger of it and its row's root mean square.
+        """
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.numel() == 0:
+                continue
+            if (accepted := OPERATORS[op_name].tolerances.get(tensor.dtype)) is None:
+                continue
+            if (generator := cls.generators.get(tensor.device)) is None:
+                generator = cls.generators[tensor.device] = torch.Generator(tensor.device).manual_seed(cls.seed)
+            values = tensor.float()
+            scale = values.abs().maximum(values.square().mean(-1, keepdim=True).sqrt())
+            random = torch.rand(values.shape, generator=generator, device=tensor.device).mul_(2).sub_(1)
+            tensor.copy_(values.addcmul_(random, scale, value=PART * accepted.rtol))
+
+
+def _copy(impl: OpImpl) -> OpImpl:
+    """The same implementation, with its results moved."""
+    fn: Callable[..., Any] = impl.fn
+
+    @wraps(fn)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        result = fn(*args, **kwargs)
+        _Moves.move(impl.op_name, result)
+        return result
+
+    available = impl.is_available
+    return replace(
+        impl,
+        impl_id=moved_id(impl.impl_id),
+        fn=moved,
+        kind=BackendImplKind.VENDOR,
+        vendor=MOVED,
+        available=available,
+        opaque=True,
+    )

@@ -1,0 +1,170 @@
+"""Implementations that are wrong on purpose, and one that is right and rounds otherwise: ``fl bisect --self-test``.
+
+The module is loaded like any plugin, ``VLLM_FL_PLUGIN_MODULES=fl_dispatch.evidence.bisect.planted``. Besides the faults
+every operator gets a copy of its reference, so that a search has many candidates of which all but one are right.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...backends.reference.impl import activation, attention, normalization, rotary
+from ...backends.reference.reference import ReferenceBackend
+from ...types import BackendImplKind, OpImpl
+
+if TYPE_CHECKING:
+    from ...registry import OpRegistry
+
+VENDOR = "planted"
+DENSE = 320
+"""The width of the gate and up projections of the only dense layer of the small DeepSeek model."""
+
+
+def one_shape(x: Tensor) -> Tensor:
+    """Wrong for one layer's shape: gate and up change places."""
+    if x.shape[-1] == DENSE:
+        return activation.mul_and_silu(x)
+    return activation.silu_and_mul(x)
+
+
+def bfloat16_only(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Wrong in bfloat16: the last two columns, half of the last vector, are left as they were."""
+    result = normalization.rms_norm(x, residual, weight, epsilon)
+    if x.dtype is torch.bfloat16:
+        y, total = result if isinstance(result, tuple) else (result, x)
+        y[..., -2:] = total[..., -2:]
+    return result
+
+
+def beyond_256(x: Tensor) -> Tensor:
+    """Wrong for batches of more than 256 tokens: the grid ends there, and begins anew."""
+    y = activation.silu_and_mul(x)
+    rows = y.view(-1, y.shape[-1])
+    if len(rows) > 256:
+        rows[256:] = rows[: len(rows) - 256].clone()[: len(rows) - 256]
+    return y
+
+
+_kept: dict[int, Tensor] = {}
+
+
+def leftover(
+    query: Tensor,
+    key: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    rotary_interleaved: bool = False,
+    inplace: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Wrong only after another request: the positions of the first batch of the same size are kept."""
+    positions = _kept.setdefault(len(position_ids), position_ids.clone())
+    return rotary.rotary_embedding(query, key, cos, sin, positions, rotary_interleaved, inplace)
+
+
+def one_rank(x: Tensor) -> Tensor:
+    """Wrong at rank 1: it takes another rank's part for its own, and half of the columns stay zero."""
+    y = activation.silu_and_mul(x)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+        y[..., y.shape[-1] // 2 :] = 0
+    return y
+
+
+def dies(x: Tensor) -> Tensor:
+    """Ends the process in batches of more than 256 tokens."""
+    if x.numel() // x.shape[-1] > 256:
+        os._exit(7)
+    return activation.silu_and_mul(x)
+
+
+def other_norm(
+    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Right, and rounds otherwise: the mean is taken in two parts, and rounded once after the weight."""
+    total = x.float() if residual is None else x.float() + residual.float()
+    half = total.shape[-1] // 2
+    mean = (total[..., :half].square().sum(-1, True) + total[..., half:].square().sum(-1, True)) / total.shape[-1]
+    y = total / torch.sqrt(mean + epsilon)
+    y = (y if weight is None else y * weight.float()).to(x.dtype)
+    return y if residual is None else (y, total.to(x.dtype))
+
+
+def other_silu(x: Tensor) -> Tensor:
+    """Right, and rounds otherwise: by the exponential function."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (gate * up / (1 + torch.exp(-gate))).to(x.dtype).contiguous()
+
+
+def other_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Right, and rounds otherwise: the queries are scaled, and rounded, beforehand."""
+    return attention.paged_attention(
+        (query.float() * scale).to(query.dtype),
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        1.0,
+        out,
+        causal,
+        sliding_window,
+        softcap,
+        alibi_slopes,
+        sinks,
+    )
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "one_shape": {"silu_and_mul": one_shape},
+    "bfloat16_only": {"rms_norm": bfloat16_only},
+    "beyond_256": {"silu_and_mul": beyond_256},
+    "leftover": {"rotary_embedding": leftover},
+    "one_rank": {"silu_and_mul": one_rank},
+    "dies": {"silu_and_mul": dies},
+    "not_exact": {"rms_norm": other_norm, "silu_and_mul": other_silu, "paged_attention": other_attention},
+}
+"""Name → operator → implementation."""
+
+
+def register_builtins(registry: OpRegistry) -> None:
+    """Register ``vendor.planted`` for every operator, right, and ``vendor.planted.NAME`` for each fault."""
+    registry.register_many(
+        OpImpl(impl.op_name, f"vendor.{VENDOR}", BackendImplKind.VENDOR, impl.fn, vendor=VENDOR, priority=1)
+        for impl in ReferenceBackend().implementations(BackendImplKind.REFERENCE, "reference.torch", 1)
+    )
+    registry.register_many(
+        OpImpl(op, f"vendor.{VENDOR}.{name}", BackendImplKind.VENDOR, fn, vendor=VENDOR, priority=0)
+        for name, faults in FAULTS.items()
+        for op, fn in faults.items()
+    )
+
+
+def policy(name: str, operators: tuple[str, ...]) -> dict[str, Any]:
+    """The document of the policy that runs a fault, and right copies elsewhere."""
+    orders = {op: [f"impl:vendor.{VENDOR}", "reference"] for op in operators}
+    orders |= {op: [f"impl:vendor.{VENDOR}.{name}", "reference"] for op in FAULTS[name]}
+    return {"prefer": "reference", "op_backends": orders}

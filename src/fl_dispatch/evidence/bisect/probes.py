@@ -1,0 +1,296 @@
+"""Runs of real engines, one for each question: switched inside a live engine where its choices follow, else started.
+
+Every answer is kept in the journal, so a question that was asked before costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ...errors import DispatchError
+from .choices import Branches, Choices, Site, start_only
+from .documents import Document, of_choices, other_settings
+from .journal import Journal
+from .scores import CLIPPED, Scores, difference
+from .yardstick import Verdict, Yardstick, is_close, verdict
+
+REPEATS = 3
+"""Runs of a question that one run does not settle."""
+
+
+class EngineDiedError(DispatchError):
+    """An engine did not start, died, or gave no answer in time."""
+
+
+class Engine(Protocol):
+    """One engine of a host."""
+
+    ranks: int
+
+    def switch(self, document: Document, seed: int | None, ranks: Collection[int] | None) -> str:
+        """Let another policy hold in some ranks, or all; why it does not, or nothing.
+
+        Raises:
+            EngineDiedError: it died.
+        """
+
+    def score(self) -> Scores:
+        """Run all requests, with empty caches.
+
+        Raises:
+            EngineDiedError: it died.
+        """
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Each rank's :func:`~fl_dispatch.evidence.bisect.inside.answer`."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+class Engines(Protocol):
+    """Starts engines."""
+
+    def start(self, document: Document, eager: bool = False) -> Engine:
+        """An engine under a policy; ``eager``: neither compiled nor captured, whatever was asked for.
+
+        Raises:
+            EngineDiedError: it did not start.
+        """
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The answer to one question.
+
+    Args:
+        verdict: it.
+        share: the difference in yardsticks; of several runs the median.
+        where: the request and position of the largest difference.
+        started: an engine was started for it.
+        seconds: it took.
+        note: why an engine had to be started, or died.
+    """
+
+    verdict: Verdict
+    share: float
+    where: str = ""
+    started: bool = False
+    seconds: float = 0.0
+    note: str = ""
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {**vars(self), "verdict": self.verdict.value}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Outcome:
+        """From :meth:`as_data`."""
+        return cls(**{**data, "verdict": Verdict(data["verdict"])})
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Some ranks of an engine.
+
+    Args:
+        those: their numbers.
+        elsewhere: the document of the others.
+    """
+
+    those: frozenset[int]
+    elsewhere: Document
+
+
+@dataclass
+class _Live:
+    """An engine that runs, the settings that it started with, and what it chose when it started."""
+
+    engine: Engine
+    settings: Document
+    started_with: Mapping[Site, Branches]
+
+
+Tell = Callable[[str, Outcome, bool], None]
+"""Called after each question: what was asked, the answer, and whether it is from the journal."""
+
+
+class Probes:
+    """Asks engines.
+
+    Args:
+        engines: starts them.
+        journal: what was answered.
+        tell: hears each answer.
+        switching: whether a live engine may be switched.
+        begin: hears what is asked next, if an engine has to answer.
+
+    Attributes:
+        runs, starts: engines' runs of all requests, and starts, those in the journal included.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        journal: Journal,
+        tell: Tell,
+        switching: bool = True,
+        begin: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.engines, self.journal, self.tell, self.switching, self.begin = engines, journal, tell, switching, begin
+        self.runs = self.starts = 0
+        self.base: Scores | None = None
+        self.yardstick: Yardstick | None = None
+        self._live: _Live | None = None
+        self._heard: set[str] = set()  # questions whose answer was told
+        self._fixed: set[Site] = set()  # sites whose choice only a start can change, as was seen
+
+    # -- engines
+
+    def start(self, document: Document, eager: bool = False) -> Engine:
+        """Start an engine in place of the one that runs."""
+        self.stop()
+        engine = self.engines.start(document, eager)
+        chosen = Choices.of(engine.answers()[0])
+        self._live = _Live(engine, other_settings(document), chosen.at)
+        return engine
+
+    def stop(self) -> None:
+        """End the engine that runs, if one does."""
+        if self._live is not None:
+            self._live.engine.stop()
+            self._live = None
+
+    @property
+    def can_switch(self) -> bool:
+        """Whether there is a live engine that may be switched."""
+        return self.switching and self._live is not None
+
+    # -- questions
+
+    def ask_started(self, what: str, document: Document) -> tuple[Outcome, Choices | None]:
+        """How an engine that is started with a document differs from the base, and what it chose."""
+        question = f"started: {json.dumps(document, sort_keys=True)}"
+        kept = self.journal.get(question)
+        if kept is None:
+            began, chosen = time.monotonic(), None
+            self.begin(what)
+            try:
+                engine = self.start(document)
+                chosen = engine.answers()[0]
+                outcome = self._judged(engine, began, True, "")
+                chosen = engine.answers()[0]  # now with what ran
+            except EngineDiedError as error:
+                outcome = self._died(began, str(error))
+            self.journal.put(question, {"outcome": outcome.as_data(), "chosen": chosen})
+        else:
+            outcome, chosen = Outcome.of(kept["outcome"]), kept["chosen"]
+        self._told(what, question, outcome, kept is not None)
+        return outcome, None if chosen is None else Choices.of(chosen)
+
+    def ask(
+        self,
+        what: str,
+        chosen: Mapping[Site, Branches],
+        watched: Collection[Site],
+        base: Document,
+        ranks: Ranks | None = None,
+        afresh: str = "",
+    ) -> Outcome:
+        """How an engine with these choices differs from the base.
+
+        Args:
+            what: for people.
+            chosen: site → what may run there.
+            watched: the sites whose choice has to hold.
+            base: the document with all other settings.
+            ranks: those in which the choices hold, and the document that holds in the others. All by default.
+            afresh: makes it another question than the same one before.
+        """
+        document = of_choices(chosen, base)
+        question = json.dumps([document, None if ranks is None else sorted(ranks.those), self.switching, afresh])
+        kept = self.journal.get(question)
+        if kept is not None:
+            outcome = Outcome.of(kept)
+        else:
+            self.begin(what)
+            outcome = self._asked(document, {site: chosen[site] for site in watched}, ranks)
+            self.journal.put(question, outcome.as_data())
+        self._told(what, question, outcome, kept is not None)
+        return outcome
+
+    def _asked(self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None) -> Outcome:
+        began, note = time.monotonic(), ""
+        try:
+            if self.can_switch:
+                note = self._switched(document, expected, ranks)
+                assert self._live is not None
+                if not note:
+                    return self._judged(self._live.engine, began, False, "")
+            engine = self.start(document)
+            return self._judged(engine, began, True, note)
+        except EngineDiedError as error:
+            return self._died(began, str(error))
+
+    def _switched(self, document: Document, expected: Mapping[Site, Branches], ranks: Ranks | None) -> str:
+        """Switch the live engine; why it cannot be, or nothing."""
+        live = self._live
+        assert live is not None
+        if live.settings != other_settings(document):
+            return "other settings hold from the start on"
+        for site, branches in expected.items():
+            fixed = site in self._fixed or start_only(site.op)
+            if fixed and not _holds(branches, live.started_with.get(site)):
+                return f"{site.op} is chosen when an engine starts"
+        if ranks is not None:
+            live.engine.switch(ranks.elsewhere, None, None)
+        if refused := live.engine.switch(document, None, None if ranks is None else ranks.those):
+            self.switching = False
+            return f"choices are frozen in a running engine ({refused})"
+        for rank, answer in enumerate(live.engine.answers()):
+            if ranks is not None and rank not in ranks.those:
+                continue
+            now = Choices.of(answer).at
+            missed = {site for site, branches in expected.items() if not _holds(branches, now.get(site))}
+            if missed:
+                self._fixed |= missed
+                return f"{min(site.op for site in missed)} is chosen when an engine starts"
+        return ""
+
+    def _judged(self, engine: Engine, began: float, started: bool, note: str) -> Outcome:
+        assert self.base is not None
+        assert self.yardstick is not None
+        found = [difference(self.base, engine.score())]
+        shares = [self.yardstick.share(found[0])]
+        while is_close(shares[0]) and len(shares) < REPEATS:
+            found.append(difference(self.base, engine.score()))
+            shares.append(self.yardstick.share(found[-1]))
+        said = verdict(shares)
+        seconds = time.monotonic() - began
+        again = f"{len(shares)} runs" if len(shares) > 1 else ""
+        why = "; ".join(filter(None, (note, again)))
+        return Outcome(said, sorted(shares)[len(shares) // 2], found[0].where, started, seconds, why)
+
+    def _died(self, began: float, why: str) -> Outcome:
+        self.stop()
+        return Outcome(Verdict.FAILS, CLIPPED, "", True, time.monotonic() - began, why)
+
+    def _told(self, what: str, question: str, outcome: Outcome, kept: bool) -> None:
+        if question in self._heard:
+            return
+        self._heard.add(question)
+        self.runs += 1
+        self.starts += outcome.started
+        self.tell(what, outcome, kept)
+
+
+def _holds(wanted: Branches, found: Branches | None) -> bool:
+    """Whether a choice is as wanted; behind the candidates that were wanted others may follow."""
+    if found is None or len(wanted) != len(found):
+        return False
+    pairs: Sequence[Any] = list(zip(wanted, found, strict=True))
+    return all(when == other and ids == given[: len(ids)] for (when, ids), (other, given) in pairs)

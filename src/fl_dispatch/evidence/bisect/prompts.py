@@ -1,0 +1,75 @@
+"""The requests of one run: prompts whose every token is given, so that one difference does not bring others.
+
+The last tokens of each prompt are forced, one a step, so that steps of decoding are compared as well. Round ``batch``
+has all prompts at once, more than 256 tokens together; ``alone`` each by itself in the other order, after the others;
+``cached`` all of them again, answered from the prefix cache where the host has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FORCED = 8
+"""Tokens of each prompt that are forced, one a step."""
+LENGTHS = (7, 33, 120, 290, 2)
+"""Tokens of the prompts that are made here."""
+TOP = 64
+"""Tokens of each row that are asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Args:
+        label: the round and the number of the prompt.
+        prompt: its tokens.
+        forced: the tokens that follow, one a step.
+        prefill: whether the rows of the prompt are asked for, too; a host then leaves its prefix cache alone.
+    """
+
+    label: str
+    prompt: list[int]
+    forced: list[int]
+    prefill: bool = True
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"label": self.label, "prompt": self.prompt, "forced": self.forced, "prefill": self.prefill}
+
+
+def generated(vocabulary: int, longest: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """Prompts of several lengths for any vocabulary.
+
+    Args:
+        vocabulary: token ids are below it; the first ones, which mostly control, do not occur.
+        longest: most tokens of one prompt that the model takes.
+    """
+    first = min(5, vocabulary // 2)
+    return [
+        [(row * 7919 + column * (row + 3) * 101 + column * column * 17) % (vocabulary - first) + first
+         for column in range(min(length, longest))]
+        for row, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def rounds(prompts: Sequence[Sequence[int]], forced: int = FORCED) -> list[list[Request]]:
+    """The requests of one run, round by round; those of a round are sent at once."""
+
+    def request(name: str, number: int, prefill: bool) -> Request:
+        tokens = list(prompts[number])
+        keep = max(1, len(tokens) - forced)
+        return Request(f"{name} {number}", tokens[:keep], tokens[keep:], prefill)
+
+    every = range(len(prompts))
+    alone = [[request("alone", number, True)] for number in reversed(every)]
+    again = [request("cached", number, False) for number in every if len(prompts[number]) > 1]
+    return [[request("batch", number, True) for number in every], *alone, *([again] if again else [])]
+
+
+def other_composition(label: str) -> str:
+    """The label of the same rows in another composition of the batch, or an empty one."""
+    name, _, number = label.partition(" ")
+    return f"batch {number}" if name == "alone" else ""

@@ -1,0 +1,89 @@
+"""The scores that an engine gave: for each position of each prompt the largest logits, and how far two runs are apart.
+
+A host returns log-probabilities of the likeliest tokens, or a forced token's is not the model's. Logits that differ by
+a constant are the same distribution, so rows are compared up to their common shift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .prompts import TOP
+
+Row = Mapping[str, float]
+"""Token id, as text because rows are kept as JSON → log-probability up to the row's constant."""
+
+CLIPPED = 1e6
+"""The distance of a row that holds no numbers, or shares no token with the other one."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The result of one run of all requests.
+
+    Args:
+        rows: request's label → its rows in the order of positions. A label says the round, the prompt and the phase.
+    """
+
+    rows: Mapping[str, Sequence[Row]]
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {label: list(rows) for label, rows in self.rows.items()}
+
+
+def distance(first: Row, second: Row) -> float:
+    """The largest difference of two rows' logits, up to a common shift.
+
+    A token that only one row has counts by what the other row says about it: it is not among that row's likeliest.
+    """
+    common = first.keys() & second.keys()
+    if len(common) < 2 or not all(math.isfinite(row[token]) for row in (first, second) for token in common):
+        return CLIPPED
+    shift = sum(first[token] - second[token] for token in common) / len(common)
+    apart = max(abs(first[token] - second[token] - shift) for token in common)
+    for one, other, offset in ((first, second, -shift), (second, first, shift)):
+        floor = sorted(other.values(), reverse=True)[:TOP][-1]
+        beyond = (one[token] + offset - floor for token in one.keys() - other.keys())
+        apart = max(apart, *(value for value in beyond if math.isfinite(value)), 0.0)
+    return apart
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two runs are apart.
+
+    Args:
+        largest: the largest distance of two rows.
+        mean: of all rows.
+        where: label and position of the largest.
+        by_request: label → the largest distance in it.
+    """
+
+    largest: float
+    mean: float
+    where: str = ""
+    by_request: Mapping[str, float] | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"largest": self.largest, "mean": self.mean, "where": self.where}
+
+
+def difference(first: Scores, second: Scores) -> Difference:
+    """How far two runs of the same requests are apart; a request that one lacks is as far as can be."""
+    largest, where, every = 0.0, "", list[float]()
+    by_request: dict[str, float] = {}
+    for label in sorted(first.rows.keys() | second.rows.keys()):
+        one, other = first.rows.get(label, ()), second.rows.get(label, ())
+        apart = [distance(a, b) for a, b in zip(one, other, strict=False)]
+        apart += [CLIPPED] * abs(len(one) - len(other))
+        by_request[label] = max(apart, default=0.0)
+        every += apart
+        if by_request[label] > largest:
+            largest = by_request[label]
+            where = f"{label}, position {apart.index(largest)}"
+    return Difference(largest, sum(every) / len(every) if every else 0.0, where, by_request)

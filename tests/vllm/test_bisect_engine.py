@@ -1,0 +1,39 @@
+"""``fl bisect`` finds what is planted in a real vLLM: one fault that the commit draws, in ``make test-all`` all."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+
+import engines
+import pytest
+
+import processes
+from fl_dispatch.cli.bisect.selftest import TESTS
+from sampling import drawn
+
+pytestmark = pytest.mark.engine
+
+FAULTS = drawn([name for name, test in TESTS.items() if not test.compiled], 1, "planted faults")
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_nothing_else_is_blamed(name: str) -> None:
+    command = (
+        "-c",
+        "from fl_dispatch.cli import main; main()",
+        "bisect",
+        "--host",
+        "vllm",
+        "--self-test",
+        name,
+        "--json",
+    )
+    with tempfile.TemporaryFile() as errors:
+        ended = processes.python(*command, environment=engines.environment(), timeout=900, errors=errors)
+        errors.seek(0)
+        assert ended.returncode == 0, ended.log[-4000:] + errors.read().decode()[-4000:]
+    (found,) = json.loads(ended.log[ended.log.index("[") :])
+    assert found["right"]
+    assert found["differs"] == bool(TESTS[name].op)
+    assert found["yardstick"]["largest"] < 5  # else a fault could hide
