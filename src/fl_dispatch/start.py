@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from . import builtin_ops, checks, discovery
 from .global_policy import GLOBAL
+from .knowledge.sampling import Sampling, Wish
 from .locking import writers
 from .logger_manager import get_logger
 from .run.keeper import TableKeeper
@@ -71,6 +72,8 @@ class Start:
             discovery.load_backend(self._state.registry, *target)
         policy = GLOBAL.get()
         checks.check(self._state, policy)
+        if wish := Wish.of(settings):
+            self._state.sampling = Sampling(wish)
         if settings.dispatch_debug:
             self._state.counter.on = True
             for op_name in self._state.registry.list_operators():
