@@ -668,6 +668,20 @@ REPLACED = (
         "vLLM calls them between steps and at shutdown; without an accelerator they raise.",
     ),
     HostFact(
+        "vllm.v1.metrics.prometheus",
+        ("get_prometheus_registry()",),
+        "replaces",
+        "compat.metrics",
+        "vLLM makes the registry behind /metrics itself, and has no place where a plugin could name a collector.",
+    ),
+    HostFact(
+        "vllm.entrypoints.serve.instrumentator.metrics",
+        ("get_prometheus_registry",),
+        "replaces",
+        "compat.metrics",
+        "It may have taken that function by name before the plugin is loaded.",
+    ),
+    HostFact(
         "vllm.config.vllm",
         ("HAS_TRITON",),
         "replaces",

@@ -71,7 +71,9 @@ class WorkerFL(Worker):
 
     def _leave_record(self) -> None:
         """For ``fl doctor``, and the list of operators that FlagGems runs."""
-        runs.record(f"vLLM {versions.host_version()}", self.model_config.model, self.fl_survey, {})
+        parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
+        rank = self.rank + parallel.data_parallel_rank * parallel.world_size
+        runs.record(host, self.model_config.model, self.fl_survey, {}, rank)
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     def _compare_ranks(self) -> None:

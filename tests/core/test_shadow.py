@@ -226,11 +226,7 @@ def test_a_cache_write_is_compared_by_its_slots_and_the_cache_is_written_once() 
 @pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.samples is not None])
 def test_a_reference_never_differs_from_itself(name: str) -> None:
     """Every declared operator can be compared: with copies, small states, rows that nobody writes."""
-    reference = next(
-        each
-        for each in get_default_manager_impls(name)
-        if each.impl_id == "reference.torch"
-    )
+    reference = next(each for each in get_default_manager_impls(name) if each.impl_id == "reference.torch")
     mine = OpImpl(name, "vendor.mine", impl("vendor.x").kind, reference.fn, vendor="mine", signature="unchecked")
     manager = watching(mine, reference)
     samples = OPERATORS[name].samples
@@ -394,7 +390,7 @@ def test_an_idle_hour_saves_no_hour_of_comparing() -> None:
     sampling = Sampling(Wish(1.0, None, "reference", False, 0.01), clock)
     clock.now += 3600
     assert sampling.affordable()
-    sampling.charge(SAVED_SECONDS * 0.01)
+    sampling.charge(SAVED_SECONDS * 0.01 + 1.0)
     assert not sampling.affordable()
 
 
@@ -414,9 +410,7 @@ def test_calls_behind_a_view_of_compiled_code_are_compared() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
     manager.state.sampling = Sampling(EVERYTHING, Clock())
-    manager.registry.register_impl(
-        impl("vendor.mine", wrong_over_two, op="silu_and_mul", properties={"opaque": True})
-    )
+    manager.registry.register_impl(impl("vendor.mine", wrong_over_two, op="silu_and_mul", opaque=True))
     from fl_dispatch import policy_context
 
     with policy_context(SelectionPolicy(per_op_order=(("silu_and_mul", ("impl:vendor.mine", "reference")),))):

@@ -48,9 +48,7 @@ def run_report() -> Choices:
     manager = get_default_manager()
     settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest
     return {
-        "settings": {
-            item.field: [str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS
-        },
+        "settings": {item.field: [str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS},
         "decisions": {op: manager.explain(op).as_data() for op in manager.registry.list_operators()},
         "layers": _layers_apart(manager),
         "manifest": None if manifest is None else manifest.as_data(),

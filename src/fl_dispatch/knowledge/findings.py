@@ -94,7 +94,15 @@ class Findings:
             else:
                 largest = worst if not worst <= before.worst else before.worst
                 found = Finding(
-                    *key[:2], second.impl_id, kind, before.calls + 1, largest, before.example, outcome, before.first, now
+                    *key[:2],
+                    second.impl_id,
+                    kind,
+                    before.calls + 1,
+                    largest,
+                    before.example,
+                    outcome,
+                    before.first,
+                    now,
                 )
             self._found = {**self._found, key: found}
 

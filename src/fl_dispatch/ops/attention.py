@@ -8,7 +8,18 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import SEVERAL_ROUNDINGS, STANDARD_TOLERANCE, Access, Mode, SmallState, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    STANDARD_TOLERANCE,
+    Access,
+    Mode,
+    SmallState,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
 from .inputs import paged, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})

@@ -1,4 +1,4 @@
-"""Results against the declaration: what it promises of number, dtype, shape and strides, and its tolerance of values."""
+"""Results against the declaration: number, dtype, shape and strides are as promised, values within the tolerance."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
     return ""
 
 
-def errors(
-    output: Tensor, wanted: Tensor, tolerance: Tolerance, scale: Tensor | float = 1.0
-) -> tuple[Tensor, Tensor]:
+def errors(output: Tensor, wanted: Tensor, tolerance: Tolerance, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """How far each element is from what is expected, and the share of its tolerance that this is.
 
     Right without a distance: an overflow to infinity, and NaN where NaN is expected. Other NaN give NaN.

@@ -206,7 +206,9 @@ def _of_tensors(operator: Operator, where: str, one: Any, wanted: Any) -> Differ
     size = torch.where(wide.isfinite(), wide, 0.0).square().mean(-1, keepdim=True).sqrt().clamp(min=1.0)
     share = errors(one, wide, operator.tolerances[_tolerated(one.dtype)], size)[1].flatten()
     place = share.argmax()  # of NaN, if there is one
-    largest, got, expected = torch.stack((share[place], one.flatten()[place].to(wide.dtype), wide.flatten()[place])).tolist()
+    largest, got, expected = torch.stack(
+        (share[place], one.flatten()[place].to(wide.dtype), wide.flatten()[place])
+    ).tolist()
     index = [int(part) for part in torch.unravel_index(place, one.shape)]
     text = f"{where} at {index}: {got:.6g} instead of {expected:.6g}, {largest:.3g} times the tolerance"
     return Difference(largest, text)
