@@ -17,7 +17,7 @@ def join_metrics(result: None, app: Any) -> None:
     from prometheus_client import CollectorRegistry, make_asgi_app, multiprocess
 
     registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    multiprocess.MultiProcessCollector(registry)
     metrics.join(registry)
     route = next(route for route in reversed(app.routes) if getattr(route, "path", None) == PATH)
     route.app = make_asgi_app(registry=registry)

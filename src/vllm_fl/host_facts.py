@@ -682,6 +682,20 @@ REPLACED = (
         "It may have taken that function by name before the plugin is loaded.",
     ),
     HostFact(
+        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher",
+        ("keys_initialized",),
+        "replaces",
+        "eager_steps",
+        "The V1 runner then finds no graph, so that one step in N makes calls.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.cudagraph_utils:CudaGraphManager",
+        ("_graphs_captured",),
+        "replaces",
+        "eager_steps",
+        "The same for the V2 runner.",
+    ),
+    HostFact(
         "vllm.config.vllm",
         ("HAS_TRITON",),
         "replaces",
