@@ -6,12 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 import typer
 
@@ -223,10 +221,11 @@ def test_a_run_that_is_not_there_is_an_error_that_says_which_are(name: str, prob
 def test_ranks_that_differ_are_shown_and_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     found = [_worker(0), _worker(1, "vendor.cuda"), _worker(2)]
     assert runs.differences(found) == {"rms_norm": {"reference.torch": [0, 2], "vendor.cuda": [1]}}
-    for command in (
+    commands = (
         lambda: run_view.explain("rms_norm", None, found, json=False),
         lambda: run_view.doctor(found, json=False),
-    ):
+    )
+    for command in commands:
         with pytest.raises(typer.Exit) as ended:
             command()
         assert ended.value.exit_code == 1
@@ -254,9 +253,9 @@ def test_a_run_without_a_problem_ends_well(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.fixture
-def mine() -> Iterator[list[tuple[int, int]]]:
-    """This process as the ancestor of workers, one of which is a process that runs."""
-    yield [(os.getpid(), processes.began(os.getpid()) or 0)]
+def mine() -> list[tuple[int, int]]:
+    """This process as the ancestor of workers."""
+    return [(os.getpid(), processes.began(os.getpid()) or 0)]
 
 
 def _running(run: runs.Run, child: subprocess.Popen[bytes]) -> runs.Run:
@@ -264,6 +263,7 @@ def _running(run: runs.Run, child: subprocess.Popen[bytes]) -> runs.Run:
 
 
 def test_metrics_have_what_the_workers_of_this_front_end_recorded(mine: list[tuple[int, int]]) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
     with subprocess.Popen(["sleep", "60"]) as child:
         ours = _worker(1, choices={"failed": [BAN, BAN], "shadow": SHADOW}, ancestors=mine)
         _leave(_running(ours, child), _worker(0, "vendor.ended", ancestors=mine), _worker(2, "vendor.others"))
