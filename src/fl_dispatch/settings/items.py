@@ -189,7 +189,7 @@ ITEMS: tuple[Item, ...] = (
     _item(
         "shadow_action", "VLLM_FL_SHADOW_ACTION", values.text, str,
         partial(values.choice, "shadow action", values.SHADOW_ACTIONS),
-        "whether a wrong implementation is only told of, or also taken out of service where that is safe",
+        "whether a wrong implementation is only told of (log), or also taken out of service where that is safe (ban)",
         yaml="shadow_action",
     ),
     _item(
