@@ -104,20 +104,22 @@ class Recorder:
 
     def begin(self, run: Run) -> None:
         """Write a record, in the place of an earlier one of this process, and look for changes from now on."""
+        forked = self._pid != os.getpid()
+        if forked:  # another thread of the parent may have held it
+            self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
             self._run, self._written = run, {}
         self.update()
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
+        if forked:
             atexit.register(self.update)
             util.Finalize(None, self.update, exitpriority=100)  # a child of multiprocessing runs no atexit functions
             threading.Thread(target=self._watch, args=(self._pid,), name="fl_dispatch run record", daemon=True).start()
 
     def update(self) -> None:
         """Write the record if something in it has changed. That it cannot be written is one WARNING."""
+        if self._run is None or self._pid != os.getpid():  # a forked child leaves its parent's record alone
+            return
         with self._lock:
-            if self._run is None or self._run.pid != os.getpid():
-                return
             choices = run_report()
             if choices == self._written:
                 return
