@@ -41,7 +41,7 @@ class EagerSteps:
         self._left = next(self._gaps)
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
-        """What a step of the scheduler with so many tokens runs in."""
+        """The context for a step of the scheduler with so many tokens."""
         if not tokens:
             return nullcontext()
         self._left -= 1

@@ -1,4 +1,4 @@
-"""What ``fl explain --run`` and ``fl doctor --run`` say of the workers of an engine, from their records."""
+"""The workers of an engine, from their records: ``fl explain --run`` and ``fl doctor --run``."""
 
 from __future__ import annotations
 

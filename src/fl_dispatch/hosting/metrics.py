@@ -1,4 +1,4 @@
-"""What the workers of an engine run and found, in the ``/metrics`` of the host's front end.
+"""Choices, bans and findings of an engine's workers, in the ``/metrics`` of the host's front end.
 
 Workers are processes of their own, so the front end reads their records (:mod:`~fl_dispatch.hosting.runs`) when it is
 asked. A record follows its worker within :data:`~fl_dispatch.hosting.runs.PAUSE` seconds. Nothing is counted per call.

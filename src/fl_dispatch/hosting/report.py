@@ -13,7 +13,7 @@ from ..state import data
 from . import aten, collectives, handover
 
 Choices = dict[str, Any]
-"""What runs in a process, as plain data."""
+"""The part of a process's record that may change, as plain data."""
 
 
 def dispatch_report() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def dispatch_report() -> dict[str, Any]:
 
 
 def run_report() -> Choices:
-    """What runs in this process and what has happened to it: the part of its record that may change.
+    """Choices of this process and events since its start: the part of its record that may change.
 
     ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints;
     ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with

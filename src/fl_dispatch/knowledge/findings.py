@@ -61,7 +61,7 @@ class Finding:
 
 
 class Findings:
-    """What shadow mode has looked at and found in one manager's calls.
+    """Calls that shadow mode compared, and its findings, in one manager.
 
     Attributes:
         banned: operator, implementation and kind of arguments of the bans that came from a finding.

@@ -104,7 +104,7 @@ class Sampling:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """What runs inside is the cost of comparing; calls that it makes are not compared in their turn."""
+        """Inside, time is the cost of comparing, and calls are not compared in their turn."""
         began, self._busy.now = self.clock(), True
         try:
             yield
@@ -119,5 +119,5 @@ class Sampling:
             self._credit -= seconds
 
     def share_of_time(self) -> float:
-        """What comparing has cost until now, as a share of the time since the start."""
+        """The cost of comparing until now, as a share of the time since the start."""
         return self.seconds / max(self.clock() - self._started, 1e-9)
