@@ -164,10 +164,9 @@ def examine(found: Sequence[Run]) -> dict[str, Any]:
         "findings": [
             [
                 run.rank,
-                *(
-                    "" if finding[name] is None else finding[name]
-                    for name in ("operator", "implementation", "kind", "calls", "worst", "example", "outcome")
-                ),
+                *(finding[name] for name in ("operator", "implementation", "kind", "calls")),
+                "no number" if finding["worst"] is None else f"{finding['worst']:.3g}",
+                *(finding[name] for name in ("example", "outcome")),
             ]
             for run in found
             for finding in _shadow(run).get("findings", ())
