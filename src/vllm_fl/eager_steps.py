@@ -36,27 +36,27 @@ class EagerSteps:
     """
 
     def __init__(self, sampling: Sampling, model: nn.Module, runner: Any) -> None:
-        self._sampling, self._model, self._runner = sampling, model, runner
-        self._gaps = sampling.gaps("step")
-        self._left = next(self._gaps)
+        self.sampling, self.model, self.runner = sampling, model, runner
+        self.gaps = sampling.gaps("step")
+        self.left = next(self.gaps)
 
     def step(self, tokens: int) -> AbstractContextManager[None]:
         """The context for a step of the scheduler with so many tokens."""
         if not tokens:
             return nullcontext()
-        self._left -= 1
-        if self._left > 0:
+        self.left -= 1
+        if self.left > 0:
             return nullcontext()
-        self._left = next(self._gaps)
-        return self._eager() if self._sampling.affordable() else nullcontext()
+        self.left = next(self.gaps)
+        return self._eager() if self.sampling.affordable() else nullcontext()
 
     @contextmanager
     def _eager(self) -> Iterator[None]:
-        sampling = self._sampling
+        sampling = self.sampling
         began, compared = sampling.clock(), sampling.seconds
         sampling.every_call = True
         try:
-            with compile.uncompiled(self._model), _without_graphs(self._runner):
+            with compile.uncompiled(self.model), _without_graphs(self.runner):
                 yield
         finally:
             sampling.every_call = False
