@@ -362,6 +362,11 @@ def test_a_share_of_the_calls_is_drawn_alike_on_all_ranks() -> None:
     assert 140 < compared[0] < 260
 
 
+def test_a_share_next_to_nothing_draws_next_to_nothing() -> None:
+    sampling = Sampling(Wish(1e-12, None, "reference", False, 1.0))
+    assert next(sampling.gaps("rms_norm@")) > 10**6
+
+
 def test_comparing_costs_no_more_than_its_budget_of_the_time() -> None:
     clock = Clock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -81,12 +82,9 @@ class Sampling:
 
     def gaps(self, place: str) -> Iterator[int]:
         """The number of calls up to and including the next one that is drawn; the same on all ranks for one place."""
-        draw = random.Random(place).random
-        while True:
-            gap = 1
-            while draw() >= self.wish.share:
-                gap += 1
-            yield gap
+        draw, share = random.Random(place).random, self.wish.share
+        while True:  # so many calls pass before one that each call is with this probability
+            yield 1 if share == 1 else 1 + int(math.log1p(-draw()) / math.log1p(-share))
 
     def affordable(self) -> bool:
         """Whether a drawn call may be compared now: not inside another one, and not over the budget."""
