@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from builders import impl, manager_of
-from fl_dispatch import OpManager, OpRegistry, SelectionPolicy, bind_op, get_default_manager, with_strict_mode
+from fl_dispatch import (
+    OpManager,
+    OpRegistry,
+    SelectionPolicy,
+    bind_op,
+    get_default_manager,
+    policy_context,
+    set_global_policy,
+    with_strict_mode,
+)
 from fl_dispatch.backends.reference.impl import attention, normalization
 from fl_dispatch.devices import detect_device
 from fl_dispatch.knowledge.findings import Finding
@@ -289,8 +298,6 @@ def _other_second(manager: OpManager) -> None:
 def test_where_a_ban_is_not_safe_it_is_refused_and_said(make: Callable[[OpManager], None], reason: str) -> None:
     manager = gated(wrong_over_two, BANNING)
     if make is _other_second:
-        from fl_dispatch import set_global_policy
-
         set_global_policy(SelectionPolicy(prefer="vendor"))
     proven(manager, SMALL)
     make(manager)
@@ -302,8 +309,6 @@ def test_where_a_ban_is_not_safe_it_is_refused_and_said(make: Callable[[OpManage
 
 def test_the_only_implementation_that_the_policy_admits_is_not_banned() -> None:
     manager = gated(wrong_over_two, BANNING)
-    from fl_dispatch import set_global_policy
-
     set_global_policy(SelectionPolicy(per_op_order=(("silu_and_mul", ("impl:vendor.mine",)),)))
     proven(manager, SMALL)
     assert torch.equal(manager.call("silu_and_mul", LARGE), wrong_over_two(LARGE))
@@ -411,16 +416,17 @@ def test_the_second_implementation_itself_is_not_watched() -> None:
     assert manager.tables.root.entries["silu_and_mul"] is silu_and_mul
 
 
-def test_calls_behind_a_view_of_compiled_code_are_compared() -> None:
+@pytest.mark.parametrize("opaque", [True, False])
+def test_calls_behind_a_view_are_compared_and_what_is_traced_is_traced_as_ever(opaque: bool) -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
     manager.state.sampling = Sampling(EVERYTHING, Clock())
-    manager.registry.register_impl(impl("vendor.mine", wrong_over_two, op="silu_and_mul", opaque=True))
-    from fl_dispatch import policy_context
-
+    manager.registry.register_impl(impl("vendor.mine", wrong_over_two, op="silu_and_mul", opaque=opaque))
     with policy_context(SelectionPolicy(per_op_order=(("silu_and_mul", ("impl:vendor.mine", "reference")),))):
         gate = bind_op("silu_and_mul")
         gate(SMALL)
         compiled = torch.compile(lambda x: gate(x) + 1, backend="eager", fullgraph=True)
         assert torch.equal(compiled(LARGE), wrong_over_two(LARGE) + 1)
-    assert [found.calls for found in findings(manager)] == [1]
+        assert [found.calls for found in findings(manager)] == ([1] if opaque else [])
+        gate(LARGE)
+    assert [found.calls for found in findings(manager)] == [2 if opaque else 1]
