@@ -130,6 +130,20 @@ MISTAKES = (
         "tests/vllm/test_plugins.py::test_a_list_names_layers_by_operator_or_by_class",
     ),
     Mistake(
+        "no step of a compiled engine runs eagerly",
+        "vllm_fl/eager_steps.py",
+        "self._eager() if",
+        "nullcontext() if",
+        "tests/vllm/test_shadow_compiled.py",
+    ),
+    Mistake(
+        "metrics of other servers' workers",
+        "fl_dispatch/hosting/runs.py",
+        "if mine := [run for run in alive if run.descends_from(root)]",
+        "if mine := recorded()",
+        "tests/core/test_runs.py::test_metrics_have_what_the_workers_of_this_front_end_recorded",
+    ),
+    Mistake(
         "a window one token short",
         "sglang_fl/attention.py",
         "window + 1 if window",

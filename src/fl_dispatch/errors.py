@@ -82,6 +82,10 @@ class BrokenPromiseError(DispatchError, RuntimeError):
     """A result is not what the declaration says: another number, dtype, shape or layout."""
 
 
+class WrongResultError(DispatchError, RuntimeError):
+    """A result in a live call was further from the reference's than the operator's tolerance allows."""
+
+
 class RankDivergenceError(DispatchError, RuntimeError):
     """One rank of a group that runs in lockstep would have fallen back while the others did not."""
 

@@ -88,7 +88,8 @@ class OpManager:
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
         plan = root.plans.get(key)
-        if self.frozen and plan is not None and not self.state.counter.on:
+        watched = self.state.counter.on or self.state.sampling is not None
+        if self.frozen and plan is not None and not watched:
             fixed = self.state.fix_one((plan.op_name, plan.scope), plan.decision)
             if fixed[0].sole:
                 return frozen_function(self.state, root.policy, plan.decision)

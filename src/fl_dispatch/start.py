@@ -7,6 +7,7 @@ import threading
 from . import builtin_ops, checks, discovery
 from .global_policy import GLOBAL
 from .importing import is_importing
+from .knowledge.sampling import Sampling, Wish
 from .locking import loading, writers
 from .logger_manager import get_logger
 from .run.keeper import TableKeeper
@@ -72,7 +73,10 @@ class Start:
         policy = GLOBAL.get()
         decisions = [state.decide(op_name, None, policy) for op_name in state.registry.list_operators()]
         checks.check(state, policy)
-        if get_settings().dispatch_debug:
+        settings = get_settings()
+        if (wish := Wish.of(settings)) and state.sampling is None:
+            state.sampling = Sampling(wish)
+        if settings.dispatch_debug:
             state.counter.on = True
             for decision in decisions:
                 logger.info("%s", decision)

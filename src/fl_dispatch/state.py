@@ -16,6 +16,8 @@ from .errors import DispatchFrozenError, NoImplementationError
 from .knowledge.availability import Availability
 from .knowledge.counting import CallCounter
 from .knowledge.failures import ArgumentKind, FailureLog, Proofs
+from .knowledge.findings import Findings
+from .knowledge.sampling import Sampling
 from .knowledge.traces import Traces
 from .locking import writers
 from .logger_manager import get_logger
@@ -80,6 +82,8 @@ class State:
         traces: which implementations Dynamo can trace.
         availability: which implementations can run here, each asked once.
         counter: calls by implementation, while counting is on.
+        sampling: which calls shadow mode compares; ``None`` while it is off.
+        findings: what shadow mode has found.
         facts: what the host stated about the process.
         scopes: operator → the scopes that it was bound for.
         fixed: what every operator and layer runs while dispatch is frozen; ``None`` while it is not.
@@ -100,6 +104,8 @@ class State:
         self.traces = Traces()
         self.availability = Availability()
         self.counter = CallCounter()
+        self.sampling: Sampling | None = None
+        self.findings = Findings()
         self.facts: Mapping[str, Any] = {}
         self.scopes: dict[str, set[str]] = {}
         self.lockstep = False

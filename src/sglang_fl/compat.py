@@ -76,13 +76,14 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 @cache
 def all_hooks() -> tuple[Hook, ...]:
     """Every hook of this package."""
-    from . import distributed, layers, runner
+    from . import distributed, layers, metrics, runner
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
         _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),
+        _hook("sglang.srt.utils.common.add_prometheus_middleware", metrics.join_metrics, "after"),
         _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),
         _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
         _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),

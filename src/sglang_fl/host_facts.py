@@ -52,6 +52,13 @@ HOOKED = (
         "SGLang starts Triton kernels for every attention backend that it does not know; 0.5.23 asks the platform",
     ),
     HostFact(
+        "sglang.srt.utils.common",
+        ("add_prometheus_middleware(app)",),
+        "replaces",
+        "metrics",
+        "/metrics would not say what the workers run, because SGLang has no place for a collector",
+    ),
+    HostFact(
         "sglang.srt.mem_cache.allocation",
         ("get_last_loc(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)",),
         "replaces",

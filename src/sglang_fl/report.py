@@ -29,6 +29,12 @@ PATIENCE = 60.0
 # -- in a scheduler process -------------------------------------------------------------------------------------------
 
 
+def rank_of(runner: ModelRunner) -> int:
+    """The rank's number among those of all pipeline stages and data-parallel replicas."""
+    stage, replica = getattr(runner, "pp_rank", 0) or 0, getattr(runner, "dp_rank", 0) or 0
+    return int(runner.tp_rank + runner.tp_size * (stage + runner.pp_size * replica))
+
+
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
     """Report of what runs in this process: the core's, and what the plugin knows of the model.
 
@@ -38,7 +44,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
     """
     loaded = LOADED.of(runner)
     return {
-        "rank": runner.tp_rank + runner.tp_size * getattr(runner, "pp_rank", 0),
+        "rank": rank_of(runner),
         **dispatch_report(),
         **loaded.survey.as_data(),
         "attention_backend": type(runner.attn_backend).__name__,

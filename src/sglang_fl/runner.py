@@ -11,7 +11,7 @@ from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import config, distributed, hooks, layers, memory
+from . import config, distributed, hooks, layers, memory, report
 from .loaded import LOADED, LoadedModel
 from .version import host_version
 
@@ -39,6 +39,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     aten.replace(settings, detect_device())
     distributed.check_ranks()
     oplist.record(manager, settings, runner.tp_rank if several else None)
+    _leave_record(runner, {})
     return result
 
 
@@ -56,6 +57,12 @@ def forward(
         missed = watch.finish()
     loaded.undispatched = missed
     aten.seal()
-    runs.record(f"SGLang {host_version()}", runner.server_args.model_path, loaded.survey, missed)
+    _leave_record(runner, missed)
     layers.judge(missed, get_settings().policy.strict)
     return result
+
+
+def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
+    """For commands and for ``/metrics``."""
+    model, survey = runner.server_args.model_path, LOADED.of(runner).survey
+    runs.record(f"SGLang {host_version()}", model, survey, undispatched, report.rank_of(runner))

@@ -103,8 +103,10 @@ def register_ops() -> None:
     raise_stored()
     if is_active():
         from . import layers
+        from .compat import metrics
 
         _prepare_host()
+        metrics.join_metrics()
         layers.register(get_settings())
     elif wanted is not None:
         from vllm.platforms import current_platform

@@ -23,7 +23,7 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compile, kv_layout, layers, ranks, slots, startup
+from . import compile, eager_steps, kv_layout, layers, ranks, slots, startup
 from .compat import accelerator, versions
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class WorkerFL(Worker):
     """vLLM's worker with the dispatch core in it."""
 
     fl_counts_before: Mapping[str, int]
+    fl_eager_steps: eager_steps.EagerSteps | eager_steps.NoEagerSteps = eager_steps.NoEagerSteps()
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         accelerator.silence_accelerator()
@@ -71,7 +72,9 @@ class WorkerFL(Worker):
 
     def _leave_record(self) -> None:
         """For ``fl doctor``, and the list of operators that FlagGems runs."""
-        runs.record(f"vLLM {versions.host_version()}", self.model_config.model, self.fl_survey, {})
+        parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
+        rank = self.rank + parallel.data_parallel_rank * parallel.world_size
+        runs.record(host, self.model_config.model, self.fl_survey, {}, rank)
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     def _compare_ranks(self) -> None:
@@ -98,6 +101,7 @@ class WorkerFL(Worker):
         aten.seal()
         if aten.is_active():
             self._leave_record()  # with what was called
+        self.fl_eager_steps = eager_steps.of_worker(self.vllm_config, self.get_model(), self.model_runner)
         set_random_seed(self.model_config.seed)
 
     def _compiled(self) -> dict[str, Any]:
@@ -106,7 +110,8 @@ class WorkerFL(Worker):
     # -- serving ------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        with slots.step(scheduler_output.total_num_scheduled_tokens):
+        tokens = scheduler_output.total_num_scheduled_tokens
+        with slots.step(tokens), self.fl_eager_steps.step(tokens):
             return super().execute_model(scheduler_output)
 
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------

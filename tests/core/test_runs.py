@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from builders import impl
 from fl_dispatch import get_default_manager
+from fl_dispatch.cli import run_view
 from fl_dispatch.cli.doctor import examine
-from fl_dispatch.hosting import runs
+from fl_dispatch.errors import DispatchError
+from fl_dispatch.hosting import metrics, processes, runs
 from fl_dispatch.hosting.survey import Survey
 
 SURVEY = Survey("SGLang", {"RMSNorm": ("rms_norm", 13)}, {"Conv2dLayer": 1}, {"RadixAttention": 3})
@@ -18,6 +27,9 @@ SURVEY = Survey("SGLang", {"RMSNorm": ("rms_norm", 13)}, {"Conv2dLayer": 1}, {"R
 @pytest.fixture(autouse=True)
 def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(runs._recorder, "_run", None)  # the one of other files writes nothing here
+    monkeypatch.setattr(runs, "_recorder", runs.Recorder())
+    monkeypatch.setattr(runs, "PAUSE", 3600.0)
 
 
 def test_a_run_is_read_as_it_was_recorded_by_its_user_alone() -> None:
@@ -62,3 +74,228 @@ def test_where_nothing_can_be_written_serving_goes_on(caplog: pytest.LogCaptureF
     runs.record("vLLM 0.32", "tiny", SURVEY, {})
     assert "fl doctor will not show this process" in caplog.text
     assert runs.recorded() == []
+
+
+# -- what a worker runs ------------------------------------------------------------------------------------------------
+
+
+def _recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((runs.folder() / f"{os.getpid()}.json").read_text())
+    return found
+
+
+def test_a_record_has_what_runs_and_follows_a_change() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    runs.record("vLLM 0.32", "tiny", SURVEY, {}, rank=3)
+    before = _recorded()
+    assert before["rank"] == 3
+    assert before["choices"]["settings"]["prefer"][1].startswith("cpu.yaml (platform), line ")
+    assert before["choices"]["failed"] == []
+    (mine,) = runs.recorded()
+    assert runs.chosen(mine, "silu_and_mul") == manager.explain("silu_and_mul").chosen.impl_id
+
+    def fails(x: Any) -> Any:
+        raise RuntimeError("boom")
+
+    manager.registry.register_impl(impl("default.fails", fails, op="silu_and_mul", priority=900))
+    import torch
+
+    manager.call("silu_and_mul", torch.ones(2, 4))
+    runs._recorder.update()
+    (ban,) = _recorded()["choices"]["failed"]
+    assert (ban["operator"], ban["implementation"], ban["fallbacks"]) == ("silu_and_mul", "default.fails", 1)
+    assert (runs.folder() / f"{os.getpid()}.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_did_not_change_is_not_written_again() -> None:
+    get_default_manager().ensure_initialized()
+    runs.record("vLLM 0.32", "tiny", SURVEY, {})
+    before = _recorded()["updated"]
+    runs._recorder.update()
+    assert _recorded()["updated"] == before
+
+
+def test_a_worker_that_ends_leaves_its_last_word(tmp_path: Path) -> None:
+    program = """
+import torch
+from fl_dispatch import get_default_manager, BackendImplKind, OpImpl
+from fl_dispatch.hosting import runs
+from fl_dispatch.hosting.survey import Survey
+import multiprocessing
+def fails(x):
+    raise RuntimeError("boom")
+def work():
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    runs.PAUSE = 3600.0
+    runs.record("host 1", "tiny", Survey("host", {}, {}, {}), {})
+    manager.registry.register_impl(
+        OpImpl("silu_and_mul", "vendor.fails", BackendImplKind.VENDOR, fails, vendor="fails", priority=1)
+    )
+    manager.registry.register_impl(
+        OpImpl("silu_and_mul", "default.fails", BackendImplKind.DEFAULT, fails, priority=999)
+    )
+    manager.call("silu_and_mul", torch.ones(2, 4))
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+"""
+    script = tmp_path / "worker.py"
+    script.write_text(program)
+    subprocess.run([sys.executable, script], check=True, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)})
+    (run,) = runs.recorded()
+    assert not run.alive
+    assert {ban["implementation"] for ban in run.choices["failed"]} == {"default.fails", "vendor.fails"}
+
+
+# -- the runs of an engine ---------------------------------------------------------------------------------------------
+
+
+def _decision(impl_id: str) -> dict[str, Any]:
+    entry = {
+        "impl_id": impl_id,
+        "kind": "x",
+        "vendor": None,
+        "priority": 1,
+        "rank": 1,
+        "status": "chosen",
+        "reason": "y",
+    }
+    return {"order": ["x"], "source": "prefer", "origin": "default", "considered": [entry], "conditional": []}
+
+
+def _worker(rank: int, impl_id: str = "reference.torch", **fields: Any) -> runs.Run:
+    """A record as a worker of a server with process number 4194301 left it, which has ended."""
+    choices = {
+        "decisions": {"rms_norm": _decision(impl_id)},
+        "settings": {"prefer": ["vendor", "code"]},
+        "layers": {},
+        "failed": [],
+        "shadow": None,
+    }
+    first = {"time": 1.0, "layers": {}, "native": {}, "undispatched": {}, "began": 5, "ancestors": [(4194301, 7)]}
+    choices |= fields.pop("choices", {})
+    return runs.Run("vLLM 0.32", 4194302 + rank, "tiny", rank=rank, choices=choices, **{**first, **fields})
+
+
+def _leave(*found: runs.Run) -> None:
+    runs.folder().mkdir(parents=True, exist_ok=True)
+    for run in found:
+        (runs.folder() / f"{run.pid}.json").write_text(json.dumps(asdict(run)))
+
+
+FINDING = {
+    "operator": "rms_norm",
+    "implementation": "vendor.wrong",
+    "second": "reference.torch",
+    "kind": "float32, rank 2, contiguous, cpu",
+    "calls": 4,
+    "worst": 12.5,
+    "example": "output 0 at [0, 1]: 2 instead of 1",
+    "outcome": "it is banned for these arguments",
+}
+SHADOW = {
+    "second": "reference",
+    "compared": {"rms_norm vendor.wrong": 40},
+    "passed_over": 7,
+    "share_of_time": 0.004,
+    "not_compared": {},
+    "findings": [FINDING],
+}
+BAN = {"operator": "rms_norm", "implementation": "vendor.wrong", "kind": "float32", "cause": "boom", "fallbacks": 2}
+
+
+def test_a_run_is_named_by_its_server_by_a_worker_or_by_a_directory() -> None:
+    _leave(_worker(1), _worker(0))
+    for name in ("4194301", str(runs.folder())):
+        assert [run.rank for run in runs.named(name)] == [0, 1]
+    assert [run.rank for run in runs.named("4194303")] == [1]
+
+
+@pytest.mark.parametrize(("name", "problem"), [("17", "the newest are 4194302"), ("/nowhere", "no such directory")])
+def test_a_run_that_is_not_there_is_an_error_that_says_which_are(name: str, problem: str) -> None:
+    _leave(_worker(0))
+    with pytest.raises(DispatchError, match=problem):
+        runs.named(name)
+
+
+def test_ranks_that_differ_are_shown_and_are_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [_worker(0), _worker(1, "vendor.cuda"), _worker(2)]
+    assert runs.differences(found) == {"rms_norm": {"reference.torch": [0, 2], "vendor.cuda": [1]}}
+    commands = (
+        lambda: run_view.explain("rms_norm", None, found, json=False),
+        lambda: run_view.doctor(found, json=False),
+    )
+    for command in commands:
+        with pytest.raises(typer.Exit) as ended:
+            command()
+        assert ended.value.exit_code == 1
+    output = capsys.readouterr()
+    assert "rms_norm, ranks 0, 2 (processes 4194302, 4194304)" in output.out
+    assert "rms_norm, rank 1 (process 4194303)" in output.out
+    assert "ranks run different implementations of 'rms_norm': reference.torch on [0, 2], vendor.cuda on" in output.err
+
+
+def test_doctor_of_a_run_shows_bans_and_what_shadow_mode_found(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        run_view.doctor([_worker(0, choices={"failed": [BAN], "shadow": SHADOW})], json=False)
+    output = capsys.readouterr().out
+    assert "compared 40 calls with 'reference', 0.40% of the time; 7 more were over the budget" in output
+    assert "12.5" in output
+    assert "boom" in output
+
+
+def test_a_run_without_a_problem_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    run_view.doctor([_worker(0), _worker(1)], json=False)
+    assert "No problem found." in capsys.readouterr().out
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine() -> list[tuple[int, int]]:
+    """This process as the ancestor of workers."""
+    return [(os.getpid(), processes.began(os.getpid()) or 0)]
+
+
+def _running(run: runs.Run, child: subprocess.Popen[bytes]) -> runs.Run:
+    return replace(run, pid=child.pid, began=processes.began(child.pid) or 0)
+
+
+def test_metrics_have_what_the_workers_of_this_front_end_recorded(mine: list[tuple[int, int]]) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    with subprocess.Popen(["sleep", "60"]) as child:
+        ours = _worker(1, choices={"failed": [BAN, BAN], "shadow": SHADOW}, ancestors=mine)
+        _leave(_running(ours, child), _worker(0, "vendor.ended", ancestors=mine), _worker(2, "vendor.others"))
+        registry = metrics.join(metrics.join(prometheus_client.CollectorRegistry()))
+        lines = prometheus_client.generate_latest(registry).decode().splitlines()
+        child.kill()
+    found = {line for line in lines if not line.startswith("#")}
+    wrong = '{implementation="vendor.wrong",operator="rms_norm",rank="1"}'
+    assert found == {
+        'fl_selected_implementation{implementation="reference.torch",operator="rms_norm",rank="1"} 1.0',
+        f"fl_bans{wrong} 2.0",
+        f"fl_fallbacks_total{wrong} 4.0",
+        f"fl_shadow_calls_total{wrong} 40.0",
+        f"fl_shadow_differences_total{wrong} 4.0",
+        'fl_shadow_time_ratio{rank="1"} 0.004',
+    }
+
+
+def test_a_process_with_the_number_of_an_ended_worker_is_not_that_worker(mine: list[tuple[int, int]]) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        run = _running(_worker(0, ancestors=mine), child)
+        assert run.alive
+        assert not replace(run, began=run.began - 1).alive
+        assert run.descends_from(os.getpid())
+        assert not replace(run, ancestors=[(os.getpid(), 1)]).descends_from(os.getpid())
+        child.kill()
+
+
+def test_a_process_knows_its_ancestors() -> None:
+    parents = [pid for pid, _ in processes.ancestors(os.getpid())]
+    assert parents[0] == os.getppid()
+    assert processes.began(4194304) is None

@@ -270,6 +270,34 @@ def test_plugin_modules() -> None:
     refused(r"'a\.\.b' is not the name of a module", VLLM_FL_PLUGIN_MODULES="a..b")
 
 
+def test_shadow() -> None:
+    found = load(
+        VLLM_FL_SHADOW_SHARE="0.01",
+        VLLM_FL_SHADOW_OPERATORS="rms_norm, silu_and_mul",
+        VLLM_FL_SHADOW_SECOND="vendor:cuda",
+        VLLM_FL_SHADOW_ACTION="BAN",
+        VLLM_FL_SHADOW_BUDGET="0.05",
+    )
+    assert (found.shadow_share, found.shadow_budget) == (0.01, 0.05)
+    assert found.shadow_operators == {"rms_norm", "silu_and_mul"}
+    assert (found.shadow_second, found.shadow_action) == ("vendor:cuda", "ban")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "problem"),
+    [
+        ("VLLM_FL_SHADOW_SHARE", "often", "'often' is no number"),
+        ("VLLM_FL_SHADOW_SHARE", "1.5", "must be between 0 and 1, not 1.5"),
+        ("VLLM_FL_SHADOW_BUDGET", "nan", "must be between 0 and 1, not nan"),
+        ("VLLM_FL_SHADOW_OPERATORS", "rms_nrom", "rms_norm"),
+        ("VLLM_FL_SHADOW_SECOND", "torch", "unknown token 'torch'"),
+        ("VLLM_FL_SHADOW_ACTION", "bann", "Invalid shadow action value 'bann'; did you mean ban"),
+    ],
+)
+def test_shadow_refuses(variable: str, text: str, problem: str) -> None:
+    refused(f"environment variable {variable}.*{problem}", **{variable: text})
+
+
 def test_platform() -> None:
     for name in ("cpu", "cuda", "ascend"):
         found = load(VLLM_FL_PLATFORM=name)
@@ -506,6 +534,11 @@ flagos_blacklist: [to_copy, zeros, mm]
 oot_blacklist: [fused_moe]
 aten_replacement: true
 chip_features: false
+shadow_share: 0.02
+shadow_operators: [rms_norm, linear]
+shadow_second: impl:default.triton
+shadow_action: ban
+shadow_budget: 1
 op_tuned:
   silu_and_mul:
     - when: {dtype: bfloat16, tokens: [1, 256], phase: decode}
@@ -528,6 +561,11 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
         oot_blacklist=frozenset({"fused_moe"}),
         aten_replacement=True,
         chip_features=False,
+        shadow_share=0.02,
+        shadow_operators=frozenset({"rms_norm", "linear"}),
+        shadow_second="impl:default.triton",
+        shadow_action="ban",
+        shadow_budget=1.0,
         op_tuned=(
             (
                 "silu_and_mul",
@@ -808,7 +846,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variable_is_not_ours() -> None:
     assert "VLLM_BATCH_INVARIANT" not in variable_names()
-    assert len(variable_names()) == len(set(variable_names())) == 23
+    assert len(variable_names()) == len(set(variable_names())) == 28
 
 
 def rows() -> dict[str, list[str]]:
@@ -838,6 +876,8 @@ def shown(field: str) -> str:
         return "flaggems_enable_oplist.txt in the user's cache directory"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
     return str(value) if isinstance(value, str) else "(none)"
 
 

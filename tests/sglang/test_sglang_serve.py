@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ class Server:
 
     Args:
         process: its first process.
+        address: of its own protocol, beside OpenAI's.
         log: the file that it writes.
         client: of OpenAI, which has the key.
     """
@@ -38,8 +40,8 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        options = ["--served-model-name", "tiny", "--port", str(port), "--api-key", KEY]
-        self.log = log
+        options = ["--served-model-name", "tiny", "--port", str(port), "--api-key", KEY, "--enable-metrics"]
+        self.log, self.address = log, f"http://127.0.0.1:{port}"
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *server_arguments(model), *options],
@@ -125,6 +127,23 @@ def test_the_server_ran_our_operators_and_said_so(server: Server) -> None:
     for operator in ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"):
         assert f"Op '{operator}' using 'reference.torch'" in log
     assert "never dispatched" not in log
+
+
+def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server) -> None:
+    server.client.completions.create(prompt=PROMPTS[0], **ASK)
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    assert 'fl_selected_implementation{implementation="reference.torch",operator="rms_norm",rank="0"} 1.0' in text
+    assert "sglang:prompt_tokens_total{" in text
+    found = subprocess.run(
+        [Path(sys.executable).with_name("fl"), "explain", "rms_norm", "--json", "--run", str(server.process.pid)],
+        env=environment(),
+        capture_output=True,
+        check=True,
+    )
+    (entry,) = json.loads(found.stdout)
+    assert entry["decision"]["considered"][0]["impl_id"] == "reference.torch"
+    assert entry["pid"] in [child.pid for child in psutil.Process(server.process.pid).children(True)]
 
 
 def test_on_sigterm_the_server_and_its_processes_end(server: Server) -> None:

@@ -14,9 +14,10 @@ import typer
 from ..devices import CPU, detect_device, device_specs, load_failures
 from ..discovery import get_discovered_plugins, slow_imports
 from ..errors import DispatchError
-from ..hosting.runs import recorded
+from ..hosting.runs import named, recorded
 from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings
+from . import run_view
 from .host_contract import installed
 from .output import fail, print_json, print_table
 
@@ -33,8 +34,14 @@ def doctor(
     host_contract: Annotated[
         bool, typer.Option("--host-contract", help="What the plugins rely on in the installed hosts, and nothing else.")
     ] = False,
+    run: Annotated[
+        str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
+    ] = None,
 ) -> None:
-    """Check this installation. Exit code 1 where something is broken."""
+    """Check this installation, or with --run the workers of an engine. Exit code 1 where something is broken."""
+    if run is not None:
+        run_view.doctor(named(run), json)
+        return
     if host_contract:
         _host_contract(json)
         return

@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from ..errors import NoImplementationError
+from ..hosting import runs
 from ..manager import get_default_manager
 from ..ops import OPERATORS
 from ..settings.names import suggestion
-from .output import console, fail, print_json, print_table
+from . import run_view
+from .output import fail, print_json
+from .run_view import print_decision, say
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -21,11 +24,17 @@ def explain(
     operator: Annotated[str, typer.Argument(help="The operator, such as rms_norm.", autocompletion=_complete)],
     scope: Annotated[str | None, typer.Option(help="A layer, such as model.layers.3.input_layernorm.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    run: Annotated[
+        str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
+    ] = None,
 ) -> None:
     """Say which implementation of an operator runs here, and why each other one does not.
 
-    It speaks of this shell's settings and of this machine. A serving process logs its choices at start.
+    It speaks of this shell's settings and of this machine, or with --run of what the workers of an engine run.
     """
+    if run is not None:
+        run_view.explain(operator, scope, runs.named(run), json)
+        return
     manager = get_default_manager()
     try:
         decision = manager.explain(operator, scope=scope)
@@ -41,30 +50,8 @@ def explain(
         return
     declared = OPERATORS.get(operator)
     if declared is not None:
-        console.print(f"{operator}{declared.signature}".replace("'", ""), highlight=False, markup=False)
-        console.print(declared.summary, highlight=False, markup=False)
-    console.print(
-        f"order: {', '.join(decision.order)}  ({decision.source}, {decision.origin})", highlight=False, markup=False
-    )
-    print_table(
-        operator + (f" in {scope}" if scope else ""),
-        ("rank", "implementation", "kind", "vendor", "priority", "status", "why"),
-        (
-            (
-                entry.rank or "",
-                entry.impl.impl_id,
-                entry.impl.kind,
-                entry.impl.vendor or "",
-                entry.impl.rank,
-                entry.status,
-                entry.reason,
-            )
-            for entry in decision.considered
-        ),
-    )
+        say(f"{operator}{declared.signature}".replace("'", ""))
+        say(declared.summary)
+    print_decision(operator + (f" in {scope}" if scope else ""), decision.as_data())
     for branch in decision.branches[:-1]:
-        console.print(
-            f"when {branch.rule}: {', '.join(impl.impl_id for impl in branch.candidates)}",
-            highlight=False,
-            markup=False,
-        )
+        say(f"when {branch.rule}: {', '.join(impl.impl_id for impl in branch.candidates)}")

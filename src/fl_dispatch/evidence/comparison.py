@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Tolerance
+from ..ops.results import errors
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST_BIAS = 0.15
@@ -121,16 +122,11 @@ def compare(label: str, outputs: Named, expected: list[Tensor | None], tolerance
         if output is None or wanted is None or not output.numel():
             continue
         actual = output.to(device=wanted.device, dtype=torch.float64)
-        # Right without a distance: an overflow to infinity, and a row that stays NaN because no request covers it.
-        exact = actual.isinf() & (wanted.to(output.dtype).double() == actual)
-        exact |= wanted.isnan() & actual.isnan()
-        nan = actual.isnan() & ~exact
+        nan = actual.isnan() & ~wanted.isnan()  # a row that no request covers stays NaN
         if nan.any():
             missing[name] = nan
             continue
-        limit = tolerance.atol + tolerance.rtol * wanted.abs()
-        error = (actual - wanted).abs().masked_fill(exact, 0.0)
-        share = torch.where(error == 0, 0.0, error / limit)
+        error, share = errors(output, wanted, tolerance)
         place = int(share.argmax())
         where = f"{name} at [{', '.join(map(str, _index(place, output.shape)))}]"
         values = [float(part.flatten()[place]) for part in (share, error, wanted, actual)]

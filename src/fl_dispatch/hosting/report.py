@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..knowledge.sampling import Sampling
 from ..manager import get_default_manager
+from ..op_manager import OpManager
+from ..settings import ITEMS, get_settings
+from ..state import data
 from . import aten, collectives, handover
+
+Choices = dict[str, Any]
+"""The part of a process's record that may change, as plain data."""
 
 
 def dispatch_report() -> dict[str, Any]:
@@ -28,4 +35,60 @@ def dispatch_report() -> dict[str, Any]:
         "communication": collectives.report(),
         "manifest": None if manifest is None else manifest.as_data(),
         "aten": aten.report(),
+    }
+
+
+def run_report() -> Choices:
+    """Choices of this process and events since its start: the part of its record that may change.
+
+    ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints;
+    ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with
+    ``fallbacks``, the calls that another implementation took over; ``shadow`` is what shadow mode did and found.
+    """
+    manager = get_default_manager()
+    settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest
+    return {
+        "settings": {item.field: [str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS},
+        "decisions": {op: manager.explain(op).as_data() for op in manager.registry.list_operators()},
+        "layers": _layers_apart(manager),
+        "manifest": None if manifest is None else manifest.as_data(),
+        "failed": [
+            {
+                "operator": op_name,
+                "implementation": impl_id,
+                "kind": str(kind),
+                "cause": failure.cause,
+                "fallbacks": 0 if (op_name, impl_id, kind) in state.findings.banned else failure.count,
+            }
+            for (op_name, impl_id), kinds in state.failures.failures().items()
+            for kind, failure in kinds.items()
+        ],
+        "shadow": None if state.sampling is None else _shadow(manager, state.sampling),
+    }
+
+
+def _layers_apart(manager: OpManager) -> dict[str, Any]:
+    plans, apart = dict(manager.tables.root.plans), {}
+    for key, plan in plans.items():
+        common = plans.get(plan.op_name)
+        if plan.scope is None or common is None or plan.decision is common.decision:
+            continue
+        choices = [data(manager.state.choices(each.decision)) for each in (plan, common)]
+        if choices[0] != choices[1]:
+            apart[key] = {**plan.decision.as_data(), "runs": choices[0]}
+    return apart
+
+
+def _shadow(manager: OpManager, sampling: Sampling) -> dict[str, Any]:
+    wish, findings = sampling.wish, manager.state.findings
+    return {
+        "share": wish.share,
+        "second": wish.second,
+        "action": "ban" if wish.ban else "log",
+        "budget": wish.budget,
+        "compared": {" ".join(pair): calls for pair, calls in sorted(findings.compared_calls().items())},
+        "passed_over": sampling.passed_over,
+        "share_of_time": round(sampling.share_of_time(), 6),
+        "not_compared": dict(findings.unfit),
+        "findings": [found.as_data() for found in findings.found()],
     }

@@ -8,7 +8,18 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import SEVERAL_ROUNDINGS, STANDARD_TOLERANCE, Access, Mode, Tolerance, Work, Workload, Write, operator
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    STANDARD_TOLERANCE,
+    Access,
+    Mode,
+    SmallState,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
 from .inputs import paged, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -43,9 +54,31 @@ def _write_work(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     return Work(read + elements * key_cache.element_size(), 0)
 
 
+def _in_small_caches(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, ...]:
+    """The same call on caches of as many slots as it has tokens, in their order."""
+    tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
+    blocks = -(-tokens // block_size)
+    caches = (cache.new_empty(blocks, *cache.shape[1:]) for cache in (key_cache, value_cache))
+    slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
+    return key, value, *caches, torch.where(slot_mapping < 0, slot_mapping, slots)
+
+
+def _written_slots(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``; zeros for tokens that are skipped."""
+    slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
+    skipped = (slot_mapping < 0)[:, None, None]
+    keys, values = (cache[slots // block_size, slots % block_size] for cache in (key_cache, value_cache))
+    return keys.masked_fill(skipped, 0), values.masked_fill(skipped, 0)
+
+
 @operator(
     hints=("may_skip",),
     writes={"key_cache": STATE, "value_cache": STATE},
+    small_state=SmallState(_in_small_caches, _written_slots),
     modes=MODES,
     fake=_write_fake,
     samples=paged.write_samples,

@@ -48,6 +48,20 @@ class Write:
 
 
 @dataclass(frozen=True)
+class SmallState:
+    """A second run of a call that writes a state too large to copy, beside the first.
+
+    Args:
+        arguments: the arguments of the call (positional, less the hints) → the same ones with a state of their own,
+            which is as large as what the call writes.
+        written: such arguments → what the call has written of the state, alike for both.
+    """
+
+    arguments: Callable[..., tuple[Any, ...]]
+    written: Callable[..., tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
 class LayerForm:
     """How a layer object supplies arguments: parameter name → attribute of the layer.
 
@@ -202,6 +216,7 @@ class Operator:
             implementation without that parameter drops it. Their default is ``None``; they decide nothing: neither the
             kind of the arguments nor an opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
         writes: the arguments that a call may write. Anything not named here is only read.
+        small_state: how a call that writes a state runs a second time; without it no such call does.
         layer: the layer form, or ``None`` where no layer takes part.
         modes: where it may run.
         fake: computes outputs without data (same parameters, less the hints); ``None`` for a selection.
@@ -223,6 +238,7 @@ class Operator:
     prototype: Callable[..., Any]
     hints: tuple[str, ...] = ()
     writes: Mapping[str, Write] = field(default_factory=lambda: MappingProxyType({}))
+    small_state: SmallState | None = None
     layer: LayerForm | None = None
     modes: frozenset[Mode] = frozenset({Mode.EAGER})
     fake: Callable[..., Any] | None = None

@@ -1,4 +1,4 @@
-"""Does a result keep what the declaration promises about it? Number, dtype, shape and strides, never values."""
+"""Results against the declaration: number, dtype, shape and strides are as promised, values within the tolerance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .declaration import Operator
+from .declaration import Operator, Tolerance
 
 
 def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
@@ -45,6 +45,25 @@ def broken_promise(operator: Operator, args: Sequence[Any], result: Any) -> str:
         if not in_place and fake.numel() and _strides(fake) != _strides(real):
             return f"result {index} has strides {real.stride()}, {fake.stride()} is declared"
     return ""
+
+
+def errors(output: Tensor, wanted: Tensor, tolerance: Tolerance, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """How far each element is from what is expected, and the share of its tolerance that this is.
+
+    Right without a distance: an overflow to infinity, and NaN where NaN is expected. Other NaN give NaN.
+
+    Args:
+        output: what an implementation gave.
+        wanted: what is expected, in a dtype that is at least as wide.
+        tolerance: of an element.
+        scale: of the values around an element, by which the absolute part grows.
+    """
+    actual = output.to(device=wanted.device, dtype=wanted.dtype)
+    exact = actual.isinf() & (wanted.to(output.dtype).to(wanted.dtype) == actual)
+    exact |= wanted.isnan() & actual.isnan()
+    error = (actual - wanted).abs().masked_fill(exact, 0.0)
+    limit = tolerance.atol * scale + tolerance.rtol * wanted.abs()
+    return error, torch.where(error == 0, 0.0, error / limit)
 
 
 def flat(result: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from ..selection.decision import Branch, Decision, admits
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State, is_elsewhere
 from ..types import OpImpl
-from . import generated, recovery
+from . import generated, recovery, shadow
 from .arguments import Call
 from .recovery import Settled
 from .table import MADE_FROM, Plan
@@ -141,10 +141,10 @@ def _entry(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> 
     decision, operator = recipe.decision, recipe.operator
     careful = _careful(state, policy, recipe, key)
     if not decision.conditional:
-        return _first_candidate(state, policy, recipe, decision.branches[-1], key.form, careful, recipe.view)
+        return _first_candidate(state, policy, recipe, decision.branches[-1], key, careful, recipe.view)
     if operator is None or key.form == generated.LAYER:
         return careful
-    return _conditional(state, policy, recipe, operator, careful)
+    return _conditional(state, policy, recipe, operator, key, careful)
 
 
 def _first_candidate(
@@ -152,7 +152,7 @@ def _first_candidate(
     policy: SelectionPolicy,
     recipe: _Recipe,
     branch: Branch,
-    form: str,
+    key: Key,
     careful: Function,
     view: Function | None,
 ) -> Function:
@@ -163,6 +163,7 @@ def _first_candidate(
     if not branch.candidates:
         return careful
     first, operator, decision = branch.candidates[0], recipe.operator, recipe.decision
+    form = generated.BOUND if decision.conditional else key.form
     if is_elsewhere(first):
         return careful
     unproven: list[str] = []
@@ -179,6 +180,8 @@ def _first_candidate(
             unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
     convention = state.registry.convention(first)
     fn = state.counter.function(first)
+    if state.sampling is not None:
+        fn = shadow.watched(state, first, decision, key.scope, fn)
     entry = generated.direct(operator, first, convention, form, fn, careful, unproven, view=view)
     if recipe.undeclared and operator is not None:
         tried = once_tried(state, policy, decision, operator, form, recipe.undeclared, entry)
@@ -215,10 +218,10 @@ def _kind_checked(
 
 
 def _conditional(
-    state: State, policy: SelectionPolicy, recipe: _Recipe, operator: Operator, careful: Function
+    state: State, policy: SelectionPolicy, recipe: _Recipe, operator: Operator, key: Key, careful: Function
 ) -> Function:
     branches = [
-        (branch.rule, _first_candidate(state, policy, recipe, branch, generated.BOUND, careful, None))
+        (branch.rule, _first_candidate(state, policy, recipe, branch, key, careful, None))
         for branch in recipe.decision.branches
     ]
     count = len(operator.parameters)

@@ -173,6 +173,29 @@ ITEMS: tuple[Item, ...] = (
         "batch_invariant", (Variable("VLLM_BATCH_INVARIANT", values.boolean, ours=False),), None, bool, values.as_is,
         "only implementations that declare batch_invariant may run; the host's own variable",
     ),
+    _item(
+        "shadow_share", "VLLM_FL_SHADOW_SHARE", values.number, float, partial(values.within, 0.0, 1.0),
+        "the share of live calls that also run through a second implementation, to compare the results; 0 for none",
+        yaml="shadow_share",
+    ),
+    _name_list(
+        "shadow_operators", "VLLM_FL_SHADOW_OPERATORS", names.check_operator,
+        "the only operators whose calls are compared", yaml="shadow_operators",
+    ),
+    _item(
+        "shadow_second", "VLLM_FL_SHADOW_SECOND", values.text, str, values.token,
+        "the implementation that calls are compared with, as a token", yaml="shadow_second",
+    ),
+    _item(
+        "shadow_action", "VLLM_FL_SHADOW_ACTION", values.text, str,
+        partial(values.choice, "shadow action", values.SHADOW_ACTIONS),
+        "whether a wrong implementation is only told of (log), or also taken out of service where that is safe (ban)",
+        yaml="shadow_action",
+    ),
+    _item(
+        "shadow_budget", "VLLM_FL_SHADOW_BUDGET", values.number, float, partial(values.within, 0.0, 1.0),
+        "the most that comparing may cost, as a share of a process's time", yaml="shadow_budget",
+    ),
 )  # fmt: skip
 """Every setting. The environment, YAML files, suggestions in errors and ``docs/settings.md`` all follow this table."""
 

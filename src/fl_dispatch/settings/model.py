@@ -54,6 +54,11 @@ class Settings:
     config_path: FilePath | None = None
     flagcx_path: FilePath | None = None
     oplist_path: FilePath = field(default_factory=_default_oplist_path)
+    shadow_share: float = 0.0
+    shadow_operators: Names | None = None
+    shadow_second: str = "reference"
+    shadow_action: str = "log"
+    shadow_budget: float = 0.01
     origins: Origins = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ PREFERENCES = ("flagos", "vendor", "reference")
 TOKENS = ("flagos", "impl:IMPL_ID", "reference", "vendor", "vendor:NAME")
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64", "bool")
 PHASES = ("prefill", "decode")
+SHADOW_ACTIONS = ("log", "ban")
 _NAME = re.compile(r"[^\s=|;,@]+")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -49,6 +50,7 @@ _RULE_KEYS = (*Rule.model_fields, *When.model_fields)
 
 _MUST = {
     "bool_type": "must be true or false",
+    "float_type": "must be a number",
     "string_type": "must be a string",
     "list_type": "must be a list",
     "dict_type": "must be a mapping",
@@ -94,6 +96,14 @@ def boolean(text: str, place: Place) -> bool:
         raise place.error(f"{show(text)} is no boolean; valid: 1/0, true/false, yes/no, on/off") from None
 
 
+def number(text: str, place: Place) -> float:
+    """A number, such as ``0.01``."""
+    try:
+        return float(text)
+    except ValueError:
+        raise place.error(f"{show(text)} is no number") from None
+
+
 def comma_list(text: str, place: Place) -> list[str]:
     """``a, b``."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -132,6 +142,13 @@ def choice(what: str, valid: Iterable[str], value: str, place: Place) -> str:
         if word.casefold() == value.casefold():
             return word
     raise place.error(f"Invalid {what} value {show(value)}; {names.nearest(value, valid)}")
+
+
+def within(least: float, most: float, value: float, place: Place) -> float:
+    """A number between two others, them included."""
+    if not least <= value <= most:
+        raise place.error(f"must be between {least:g} and {most:g}, not {show(value)}")
+    return value
 
 
 def platform(value: str, place: Place) -> str:
@@ -187,6 +204,11 @@ def check_order(tokens: list[str], place: Place) -> tuple[str, ...]:
         if colon and kind == "vendor":
             names.check_vendor(name, inside)
     return tuple(tokens)
+
+
+def token(value: str, place: Place) -> str:
+    """One token."""
+    return check_order([value], place)[0]
 
 
 def _op_key(key: str, place: Place) -> None:

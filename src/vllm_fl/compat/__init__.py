@@ -13,6 +13,7 @@ imports the module that it needs:
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
+``metrics``          the registry behind ``/metrics``
 ``models``           models that vLLM gets wrong
 ``v0_26``            all that vLLM 0.26 needs, installed by one call
 ===================  ===================================================================================================

@@ -1,0 +1,121 @@
+"""Findings of shadow mode: implementations whose results differed from another's in live calls, kind by kind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..locking import writers
+from ..types import OpImpl
+from .failures import ArgumentKind
+
+Pair = tuple[str, str]
+"""An operator, and the id of an implementation."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One implementation whose results were wrong for one kind of arguments.
+
+    Args:
+        op_name, impl_id: whose results they were.
+        second: the id of the implementation that it was compared with.
+        kind: the arguments' dtype, rank, layout, device and layer.
+        calls: how many calls differed.
+        worst: the largest difference, in tolerances; NaN where one of the two has no number.
+        example: where the first difference was, and how large.
+        outcome: what was done about it.
+        first, last: seconds since the epoch.
+    """
+
+    op_name: str
+    impl_id: str
+    second: str
+    kind: ArgumentKind
+    calls: int
+    worst: float
+    example: str
+    outcome: str
+    first: float
+    last: float
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "operator": self.op_name,
+            "implementation": self.impl_id,
+            "second": self.second,
+            "dtype": str(self.kind.dtype).removeprefix("torch."),
+            "rank": self.kind.rank,
+            "layer": self.kind.scope or "",
+            "kind": str(self.kind),
+            "calls": self.calls,
+            "worst": self.worst if self.worst == self.worst else None,
+            "example": self.example,
+            "outcome": self.outcome,
+            "first": self.first,
+            "last": self.last,
+        }
+
+
+class Findings:
+    """Calls that shadow mode compared, and its findings, in one manager.
+
+    Attributes:
+        banned: operator, implementation and kind of arguments of the bans that came from a finding.
+        unfit: why a second run was not possible, by operator.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, ArgumentKind], Finding] = {}
+        self._compared: dict[Pair, int] = {}
+        self.banned: frozenset[tuple[str, str, ArgumentKind]] = frozenset()
+        self.unfit: dict[str, str] = {}
+
+    def compared(self, impl: OpImpl) -> None:
+        """One more call of an implementation was compared."""
+        with writers:
+            pair = impl.op_name, impl.impl_id
+            self._compared[pair] = self._compared.get(pair, 0) + 1
+
+    def known(self, impl: OpImpl, kind: ArgumentKind) -> Finding | None:
+        """The finding about an implementation and this kind of arguments."""
+        return self._found.get((impl.op_name, impl.impl_id, kind))
+
+    def add(self, impl: OpImpl, second: OpImpl, kind: ArgumentKind, worst: float, example: str, outcome: str) -> None:
+        """One more call differed; the first example of a kind stays, and the last outcome."""
+        now, key = time.time(), (impl.op_name, impl.impl_id, kind)
+        with writers:
+            before = self._found.get(key)
+            if before is None:
+                found = Finding(*key[:2], second.impl_id, kind, 1, worst, example, outcome, now, now)
+            else:
+                largest = worst if not worst <= before.worst else before.worst
+                found = Finding(
+                    *key[:2],
+                    second.impl_id,
+                    kind,
+                    before.calls + 1,
+                    largest,
+                    before.example,
+                    outcome,
+                    before.first,
+                    now,
+                )
+            self._found = {**self._found, key: found}
+
+    def ban(self, impl: OpImpl, kind: ArgumentKind) -> None:
+        """A finding led to a ban."""
+        with writers:
+            self.banned |= {(impl.op_name, impl.impl_id, kind)}
+
+    def found(self) -> Iterable[Finding]:
+        """The findings, in the order in which they were first made."""
+        return self._found.values()
+
+    def compared_calls(self) -> dict[Pair, int]:
+        """Calls that were compared, by operator and implementation."""
+        with writers:
+            return dict(self._compared)

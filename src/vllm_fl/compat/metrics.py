@@ -1,0 +1,34 @@
+"""The registry behind vLLM's ``/metrics``, to which we add what the workers run and found."""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import Any
+
+from fl_dispatch.hosting import metrics
+
+REGISTRY = "vllm.v1.metrics.prometheus"
+ROUTER = "vllm.entrypoints.serve.instrumentator.metrics"
+"""It takes the function by name when a server's routes are made, which may have happened."""
+
+
+def join_metrics() -> None:
+    """Add our metrics to the registry that vLLM takes for ``/metrics``, the one for several servers too. Idempotent.
+
+    vLLM makes that registry in each server process, and has no place where a plugin could name a collector.
+    """
+    from vllm.v1.metrics import prometheus
+
+    original = prometheus.get_prometheus_registry
+    if hasattr(original, "fl_joined"):
+        return
+
+    @wraps(original)
+    def joined() -> Any:
+        return metrics.join(original())
+
+    joined.fl_joined = True  # type: ignore[attr-defined]
+    prometheus.get_prometheus_registry = joined
+    if ROUTER in sys.modules:
+        sys.modules[ROUTER].get_prometheus_registry = joined  # type: ignore[attr-defined]
