@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
+from fl_dispatch.devices import detect_device
 
 from . import kv_layout, warm_up
 from .compat.attention_class import CacheQuestions
@@ -305,6 +306,10 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
         return [MultipleOf(kv_layout.block_multiple())]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return default_block_size if detect_device().accelerator else max(default_block_size, kv_layout.CPU_BLOCK)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

@@ -185,18 +185,17 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
+    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
-    They are compiled only where Inductor writes kernels of Triton's, and graphs are captured only where somebody
-    verified the device.
+    They run eagerly where Inductor cannot build code, and graphs are captured only where somebody verified the device.
     """
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     if compilation.mode is None and device.inductor != TRITON:
-        compilation.mode = CompilationMode.NONE
+        compilation.mode = compile.default_mode(vllm_config, device)
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)

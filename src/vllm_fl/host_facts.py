@@ -151,10 +151,17 @@ READ = (
     ),
     HostFact(
         f"{_LAYERS}.utils",
-        ("default_unquantized_gemm",),
+        ("default_unquantized_gemm", "dispatch_unquantized_gemm()"),
         "reads",
         "compat.layer_classes",
         "PyTorch's own linear, as vLLM calls it.",
+    ),
+    HostFact(
+        f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        ("apply(layer, x, bias=None)",),
+        "replaces",
+        "linear",
+        "The product that makes logits would be vLLM's.",
     ),
     HostFact(
         f"{_ROPE}.base:RotaryEmbedding",

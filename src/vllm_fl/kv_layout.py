@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import kv_layout
 from fl_dispatch.hosting.kv_layout import KVLayout
 from fl_dispatch.logger_manager import get_logger
@@ -27,6 +28,9 @@ HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
 
 A block is one piece in both; vLLM only has to name one.
 """
+
+CPU_BLOCK = 32
+"""Slots of a block on a CPU, where the kernels take 32 keys at a time, unless the user chose a size."""
 
 _in_force, _multiple = DEFAULT, 1
 
@@ -60,7 +64,7 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     _in_force = DEFAULT if travel or wish.layout is None else wish.layout
     fixed = cache.block_size if cache.user_specified_block_size else None
     _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
-    usual = type(cache).DEFAULT_BLOCK_SIZE
+    usual = type(cache).DEFAULT_BLOCK_SIZE if detect_device().accelerator else CPU_BLOCK
     block_size = fixed or (usual if usual % _multiple == 0 else _multiple)
     kv_layout.state(_in_force, block_size)
     return _in_force

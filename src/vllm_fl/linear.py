@@ -7,9 +7,12 @@ for its class; its ``apply`` becomes a call of the operator.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from fl_dispatch import prepared
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
@@ -48,3 +51,34 @@ class LinearLayer(DispatchedLayer):
     def fl_runs(self) -> bool:
         """Whether the product is ours: not where weights are quantized, say."""
         return getattr(self.quant_method, "apply", None) is apply
+
+
+class HeadLayer(LinearLayer):
+    """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s."""
+
+
+class Weights:
+    """The weights of a model's products, declared as tensors that stay (:mod:`fl_dispatch.prepared`).
+
+    Args:
+        model: loaded, and bound.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
+        self.declared = [(layer, prepared.declare(layer.weight)) for layer in found]
+
+    def follow(self) -> None:
+        """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
+        for layer, forms in self.declared:
+            prepared.follow(layer._parameters["weight"], forms)
+
+    def try_heads(self) -> None:
+        """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
+        for layer, _ in self.declared:
+            if isinstance(layer, HeadLayer):
+                layer.quant_method.apply(layer, layer.weight.new_zeros(1, layer.weight.shape[1]))
+
+
+def _products(model: nn.Module) -> Iterator[Any]:
+    return (layer for layer in model.modules() if isinstance(layer, LinearLayer) and layer.fl_runs())

@@ -26,6 +26,10 @@ WARM_UP_TOKENS = 8
 class CPUWorkerFL(WorkerFL):
     """vLLM's worker without its CUDA parts."""
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        compile.leave_to_inductor(self.vllm_config, detect_device())
+        super().load_model(*args, **kwargs)
+
     def init_device(self) -> None:
         self.device = torch.device(current_platform.device_type)
         init_worker_distributed_environment(
@@ -84,6 +88,7 @@ class CPUWorkerFL(WorkerFL):
         """
         with compile.uncompiled(self.get_model()):
             self._run_dummy_batch(WARM_UP_TOKENS)
+        self.fl_weights.try_heads()
         self._compare_ranks()
         if compile.is_compiled(self.vllm_config):
             self._freeze()
