@@ -28,12 +28,8 @@ class Process:
     """
 
     def __init__(self, name: str, options: dict[str, Any], variables: dict[str, str]) -> None:
-        variables = {
-            **variables,
-            "VLLM_PLUGINS": PLUGINS[name],
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_FL_LOG_LEVEL": "WARNING",
-        }
+        quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_FL_LOG_LEVEL": "WARNING"}
+        variables = {**variables, **quiet, "VLLM_PLUGINS": PLUGINS[name]}
         self.child = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("cpu_engine.py")), json.dumps(options)],
             env={

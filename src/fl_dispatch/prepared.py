@@ -1,7 +1,7 @@
 """Prepared weights: what implementations make of a model's weights, such as repacked copies, kept with the weight.
 
-A host *declares* the tensors that stay from call to call. An implementation whose kernel wants another form of them asks
-:func:`of` for it; it is made in the first call. The weight itself stays as it is, for every other implementation and for
+A host *declares* the tensors that stay from call to call. An implementation whose kernel wants another form of one asks
+:func:`of` for it, and the first call makes it. The weight itself stays as it is, for every other implementation and for
 whoever reads or writes it, so a prepared weight takes its memory twice.
 
 A write is noticed whoever does it, also through another tensor over the same memory, such as ``weight.data``: the
@@ -12,7 +12,7 @@ of a weight that was written is made anew before it is used again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +70,12 @@ def declare(weight: Tensor) -> Forms:
     return forms
 
 
+def declare_all(weights: Iterable[Tensor]) -> None:
+    """Declare several."""
+    for weight in weights:
+        declare(weight)
+
+
 def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) -> T | None:
     """An implementation's form of a weight, as the weight is now.
 
@@ -97,7 +103,7 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
 
 
 def follow(weight: Tensor, forms: Forms) -> None:
-    """Make all forms anew if the weight was written, or is a new tensor in the place of the one that had these forms."""
+    """Make all forms anew if the weight was written, or is a new tensor in the place of the one that had them."""
     if getattr(weight, ATTRIBUTE, None) is not forms:
         setattr(weight, ATTRIBUTE, forms)
         forms.fresh.clear()

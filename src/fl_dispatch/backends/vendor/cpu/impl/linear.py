@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import prepared
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 PRIMITIVES = 32
@@ -42,7 +45,11 @@ def pack(weight: Tensor, before: Packed | None) -> Packed | None:
     """A weight ``[columns, inner]`` packed by the wheel's kernels; ``None`` if they do not take it."""
     if not weight.is_cpu or weight.dim() != 2 or weight.dtype not in DTYPES or not weight.numel():
         return None
-    address = torch.ops._C.create_onednn_mm_handler(weight.detach().t(), PRIMITIVES)
+    try:
+        address = torch.ops._C.create_onednn_mm_handler(weight.detach().t(), PRIMITIVES)
+    except RuntimeError as error:  # oneDNN has no kernel for this dtype on this processor
+        logger.debug("no packed form of a weight %s %s: %s", tuple(weight.shape), weight.dtype, error)
+        return None
     return Packed(address) if before is None else before.replace(address)
 
 

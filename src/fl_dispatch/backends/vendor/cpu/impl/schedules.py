@@ -1,6 +1,6 @@
 """The attention kernel's schedules: which thread attends to what, made once a step and shared by the layers alike.
 
-A schedule depends on the lengths of a batch, and has room that the kernel writes to, so each thread of ours has its own.
+A schedule depends on the lengths of a batch. It has room that the kernel writes to, so each thread has its own.
 """
 
 from __future__ import annotations
