@@ -19,7 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, startup
+from . import compile, cores, startup
 from .compat import attention_class, models
 from .host import HOST
 
@@ -257,6 +257,7 @@ def _keep_to_v1(vllm_config: VllmConfig) -> None:
 def _adapt_to_host(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """The device is the host itself: nothing is asynchronous there, and the workers share its cores."""
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
+    cores.share_out(workers_here(vllm_config), os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // workers_here(vllm_config))
         logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)

@@ -158,10 +158,10 @@ READ = (
     ),
     HostFact(
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-        ("apply(layer, x, bias=None)",),
+        ("apply(layer, x, bias=None)", "embedding(layer, input_)"),
         "replaces",
         "linear",
-        "The product that makes logits would be vLLM's.",
+        "The product that makes logits would be vLLM's; an embedding that shares its weight would be Inductor's.",
     ),
     HostFact(
         f"{_ROPE}.base:RotaryEmbedding",

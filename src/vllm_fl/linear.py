@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fl_dispatch import prepared
@@ -62,11 +63,14 @@ class Weights:
 
     Args:
         model: loaded, and bound.
+        compiled: whether compiled code will run it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compiled: bool) -> None:
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
         self.declared = [(layer, prepared.declare(layer.weight)) for layer in found]
+        if compiled:
+            _look_up_uncompiled(model, {id(layer.weight) for layer in found})
 
     def follow(self) -> None:
         """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
@@ -78,6 +82,30 @@ class Weights:
         for layer, _ in self.declared:
             if isinstance(layer, HeadLayer):
                 layer.quant_method.apply(layer, layer.weight.new_zeros(1, layer.weight.shape[1]))
+
+
+@torch.library.custom_op("vllm_fl::lookup", mutates_args=())
+def lookup(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``[..., hidden]`` of an embedding ``[vocabulary, hidden]``, for compiled code that must not look inside."""
+    return torch.nn.functional.embedding(tokens, weight)
+
+
+@lookup.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty((*tokens.shape, weight.shape[1]))
+
+
+def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
+    """Keep embeddings that share a product's weight out of Inductor's code.
+
+    That code asks for the weight's address, as whoever writes does, so the product's weight would be prepared anew in
+    every step.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        shares = id(module._parameters.get("weight")) in weights and not isinstance(module, LinearLayer)
+        if shares and hasattr(method, "embedding"):
+            method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)
 
 
 def _products(model: nn.Module) -> Iterator[Any]:

@@ -59,7 +59,7 @@ class WorkerFL(Worker):
         super().load_model(*args, **kwargs)
         model = self.get_model()
         layers.bind_scopes(model)
-        self.fl_weights = linear.Weights(model)
+        self.fl_weights = linear.Weights(model, compile.is_compiled(self.vllm_config))
         ranks.warn_of_unmatched_scopes()
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
