@@ -43,7 +43,10 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.facts = self._answer()
+
+    def facts(self) -> dict[str, Any]:
+        """Wait until it serves; its platform and settings."""
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self.child.stdout is not None
@@ -94,8 +97,9 @@ def compare(model: Path, dtype: str, eager: bool, rounds: int, one_thread: bool 
     """
     options = {"model": str(model), "dtype": dtype, **({"enforce_eager": True} if eager else {})}
     engines = {name: Process(name, options, ONE_THREAD if one_thread else {}) for name in (VANILLA, OURS)}
+    facts = {name: engine.facts() for name, engine in engines.items()}
     speeds: dict[str, dict[str, list[float]]] = {work: {name: [] for name in engines} for work in WORKLOADS}
-    for turn in range(-2, rounds):  # the first two warm up
+    for turn in range(-1, rounds):  # the first warms up
         for workload, found in speeds.items():
             for name in sorted(engines, reverse=turn % 2 == 0):
                 speed = engines[name].speed(workload)
@@ -109,7 +113,7 @@ def compare(model: Path, dtype: str, eager: bool, rounds: int, one_thread: bool 
         "mode": "eager" if eager else "as started",
         "clock": "processor time of one thread" if one_thread else "wall",
         "rounds": rounds,
-        "engines": {name: engine.facts for name, engine in engines.items()},
+        "engines": facts,
         "results": {workload: _row(found) for workload, found in speeds.items()},
     }
 

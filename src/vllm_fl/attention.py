@@ -26,7 +26,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
-from fl_dispatch.devices import detect_device
 
 from . import kv_layout, warm_up
 from .compat.attention_class import CacheQuestions
@@ -309,7 +308,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return default_block_size if detect_device().accelerator else max(default_block_size, kv_layout.CPU_BLOCK)
+        return int(super().get_preferred_block_size(kv_layout.usual_block(default_block_size)))
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

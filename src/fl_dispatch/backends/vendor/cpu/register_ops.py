@@ -47,6 +47,7 @@ def register_builtins(registry: Registry) -> None:
                     "paged_attention": attention.supports_paged_attention,
                 },
                 requires={"kv_layout": attention.KV_LAYOUT},
+                properties={"kv_block": 32},  # smaller blocks run 16 keys at a time
                 opaque=True,
             ),
         ]
