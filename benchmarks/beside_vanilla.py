@@ -56,13 +56,19 @@ class Process:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def speed(self, workload: str) -> float:
-        """Tokens a second, once."""
+    def _ask(self, workload: str) -> dict[str, Any]:
         assert self.child.stdin is not None
         self.child.stdin.write(json.dumps({"workload": workload}) + "\n")
         self.child.stdin.flush()
-        speed: float = self._answer()["tokens_per_s"]
-        return speed
+        return self._answer()
+
+    def speed(self, workload: str) -> float:
+        """Tokens a second, once."""
+        return float(self._ask(workload)["tokens_per_s"])
+
+    def profile(self) -> str:
+        """Operators by processor time, in decode of 8 requests."""
+        return str(self._ask("profile")["profile"])
 
     def end(self) -> None:
         """Let it go."""
@@ -106,6 +112,7 @@ def compare(model: Path, dtype: str, eager: bool, rounds: int, one_thread: bool 
                 if turn >= 0:
                     found[name].append(speed)
         print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+    profiles = {name: engine.profile() for name, engine in engines.items()} if one_thread else {}
     for engine in engines.values():
         engine.end()
     return {
@@ -114,6 +121,7 @@ def compare(model: Path, dtype: str, eager: bool, rounds: int, one_thread: bool 
         "clock": "processor time of one thread" if one_thread else "wall",
         "rounds": rounds,
         "engines": facts,
+        "profiles": profiles,
         "results": {workload: _row(found) for workload, found in speeds.items()},
     }
 
@@ -139,4 +147,6 @@ def report(data: dict[str, Any]) -> None:
         rows,
     )
     for name, facts in data["engines"].items():
+        if name in data["profiles"]:
+            print(f"{name}, decode of 8 requests:\n{data['profiles'][name]}")
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in facts.items())}")

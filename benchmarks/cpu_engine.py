@@ -1,7 +1,8 @@
 """One engine in a process of its own, which does what the lines on its standard input ask for.
 
 ``serve_cpu.py --vanilla`` starts two, vLLM's own CPU platform and ours, and lets them take turns. A request and its
-answer are one line of JSON each: ``{"workload": "decode, batch 8"}`` → ``{"tokens_per_s": 201.3}``.
+answer are one line of JSON each: ``{"workload": "decode, batch 8"}`` → ``{"tokens_per_s": 201.3}``. The workload
+``profile`` has a table of operators for an answer.
 """
 
 from __future__ import annotations
@@ -66,6 +67,14 @@ class Engine:
         first = self._seconds(prompts, 1)
         return requests * STEPS / (self._seconds(prompts, 1 + STEPS) - first)
 
+    def profile(self) -> str:
+        """A table of operators by their own processor time, in decode of 8 requests, where the engine is in-process."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            self._seconds(self.cached, STEPS)
+        return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=60)
+
     def facts(self) -> dict[str, Any]:
         """The engine's platform and settings, as it says them."""
         from vllm.platforms import current_platform
@@ -100,7 +109,9 @@ def main() -> None:
     engine = Engine(json.loads(sys.argv[1]))
     print(json.dumps(engine.facts()), file=answers)
     for line in sys.stdin:
-        print(json.dumps({"tokens_per_s": engine.speed(json.loads(line)["workload"])}), file=answers)
+        workload = json.loads(line)["workload"]
+        answer = {"profile": engine.profile()} if workload == "profile" else {"tokens_per_s": engine.speed(workload)}
+        print(json.dumps(answer), file=answers)
 
 
 if __name__ == "__main__":

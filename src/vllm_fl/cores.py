@@ -4,7 +4,7 @@
 - ``nobind``: the operating system decides.
 - ``0-7|8-15``: a list of cores for each worker on this machine, separated by ``|``.
 
-Where ``OMP_NUM_THREADS`` is set and no list is given, that number holds, and nothing is bound.
+A number of threads that ``OMP_NUM_THREADS`` sets holds, and then only a list binds.
 """
 
 from __future__ import annotations
