@@ -27,6 +27,7 @@ ATTRIBUTE = "fl_prepared"
 """The attribute of a declared weight that has its forms."""
 IN_A_ROW = 64
 """Calls in a row that find a weight written, after which it is not prepared any more."""
+_is_copied_on_write: Callable[[Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
 _making = threading.RLock()
 _in_use = False
 
@@ -95,7 +96,7 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
     if torch.compiler.is_compiling():
         found: T | None = forms.made.get(name)
         return found
-    if name in forms.fresh and torch._C._is_cow_tensor(weight):
+    if name in forms.fresh and _unwritten(weight):
         forms.in_a_row = 0
         made: T | None = forms.made[name]
         return made
@@ -107,7 +108,7 @@ def follow(weight: Tensor, forms: Forms) -> None:
     if getattr(weight, ATTRIBUTE, None) is not forms:
         setattr(weight, ATTRIBUTE, forms)
         forms.fresh.clear()
-    elif not forms.made or (torch._C._is_cow_tensor(weight) and len(forms.fresh) == len(forms.made)):
+    elif not forms.made or (_unwritten(weight) and len(forms.fresh) == len(forms.made)):
         return
     for name, make in [*forms.makers.items()]:
         _made_anew(weight, forms, name, make)
@@ -117,7 +118,7 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
     global _in_use
     with _making:
         _in_use = True
-        if not torch._C._is_cow_tensor(weight):
+        if not _unwritten(weight):
             forms.in_a_row = forms.in_a_row + 1 if forms.fresh else 0
             forms.fresh.clear()
         if forms.given_up or name in forms.fresh:
@@ -137,6 +138,11 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         return forms.made[name]
 
 
+def _unwritten(weight: Tensor) -> bool:
+    """Whether nobody has asked for memory to write to since the weight was marked."""
+    return _is_copied_on_write is not None and _is_copied_on_write(weight)
+
+
 def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
     """A snapshot of a weight whose next write PyTorch will notice, or ``None`` and why it cannot.
 
@@ -147,6 +153,6 @@ def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
         snapshot = torch._lazy_clone(weight.detach())
     except RuntimeError as error:
         return None, f"PyTorch cannot tell whether it is written ({str(error).splitlines()[0]})"
-    if not torch._C._is_cow_tensor(weight):
+    if not _unwritten(weight):
         return None, "PyTorch cannot tell whether it is written"
     return snapshot, ""

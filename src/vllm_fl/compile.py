@@ -150,8 +150,8 @@ def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     operators = [op for op in left_to_inductor(OPERATORS) if op not in ruled]
     orders = dict.fromkeys(operators, ("reference", "vendor", "flagos"))
     origins = {f"per_op_order.{op}": Origin("compilation, because Inductor fuses the reference") for op in operators}
-    changed = {"per_op_order": (*policy.per_op_order, *orders.items()), "origins": {**policy.origins, **origins}}
-    set_global_policy(replace(policy, **changed))
+    per_op_order, origins = (*policy.per_op_order, *orders.items()), {**policy.origins, **origins}
+    set_global_policy(replace(policy, per_op_order=per_op_order, origins=origins))
     if operators:
         logger.info("%s: the reference runs, because Inductor fuses it", ", ".join(operators))
 

@@ -10,6 +10,7 @@ another request left a NaN or an infinity there, the result is NaN, and the call
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -28,14 +29,21 @@ LEAST_BLOCK = 16
 
 def cache_problem(key_cache: Tensor, value_cache: Tensor) -> str:
     """Why the kernels cannot use these caches, or an empty string."""
-    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
+    keys, values = key_cache.stride(), value_cache.stride()
+    return _layout_refusal(key_cache.shape[1], key_cache.shape[3], value_cache.shape[3], keys, values)
+
+
+@functools.lru_cache  # asked in every call, and a model has few kinds of caches
+def _layout_refusal(
+    block_size: int, head_dim: int, value_dim: int, keys: tuple[int, ...], values: tuple[int, ...]
+) -> str:
+    """Why there is no kernel for blocks of these sizes and strides, or an empty string."""
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, sorted(HEAD_DIMS)))}"
-    if value_cache.shape[3] != head_dim:
-        return f"value size {value_cache.shape[3]} is not the head size {head_dim}"
+    if value_dim != head_dim:
+        return f"value size {value_dim} is not the head size {head_dim}"
     if block_size % LEAST_BLOCK:
         return f"block size {block_size} is not a multiple of {LEAST_BLOCK}"
-    keys, values = key_cache.stride(), value_cache.stride()
     # The kernel takes one distance between blocks, and one between heads, for both caches.
     if keys != (values[0], 1, values[2], block_size) or values != (keys[0], head_dim, keys[2], 1):
         return f"the cache layout is not {KV_LAYOUT} (strides of keys {keys}, of values {values})"
