@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_dispatch import prepared
+from fl_dispatch.devices import detect_device
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
@@ -55,7 +56,15 @@ class LinearLayer(DispatchedLayer):
 
 
 class HeadLayer(LinearLayer):
-    """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s."""
+    """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
+
+    It is ours on CPUs only: nobody has measured kernels of ours at the width of a vocabulary on other devices.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if detect_device().accelerator:
+            vars(self.quant_method).pop("apply", None)
 
 
 class Weights:
@@ -75,7 +84,8 @@ class Weights:
     def follow(self) -> None:
         """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
         for layer, forms in self.declared:
-            prepared.follow(layer._parameters["weight"], forms)
+            if (weight := layer._parameters.get("weight")) is not None:
+                prepared.follow(weight, forms)
 
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
