@@ -25,15 +25,18 @@ help:
 
 HOST := vllm
 CHIP :=
-HOST_VENV = $(or $(VENV_$(HOST)$(CHIP)),$(error HOST is vllm or sglang, not '$(HOST)', and CHIP ascend for vllm, not '$(CHIP)'))
+HOST_VENV = $(or $(VENV_$(HOST)$(CHIP)),$(error HOST is vllm or sglang, not '$(HOST)', and CHIP ascend or nothing, not '$(CHIP)'))
 VENV_vllm := .venv
 VENV_sglang := .venv-sglang
 VENV_vllmascend := .venv-npu
+VENV_sglangascend := .venv-npu-sglang
 # Types and sizes that the chip's kernels take.
 DEMO_ascend := --prefer vendor --dtype float16 --head-size 128
+# Of the emulated chip: SGLang leaves some gigabytes of a device free.
+MEMORY_sglangascend := EMU_NPU_BYTES=17179869184
 
 demo: $(HOST_VENV)/.ready
-	$(HOST_VENV)/bin/fl demo --host $(HOST) $(DEMO_$(CHIP)) $(ARGS)
+	$(MEMORY_$(HOST)$(CHIP)) $(HOST_VENV)/bin/fl demo --host $(HOST) $(DEMO_$(CHIP)) $(ARGS)
 
 # One queue for all environments, two test files at a time: see tests/suite.py.
 SUITE := .venv/bin/python tests/suite.py

@@ -21,10 +21,13 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-AT_ONCE = 1 if "FL_SUITE" in os.environ else 2
+AT_ONCE = 1 if "FL_SUITE" in os.environ else max(2, (os.cpu_count() or 2) // 4)
 """Processes that this one starts at a time: an engine needs a core of its own, and the suite has two units at work."""
 
 pool = ThreadPoolExecutor(AT_ONCE)
+
+always_cold = False
+"""Set where what a warm process imports starts threads, which a fork would lose: with the drivers of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def python(
     second = writer if errors is None else errors.fileno()
     process: Process
     try:
-        if cold:
+        if cold or always_cold:
             command = [sys.executable, *arguments]
             process = subprocess.Popen(
                 command, env=dict(environment), stdout=writer, stderr=second, start_new_session=True

@@ -66,8 +66,10 @@ def _serve(address: str) -> dict[str, Any]:
     """Fork for each connection; returns the request, in the fork that shall run it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        unnoticed = f"{address}.new"
+        listener.bind(unnoticed)
         listener.listen()
+        os.rename(unnoticed, address)  # a caller who sees the address may connect: before, it would be refused
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:

@@ -110,8 +110,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     for spec in device_specs():
         if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
             _take_back_attention(args, spec.host_attention[HOST.name])
-    no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
-    _set(args, "disable_cuda_graph", True, no_graphs)
+    _capture_nothing(args, device)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
@@ -126,6 +125,19 @@ def _take_back_attention(args: ServerArgs, host: str) -> None:
     for field in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if getattr(args, field) == host:
             _set(args, field, ATTENTION, f"'{host}' needs kernels that SGLang brings for this device alone")
+
+
+def _capture_nothing(args: ServerArgs, device: DeviceSpec) -> None:
+    """Switch graphs off for both phases. SGLang has read its flags about graphs when it asks us, and reads this."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    graphs = args.cuda_graph_config
+    no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
+    for phase in Phase.ALL:
+        if (before := graphs[phase].backend) != Backend.DISABLED:
+            logger.info("graphs of %s: none instead of '%s', because %s", phase, before, no_graphs)
+            graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    args.cuda_graph_config = graphs
 
 
 def _cpu_defaults(args: ServerArgs) -> None:

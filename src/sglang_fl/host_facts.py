@@ -190,6 +190,13 @@ READ = (
         "config",
         "It chooses the attention backend of the device's host_attention before the plugin is asked.",
     ),
+    HostFact(
+        "sglang.srt.model_executor.cuda_graph_config",
+        ("Backend", "Phase", "with_phase(config, phase, **changes)"),
+        "reads",
+        "config",
+        "No graphs are captured: the plugin is asked when the flags about graphs are this configuration already.",
+    ),
 )
 
 OVERRIDDEN = (
@@ -258,6 +265,7 @@ OVERRIDDEN = (
             "get_default_attention_backend()",
             "get_paged_allocator_cls()",
             "get_graph_runner_cls()",
+            "get_compile_backend(mode=None)",
             "apply_server_args_defaults(server_args)",
             "init_backend()",
         ),

@@ -29,8 +29,9 @@ class PlatformFL(SRTPlatform):
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
-    def get_device(self, device_id: int = 0) -> str:
-        return DEVICE.place(device_id)
+    def get_device(self, device_id: int | None = 0) -> str:
+        """The device with this index; without one, the current device."""
+        return DEVICE.torch_type if device_id is None else DEVICE.place(device_id)
 
     def set_device(self, device: torch.device) -> None:
         if DEVICE.accelerator:
@@ -85,6 +86,10 @@ class PlatformFL(SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return config.ATTENTION
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """For the functions that SGLang compiles by itself, such as the choice of experts; models are not compiled."""
+        return "eager" if DEVICE.inductor is None else "inductor"
+
     def get_mha_kv_pool_cls(self) -> type:
         from . import memory
 
@@ -104,7 +109,7 @@ class PlatformFL(SRTPlatform):
         return memory.make_allocator  # type: ignore[return-value]  # SGLang only calls it
 
     def get_graph_runner_cls(self) -> type:
-        raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet; start with --disable-cuda-graph")
+        raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet")
 
     def support_cuda_graph(self) -> bool:
         return False

@@ -188,14 +188,17 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Defaults where the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
     They run eagerly where Inductor cannot build code, and graphs are captured only where somebody verified the device.
+    Who asks for piecewise graphs gets the pieces too, which compilation makes.
     """
-    from vllm.config import CUDAGraphMode
+    from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     if compilation.mode is None and device.inductor != TRITON:
-        compilation.mode = compile.default_mode(vllm_config, device)
+        graphs = compilation.cudagraph_mode
+        pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
+        compilation.mode = CompilationMode.VLLM_COMPILE if pieces else compile.default_mode(vllm_config, device)
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
@@ -227,7 +230,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
 
 def _adapt_graphs(vllm_config: VllmConfig) -> None:
     """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it."""
-    from vllm.config import CUDAGraphMode
+    from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:

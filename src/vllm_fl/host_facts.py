@@ -11,6 +11,7 @@ from fl_dispatch.devices.spec import GRAPH_NAMES, STREAM_NAMES
 from fl_dispatch.hosting.host_facts import HostFact
 
 from .compat import v0_26
+from .runner_kernels import table as runner_kernels
 
 _LAYERS = "vllm.model_executor.layers"
 _MOE = f"{_LAYERS}.fused_moe"
@@ -453,21 +454,21 @@ OVERRIDDEN = (
         f"{_ATTENTION}:AttentionMetadataBuilder",
         ("_cudagraph_support", "build(common_prefix_len, common_attn_metadata, fast_build=None)"),
         "overrides",
-        "attention",
+        "attention_metadata",
         "A batch as the operators need it.",
     ),
     HostFact(
         f"{_ATTENTION}:CommonAttentionMetadata",
         ("query_start_loc_cpu", "seq_lens_cpu_upper_bound"),
         "reads",
-        "attention",
+        "attention_metadata",
         "A batch's lengths as integers of the host; exact without speculation and without fast prefill.",
     ),
     HostFact(
         "vllm.config.cache:CacheConfig",
         ("kv_sharing_fast_prefill",),
         "reads",
-        "attention",
+        "attention_metadata",
         "Such a batch's lengths are still being copied from the device when attention reads them.",
     ),
     HostFact(
@@ -680,6 +681,41 @@ REPLACED = (
         "replaces",
         "compat.model_runner",
         "The V2 model runner is written in Triton; on a machine with a GPU vLLM would take it for our CPU too.",
+    ),
+    HostFact(
+        "vllm.config.vllm:VllmConfig",
+        ("_get_v2_model_runner_unsupported_features()",),
+        "replaces",
+        "compat.model_runner",
+        "It names what the V2 runner cannot do; features whose kernels have no PyTorch form are added.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.cpu.shm",
+        (),
+        "reads",
+        "compat.model_runner",
+        "It gives the V2 runner streams, events and pinned memory that do nothing, where main memory is the device.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.block_table:BlockTables",
+        ("_make_ptr_tensor(x)",),
+        "replaces",
+        "runner_kernels.table",
+        "Kernels get tables by address; our forms get the tensors themselves.",
+        since="0.32",
+    ),
+    *(
+        HostFact(
+            f"{runner_kernels.RUNNER}.{module}",
+            names,
+            "replaces",
+            "runner_kernels.table",
+            "A Triton kernel of the V2 model runner; devices without a Triton driver run its PyTorch form.",
+            since="0.32",
+        )
+        for module, names in runner_kernels.by_module().items()
     ),
     HostFact(
         f"{_WORKER}.block_table:ComputeSlotMappingKernel",

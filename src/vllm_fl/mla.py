@@ -182,17 +182,21 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         output_scale: Tensor | None = None,
     ) -> None:
         """The multi-head form; fills ``output`` ``[tokens, heads * v_head_dim]``."""
-        prefill = attn_metadata.prefill
+        prefill, on_host = attn_metadata.prefill, attn_metadata.prefill_starts
         assert prefill is not None
+        assert on_host is not None
         starts, longest = prefill.query_start_loc, prefill.max_query_len
         key, value = self._project(kv_c_normed, k_pe)
         filled = output.view(-1, self.num_heads, self.v_head_dim)
-        result, lse = self.fl_prefill(q, key, value, starts, starts, longest, longest, self.scale, filled, True)
+        result, lse = self.fl_prefill(
+            q, key, value, starts, starts, longest, longest, self.scale, filled, True, on_host.new, on_host.new
+        )
         if result is not filled:
             if result.shape != filled.shape:
                 raise ValueError(f"'mla_prefill' returned {tuple(result.shape)} instead of {tuple(filled.shape)}")
             filled.copy_(result)
-        for chunk in prefill.chunked_context.chunks if prefill.chunked_context else ():
+        chunks = prefill.chunked_context.chunks if prefill.chunked_context else ()
+        for chunk, chunk_on_host in zip(chunks, on_host.chunks, strict=True):
             latents = context_rows(kv_c_and_k_pe_cache, prefill.block_table, chunk)
             key, value = self._project(latents[:, : self.kv_lora_rank], latents[:, None, self.kv_lora_rank :])
             part, part_lse = self.fl_prefill(
@@ -206,6 +210,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
                 self.scale,
                 None,
                 False,
+                *chunk_on_host,
             )
             merge(filled[chunk.token_slice], lse[:, chunk.token_slice], part, part_lse)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,11 +13,12 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
     MLACommonMetadataBuilder,
+    MLACommonPrefillMetadata,
     QueryLenSupport,
 )
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from .attention import has_exact_host_lengths, host_lengths
+from .attention_metadata import has_exact_host_lengths, host_lengths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,8 +42,43 @@ class MLAFLDecodeMetadata(MLACommonDecodeMetadata):
     seq_lens_host: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class PrefillStarts:
+    """First tokens of the requests in a batch's prefill part, as integers of the host: no layer has to ask the device.
+
+    Args:
+        new: first new token of each request, and the end of the last one; its queries and its keys.
+        chunks: for each chunk of the cached context, the same of its queries and of its keys.
+    """
+
+    new: Sequence[int]
+    chunks: Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def prefill_starts(prefill: MLACommonPrefillMetadata, query_start_loc: Sequence[int]) -> PrefillStarts:
+    """The starts in a prefill part's tensors.
+
+    vLLM plans the part from its copies on the host, and its tensors from the plan, so these numbers are exact whenever
+    the tensors are.
+
+    Args:
+        prefill: vLLM's description of the part.
+        query_start_loc: of the part's requests, as the host has it; it need not begin at zero.
+    """
+    new = [start - query_start_loc[0] for start in query_start_loc]
+    chunks = []
+    for chunk in prefill.chunked_context.chunks if prefill.chunked_context else ():
+        first, last, _ = chunk.request_slice.indices(len(new) - 1)
+        queries = [start - new[first] for start in new[first : last + 1]]
+        chunks.append((queries, [0, *accumulate(chunk.seq_lens.tolist())]))
+    return PrefillStarts(new, chunks)
+
+
+@dataclass
 class MLAFLMetadata(MLACommonMetadata[MLAFLDecodeMetadata]):
-    """A step's batch as all layers of one KV-cache group see it."""
+    """A step's batch as all layers of one KV-cache group see it, and where each request of its prefill part starts."""
+
+    prefill_starts: PrefillStarts | None = None
 
     def __post_init__(self) -> None:
         """Nothing: vLLM checks here that a kernel of its own was compiled for this head size."""
@@ -66,7 +104,11 @@ class MLAFLMetadataBuilder(MLACommonMetadataBuilder[MLAFLMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> MLAFLMetadata:
         self.seq_lens_host = host_lengths(common_attn_metadata)[1] if self.exact_host_lengths else None
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if metadata.prefill is not None:
+            starts = common_attn_metadata.query_start_loc_cpu[metadata.num_decodes :]
+            metadata.prefill_starts = prefill_starts(metadata.prefill, starts.tolist())
+        return metadata
 
     def _build_decode(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import handover
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings, register_layers
@@ -116,8 +117,9 @@ def register_ops() -> None:
 
 
 def _prepare_host() -> None:
-    if "v2" not in detect_device().model_runners:
-        model_runner.do_without_triton()
+    runners = detect_device().model_runners
+    if "v2" not in runners or why_unserved():
+        model_runner.do_without_triton(v2="v2" in runners)
 
 
 def activate() -> None:

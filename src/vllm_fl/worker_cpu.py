@@ -48,6 +48,10 @@ class CPUWorkerFL(WorkerFL):
         self._init_workspace_and_model_runner()
 
     def _make_model_runner(self) -> Any:
+        if self.use_v2_model_runner:
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+            return GPUModelRunner(self.vllm_config, self.device)
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
 
         if self.vllm_config.lora_config is not None:

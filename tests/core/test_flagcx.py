@@ -36,8 +36,8 @@ def test_a_library_without_flagcx_functions_is_refused_by_their_names(standin: C
     assert refusal(standin("LACKS_ALL_REDUCE")).count("it lacks flagcxAllReduce;") == 1
 
 
-def test_an_accelerator_is_refused_by_its_name(standin: Callable[..., Path]) -> None:
-    assert "streams of device 'npu'" in refusal(standin(), "npu")
+def test_an_accelerator_whose_stream_nobody_states_is_refused_by_its_name(standin: Callable[..., Path]) -> None:
+    assert "streams of device 'musa'" in refusal(standin(), "musa")
 
 
 def test_a_failing_call_is_named_with_its_reason(standin: Callable[..., Path]) -> None:

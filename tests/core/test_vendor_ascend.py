@@ -292,6 +292,19 @@ def test_a_large_latent_batch_is_copied_in_parts(npu: Calls, monkeypatch: pytest
     assert [call.sparse_mode for call in npu.made] == [3, 0]
 
 
+def test_a_long_request_goes_in_pieces_of_16_queries_over_one_copy_of_its_blocks(npu: Calls) -> None:
+    cache, query = torch.zeros(9, 128, 576, dtype=HALF), torch.zeros(38, 2, 576, dtype=HALF)
+    table = torch.tensor([[3], [7]], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 38], dtype=torch.int32), torch.tensor([5, 60], dtype=torch.int32)
+    mla.mla_decode(query, cache, table, starts, lengths, 37, 60, 0.1, 512)
+    (call,) = npu.made
+    assert call.actual_seq_qlen == [1, 17, 33, 38]
+    assert call.actual_seq_kvlen == [5, 39, 55, 60]
+    assert call.block_table.tolist() == [[0], [1], [1], [1]]
+    assert call.args[1].shape == (2, 128, 512)
+    assert call.sparse_mode == 3
+
+
 def test_requests_without_keys_take_no_part_in_a_latent_prefill(npu: Calls) -> None:
     query, key = torch.zeros(6, 2, 192, dtype=torch.bfloat16), torch.zeros(9, 2, 192, dtype=torch.bfloat16)
     starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32), torch.tensor([0, 5, 5, 9], dtype=torch.int32)
@@ -301,6 +314,16 @@ def test_requests_without_keys_take_no_part_in_a_latent_prefill(npu: Calls) -> N
     assert lse[:, 2].isinf().all()
     assert (lse[:, 3:] == 1).all()
     assert lse.dtype is torch.float32
+
+
+def test_starts_that_the_caller_of_a_latent_prefill_knows_are_not_read_from_the_device(
+    npu: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key = torch.zeros(6, 2, 192, dtype=torch.bfloat16), torch.zeros(9, 2, 192, dtype=torch.bfloat16)
+    starts = torch.tensor([0, 2, 3, 6], dtype=torch.int32), torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+    monkeypatch.setattr(Tensor, "tolist", lambda self: pytest.fail("the device was waited for"))
+    mla.mla_prefill(query, key, key[..., :128], *starts, 3, 5, 0.1, None, False, [0, 2, 3, 6], [0, 5, 5, 9])
+    assert [(call.actual_seq_qlen, call.actual_seq_kvlen) for call in npu.made] == [([2], [5]), ([3], [4])]
 
 
 def test_more_queries_than_keys_are_declined_before_anything_is_written(npu: Calls) -> None:

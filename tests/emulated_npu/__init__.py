@@ -1,7 +1,8 @@
 """An Ascend NPU on a CPU: the genuine ``torch_npu`` wheel over an emulated runtime, with emulated kernels.
 
 ``runtime.c`` is the runtime, ``aten.py`` runs PyTorch's operators, ``kernels`` those of ``torch_npu``, from its
-documentation, and ``collectives.py`` is the stand-in for HCCL. ``install.py`` puts it into an environment, where
+documentation, and ``collectives.py`` is the stand-in for HCCL; ``launches.py`` and ``graphs.py`` count waits and record
+graphs. ``install.py`` puts it into an environment, where
 ``import torch`` calls ``startup.activate`` in every process. docs/ascend.md says what it can show and what it cannot.
 
 Environment variables, read in each process:
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import torch as _torch  # noqa: F401  before all else: its import activates the emulation
 
+from .graphs import graph_counts
 from .kernels import Refused, calls, reset_calls
+from .launches import reset_waits, waits
 
-__all__ = ["Refused", "calls", "reset_calls"]
+__all__ = ["Refused", "calls", "graph_counts", "reset_calls", "reset_waits", "waits"]

@@ -9,6 +9,7 @@ The wheel registers a boxed fallback already and PyTorch takes one only, so ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,7 +133,7 @@ def cpu_generator(generator: torch.Generator) -> torch.Generator:
     return made
 
 
-def run(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run an operator's CPU kernel on the memory of its NPU arguments."""
     schema = operator._schema
     wanted = kwargs.get("device")
@@ -175,14 +176,18 @@ def _wants_generator(schema: Any, positional: int) -> bool:
     return any(argument.name == "generator" and i >= positional for i, argument in enumerate(schema.arguments))
 
 
-def install() -> int:
-    """Serve every ATen operator that the wheel has a kernel of, or that the CPU alone has; returns how many."""
+def install(launch: Callable[..., Any]) -> int:
+    """Serve every ATen operator that the wheel has a kernel of, or that the CPU alone has; returns how many.
+
+    Args:
+        launch: called with an operator, the function that runs it, its arguments and its keyword arguments.
+    """
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
     served = 0
     for name, operator in _operators("aten"):
         if name not in GENUINE and _has_npu_or_only_cpu(f"aten::{name}"):
-            library.impl(name, _served(operator), "PrivateUse1", allow_override=True)
+            library.impl(name, _served(operator, launch), "PrivateUse1", allow_override=True)
             served += 1
         if has_kernel(f"aten::{name}", "AutogradPrivateUse1"):
             library.impl(name, below_autograd(operator), "AutogradPrivateUse1", allow_override=True)
@@ -210,8 +215,9 @@ def _has_npu_or_only_cpu(operator: str) -> bool:
     )
 
 
-def _served(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run(operator, args, kwargs)
+def _served(operator: torch._ops.OpOverload, launch: Callable[..., Any]) -> Callable[..., Any]:
+    kernel = functools.partial(run, operator)
+    return lambda *args, **kwargs: launch(operator, kernel, args, kwargs)
 
 
 def below_autograd(operator: torch._ops.OpOverload) -> Callable[..., Any]:

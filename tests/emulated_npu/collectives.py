@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .aten import alias, has_kernel
+from .graphs import refuse_to_record
 
 _libraries: list[torch.library.Library] = []
 
@@ -69,6 +70,7 @@ def into(value: Any, originals: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
     if isinstance(value, list | tuple):
         return [into(item, originals) for item in value]
     if isinstance(value, torch.Tensor) and value.device.type == "npu":
+        refuse_to_record("a collective")
         made = alias(value)
         made.owner = value  # type: ignore[attr-defined]  # as long as gloo holds the alias
         originals.append((value, made))

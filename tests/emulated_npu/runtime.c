@@ -4,12 +4,14 @@
  * with the error of the real runtime, because vLLM and SGLang size their caches from the free memory. Every process
  * counts its own allocations: two processes on one device do not see each other's.
  * Work is done when it is asked for, so streams have nothing to wait for; events keep the time of their record.
+ * To wait for what is no stream is an error.
  *
  *   EMU_NPUS        devices (default 1); ASCEND_RT_VISIBLE_DEVICES may name fewer
  *   EMU_NPU_BYTES   total memory of a device in bytes (default 2 GiB)
  *
  * Operators are not here: aclnn kernels are missing, and Python serves each call before it would look for one.
- * Graph capture (aclmdlRI*) is missing too, so torch.npu.graph says that there is no such function.
+ * So Python (graphs.py) also records those of a graph, and is told here when to begin, to end and to run them again.
+ * One graph is captured at a time in a process; task groups (aclmdlRICaptureTask*) are missing.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -21,6 +23,7 @@
 #define OUT_OF_MEMORY 207001   /* ACL_ERROR_RT_MEMORY_ALLOCATION */
 #define INVALID_DEVICE 107001  /* ACL_ERROR_INVALID_DEVICE */
 #define OPERATOR_MISSING 100024 /* ACL_ERROR_OP_NOT_FOUND */
+#define CAPTURE_FAILED 500000   /* ACL_ERROR_INTERNAL_ERROR */
 #define MOST_DEVICES 16
 #define HEADER 512             /* bytes before a block; also its alignment */
 
@@ -117,12 +120,24 @@ int aclrtMemset(void *to, size_t room, int32_t value, size_t bytes) { return mem
 int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t bytes, void *stream) { return memset(to, value, bytes), OK; }
 
 /* Streams and events. */
-int aclrtCreateStream(void **stream) { return *stream = calloc(1, 64), OK; }
+#define NO_STREAM 107003       /* ACL_ERROR_RT_STREAM_CONTEXT */
+#define MOST_STREAMS 4096
+static void *streams[MOST_STREAMS];
+
+static int replace_stream(void *before, void *after) {
+  for (int i = 0; i < MOST_STREAMS; i++) {
+    void *expected = before;
+    if (__atomic_compare_exchange_n(&streams[i], &expected, after, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) return OK;
+  }
+  snprintf(error_message, sizeof error_message, "emulated NPU: %p is no stream", before);
+  return NO_STREAM;
+}
+int aclrtCreateStream(void **stream) { return *stream = calloc(1, 64), replace_stream(NULL, *stream); }
 int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flags) { return aclrtCreateStream(stream); }
-int aclrtDestroyStream(void *stream) { return free(stream), OK; }
-int aclrtDestroyStreamForce(void *stream) { return free(stream), OK; }
-int aclrtSynchronizeStream(void *stream) { return OK; }
-int aclrtSynchronizeStreamWithTimeout(void *stream, int32_t milliseconds) { return OK; }
+int aclrtDestroyStream(void *stream) { return replace_stream(stream, NULL) ? NO_STREAM : (free(stream), OK); }
+int aclrtDestroyStreamForce(void *stream) { return aclrtDestroyStream(stream); }
+int aclrtSynchronizeStream(void *stream) { return stream ? replace_stream(stream, stream) : OK; }
+int aclrtSynchronizeStreamWithTimeout(void *stream, int32_t milliseconds) { return aclrtSynchronizeStream(stream); }
 int aclrtSynchronizeDevice(void) { return OK; }
 int aclrtSynchronizeDeviceWithTimeout(int32_t milliseconds) { return OK; }
 int aclrtStreamQuery(void *stream, int *status) { return *status = 0, OK; }
@@ -143,6 +158,54 @@ int aclrtEventElapsedTime(float *milliseconds, void *start, void *end) {
   struct timespec from = ((Event *)start)->recorded, to = ((Event *)end)->recorded;
   *milliseconds = (to.tv_sec - from.tv_sec) * 1e3f + (to.tv_nsec - from.tv_nsec) / 1e6f;
   return OK;
+}
+
+/* Graphs. */
+enum { CAPTURE_BEGINS, CAPTURE_ENDS, REPLAY, DESTROY };
+typedef struct {
+  int number;
+} Graph;
+static int (*tell_graphs)(int event, int graph);
+static Graph *captured;
+static void *captured_stream;
+static int graphs_so_far;
+
+void emulated_tell_graphs(int (*told)(int event, int graph)) { tell_graphs = told; }
+int aclmdlRICaptureBegin(void *stream, int mode) {
+  if (captured || !tell_graphs) {
+    snprintf(error_message, sizeof error_message, "emulated NPU: %s", captured ? "a capture is under way" : "nobody records graphs");
+    return CAPTURE_FAILED;
+  }
+  captured = calloc(1, sizeof(Graph));
+  captured->number = ++graphs_so_far;
+  captured_stream = stream;
+  return tell_graphs(CAPTURE_BEGINS, captured->number);
+}
+int aclmdlRICaptureEnd(void *stream, void **graph) {
+  if (!captured || stream != captured_stream) {
+    snprintf(error_message, sizeof error_message, "emulated NPU: this stream captures no graph");
+    return CAPTURE_FAILED;
+  }
+  Graph *ended = captured;
+  *graph = ended;
+  captured = NULL;
+  return tell_graphs(CAPTURE_ENDS, ended->number);
+}
+int aclmdlRICaptureGetInfo(void *stream, int *status, void **graph) {
+  *status = captured && stream == captured_stream; /* ACL_MODEL_RI_CAPTURE_STATUS_NONE, _ACTIVE */
+  *graph = *status ? captured : NULL;
+  return OK;
+}
+int aclmdlRICaptureThreadExchangeMode(int *mode) { return OK; }
+int aclmdlRIExecuteAsync(void *graph, void *stream) {
+  if (tell_graphs(REPLAY, ((Graph *)graph)->number) == 0) return OK;
+  snprintf(error_message, sizeof error_message, "emulated NPU: a graph's operator failed; standard error has its traceback");
+  return CAPTURE_FAILED;
+}
+int aclmdlRIDestroy(void *graph) {
+  int failed = tell_graphs(DESTROY, ((Graph *)graph)->number);
+  free(graph);
+  return failed;
 }
 
 /* Settings that change nothing here. */

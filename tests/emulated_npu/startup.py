@@ -18,9 +18,10 @@ def activate() -> None:
     os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # else kernels are launched by a thread of their own
     import torch_npu  # noqa: F401
 
-    from . import aten, collectives, kernels
+    from . import aten, collectives, graphs, kernels, launches
 
-    served = aten.install()
+    served = aten.install(launches.launch)
+    graphs.install()
     collectives.install()
     names = kernels.install()
     changed = "".join(

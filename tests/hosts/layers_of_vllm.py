@@ -36,7 +36,8 @@ def rotary(size: int, neox: bool) -> Any:
 
 
 def attend(window: int | None, soft_cap: float) -> Callable[..., list[Tensor]]:
-    from vllm_fl.attention import AttentionFLImpl, AttentionFLMetadata
+    from vllm_fl.attention import AttentionFLImpl
+    from vllm_fl.attention_metadata import AttentionFLMetadata
 
     layer = AttentionFLImpl(
         HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, sliding_window=window, logits_soft_cap=soft_cap or None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,16 @@ def normal() -> Callable[..., torch.Tensor]:
         return torch.randn(shape, generator=generator).to(dtype)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def chip_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Family → its checkpoint in the chip's sizes."""
+    from fl_dispatch.cli.checkpoints import build_checkpoint
+    from half_on_npu import SIZES
+
+    folder = tmp_path_factory.mktemp("npu")
+    return cache(lambda family: build_checkpoint(family, folder / family, **SIZES.get(family, {})))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """A vLLM engine on the emulated NPU, in a process of its own: ``python run_npu_vllm.py job.json result.json``.
 
 A job is ``{"engine": arguments of LLM, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n, "wrong": the
-``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before}``.
+``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before, "adapters": the folder of
+each prompt's LoRA adapter, or null, "while": a file that exists during the step}``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm.lora.request import LoRARequest
+
     import emulated_npu
     from fl_dispatch.cli.checkpoints import VOCABULARY
     from vllm import LLM, SamplingParams
@@ -25,9 +28,17 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["EMU_NPU_WRONG"] = step.get("wrong", "")  # read at each call of a kernel
         if step.get("reset"):
             assert llm.reset_prefix_cache()
+        if "while" in step:
+            Path(step["while"]).touch()
         emulated_npu.reset_calls()
+        emulated_npu.reset_waits()
         sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, logprobs=VOCABULARY)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in step["prompts"]], sampling, use_tqdm=False)
+        folders = step.get("adapters", [])
+        adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
+        prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
+        outputs = llm.generate(prompts, sampling, lora_request=adapters or None, use_tqdm=False)
+        if "while" in step:
+            Path(step["while"]).unlink()
         rows = [row for output in outputs for row in output.outputs[0].logprobs]
         steps.append(
             {
@@ -35,6 +46,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
                 "rows": [{token: value.logprob for token, value in row.items()} for row in rows],
                 "cached": [output.num_cached_tokens for output in outputs],
                 "kernels": emulated_npu.calls(),
+                "waits": emulated_npu.waits(),
+                "graphs": emulated_npu.graph_counts(),
             }
         )
     reports = llm.collective_rpc("fl_report")

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chip_engines import LLAMA, STEP, counts, start
 
-from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
-from half_on_npu import DTYPES, SIZES, as_near_as_hugging_face, clear_tokens
-from processes import Runs, finish, pool
+from half_on_npu import DTYPES, as_near_as_hugging_face, clear_tokens
+from processes import Runs
 from running import MAX_TOKENS, PROMPTS
+from sampling import drawn
 
-SCRIPT = Path(__file__).with_name("run_npu_vllm.py")
 BLOCK, LATENT_BLOCK = 128, 16
 """Tokens of a block of the cache. The kernels ask for 128; latent rows are copied, so their blocks stay as they are."""
 FEW = 4
@@ -33,7 +32,7 @@ class Family:
     Args:
         operators: that ``vendor.ascend`` runs, all of the model's but ``references``.
         kernels: of the chip, all that run; a wrong one of each is tried in some family.
-        wrong: those that are tried here.
+        wrong: those that are tried here at every commit.
         references: operators that the backend declines in this dtype.
     """
 
@@ -45,7 +44,6 @@ class Family:
 
 ATTENTION = {"npu_rotary_mul", "npu_scatter_pa_kv_cache", "npu_fused_infer_attention_score"}
 NORMS = {"npu_rms_norm", "npu_add_rms_norm"}
-LLAMA = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear"}
 GEMMA = {"gemma_rms_norm", "gelu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
 EXPERTS = {"npu_moe_gating_top_k", "npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_token_unpermute"}
 LATENT = {"npu_scatter_nd_update_", "npu_fused_infer_attention_score_v2"}
@@ -74,72 +72,40 @@ FAMILIES = {
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
 WRONG = [(name, kernel) for name, family in FAMILIES.items() for kernel in family.wrong]
-STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+AGAIN = [(name, kernel) for name, family in FAMILIES.items() for kernel in sorted(family.kernels - {*family.wrong})]
+"""Kernels that are tried in another family at every commit; those here are a sample."""
+WRONG += drawn(AGAIN, 4, "wrong kernels of the NPU")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Family → its checkpoint in the chip's sizes."""
-    folder = tmp_path_factory.mktemp("npu")
-    return cache(lambda family: build_checkpoint(family, folder / family, **SIZES[family]))
+def results(
+    chip_checkpoint: Callable[[str], Path], npu_environment: Callable[..., dict[str, str]]
+) -> Mapping[str, Any]:
+    """Two passes, then one with each wrong kernel."""
 
+    def run(family: str) -> Any:
+        wrong = [
+            {**STEP, "max_tokens": FEW, "wrong": kernel, "reset": True} for name, kernel in WRONG if name == family
+        ]
+        return start(chip_checkpoint(family), DTYPES[family], [STEP, STEP, *wrong], npu_environment())
 
-@pytest.fixture(scope="module")
-def results(model: Callable[[str], Path], npu_environment: Callable[..., dict[str, str]]) -> Mapping[str, Any]:
-    """Two passes, then one with each wrong kernel; and engines whose way of running differs."""
-
-    def run(family: str, *wrong: str, engine: Mapping[str, Any] | None = None, **variables: str) -> Any:
-        arguments = {
-            "model": str(model(family)),
-            "dtype": DTYPES[family],
-            "enforce_eager": True,
-            "max_model_len": 512,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 64,
-            "kv_cache_memory_bytes": 64 << 20,
-            "max_logprobs": VOCABULARY,
-            **(engine or {}),
-        }
-        steps = [STEP, STEP, *({**STEP, "max_tokens": FEW, "wrong": kernel, "reset": True} for kernel in wrong)]
-        return pool.submit(finish, SCRIPT, {"engine": arguments, "steps": steps}, npu_environment(**variables))
-
-    spawned = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "EMU_NPUS": "2"}
-    return Runs(
-        {
-            **{name: run(name, *family.wrong) for name, family in FAMILIES.items()},
-            "two ranks": run("qwen3", engine={"tensor_parallel_size": 2}, **spawned),
-            "as it starts": run("qwen3", engine={"enforce_eager": False}),
-            "compiled": run("qwen3", engine={"enforce_eager": False, "compilation_config": COMPILED}),
-        }
-    )
-
-
-COMPILED = {"mode": 3, "backend": "eager", "cudagraph_mode": "NONE"}
-WAYS = ("two ranks", "as it starts", "compiled")
-
-
-def _counts(report: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Operator → the implementations that ran."""
-    found: dict[str, set[str]] = {}
-    for operator, impl_id in (key.split(" ") for key in report["counts"]):
-        found.setdefault(operator, set()).add(impl_id)
-    return found
+    return Runs({family: run(family) for family in FAMILIES})
 
 
 @each_family
 @pytest.mark.parametrize("number", [0, 1], ids=["first", "from the prefix cache"])
 def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
-    family: str, number: int, results: Mapping[str, Any], model: Callable[[str], Path]
+    family: str, number: int, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:
     step = results[family]["steps"][number]
-    assert as_near_as_hugging_face(family, model(family), PROMPTS, step, DTYPES[family])
+    assert as_near_as_hugging_face(family, chip_checkpoint(family), PROMPTS, step, DTYPES[family])
 
 
 @pytest.mark.parametrize("family", [name for name, dtype in DTYPES.items() if dtype == "float16"])
 def test_tokens_equal_hugging_faces_as_far_as_half_precision_decides_them(
-    family: str, results: Mapping[str, Any], model: Callable[[str], Path]
+    family: str, results: Mapping[str, Any], chip_checkpoint: Callable[[str], Path]
 ) -> None:
-    expected = clear_tokens(model(family), PROMPTS, MAX_TOKENS, DTYPES[family])
+    expected = clear_tokens(chip_checkpoint(family), PROMPTS, MAX_TOKENS, DTYPES[family])
     assert sum(map(len, expected)) >= 24
     for step in results[family]["steps"][:2]:
         assert [tokens[: len(clear)] for tokens, clear in zip(step["tokens"], expected, strict=True)] == expected
@@ -159,13 +125,20 @@ def test_every_operator_is_the_vendors_but_what_the_documentation_of_the_chip_ex
 ) -> None:
     report, about = results[family]["report"], FAMILIES[family]
     references = {operator: {"reference.torch"} for operator in about.references}
-    assert _counts(report) == {**{operator: {"vendor.ascend"} for operator in about.operators}, **references}
+    assert counts(report) == {**{operator: {"vendor.ascend"} for operator in about.operators}, **references}
     assert (report["native_layers"], report["failed"]) == ({}, {})
 
 
 @each_family
 def test_the_kernels_of_the_chip_ran(family: str, results: Mapping[str, Any]) -> None:
     assert set(results[family]["steps"][0]["kernels"]) == FAMILIES[family].kernels
+
+
+@each_family
+@pytest.mark.parametrize("number", [0, 1], ids=["first", "from the prefix cache"])
+def test_no_layer_makes_the_host_wait_for_the_device(family: str, number: int, results: Mapping[str, Any]) -> None:
+    """Lengths are integers that the host has, in decoding, prefill and its chunks of context alike."""
+    assert results[family]["steps"][number]["waits"] == {}
 
 
 def test_each_step_makes_the_calls_that_the_backend_documents(results: Mapping[str, Any]) -> None:
@@ -179,25 +152,7 @@ def test_each_step_makes_the_calls_that_the_backend_documents(results: Mapping[s
 @pytest.mark.parametrize(("family", "kernel"), WRONG)
 def test_a_wrong_kernel_changes_the_tokens(family: str, kernel: str, results: Mapping[str, Any]) -> None:
     right, *wrong = results[family]["steps"][0], *results[family]["steps"][2:]
-    step = wrong[FAMILIES[family].wrong.index(kernel)]
+    step = wrong[[tried for name, tried in WRONG if name == family].index(kernel)]
     assert step["cached"] == [0] * len(PROMPTS), "it would read what a right kernel wrote"
     assert step["kernels"][kernel] > 0
     assert step["tokens"] != [tokens[:FEW] for tokens in right["tokens"]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_of_running_give_the_same(
-    way: str, results: Mapping[str, Any], model: Callable[[str], Path]
-) -> None:
-    for step in results[way]["steps"]:
-        assert as_near_as_hugging_face("qwen3", model("qwen3"), PROMPTS, step, DTYPES["qwen3"])
-    for report in results[way]["reports"]:
-        assert _counts(report) == {operator: {"vendor.ascend"} for operator in LLAMA}
-        assert (report["native_layers"], report["failed"]) == ({}, {})
-
-
-def test_two_ranks_are_spawned_and_meet_over_the_stand_in_for_hccl(results: Mapping[str, Any]) -> None:
-    first, second = results["two ranks"]["reports"]
-    assert len({first["pid"], second["pid"], results["two ranks"]["pid"]}) == 3
-    assert first["counts"] == second["counts"]
-    assert first["communication"]["tp:0"]["all_reduce"] > 0

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import run
 
 from own_chip import KERNELS, make_package
-from processes import finish
 from running import MAX_TOKENS, PROMPTS
 
-HERE = Path(__file__).parent
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 
 @pytest.fixture(scope="module")
 def result(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     package = make_package(tmp_path_factory.mktemp("own"))
-    prefixes = ("VLLM_", "SGLANG_", "FLAG", "USE_FLAG", "EMU_")
-    variables = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(prefixes)},
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", "")))),
-        "EMU_NPU_BYTES": str(16 << 30),  # SGLang leaves some gigabytes free
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    engine = {
-        "model_path": str(checkpoint("qwen3")),
-        "dtype": "float32",
-        "context_length": 512,
-        "max_total_tokens": 4096,
-        "max_running_requests": 4,
-        "chunked_prefill_size": 128,
-        "mem_fraction_static": 0.8,
-        "disable_cuda_graph": True,
-        "grammar_backend": "none",
-        "log_level": "info",
-    }
-    return finish(HERE / "run_npu_sglang.py", {"engine": engine, "steps": [STEP, STEP]}, variables)
+    return run(checkpoint("qwen3"), [STEP, STEP], {"dtype": "float32"}, [package])
 
 
 def test_tokens_equal_hugging_face_also_from_the_radix_cache(

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 
 from fl_dispatch.backends.flaggems.impl.custom_attention import attention_backend
-from vllm_fl.attention import (
-    AttentionFLBackend,
-    AttentionFLImpl,
-    AttentionFLMetadata,
-    _token_blocks,
-)
+from vllm_fl.attention import AttentionFLBackend, AttentionFLImpl
+from vllm_fl.attention_metadata import AttentionFLMetadata, _token_blocks
 from vllm_fl.compat.v0_26 import attention as v0_26_attention
 
 BLOCKS, HEADS, SLOTS, DIMS = 6, 2, 4, 8

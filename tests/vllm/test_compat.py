@@ -78,6 +78,21 @@ def test_slot_mapping_follows_the_block_table_and_pads_the_rest() -> None:
     assert slots.tolist() == expected
 
 
+def test_slot_mapping_leaves_the_slots_of_tokens_that_no_request_covers() -> None:
+    table, slots = torch.tensor([[5, 9]], dtype=torch.int32), torch.full((6,), 77)
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    kernels.slot_mapping(5, 6, starts, torch.arange(5), table, 2, slots, 4, 1, 0, 1, -1)
+    assert slots.tolist() == [20, 21, 22, 77, 77, -1]
+
+
+def test_slot_mapping_does_not_wait_for_the_device() -> None:
+    """PyTorch's device without memory raises where a value, or a shape that depends on values, is read."""
+    with torch.device("meta"):
+        starts, positions = torch.empty(3, dtype=torch.int32), torch.empty(8, dtype=torch.int64)
+        table, slots = torch.empty(2, 3, dtype=torch.int32), torch.empty(10, dtype=torch.int64)
+    kernels.slot_mapping(8, 10, starts, positions, table, 3, slots, 4, 1, 0, 1, -1)
+
+
 def test_replacing_the_kernel_twice_replaces_it_once() -> None:
     from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 

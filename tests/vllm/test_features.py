@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import variants
 from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
+
+import variants
+from sampling import drawn
 
 BLOCKS = 50
 """KV blocks of 16 tokens: the long prompt takes 22, so a third one evicts the first."""
@@ -62,9 +64,12 @@ def other(model: Path) -> Path:
     return variants.other_weights(model, model.parent / "other")
 
 
-@pytest.fixture(scope="module")
-def results(model: Path, other: Path) -> dict[str, Any]:
-    """The result of each named step."""
+RUNNERS = {"V1": "0", "V2": "1"}
+
+
+@pytest.fixture(scope="module", params=drawn(tuple(RUNNERS), 1, "model runner"))
+def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[str, Any]:
+    """The result of each named step, on one of vLLM's model runners."""
     constrained = [{"max_tokens": 60, "ignore_eos": False, "structured_outputs": how} for how in CONSTRAINTS.values()]
     load = [{"do": "rpc", "method": "trainer_load", "args": [str(path)]} for path in (other, model)]
     reset = {"do": "reset_prefix_cache"}
@@ -108,7 +113,9 @@ def results(model: Path, other: Path) -> dict[str, Any]:
         "num_gpu_blocks_override": BLOCKS,
         "structured_outputs_config": NO_SPACES,
     }
-    (run,) = start_features((model, list(named.values()), engine)).result()["runs"]
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[request.param]}
+    (run,) = start_features((model, list(named.values()), engine), **variables).result()["runs"]
+    assert run["report"]["model_runner"] == request.param
     return {**dict(zip(named, run["steps"], strict=True)), "report": run["report"]}
 
 

@@ -83,6 +83,25 @@ def test_defaults_are_eager_and_without_graphs_until_somebody_verified_it() -> N
         assert given.compilation_config.cudagraph_mode == mode
 
 
+@pytest.mark.parametrize(
+    ("graphs", "asked", "mode"),
+    [
+        (True, CUDAGraphMode.PIECEWISE, CompilationMode.VLLM_COMPILE),
+        (True, CUDAGraphMode.FULL_AND_PIECEWISE, CompilationMode.VLLM_COMPILE),
+        (True, CUDAGraphMode.FULL, CompilationMode.NONE),
+        (False, CUDAGraphMode.PIECEWISE, CompilationMode.NONE),
+    ],
+)
+def test_who_asks_for_piecewise_graphs_gets_the_pieces(
+    graphs: bool, asked: CUDAGraphMode, mode: CompilationMode
+) -> None:
+    given = VllmConfig()
+    given.compilation_config.mode, given.compilation_config.cudagraph_mode = None, asked
+    config.apply_defaults(given, replace(NIMBUS, graphs=graphs))
+    assert given.compilation_config.mode == mode
+    assert given.compilation_config.cudagraph_mode == (asked if graphs else CUDAGraphMode.NONE)
+
+
 def test_the_worker_and_how_processes_start_follow_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     for spec, worker, method in (
         (NIMBUS, config.GPU_WORKER, "spawn"),

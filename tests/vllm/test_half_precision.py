@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-import variants
 from engines import PROMPTS, ran, start_features
 
+import variants
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
 from running import reference_network

@@ -12,7 +12,7 @@ import pytest
 import torch
 from engines import Runs, ran, start
 
-from vllm_fl.attention import host_lengths
+from vllm_fl.attention_metadata import host_lengths
 from vllm_fl.slots import real, step
 
 HINTED = {

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import variants
 from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
 from transformers import AutoModelForCausalLM
+
+import variants
 
 SHORT = {"max_tokens": MAX_TOKENS}
 SCORED = {"max_tokens": 2, "prompt_logprobs": 1}

@@ -22,7 +22,7 @@ from vllm_fl import startup, warm_up
 from vllm_fl.compat import accelerator
 from vllm_fl.compat.v0_26.latent import NumberedChunks, with_chunks, with_longest_query
 from vllm_fl.mla import MLAFLBackend, MLAFLImpl
-from vllm_fl.mla_metadata import MLAFLMetadataBuilder
+from vllm_fl.mla_metadata import MLAFLMetadataBuilder, prefill_starts
 from vllm_fl.mla_prefill import MLAFLPrefillBackend, merge
 
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 4, 16, 12, 8, 10, 4
@@ -98,12 +98,18 @@ def numbered_chunks(rows: int) -> SimpleNamespace:
         starts=first.expand(-1, len(CONTEXT)).int(),
         seq_tot=lengths.sum(1).tolist(),
         max_seq_lens=lengths.amax(1).tolist(),
+        seq_lens=lengths,
         token_to_seq=torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True).int(),
     )
     prefill = SimpleNamespace()
     fill = with_chunks(lambda part, **fields: vars(part).update(fields))
     fill(prefill, block_table=PAGES, query_start_loc=starts(NEW), max_query_len=max(NEW), chunked_context=plan)
     return prefill
+
+
+def batch(prefill: Any) -> SimpleNamespace:
+    """The description of a batch that has no other part."""
+    return SimpleNamespace(prefill=prefill, prefill_starts=prefill_starts(prefill, starts(NEW).tolist()))
 
 
 def on_meta(part: Any) -> Any:
@@ -127,7 +133,7 @@ def multi_head(query: Tensor, latents: Tensor, rotary: Tensor, layer: MLAFLImpl)
     return whole.transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize(
+PLANS = pytest.mark.parametrize(
     ("metadata", "chunks"),
     [
         (prefill_metadata(64), 2),
@@ -139,6 +145,9 @@ def multi_head(query: Tensor, latents: Tensor, rotary: Tensor, layer: MLAFLImpl)
     ],
     ids=["64 rows", "12 rows", "4 rows", "16 rows each", "8 rows each", "4 rows each"],
 )
+
+
+@PLANS
 def test_context_in_any_number_of_chunks_gives_the_same(layer: MLAFLImpl, metadata: Any, chunks: int) -> None:
     cache = torch.full((41, BLOCK, RANK + ROPE), torch.nan)
     query, output = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.full((sum(NEW), HEADS * VALUE), torch.nan)
@@ -149,10 +158,31 @@ def test_context_in_any_number_of_chunks_gives_the_same(layer: MLAFLImpl, metada
     assert len(metadata.chunked_context.chunks) == chunks
     new_latents = torch.cat([latent[context:] for latent, context in zip(latents, CONTEXT, strict=True)])
     new_rotaries = torch.cat([rotary[context:] for rotary, context in zip(rotaries, CONTEXT, strict=True)])
-    layer.forward_mha(query, new_latents, new_rotaries[:, None], cache, SimpleNamespace(prefill=metadata), None, output)
+    layer.forward_mha(query, new_latents, new_rotaries[:, None], cache, batch(metadata), None, output)
     parts = zip(query.split(NEW), latents, rotaries, strict=True)
     expected = torch.cat([multi_head(*part, layer) for part in parts])
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@PLANS
+@pytest.mark.parametrize("first", [0, 5], ids=["", "behind decoding requests"])
+def test_the_prefill_gets_the_numbers_in_its_tensors_as_integers_of_the_host(
+    layer: MLAFLImpl, metadata: Any, chunks: int, first: int
+) -> None:
+    """A layer hands them over beside each tensor, so that no kernel has to ask the device."""
+    calls: list[tuple[Any, ...]] = []
+    attend = layer.fl_prefill
+    layer.fl_prefill = lambda *args: (calls.append(args), attend(*args))[1]
+    described = SimpleNamespace(
+        prefill=metadata, prefill_starts=prefill_starts(metadata, (starts(NEW) + first).tolist())
+    )
+    query, output = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.empty(sum(NEW), HEADS * VALUE)
+    latents, rotary = torch.randn(sum(NEW), RANK), torch.randn(sum(NEW), 1, ROPE)
+    layer.forward_mha(query, latents, rotary, torch.zeros(41, BLOCK, RANK + ROPE), described, None, output)
+    assert len(calls) == 1 + chunks
+    for _, _, _, query_start_loc, key_start_loc, *_, query_start_loc_host, key_start_loc_host in calls:
+        assert query_start_loc_host == query_start_loc.tolist()
+        assert key_start_loc_host == key_start_loc.tolist()
 
 
 def test_padding_is_neither_written_nor_read(layer: MLAFLImpl) -> None:
@@ -231,7 +261,8 @@ def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLIm
     layer.kv_b_proj = lambda latent: (latent.new_empty(len(latent), HEADS * (NOPE + VALUE)), None)
     layer.fl_write = lambda *args: None
     layer.fl_decode, layer.fl_prefill = OPERATORS["mla_decode"].fake, OPERATORS["mla_prefill"].fake
-    metadata = on_meta(plan(8))
+    part = plan(8)
+    metadata = SimpleNamespace(prefill=on_meta(part), prefill_starts=batch(part).prefill_starts)
     tokens, decodes = sum(NEW), len(NEW)
     with torch.device("meta"):
         cache, slot_mapping = torch.empty(41, BLOCK, RANK + ROPE), torch.empty(tokens, dtype=torch.int64)
@@ -241,7 +272,7 @@ def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLIm
         block_table, lengths = torch.empty(decodes, 9, dtype=torch.int32), torch.empty(decodes, dtype=torch.int32)
         first = torch.empty(decodes + 1, dtype=torch.int32)
     layer.do_kv_cache_update(latents, rotary, cache, slot_mapping, "auto", None)
-    layer.forward_mha(query, latents, rotary, cache, SimpleNamespace(prefill=metadata), None, output)
+    layer.forward_mha(query, latents, rotary, cache, metadata, None, output)
     builder = SimpleNamespace(reorder_batch_threshold=3, seq_lens_host=None)
     decode = with_longest_query(MLAFLMetadataBuilder._build_decode)(
         builder, block_table, lengths, 36, starts([1] * decodes), first, decodes, dcp_tot_seq_lens_device=None

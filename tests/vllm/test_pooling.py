@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import variants
 from engines import PLUGINS, PROMPTS, start_features
+
+import variants
 
 TOLERANCE = 1e-5
 LAYERS = 3

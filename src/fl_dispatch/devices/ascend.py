@@ -6,7 +6,7 @@ Run with the real package over an emulated runtime; numerics, speed and graphs (
 from __future__ import annotations
 
 from .spec import DeviceSpec
-from .torch_module import counter, functions, hook
+from .torch_module import counter, functions, hook, stream_handle
 
 ASCEND = DeviceSpec(
     name="ascend",
@@ -22,6 +22,7 @@ ASCEND = DeviceSpec(
     host_attention={"SGLang": "ascend"},
     host_questions={"SGLang": "sglang.srt.utils.common:is_npu"},
     pin_memory=True,
+    flagcx_stream=stream_handle("npu", "npu_stream"),
     graphs=True,
     graph_class="NPUGraph",
     detect=lambda: counter("npu", "torch_npu")() > 0,

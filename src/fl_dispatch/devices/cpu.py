@@ -67,6 +67,7 @@ CPU = DeviceSpec(
     platform_config="cpu",
     priority=0,
     verified={"vLLM": "all tests run on it", "SGLang": "all tests run on it"},
+    model_runners=("v1", "v2"),
     host_attention={"SGLang": "intel_amx"},
     accelerator=False,
     forks=True,

@@ -59,8 +59,8 @@ class DeviceSpec:
         float64: whether it computes in float64.
         pin_memory: whether pinned host memory helps.
         dist_backend: the ``torch.distributed`` backend of its collectives.
-        flagcx_stream: the current stream as FlagCX takes it, ``None`` for host memory; a field that is ``None`` means
-            that FlagCX cannot run with this device's streams.
+        flagcx_stream: the handle of the current stream in the device's own runtime, such as an ``aclrtStream``, which
+            FlagCX takes; ``None`` for host memory. A field that is ``None`` means that FlagCX cannot run here.
         triton: whether Triton may serve it, where a driver of Triton's does.
         inductor: the language in which Inductor writes code for it (``cpp``, ``triton``), or ``None``: it writes none.
         graphs: whether it can capture and replay graphs.

@@ -45,6 +45,11 @@ def attribute(torch_type: str, *names: str) -> Callable[[int], int]:
     return ask
 
 
+def stream_handle(torch_type: str, attribute: str) -> Callable[[], int]:
+    """The handle of the current stream, which PyTorch's stream has in this attribute."""
+    return lambda: int(getattr(getattr(torch, torch_type).current_stream(), attribute))
+
+
 def functions(torch_type: str) -> dict[str, Any]:
     """The fields that nearly every module answers under the same names."""
     return {

@@ -1,7 +1,7 @@
 """FlagCX, a communication library for many chips, through its C interface (``flagcx/include/flagcx.h``).
 
-The collectives were run with a stand-in for the library on host memory, not with FlagCX itself and not on an
-accelerator.
+The collectives were run with a stand-in for the library, on host memory and on an emulated accelerator, not with FlagCX
+itself.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", c_char * UNIQUE_ID_BYTES)]
 
 
+class _Stream(ctypes.Structure):
+    """A stream as the library takes it: all of its adaptors wrap their runtime's own handle, and nothing else."""
+
+    _fields_ = [("base", c_void_p)]
+
+
 _BUFFERS = (c_void_p, c_void_p, c_size_t, c_int)  # from, to, number of elements, data type
 _WHERE = (c_void_p, c_void_p)  # communicator, stream
 
@@ -75,8 +81,8 @@ def load(path: Path, device_type: str) -> ctypes.CDLL:
         device_type: the PyTorch device type whose tensors it shall move.
 
     Raises:
-        ConfigError: there is no such library, it does not load, it is not FlagCX, or the device is an accelerator:
-            its streams cannot be handed over yet.
+        ConfigError: there is no such library, it does not load, it is not FlagCX, or the device is an accelerator
+            whose spec does not say which stream is current.
     """
 
     def wrong(problem: str) -> ConfigError:
@@ -149,7 +155,8 @@ class FlagCXCollectives:
     """The collectives of one FlagCX communicator, over contiguous tensors, on the device's current stream."""
 
     def __init__(self, library: ctypes.CDLL, communicator: c_void_p, stream: Callable[[], int | None]) -> None:
-        self._library, self._communicator, self._stream = library, communicator, stream
+        self._library, self._communicator, self._current_stream = library, communicator, stream
+        self._streams: dict[int, _Stream] = {}  # kept, because threads of the library may read one later
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._run("flagcxAllReduce", tensor, tensor, tensor.numel(), SUM)
@@ -181,6 +188,11 @@ class FlagCXCollectives:
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._library, function)(*arguments, self._communicator, self._stream())
         _check(self._library, function, code)
+
+    def _stream(self) -> int | None:
+        """The address of the current stream as the library takes it; ``None`` for host memory."""
+        handle = self._current_stream()
+        return None if handle is None else ctypes.addressof(self._streams.setdefault(handle, _Stream(handle)))
 
 
 def _dtype(tensor: Tensor) -> int:

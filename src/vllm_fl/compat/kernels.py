@@ -1,4 +1,4 @@
-"""The Triton kernels that vLLM's V1 model runner launches, as functions for a CPU.
+"""The Triton kernels that vLLM's V1 model runner launches, as functions of PyTorch.
 
 vLLM takes them by name, through its ``register_kernels``.
 """
@@ -38,6 +38,8 @@ def slot_mapping(
 ) -> None:
     """The cache slot of every token: ``block_table[request, position // block] * block + position % block``.
 
+    The host does not wait for the device. Tokens that no request covers keep their slots.
+
     Args:
         num_tokens, max_num_tokens: slots between these two are padding and get ``pad_id``.
         query_start_loc: ``[requests + 1]``; the requests' first tokens.
@@ -47,10 +49,11 @@ def slot_mapping(
     """
     if total_cp_world_size != 1:
         raise NotImplementedError("context parallelism is not supported by vllm_fl on this device")
-    requests = torch.repeat_interleave(query_start_loc.diff())
-    where = positions[: requests.shape[0]]
-    blocks = block_table[requests, where // block_size].long()
-    slots[: requests.shape[0]] = blocks * block_size + where % block_size
+    token = torch.arange(num_tokens, dtype=query_start_loc.dtype, device=query_start_loc.device)
+    request = torch.searchsorted(query_start_loc[1:], token, right=True).clamp_(max=query_start_loc.shape[0] - 2)
+    where = positions[:num_tokens]
+    found = block_table[request, where // block_size].long() * block_size + where % block_size
+    slots[:num_tokens] = torch.where(token < query_start_loc[-1], found, slots[:num_tokens])
     slots[num_tokens:max_num_tokens] = pad_id
 
 

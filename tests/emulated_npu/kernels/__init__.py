@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..aten import Call, below_autograd, has_kernel
+from ..launches import launch
 
 HALF = (torch.float16, torch.bfloat16)
 FLOAT = (*HALF, torch.float32)
@@ -110,10 +111,15 @@ def install() -> list[str]:
     for name, function in _kernels.items():
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.npu, packet), overload or "default")
-        library.impl(name, functools.partial(_run, operator, packet, function), "PrivateUse1", allow_override=True)
+        library.impl(name, _served(operator, packet, function), "PrivateUse1", allow_override=True)
         if has_kernel(f"npu::{name}", "AutogradPrivateUse1"):
             library.impl(name, below_autograd(operator), "AutogradPrivateUse1", allow_override=True)
     return list(_kernels)
+
+
+def _served(operator: torch._ops.OpOverload, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    run = functools.partial(_run, operator, name, function)
+    return lambda *args, **kwargs: launch(operator, run, args, kwargs)
 
 
 def _run(operator: torch._ops.OpOverload, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -56,6 +56,7 @@ class ContextChunk:
     cu_seq_lens: Tensor
     starts: Tensor
     max_seq_len: int
+    seq_lens: Tensor
     token_to_seq: Tensor
 
 
@@ -64,10 +65,10 @@ def chunks(prefill: Any) -> list[ContextChunk]:
     plan, every = prefill.chunked_context, slice(None)
     new = (prefill.query_start_loc, prefill.max_query_len)
     tensors = zip(plan.cu_seq_lens, plan.starts, plan.token_to_seq, strict=True)
-    sizes = zip(plan.seq_tot, plan.max_seq_lens, strict=True)
+    sizes = zip(plan.seq_tot, plan.max_seq_lens, plan.seq_lens, strict=True)  # all of the host
     return [
-        ContextChunk(every, every, *new, row_starts, positions, longest, request[:rows])
-        for (row_starts, positions, request), (rows, longest) in zip(tensors, sizes, strict=True)
+        ContextChunk(every, every, *new, row_starts, positions, longest, lengths, request[:rows])
+        for (row_starts, positions, request), (rows, longest, lengths) in zip(tensors, sizes, strict=True)
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ RANK, ROPE = 512, 64
 """Elements of a row's parts."""
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 MOST_QUERIES = 16
-"""New tokens of a request that decodes."""
+"""Queries of a request over a latent cache; more go as several requests over the same blocks."""
 BLOCK = 128
 """Tokens of a block in the copy."""
 COPIED_AT_ONCE = 1 << 17
@@ -45,7 +46,7 @@ def supports_mla_decode(
     out: Tensor | None = None,
     causal: bool = True,
 ) -> bool | str:
-    """Half types, rows of 512 and 64 elements, up to 16 new tokens a request."""
+    """Half types, rows of 512 and 64 elements."""
     for name, tensor in (("query", query), ("kv_cache", kv_cache)):
         if why := problem(KERNEL, name, tensor, HALVES, like=query):
             return why
@@ -53,8 +54,6 @@ def supports_mla_decode(
         return f"rows of {kv_lora_rank} and {query.shape[2] - kv_lora_rank} elements, not of {RANK} and {ROPE}"
     if query.shape[1] not in HEADS:
         return f"{query.shape[1]} heads, not one of {', '.join(map(str, HEADS))}"
-    if max_query_len > MOST_QUERIES:
-        return f"requests of up to {max_query_len} new tokens; {KERNEL} takes {MOST_QUERIES} over a latent cache"
     if not causal and max_query_len > 1:
         return "several queries of a request that see all keys"
     if BLOCK % kv_cache.shape[1] and kv_cache.shape[1] % BLOCK:
@@ -89,32 +88,62 @@ def mla_decode(
     if out is None:
         out = query.new_empty((*query.shape[:2], kv_lora_rank))
     for first, last in _parts(lengths):
-        rows = slice(starts[first], ends[last - 1])
-        if rows.start == rows.stop:
+        if starts[first] == ends[last - 1]:
             continue
-        longest_query = max(end - start for start, end in zip(starts[first:last], ends[first:last], strict=True))
         copy, table = _copied(kv_cache, block_table[first:last], max(1, *lengths[first:last]))
         latents = copy[..., :kv_lora_rank].contiguous()  # keys and values
-        several = causal and longest_query > 1
-        result, _ = torch_npu.npu_fused_infer_attention_score_v2(
-            query[rows, :, :kv_lora_rank].contiguous(),
-            latents,
-            latents,
-            query_rope=query[rows, :, kv_lora_rank:].contiguous(),
-            key_rope=copy[..., kv_lora_rank:].contiguous(),
-            atten_mask=triangle(query.device) if several else None,
-            actual_seq_qlen=[end - rows.start for end in ends[first:last]],
-            actual_seq_kvlen=list(lengths[first:last]),
-            block_table=table,
-            num_query_heads=query.shape[1],
-            num_key_value_heads=1,
-            softmax_scale=scale,
-            input_layout="TND",
-            sparse_mode=CAUSAL if several else ALL_KEYS,
-            block_size=BLOCK,
-        )
-        out[rows] = result
+        rope = copy[..., kv_lora_rank:].contiguous()
+        pieces = _pieces(starts[first:last], ends[first:last], lengths[first:last])
+        for batch in (pieces[at : at + MOST_REQUESTS] for at in range(0, len(pieces), MOST_REQUESTS)):
+            rows = slice(batch[0].start, batch[-1].end)
+            if rows.start == rows.stop:
+                continue
+            several = causal and any(piece.end - piece.start > 1 for piece in batch)
+            result, _ = torch_npu.npu_fused_infer_attention_score_v2(
+                query[rows, :, :kv_lora_rank].contiguous(),
+                latents,
+                latents,
+                query_rope=query[rows, :, kv_lora_rank:].contiguous(),
+                key_rope=rope,
+                atten_mask=triangle(query.device) if several else None,
+                actual_seq_qlen=[piece.end - rows.start for piece in batch],
+                actual_seq_kvlen=[piece.keys for piece in batch],
+                block_table=_rows_of(table, [piece.request for piece in batch]),
+                num_query_heads=query.shape[1],
+                num_key_value_heads=1,
+                softmax_scale=scale,
+                input_layout="TND",
+                sparse_mode=CAUSAL if several else ALL_KEYS,
+                block_size=BLOCK,
+            )
+            out[rows] = result
     return out
+
+
+class _Piece(NamedTuple):
+    """Neighbouring queries of a request: rows from ``start`` to ``end``, the last of which sees ``keys`` keys."""
+
+    request: int
+    start: int
+    end: int
+    keys: int
+
+
+def _pieces(starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> list[_Piece]:
+    """Requests in pieces of at most :data:`MOST_QUERIES` queries, one for a request without any."""
+    pieces = []
+    for request, (start, end, length) in enumerate(zip(starts, ends, lengths, strict=True)):
+        for row in range(start, max(end, start + 1), MOST_QUERIES):
+            last = min(row + MOST_QUERIES, end)
+            pieces.append(_Piece(request, row, last, length - (end - last)))
+    return pieces
+
+
+def _rows_of(table: Tensor, requests: Sequence[int]) -> Tensor:
+    """The rows of these requests, which is the table itself where each stands for one piece."""
+    if list(requests) == list(range(table.shape[0])):
+        return table
+    return table.index_select(0, torch.tensor(requests, dtype=torch.int32, device=table.device))
 
 
 def _parts(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:

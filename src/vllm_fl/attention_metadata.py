@@ -1,0 +1,97 @@
+"""A step's batch as attention sees it: what the operators need of vLLM's description, on the device and on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class AttentionFLMetadata:
+    """A step's batch as all layers of one KV-cache group see it.
+
+    Args:
+        num_actual_tokens: tokens without padding.
+        query_start_loc: ``[requests + 1]`` int32; first token of each request.
+        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
+        block_table: ``[requests, blocks]`` int32.
+        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where vLLM's copies on the host
+            are not exact.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool
+    query_start_loc_host: list[int] | None = None
+    seq_lens_host: list[int] | None = None
+
+
+class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
+    """Picks from vLLM's batch description what the operators need.
+
+    A captured graph holds the choices that were made from ``max_query_len`` and ``max_seq_len`` when it was captured.
+    Batches whose requests all have as many new tokens share a graph, so a choice by phase holds for all its replays.
+    """
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        self.exact_host_lengths = has_exact_host_lengths(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> AttentionFLMetadata:
+        common = common_attn_metadata
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError("batches of causal and bidirectional requests are not supported")
+        starts, lengths = host_lengths(common) if self.exact_host_lengths else (None, None)
+        return AttentionFLMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=_token_blocks(common) if self.encoder_only else common.block_table_tensor,
+            causal=common.causal,
+            query_start_loc_host=starts,
+            seq_lens_host=lengths,
+        )
+
+
+def has_exact_host_lengths(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's copies of a batch's lengths on the host are exact.
+
+    With speculation they are bounds, because the device decides how many drafts count. With fast prefill of layers that
+    share a cache they are not there yet, because vLLM copies them from the device and does not wait.
+    """
+    return vllm_config.speculative_config is None and not vllm_config.cache_config.kv_sharing_fast_prefill
+
+
+def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, list[int] | None]:
+    """Starts and lengths of a batch's requests, read from the copies that vLLM keeps on the host, if it has both."""
+    lengths = getattr(common, "seq_lens_cpu_upper_bound", None)
+    return (None, None) if lengths is None else (common.query_start_loc_cpu.tolist(), lengths.tolist())
+
+
+def _token_blocks(common: CommonAttentionMetadata) -> Tensor:
+    """A block table ``[requests, max_query_len]`` int32 for blocks of one token: the batch's tokens in their order."""
+    starts = common.query_start_loc[:-1, None]
+    inside = torch.arange(common.max_query_len, dtype=torch.int32, device=starts.device)
+    return (starts + inside).clamp_(max=max(common.num_actual_tokens - 1, 0))

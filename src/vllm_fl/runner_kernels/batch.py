@@ -1,0 +1,176 @@
+"""PyTorch forms of the kernels that prepare the inputs of a step, and take its tokens over.
+
+A row of ``idx_mapping`` is the number of a request's state; a negative one belongs to no request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import flat, rows_of
+
+
+def prepare_prefill_inputs(
+    input_ids: Tensor,
+    next_prefill_tokens: Tensor,
+    next_prefill_tokens_stride: int,
+    num_lookahead: int,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    all_token_ids: Tensor,
+    all_token_ids_stride: int,
+    prefill_lens: Tensor,
+    num_computed_tokens: Tensor,
+    **_: Any,
+) -> None:
+    """Write the prompts' tokens of this step to ``input_ids``, and those that follow to ``next_prefill_tokens``."""
+    state, most = idx_mapping.to(torch.int64), all_token_ids.shape[1] - 1
+    computed, length = num_computed_tokens[state].to(torch.int64), prefill_lens[state].to(torch.int64)
+    reading = (state >= 0) & (computed < length)
+    rows = rows_of(query_start_loc, len(state), len(input_ids))
+    column = (computed[rows.request] + rows.offset).clamp(0, most)
+    tokens = all_token_ids[state[rows.request], column].to(input_ids.dtype)
+    input_ids.copy_(torch.where(rows.inside & reading[rows.request], tokens, input_ids))
+    state, computed, length = state[reading], computed[reading], length[reading]
+    new = (query_start_loc[1 : len(idx_mapping) + 1] - query_start_loc[: len(idx_mapping)])[reading]
+    ahead = (computed + new)[:, None] + torch.arange(num_lookahead, device=state.device)
+    tokens = all_token_ids[state[:, None], ahead.clamp(max=most)]
+    next_prefill_tokens[:, state] = tokens.masked_fill(ahead >= length[:, None], 0).T.to(next_prefill_tokens.dtype)
+
+
+def prepare_pos_seq_lens(
+    positions: Tensor,
+    seq_lens: Tensor,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    num_computed_tokens: Tensor,
+    max_num_reqs: int,
+    **_: Any,
+) -> None:
+    """Write each token's position and each request's length; lengths behind the batch become 0."""
+    requests = len(idx_mapping)
+    computed = num_computed_tokens[idx_mapping.to(torch.int64)]
+    new = query_start_loc[1 : requests + 1] - query_start_loc[:requests]
+    seq_lens[:requests] = (computed + new).to(seq_lens.dtype)
+    seq_lens[requests:max_num_reqs] = 0
+    rows = rows_of(query_start_loc, requests, len(positions))
+    found = (computed[rows.request] + rows.offset).to(positions.dtype)
+    positions.copy_(torch.where(rows.inside, found, positions))
+
+
+def combine_sampled_and_draft_tokens(
+    input_ids: Tensor,
+    idx_mapping: Tensor,
+    last_sampled_tokens: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    prefill_len: Tensor,
+    draft_tokens: Tensor,
+    draft_tokens_stride: int,
+    cu_num_logits: Tensor,
+    logits_indices: Tensor,
+    *,
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+    **_: Any,
+) -> None:
+    """Write the indices of the logits, and the tokens that were sampled or drafted last to ``input_ids``."""
+    requests = len(idx_mapping)
+    rows = rows_of(cu_num_logits, requests, len(logits_indices))
+    logits = (cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]).to(torch.int64)
+    start = query_start_loc[1 : requests + 1].to(torch.int64) - logits
+    logits_indices.copy_((start[rows.request] + rows.offset).to(logits_indices.dtype))
+    state = idx_mapping.to(torch.int64)
+    length, prompt = seq_lens[:requests].to(torch.int64), prefill_len[state].to(torch.int64)
+    drafted = rows.offset - NUM_NEW_SAMPLED_TOKENS
+    of_request = state[rows.request]
+    tokens = flat(last_sampled_tokens)[of_request].to(torch.int64)
+    if draft_tokens.shape[1]:
+        draft = draft_tokens[of_request, drafted.clamp(0, draft_tokens.shape[1] - 1)].to(torch.int64)
+        tokens = torch.where(drafted >= 0, draft, tokens)
+    written = (length > prompt)[rows.request] & ((drafted >= 0) | (length - logits >= prompt)[rows.request])
+    written &= rows.inside
+    input_ids[logits_indices[written]] = tokens[written].to(input_ids.dtype)
+
+
+def get_num_sampled_and_rejected(
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    seq_lens: Tensor,
+    cu_num_logits: Tensor,
+    idx_mapping: Tensor,
+    prefill_len: Tensor,
+    **_: Any,
+) -> None:
+    """Set ``num_sampled`` to 0 where a prompt is not read to its end, and count the logits that gave no token."""
+    requests = len(idx_mapping)
+    reading = seq_lens[:requests] < prefill_len[idx_mapping.to(torch.int64)]
+    logits = cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]
+    num_sampled[:requests] = num_sampled[:requests].masked_fill(reading, 0)
+    num_rejected[:requests] = (logits - num_sampled[:requests]).masked_fill(reading, 0).to(num_rejected.dtype)
+
+
+def post_update(
+    idx_mapping: Tensor,
+    num_computed_tokens: Tensor,
+    last_sampled_tokens: Tensor,
+    output_bin_counts: Tensor | None,
+    output_bin_counts_stride: int,
+    sampled_tokens: Tensor,
+    sampled_tokens_stride: int,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    query_start_loc: Tensor | None,
+    all_token_ids: Tensor,
+    all_token_ids_stride: int,
+    total_len: Tensor,
+    draft_tokens: Tensor | None = None,
+    draft_tokens_out: Tensor | None = None,
+    num_draft_tokens: int = 0,
+    **_: Any,
+) -> None:
+    """Take a step's tokens over into the requests' states."""
+    requests = len(idx_mapping)
+    mine = idx_mapping >= 0
+    state, count = idx_mapping[mine].to(torch.int64), num_sampled[:requests][mine].to(torch.int64)
+    if draft_tokens is not None:
+        assert draft_tokens_out is not None
+        draft_tokens_out[state] = draft_tokens[:requests][mine].to(draft_tokens_out.dtype)
+    tokens = sampled_tokens[:requests][mine].to(torch.int64)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    new = place < count[:, None]
+    row = state[:, None].expand_as(tokens)
+    total = total_len[state].to(torch.int64)
+    all_token_ids[row[new], (total[:, None] + place)[new]] = tokens[new].to(all_token_ids.dtype)
+    if output_bin_counts is not None:
+        ones = torch.ones_like(tokens[new], dtype=output_bin_counts.dtype)
+        output_bin_counts.index_put_((row[new], tokens[new]), ones, accumulate=True)
+    some = count > 0
+    last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+    flat(last_sampled_tokens)[state[some]] = last[some].to(last_sampled_tokens.dtype)
+    total_len[state] = (total + count).to(total_len.dtype)
+    computed = -num_rejected[:requests][mine].to(torch.int64)
+    if query_start_loc is not None:
+        computed += (query_start_loc[1 : requests + 1] - query_start_loc[:requests])[mine]
+    num_computed_tokens[state] += computed.to(num_computed_tokens.dtype)
+
+
+def post_update_num_computed_tokens(
+    idx_mapping: Tensor, num_computed_tokens: Tensor, query_start_loc: Tensor, **_: Any
+) -> None:
+    """Count a step's tokens as computed."""
+    requests, mine = len(idx_mapping), idx_mapping >= 0
+    new = (query_start_loc[1 : requests + 1] - query_start_loc[:requests])[mine]
+    num_computed_tokens[idx_mapping[mine].to(torch.int64)] += new.to(num_computed_tokens.dtype)
+
+
+def expand_idx_mapping(
+    idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, cu_num_logits: Tensor, **_: Any
+) -> None:
+    """For each row of logits, its request's state and its place among that request's rows."""
+    rows = rows_of(cu_num_logits, len(idx_mapping), len(expanded_idx_mapping))
+    state, offset = idx_mapping[rows.request], rows.offset.to(expanded_local_pos.dtype)
+    expanded_idx_mapping.copy_(torch.where(rows.inside, state, expanded_idx_mapping))
+    expanded_local_pos.copy_(torch.where(rows.inside, offset, expanded_local_pos))

@@ -1,0 +1,42 @@
+"""Ragged rows: which request a token of a flat batch belongs to, without asking the device how many there are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """A flat batch, token by token.
+
+    Args:
+        request: int64, the request of each token; the last one's number for tokens behind the end.
+        offset: int64, the token's place among those of its request.
+        inside: bool, whether the token lies before the end.
+    """
+
+    request: Tensor
+    offset: Tensor
+    inside: Tensor
+
+
+def rows_of(start_loc: Tensor, requests: int, tokens: int) -> Rows:
+    """The requests of ``tokens`` flat tokens.
+
+    Args:
+        start_loc: int, ``[>= requests + 1]``: the first token of each request, then the end.
+        requests: how many there are, at least one.
+        tokens: length of the flat batch, which may be longer than what the requests have.
+    """
+    starts = start_loc[: requests + 1].to(torch.int64)
+    token = torch.arange(tokens, device=start_loc.device)
+    found = torch.bucketize(token, starts[1:], right=True)
+    request = found.clamp(max=requests - 1)
+    return Rows(request, token - starts[request], found < requests)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one dimension; writes to it are writes to the tensor."""
+    return tensor.view(-1)

@@ -1,0 +1,127 @@
+"""PyTorch form of the kernel that chooses tokens: the largest logit under Gumbel noise, of hashes of seed and position.
+
+The noise is a function of seed, position and token alone (MurmurHash3's 32-bit mix, by Austin Appleby), so a request
+draws the same tokens in whatever batch, and by the Triton kernel and this form alike but for the last bits of a
+logarithm.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+DRAFT_SALT = 1 << 30
+"""Added to a draft's position, so that a draft and its verification draw different noise."""
+SECOND_DOMAIN = 0x9E3779B9
+LEAST = 5.960464477539063e-08
+"""The least argument of a logarithm: half of float32's epsilon."""
+
+
+def gumbel_sample(
+    local_argmax: Tensor,
+    local_argmax_stride: int,
+    local_max: Tensor,
+    local_max_stride: int,
+    logits_cache: Tensor | None,
+    logits_cache_stride_0: int,
+    logits_cache_stride_1: int,
+    logits_cache_col: Tensor | None,
+    logits_cache_source: Tensor | None,
+    logits_cache_source_stride: int,
+    logits: Tensor,
+    logits_stride: int,
+    idx_mapping: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperatures: Tensor,
+    size: int,
+    *,
+    BLOCK_SIZE: int,
+    IS_DRAFTING: bool,
+    APPLY_TEMPERATURE: bool,
+    USE_FP64: bool,
+    **_: Any,
+) -> None:
+    """For each row and block of the vocabulary, the token with the largest noised logit, and that logit.
+
+    Raises:
+        NotImplementedError: a draft's logits are to be kept, which only speculation with a draft model asks.
+    """
+    if logits_cache is not None:
+        raise NotImplementedError("vllm_fl does not speculate with a draft model in this runner")
+    state = idx_mapping.to(torch.int64)
+    real, state = state >= 0, state.clamp(min=0)
+    heat = torch.where(real, temperatures[state].float(), 0.0)
+    values = logits[:, :size].to(torch.float64 if USE_FP64 else torch.float32)
+    if APPLY_TEMPERATURE:
+        values = (logits[:, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
+    drawn = (heat != 0).nonzero()[:, 0]
+    if len(drawn):
+        place = positions[drawn].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
+        noise = gumbel_noise(torch.where(real, seeds[state], 0)[drawn].to(torch.int64), place, size, USE_FP64)
+        values = values.index_add(0, drawn, noise)
+    blocks = local_max.shape[1]
+    padded = values.new_full((len(values), blocks * BLOCK_SIZE), float("-inf"))
+    padded[:, :size] = values
+    by_block = padded.view(len(values), blocks, BLOCK_SIZE)
+    best = by_block.argmax(-1)
+    local_argmax.copy_(best + torch.arange(blocks, device=best.device) * BLOCK_SIZE)
+    local_max.copy_(by_block.gather(-1, best[..., None])[..., 0])
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, size: int, float64: bool) -> Tensor:
+    """Gumbel noise of each token ``[rows, size]``, from int64 ``seeds`` and ``positions`` of the rows."""
+    low = _hash(seeds, positions, size, 0)
+    if float64:
+        random53 = ((_hash(seeds, positions, size, SECOND_DOMAIN) << 21) | (low >> 11)) & ((1 << 53) - 1)
+        uniform = (random53.double() + 0.5) * 2.0**-53
+        uniform = torch.where(uniform == 1.0, uniform - 2.0**-53, uniform)
+        return -torch.log(-torch.log(uniform))
+    uniform = (low >> 16).float() * 2.0**-16 + ((low & 0xFFFF).float() + 0.5) * 2.0**-32
+    return -torch.log(-_log1p_of_negative(uniform))
+
+
+def _log1p_of_negative(value: Tensor) -> Tensor:
+    """``log(1 - value)`` in ``[0, 1)``: a series of degree 8 below 1/4, as in the kernel."""
+    polynomial = torch.full_like(value, 1 / 8)
+    for degree in range(7, 0, -1):
+        polynomial = 1 / degree + value * polynomial
+    direct = torch.log((1.0 - value).clamp(min=LEAST))
+    return torch.where(value < 0.25, -value * polynomial, direct)
+
+
+def _hash(seeds: Tensor, positions: Tensor, size: int, domain: int) -> Tensor:
+    """The 32-bit hash of seed, position and token, int64 ``[rows, size]``."""
+    state = torch.full_like(seeds, domain)
+    for key in (seeds & WORD, (seeds >> 32) & WORD, positions & WORD):
+        state = _mixed(state, _key(key))
+    mixed = _mixed(state[:, None], _token_keys(size, str(seeds.device)))
+    mixed ^= 16
+    mixed ^= mixed >> 16
+    mixed = (mixed * 0x85EBCA6B) & WORD
+    mixed ^= mixed >> 13
+    mixed = (mixed * 0xC2B2AE35) & WORD
+    return mixed ^ (mixed >> 16)
+
+
+def _mixed(state: Tensor, key: Tensor) -> Tensor:
+    return (_rotated(state ^ key, 13) * 5 + 0xE6546B64) & WORD
+
+
+def _key(key: Tensor) -> Tensor:
+    return (_rotated((key * 0xCC9E2D51) & WORD, 15) * 0x1B873593) & WORD
+
+
+def _rotated(value: Tensor, by: int) -> Tensor:
+    """32-bit words, as int64 without a sign, rotated to the left."""
+    return ((value << by) & WORD) | (value >> (32 - by))
+
+
+@cache
+def _token_keys(size: int, device: str) -> Tensor:
+    """The part of the hash that depends on the token alone, int64 ``[size]``."""
+    return _key(torch.arange(size, device=device))

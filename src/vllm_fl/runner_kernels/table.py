@@ -1,0 +1,63 @@
+"""Which form stands for which kernel, and how vLLM is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import batch, logits, logprobs, rotary, sampling, tables
+
+RUNNER = "vllm.v1.worker.gpu"
+FORMS: Mapping[str, Callable[..., None]] = {
+    "buffer_utils._apply_write_kernel": tables.apply_write,
+    "block_table._gather_block_tables_kernel": tables.gather_block_tables,
+    "block_table._compute_slot_mappings_kernel": tables.compute_slot_mappings,
+    "input_batch._prepare_prefill_inputs_kernel": batch.prepare_prefill_inputs,
+    "input_batch._prepare_pos_seq_lens_kernel": batch.prepare_pos_seq_lens,
+    "input_batch._combine_sampled_and_draft_tokens_kernel": batch.combine_sampled_and_draft_tokens,
+    "input_batch._get_num_sampled_and_rejected_kernel": batch.get_num_sampled_and_rejected,
+    "input_batch._post_update_kernel": batch.post_update,
+    "input_batch._post_update_num_computed_tokens_kernel": batch.post_update_num_computed_tokens,
+    "input_batch._expand_idx_mapping_kernel": batch.expand_idx_mapping,
+    "mm.rope._prepare_rope_positions_kernel": rotary.prepare_rope_positions,
+    "metrics.logits._num_nans_kernel": logits.num_nans,
+    "sample.bad_words._bad_words_kernel": logits.bad_words,
+    "sample.gumbel._temperature_kernel": logits.temperature,
+    "sample.gumbel._gumbel_sample_kernel": sampling.gumbel_sample,
+    "sample.logit_bias._bias_kernel": logits.bias,
+    "sample.logprob._topk_log_softmax_kernel": logprobs.topk_log_softmax,
+    "sample.logprob._ranks_kernel": logprobs.ranks,
+    "sample.logprob._fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
+    "sample.min_p._min_p_kernel": logits.min_p,
+    "sample.output._compact_sampling_mask_kernel": logprobs.compact_sampling_mask,
+    "sample.penalties._penalties_kernel": logits.penalties,
+    "sample.penalties._bincount_kernel": logits.bincount,
+    "sample.prompt_logprob._prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
+    "structured_outputs._apply_grammar_bitmask_kernel": logits.apply_grammar_bitmask,
+}
+"""Kernel, below :data:`RUNNER` → its form."""
+
+
+def by_module() -> dict[str, tuple[str, ...]]:
+    """Module, below :data:`RUNNER` → the kernels of it that have forms."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in FORMS:
+        module, _, kernel = name.rpartition(".")
+        found[module] = (*found.get(module, ()), kernel)
+    return found
+
+
+def register() -> None:
+    """Have vLLM launch the forms in place of the kernels, in this process. Idempotent."""
+    from vllm.triton_utils import triton
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    if getattr(BlockTables, "fl_remembers", False):
+        return
+    if not hasattr(triton, "next_power_of_2"):  # what stands for Triton where it has no driver lacks it
+        triton.next_power_of_2 = lambda number: 1 << (number - 1).bit_length()
+    changed: Any = BlockTables
+    changed._make_ptr_tensor = tables.remember(BlockTables._make_ptr_tensor)
+    changed.fl_remembers = True
+    register_kernels({f"{RUNNER}.{name}": form for name, form in FORMS.items()})

@@ -1,0 +1,126 @@
+"""PyTorch forms of the kernels that keep vLLM's block tables.
+
+A kernel gets tables by their addresses; a form gets the tensors themselves, which are remembered where vLLM writes the
+addresses down (:func:`remember`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rows import flat, rows_of
+
+TENSORS = "fl_tensors"
+"""Attribute of a tensor of addresses: the tensors that have them."""
+
+
+def remember(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap the method that writes addresses of tensors into a tensor, so that the result knows them."""
+
+    def made(self: Any, tensors: Iterable[Tensor]) -> Tensor:
+        kept = tuple(tensors)
+        addresses = make(self, kept)
+        setattr(addresses, TENSORS, kept)
+        return addresses
+
+    return made
+
+
+def apply_write(
+    output: Tensor,
+    output_stride: Any,
+    indices: Tensor,
+    starts: Tensor,
+    contents: Tensor,
+    cu_lens: Tensor,
+    group_ids: Tensor | None,
+    *,
+    MULTI_GROUP: bool = False,
+    **_: Any,
+) -> None:
+    """Write runs of ``contents`` into rows of one tensor, or of several by group."""
+    which = torch.bucketize(torch.arange(len(contents), device=contents.device), cu_lens.to(torch.int64), right=True)
+    first = torch.cat((cu_lens.new_zeros(1), cu_lens[:-1])).to(torch.int64)
+    column = starts[which].to(torch.int64) + torch.arange(len(contents), device=contents.device) - first[which]
+    row = indices[which].to(torch.int64)
+    if not MULTI_GROUP:
+        flat(output)[row * int(output_stride) + column] = contents.to(output.dtype)
+        return
+    assert group_ids is not None
+    for group, table in enumerate(getattr(output, TENSORS)):
+        mine = group_ids[which] == group
+        flat(table)[row[mine] * table.stride(0) + column[mine]] = contents[mine].to(table.dtype)
+
+
+def gather_block_tables(
+    idx_mapping: Tensor,
+    source_addresses: Tensor,
+    target_addresses: Tensor,
+    strides: Tensor,
+    num_blocks: Tensor,
+    num_blocks_stride: int,
+    num_reqs: int,
+    num_computed_tokens: Tensor | None = None,
+    sliding_window_reach: Tensor | None = None,
+    block_sizes: Tensor | None = None,
+    *,
+    MASK_SLIDING_WINDOW: bool = False,
+    **_: Any,
+) -> None:
+    """Copy the rows of a batch's requests into the tables of the forward pass, and clear the rows behind them."""
+    request = idx_mapping[:num_reqs].to(torch.int64)
+    pairs = zip(getattr(source_addresses, TENSORS), getattr(target_addresses, TENSORS), strict=True)
+    for group, (source, target) in enumerate(pairs):
+        column = torch.arange(source.shape[1], device=source.device)
+        blocks = source[request]
+        if MASK_SLIDING_WINDOW:
+            assert num_computed_tokens is not None
+            assert sliding_window_reach is not None
+            assert block_sizes is not None
+            reach = sliding_window_reach[group]
+            unread = (num_computed_tokens[request] - reach).clamp(min=0) // block_sizes[group]
+            blocks = blocks.masked_fill(column < torch.where(reach > 0, unread, 0)[:, None], 0)
+        filled = column < num_blocks[group][request][:, None]
+        target[:num_reqs] = torch.where(filled, blocks, target[:num_reqs])
+        target[num_reqs:] = 0
+
+
+def compute_slot_mappings(
+    max_num_tokens: int,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    addresses: Tensor,
+    strides: Tensor,
+    block_sizes: Tensor,
+    enabled: Tensor,
+    dcp_sharded: Tensor,
+    slot_mappings: Tensor,
+    slot_mappings_stride: int,
+    cp_rank: int,
+    *,
+    CP_SIZE: int,
+    PAD_ID: int,
+    **_: Any,
+) -> None:
+    """The slot of each token's key and value, by group; ``PAD_ID`` where there is none.
+
+    Raises:
+        NotImplementedError: context parallelism, which the plugin refuses at start.
+    """
+    if CP_SIZE != 1:
+        raise NotImplementedError("vllm_fl has no slots for context parallelism")
+    tokens = min(len(positions), max_num_tokens)
+    rows = rows_of(query_start_loc, len(idx_mapping), tokens)
+    state = idx_mapping[rows.request].to(torch.int64)
+    real, state = rows.inside & (state >= 0), state.clamp(min=0)
+    for group, table in enumerate(getattr(addresses, TENSORS)):
+        size, position = block_sizes[group].to(torch.int64), positions[:tokens].to(torch.int64)
+        block = torch.where(enabled[group], position // size, 0).clamp(0, table.shape[1] - 1)
+        slot = table[state, block].to(torch.int64) * size + position % size
+        slot_mappings[group, :tokens] = torch.where(real & enabled[group], slot, PAD_ID)
+        slot_mappings[group, tokens:max_num_tokens] = PAD_ID

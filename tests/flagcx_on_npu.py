@@ -1,0 +1,59 @@
+"""Two ranks of a host on two emulated NPUs over the stand-in for FlagCX: the environment, and what must hold.
+
+The same three rules hold under both hosts; the commit draws the host whose engine starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from half_on_npu import clear_tokens
+from running import MAX_TOKENS, PROMPTS
+from sampling import drawn
+
+STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+DRAWN = drawn(("vLLM", "SGLang"), 1, "the host of FlagCX on the NPU")
+
+
+def only_if_drawn(host: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(host not in DRAWN, reason=f"the commit drew {DRAWN[0]}; FL_SAMPLE=all runs both")
+
+
+def steps(fault: Path, **more: Any) -> list[dict[str, Any]]:
+    """A right pass, and one while a file exists, with which sums lack the second rank's part."""
+    return [STEP, {**STEP, **more, "while": str(fault)}]
+
+
+def variables(standin: Callable[..., Path], fault: Path) -> dict[str, str]:
+    return {"FLAGCX_PATH": str(standin("ASCEND")), "FLAGCX_STANDIN_WRONG": str(fault), "EMU_NPUS": "2"}
+
+
+def check_tokens(model: Path, result: Mapping[str, Any]) -> None:
+    """The right pass has Hugging Face's tokens, as far as half precision decides them."""
+    clear = clear_tokens(model, PROMPTS, MAX_TOKENS, "float16")
+    assert sum(map(len, clear)) >= 24
+    found = result["steps"][0]["tokens"]
+    assert [tokens[: len(decided)] for tokens, decided in zip(found, clear, strict=True)] == clear
+
+
+def check_ranks(result: Mapping[str, Any]) -> None:
+    """Both ranks went through FlagCX, equally often, and every operator was the vendor's."""
+    first, second = result["reports"]
+    assert len({first["pid"], second["pid"], result["pid"]}) == 3
+    assert first["communication"]["tp:0"] == second["communication"]["tp:0"]
+    assert first["communication"]["tp:0"]["all_reduce"] > 0
+    assert "communication runs through FlagCX, version code 12345" in result["log"]
+    for report in (first, second):
+        assert {key.split(" ")[1] for key in report["counts"]} == {"vendor.ascend"}
+        assert (report["native_layers"], report["failed"]) == ({}, {})
+
+
+def check_fault(result: Mapping[str, Any]) -> None:
+    """Wrong sums change the tokens; nothing was read from a cache."""
+    right, wrong = result["steps"]
+    assert wrong["cached"] == [0] * len(PROMPTS)
+    assert wrong["tokens"] != right["tokens"]

@@ -1,0 +1,58 @@
+"""SGLang's engines on the emulated NPU, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from processes import finish
+
+HERE = Path(__file__).parent
+MEMORY = 16 << 30
+"""Bytes of an emulated device: SGLang leaves some gigabytes free."""
+
+
+def run(
+    model: Path,
+    steps: Sequence[Mapping[str, Any]],
+    engine: Mapping[str, Any] | None = None,
+    path: Sequence[Path] = (),
+    cold: bool = False,
+    **variables: str,
+) -> dict[str, Any]:
+    """The result of ``run_npu_sglang``. No argument of the engine is about graphs: none is needed.
+
+    Args:
+        model: the checkpoint.
+        steps: see ``run_npu_sglang``.
+        engine: further arguments of ``sglang.Engine``.
+        path: of modules beside this folder's plugins.
+        cold: see ``processes``; more than one device needs it, because a warm process has counted one already.
+        variables: of the environment; nothing else of ours is set.
+    """
+    prefixes = ("VLLM_", "SGLANG_", "FLAG", "USE_FLAG", "EMU_")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(prefixes)},
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(HERE / "plugins"), *map(str, path), os.environ.get("PYTHONPATH")))
+        ),
+        "EMU_NPU_BYTES": str(MEMORY),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **variables,
+    }
+    arguments = {
+        "model_path": str(model),
+        "context_length": 512,
+        "max_total_tokens": 4096,
+        "max_running_requests": 4,
+        "chunked_prefill_size": 128,
+        "mem_fraction_static": 0.8,
+        "grammar_backend": "none",
+        "log_level": "info",
+        **(engine or {}),
+    }
+    return finish(HERE / "run_npu_sglang.py", {"engine": arguments, "steps": list(steps)}, environment, cold)

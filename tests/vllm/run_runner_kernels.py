@@ -1,0 +1,333 @@
+"""Run the V2 runner's kernels in Triton's interpreter and in our forms, on the same inputs: python FILE REQUEST ANSWER.
+
+vLLM's own functions launch both, so that a form is called as the installed version calls it. A process of its own,
+because vLLM must believe in Triton when it defines the kernels, and because the forms replace them in the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton
+import triton.language as tl
+import vllm.triton_utils
+from torch import Tensor
+
+vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
+
+from vllm_fl.compat import model_runner
+from vllm_fl.runner_kernels import table
+
+model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
+
+from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
+from vllm.v1.worker.gpu.mm import rope
+from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, output, penalties, prompt_logprob
+
+CPU = torch.device("cpu")
+SLOTS, VOCABULARY, LONGEST = 6, 1100, 64
+"""States of requests, tokens of the vocabulary (two blocks of most kernels), and the longest sequence."""
+Case = Callable[["Draw"], Sequence[Any]]
+
+
+class Draw:
+    """Random inputs, the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Integers from ``low`` up to and with ``high``."""
+        return torch.randint(low, high + 1, shape, generator=self.generator).to(dtype)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Normal numbers."""
+        return torch.randn(*shape, generator=self.generator)
+
+    def states(self, count: int) -> Tensor:
+        """Different states of requests."""
+        return torch.randperm(SLOTS, generator=self.generator)[:count].to(torch.int32)
+
+    def starts(self, lengths: Tensor) -> Tensor:
+        """The first token of each request, then the end."""
+        return torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).to(torch.int32)))
+
+    def logits(self, rows: int) -> Tensor:
+        """Logits, of which some are ruled out, in rows that lie apart."""
+        values = self.normal(rows, VOCABULARY + 5)[:, :VOCABULARY]
+        values[self.integers(0, 9, rows, VOCABULARY) == 0] = float("-inf")
+        return values
+
+
+def batch(draw: Draw, count: int = 4) -> SimpleNamespace:
+    """A batch of requests: some read their prompts, some are at the end of them, one generates."""
+    lengths = draw.integers(1, 9, count)
+    found = SimpleNamespace(idx=draw.states(count), lengths=lengths, starts=draw.starts(lengths))
+    found.all_tokens = draw.integers(0, VOCABULARY - 1, SLOTS, LONGEST)
+    found.prefill = draw.integers(1, 30, SLOTS)
+    found.computed = draw.integers(0, 30, SLOTS)
+    found.seq_lens = found.computed[found.idx.long()] + lengths
+    return found
+
+
+def staged_writes(draw: Draw) -> Sequence[Any]:
+    table = buffer_utils.StagedWriteTensor((SLOTS, LONGEST), torch.int32, CPU)
+    table.stage_write(2, 3, list(range(20)))
+    table.stage_write(4, 0, [7])
+    numbers = buffer_utils.StagedWriteTensor(SLOTS, torch.int32, CPU)
+    numbers.stage_write_elem(5, 9)
+    for one in (table, numbers):
+        one.apply_write()
+    return table.gpu, numbers.gpu
+
+
+def tables(draw: Draw) -> Sequence[Any]:
+    made = block_table.BlockTables([16, 32], SLOTS, 40, [12, 9], CPU)
+    for state in range(SLOTS):
+        blocks = tuple(draw.integers(1, 99, n).tolist() for n in (5 + state, 8 - state))
+        made.append_block_ids(state, blocks, overwrite=True)
+    made.apply_staged_writes()
+    for block_rows in made.input_block_tables:
+        block_rows.fill_(-3)
+    made.slot_mappings.fill_(-5)
+    idx, lengths = draw.states(3), draw.integers(1, 10, 3)
+    gathered = made.gather_block_tables(idx, 4)
+    positions = draw.integers(0, 47, int(lengths.sum()) + 2, dtype=torch.int64)
+    idx[1] = -1  # a request that pads the batch
+    slots = made.compute_slot_mappings(idx, draw.starts(lengths), positions, 38)
+    return [table.gpu for table in made.block_tables], [rows.clone() for rows in gathered], slots[:, :38]
+
+
+def prefill_inputs(draw: Draw) -> Sequence[Any]:
+    b = batch(draw)
+    ids, following = draw.integers(0, 9, 60), draw.integers(0, 9, 2, SLOTS)
+    input_batch.prepare_prefill_inputs(ids, following, b.idx, b.starts, b.all_tokens, b.prefill, b.computed)
+    return ids, following
+
+
+def positions_and_lengths(draw: Draw) -> Sequence[Any]:
+    b = batch(draw)
+    positions, lengths = draw.integers(0, 9, 60, dtype=torch.int64), draw.integers(0, 9, SLOTS)
+    input_batch.prepare_pos_seq_lens(b.idx, b.starts, b.computed, positions, lengths)
+    return positions, lengths
+
+
+def sampled_and_drafted(draw: Draw) -> Sequence[Any]:
+    found: list[Any] = []
+    for drafts, new in ((0, 1), (3, 1), (3, 0)):
+        b = batch(draw)
+        logits = torch.minimum(draw.integers(1, drafts + new, 4), b.lengths)
+        ids, last = draw.integers(0, 9, 60), draw.integers(0, 999, SLOTS, 1, dtype=torch.int64)
+        drafted = draw.integers(0, 999, SLOTS, drafts, dtype=torch.int64)
+        cu, count = draw.starts(logits), int(logits.sum())
+        indices = input_batch.combine_sampled_and_draft_tokens(
+            ids, b.idx, last, b.starts, b.seq_lens, b.prefill, drafted, cu, count, new
+        )
+        found += [ids, indices]
+    return found
+
+
+def sampled_and_rejected(draw: Draw) -> Sequence[Any]:
+    b, logits = batch(draw), draw.integers(1, 4, 4)
+    sampled = torch.minimum(draw.integers(0, 4, 4), logits)
+    return input_batch.get_num_sampled_and_rejected(sampled, b.seq_lens, draw.starts(logits), b.idx, b.prefill)
+
+
+def update(draw: Draw) -> Sequence[Any]:
+    found: list[Any] = []
+    for with_counts in (True, False):
+        b = batch(draw)
+        b.idx[2] = -1
+        last, total = draw.integers(0, 9, SLOTS, 1, dtype=torch.int64), draw.integers(5, 30, SLOTS)
+        counts = draw.integers(0, 2, SLOTS, VOCABULARY) if with_counts else None
+        tokens = draw.integers(0, 40, 4, 3, dtype=torch.int64)
+        sampled, rejected = draw.integers(0, 3, 4), draw.integers(0, 1, 4)
+        starts = b.starts if with_counts else None
+        input_batch.post_update(b.idx, b.computed, last, counts, tokens, sampled, rejected, starts, b.all_tokens, total)
+        found += [b.computed, last, counts, b.all_tokens, total]
+    return [one for one in found if one is not None]
+
+
+def computed(draw: Draw) -> Sequence[Any]:
+    b = batch(draw)
+    input_batch.post_update_num_computed_tokens(b.idx, b.computed, b.starts)
+    return (b.computed,)
+
+
+def expanded(draw: Draw) -> Sequence[Any]:
+    logits = draw.integers(1, 4, 4)
+    return input_batch.expand_idx_mapping(draw.states(4), int(logits.sum()), draw.starts(logits), 4)
+
+
+def rope_positions(draw: Draw) -> Sequence[Any]:
+    state = rope.RopeState(3, SLOTS, 60, LONGEST, CPU)
+    state.prefill_positions.gpu.copy_(draw.integers(0, 99, 3 * SLOTS, LONGEST))
+    state.prefill_delta.np[:] = draw.integers(-5, 5, SLOTS).numpy()
+    state.prefill_delta.copy_to_uva()
+    b = batch(draw)
+    state.prepare_positions(b.idx, b.starts, b.prefill, b.computed)
+    return (state.positions,)
+
+
+def rows(draw: Draw, count: int = 5) -> tuple[Tensor, Tensor]:
+    """Logits and the state of each row's request."""
+    return draw.logits(count), draw.integers(0, SLOTS - 1, count)
+
+
+def temperatures(draw: Draw) -> Sequence[Any]:
+    logits, idx = rows(draw)
+    gumbel.apply_temperature(logits, idx, torch.tensor([0.0, 1.0, 0.5, 1.7, 0.0, 2.0]))
+    return (logits,)
+
+
+def least_probability(draw: Draw) -> Sequence[Any]:
+    logits, idx = rows(draw)
+    min_p.apply_min_p(logits, idx, torch.tensor([0.0, 0.1, 0.5, 1.0, 0.0, 0.01]))
+    return (logits,)
+
+
+def biases(draw: Draw) -> Sequence[Any]:
+    found = []
+    for check in (False, True):
+        logits, idx = rows(draw, 6)
+        idx = torch.arange(SLOTS, dtype=torch.int32)
+        ids = torch.stack([torch.randperm(VOCABULARY, generator=draw.generator)[:8] for _ in range(SLOTS)]).int()
+        allowed, stop = ids[:, :4].contiguous(), ids[:, 2:6].contiguous()
+        logit_bias.apply_logit_bias(
+            logits, idx, draw.integers(0, 9, 6, dtype=torch.int64), torch.tensor([0, 4, 2, 0, 2, 4]).int(), allowed,
+            torch.tensor([3, 0, 8, 0, 1, 2]).int(), ids, draw.normal(SLOTS, 8), torch.full((SLOTS,), 6).int(),
+            torch.tensor([4, 4, 0, 1, 4, 4]).int(), torch.tensor([0, 1, 1, 0, 0, 1]).bool(), stop, check,
+        )  # fmt: skip
+        found.append(logits)
+    return found
+
+
+def penalized(draw: Draw) -> Sequence[Any]:
+    logits, _ = rows(draw, 6)
+    idx = torch.tensor([0, 1, 1, 1, 2, 3]).int()
+    places = torch.tensor([0, 0, 1, 2, 0, 0]).int()
+    mask = draw.integers(-(1 << 31), (1 << 31) - 1, SLOTS, -(-VOCABULARY // 32))
+    penalties.apply_penalties(
+        logits, idx, draw.integers(0, 9, 6), places, torch.tensor([1.0, 1.5, 1.0, 0.7, 1.0, 1.0]),
+        torch.tensor([0.0, 0.3, 0.0, -0.2, 0.0, 0.0]), torch.tensor([0.0, 0.0, 1.1, 0.5, 0.0, 0.0]), mask,
+        draw.integers(0, 2, SLOTS, VOCABULARY),
+    )  # fmt: skip
+    return (logits,)
+
+
+def counted(draw: Draw) -> Sequence[Any]:
+    mask, counts = torch.ones(SLOTS, -(-VOCABULARY // 32)).int(), torch.ones(SLOTS, VOCABULARY).int()
+    b = batch(draw)
+    b.all_tokens[:, ::7] = 31  # the sign of a word
+    prompt = (b.prefill - draw.integers(0, 5, SLOTS)).clamp(min=1)
+    penalties.bincount(b.idx, b.all_tokens, prompt, b.prefill, mask, counts, LONGEST)
+    return mask, counts
+
+
+def words(draw: Draw) -> Sequence[Any]:
+    logits, idx = draw.logits(6), torch.tensor([0, 1, 1, 1, 2, 3]).int()
+    tokens = draw.integers(0, 1, SLOTS, 12)
+    offsets = torch.tensor([0, 1, 3, 6, 12]).int().expand(SLOTS, 5).contiguous()
+    history, places = draw.integers(0, 1, SLOTS, LONGEST), torch.tensor([0, 0, 1, 2, 0, 0]).int()
+    prompt = torch.full((SLOTS,), 4).int()
+    bad_words.apply_bad_words(
+        logits, idx, tokens, offsets, torch.tensor([4, 4, 0, 2, 0, 0]).int(), history, prompt,
+        prompt + draw.integers(0, 9, SLOTS), draw.integers(0, 1, 6), places, 4,
+    )  # fmt: skip
+    return (logits,)
+
+
+def chosen(draw: Draw) -> Sequence[Any]:
+    found = []
+    for apply, drafting, wide in (
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+    ):
+        logits, idx = rows(draw, 6)
+        idx[3] = -1
+        seeds = draw.integers(-(1 << 62), 1 << 62, SLOTS, dtype=torch.int64)
+        heat = torch.tensor([0.0, 1.0, 0.5, 1.7, 0.0, 2.0])
+        places = draw.integers(0, 1 << 40, 6, dtype=torch.int64)
+        found.append(gumbel.gumbel_sample(logits, idx, heat, seeds, places, apply, drafting, use_fp64=wide))
+    return found
+
+
+def likelihoods(draw: Draw) -> Sequence[Any]:
+    found: list[Any] = []
+    for topk, own in ((0, 0), (4, 0), (3, 5), (5, 2), (0, 4)):
+        logits = draw.logits(5)
+        sampled = (logits + draw.normal(5, VOCABULARY)).argmax(-1)  # never one that is ruled out
+        state = logprob.LogprobTokenIdsState(SLOTS, CPU)
+        state.token_ids.gpu[:, :9] = draw.integers(0, VOCABULARY - 1, SLOTS, 9)
+        state.num_token_ids.np[:] = [own, 0, own, 0, 1 if own else 0, 0]
+        state.num_token_ids.copy_to_uva()
+        idx = torch.tensor([0, 1, 2, 3, 4]).int()
+        got = logprob.compute_topk_scores(logits, topk, sampled, None, state, idx, own)
+        found += [got.logprob_token_ids, got.logprobs, got.selected_token_ranks]
+    return found
+
+
+def prompt_tokens(draw: Draw) -> Sequence[Any]:
+    b = batch(draw)
+    return (prompt_logprob.get_prompt_logprobs_token_ids(int(b.starts[-1]), b.starts, b.idx, b.computed, b.all_tokens),)
+
+
+def supports(draw: Draw) -> Sequence[Any]:
+    logits = draw.logits(5)
+    logits[:, 7:] = torch.where(draw.integers(0, 40, 5, VOCABULARY - 7) > 0, float("-inf"), logits[:, 7:])
+    got = output.SamplingMaskTensors.from_logits(
+        logits, torch.tensor([0, 2, 3, 5]).int(), torch.tensor([2, 0, 1]).int(), 16, 2
+    )
+    sampled = torch.tensor([True, True, False, False, True, False])
+    kept = torch.arange(got.token_ids.shape[1]) < got.counts.clamp(max=16)[:, None]
+    return got.token_ids.masked_fill(~kept, -1), got.packed_mask[sampled], got.counts
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
+        computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
+        chosen, likelihoods, prompt_tokens, supports,
+    )
+}  # fmt: skip
+
+
+def main(request: Path, answer: Path) -> None:
+    """Write what differs, and which forms ran."""
+    seeds = json.loads(request.read_text())["seeds"]
+    draws = [(name, seed) for name in CASES for seed in range(seeds)]
+    by_kernel = {draw: CASES[draw[0]](Draw(draw[1])) for draw in draws}
+    ran: set[str] = set()
+    table.FORMS = {name: _noting(name, form, ran) for name, form in table.FORMS.items()}
+    table.register()
+    differing: dict[str, str] = dict.fromkeys(CASES, "")
+    for draw in draws:
+        try:
+            torch.testing.assert_close(CASES[draw[0]](Draw(draw[1])), by_kernel[draw], rtol=2e-6, atol=2e-6)
+        except AssertionError as error:
+            differing[draw[0]] = f"seed {draw[1]}: {error}"
+    answer.write_text(json.dumps({"differing": differing, "ran": sorted(ran), "forms": sorted(table.FORMS)}))
+
+
+def _noting(name: str, form: Callable[..., None], ran: set[str]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        ran.add(name)
+        form(*args, **kwargs)
+
+    return run
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,63 @@
+"""vLLM's V2 model runner on a device without Triton: its kernels in PyTorch forms, Hugging Face's tokens.
+
+``test_features`` runs on either runner: sampling, structured output, the prefix cache, requests that join and leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import STEP, python, start
+
+from sampling import drawn
+
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
+    "sliding windows": ("gemma3", {}, {}),
+    "experts": ("qwen3_moe", {}, {}),
+    "latent attention": ("deepseek_v3", {}, {}),
+    "chunks of prompts": ("llama", {"max_num_batched_tokens": 16, "max_num_seqs": 4}, {}),
+    "two ranks": ("qwen3", {"tensor_parallel_size": 2}, {}),
+    "two stages": ("qwen3", {"pipeline_parallel_size": 2}, {}),
+    "compiled": ("qwen3", {"enforce_eager": False}, {}),
+}
+"""Name → checkpoint, arguments of ``LLM``, variables."""
+DRAWN = drawn(tuple(RUNS), 2, "V2 runner")
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoint: Callable[[str], Path]) -> dict[str, Future[dict[str, Any]]]:
+    jobs = {}
+    for name in DRAWN:
+        family, engine, variables = RUNS[name]
+        jobs[name] = start(checkpoint(family), STEP, STEP, engine=dict(engine), variables={**V2, **variables})
+    return jobs
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_tokens_equal_hugging_face_twice(
+    name: str, runs: dict[str, Future[dict[str, Any]]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = runs[name].result()
+    whole = expected(RUNS[name][0])
+    assert [step["tokens"] for step in result["steps"]] == [whole, whole]
+    assert result["report"]["model_runner"] == "V2"
+    assert result["report"]["failed"] == {}
+
+
+SPECULATES = """
+from vllm import LLM
+LLM(model={model!r}, speculative_config={{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}})
+"""
+
+
+def test_a_feature_without_forms_is_refused_where_the_user_asks_for_the_runner(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    ended = python("-c", SPECULATES.format(model=str(checkpoint("qwen3"))), **V2)
+    assert ended.returncode != 0
+    assert "Model Runner V2 does not yet support: speculative decoding without Triton" in ended.log
