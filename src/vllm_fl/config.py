@@ -230,7 +230,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
 
 def _adapt_graphs(vllm_config: VllmConfig) -> None:
     """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it."""
-    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config import CUDAGraphMode
 
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
