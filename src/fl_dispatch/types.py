@@ -57,7 +57,8 @@ class OpImpl:
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
         properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``, ``{"graphs": False}`` where no
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
-            ``{"deterministic": False}``.
+            ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
+            with the code around it.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.

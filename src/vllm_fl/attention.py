@@ -215,6 +215,10 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
         return [MultipleOf(kv_layout.block_multiple())]
 
     @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return int(super().get_preferred_block_size(kv_layout.usual_block(default_block_size)))
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 

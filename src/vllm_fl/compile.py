@@ -11,22 +11,35 @@ import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
+from fl_dispatch.hosting.first_choices import left_to_inductor
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.settings import get_settings
+from fl_dispatch.settings.origins import Origin
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig
 
 logger = get_logger(__name__)
 
 PASS_MANAGER = "vllm_fl.passes.PassManagerFL"
 DEFAULT_BACKEND, WITHOUT_INDUCTOR = "inductor", "eager"
+CPP_OPTIONS = {
+    "dce": True,
+    "size_asserts": False,
+    "nan_asserts": False,
+    "epilogue_fusion": True,
+    "cpp.dynamic_threads": True,
+}
+"""Inductor's options for C++, those of vLLM's own CPU platform: the number of threads is the process's, at run time."""
 MANIFEST_KEY = "fl_dispatch_manifest"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
@@ -46,6 +59,22 @@ def model_backend(device: DeviceSpec) -> str:
 def helper_backend(device: DeviceSpec) -> str:
     """The backend for vLLM's small helper functions, which then need no C++ compiler at run time."""
     return DEFAULT_BACKEND if device.inductor == TRITON else WITHOUT_INDUCTOR
+
+
+def default_mode(vllm_config: VllmConfig, device: DeviceSpec) -> CompilationMode:
+    """The mode where the user chose none, on a device for which Inductor writes no kernels of Triton's.
+
+    It is that of vLLM's own CPU platform, one graph for the whole model, where Inductor can build C++ and nothing is
+    asked for that compiled models lack; else none.
+    """
+    from vllm.config import CompilationMode
+
+    if device.inductor != CPP or vllm_config.lora_config is not None or get_settings().flagcx_path is not None:
+        return CompilationMode.NONE
+    if missing := _missing_for_inductor():
+        logger.info("the model runs eagerly, because compilation needs %s on %s", missing, device.name)
+        return CompilationMode.NONE
+    return CompilationMode.DYNAMO_TRACE_ONCE
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------
@@ -101,9 +130,30 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
             compilation.compile_sizes,
         )
     compilation.compile_sizes = sizes  # vLLM leaves None where graphs are not captured, and then finds no graph
+    if device.inductor == CPP:
+        compilation.inductor_compile_config = {**CPP_OPTIONS, **compilation.inductor_compile_config}
     if device.inductor == CPP and compilation.inductor_compile_config.get("combo_kernels"):
         logger.info("CompilationConfig.inductor_compile_config: combo_kernels is off, because they are for GPUs")
         compilation.inductor_compile_config["combo_kernels"] = False
+
+
+def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
+    """Have the reference run, fused by Inductor, where the kernels that come first are slower than that.
+
+    Orders of the user's stay: rules for an operator, and a preference.
+    """
+    compilation, policy = vllm_config.compilation_config, get_policy()
+    inductor = is_compiled(vllm_config) and compilation.backend == DEFAULT_BACKEND and device.inductor == CPP
+    if not inductor or not policy.origin("prefer").shipped:
+        return
+    ruled = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned)}
+    operators = [op for op in left_to_inductor(OPERATORS) if op not in ruled]
+    orders = dict.fromkeys(operators, ("reference", "vendor", "flagos"))
+    origins = {f"per_op_order.{op}": Origin("compilation, because Inductor fuses the reference") for op in operators}
+    per_op_order, origins = (*policy.per_op_order, *orders.items()), {**policy.origins, **origins}
+    set_global_policy(replace(policy, per_op_order=per_op_order, origins=origins))
+    if operators:
+        logger.info("%s: the reference runs, because Inductor fuses it", ", ".join(operators))
 
 
 # -- start ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, startup
+from . import compile, cores, startup
 from .compat import attention_class, models
 from .host import HOST
 
@@ -185,10 +185,10 @@ def attention_refusals(path: str, config: AttentionSelectorConfig, capability: D
 
 
 def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
-    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), and models run eagerly.
+    """Defaults where the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
-    They are compiled only where Inductor writes kernels of Triton's, and graphs are captured only where somebody
-    verified the device. Who asks for piecewise graphs gets the pieces too, which compilation makes.
+    They run eagerly where Inductor cannot build code, and graphs are captured only where somebody verified the device.
+    Who asks for piecewise graphs gets the pieces too, which compilation makes.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -198,7 +198,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     if compilation.mode is None and device.inductor != TRITON:
         graphs = compilation.cudagraph_mode
         pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
-        compilation.mode = CompilationMode.VLLM_COMPILE if pieces else CompilationMode.NONE
+        compilation.mode = CompilationMode.VLLM_COMPILE if pieces else compile.default_mode(vllm_config, device)
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
@@ -260,6 +260,7 @@ def _keep_to_v1(vllm_config: VllmConfig) -> None:
 def _adapt_to_host(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """The device is the host itself: nothing is asynchronous there, and the workers share its cores."""
     _set(vllm_config.scheduler_config, "async_scheduling", False, f"{device.name} has no events to wait for")
+    cores.share_out(workers_here(vllm_config), os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // workers_here(vllm_config))
         logger.info("OMP_NUM_THREADS: %d, because vLLM would otherwise leave one thread to the model", threads)

@@ -52,9 +52,8 @@ _LEFT = {
         "_DecodeConcatQuantFP8",
         "DeepseekV4HeterogeneousSharedRoutedExperts",
     ),
-    "PyTorch's own lookup and product; there is no operator for the vocabulary": (
+    "PyTorch's own lookup; there is no operator for the vocabulary": (
         "VocabParallelEmbedding",
-        "ParallelLMHead",
         "LogitsProcessor",
         "_VocabParallelEmbeddingBase",
         "BartScaledWordEmbedding",

@@ -152,10 +152,17 @@ READ = (
     ),
     HostFact(
         f"{_LAYERS}.utils",
-        ("default_unquantized_gemm",),
+        ("default_unquantized_gemm", "dispatch_unquantized_gemm()"),
         "reads",
         "compat.layer_classes",
         "PyTorch's own linear, as vLLM calls it.",
+    ),
+    HostFact(
+        f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        ("apply(layer, x, bias=None)", "embedding(layer, input_)"),
+        "replaces",
+        "linear",
+        "The product that makes logits would be vLLM's; an embedding that shares its weight would be Inductor's.",
     ),
     HostFact(
         f"{_ROPE}.base:RotaryEmbedding",

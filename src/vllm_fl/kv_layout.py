@@ -28,7 +28,7 @@ HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
 A block is one piece in both; vLLM only has to name one.
 """
 
-_in_force, _multiple = DEFAULT, 1
+_in_force, _multiple, _block = DEFAULT, 1, 1
 
 
 def in_force() -> KVLayout:
@@ -39,6 +39,11 @@ def in_force() -> KVLayout:
 def block_multiple() -> int:
     """The number of which the slots of a block have to be a multiple."""
     return _multiple
+
+
+def usual_block(default: int) -> int:
+    """The slots of a block where nobody chose a size: the default, or a multiple of it that kernels are faster with."""
+    return -(-_block // default) * default if _block > default else default
 
 
 def host_order() -> tuple[str, tuple[int, int, int, int]]:
@@ -52,7 +57,7 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     The default layout stays where nobody needs another, and where blocks go elsewhere (to other instances, to other
     memory), because who reads them there knows vLLM's own order. A block size that the user chose stays, too.
     """
-    global _in_force, _multiple
+    global _in_force, _multiple, _block
     wish, cache = kv_layout.wish(), vllm_config.cache_config
     travel = vllm_config.kv_transfer_config is not None
     if travel and wish.layout is not None:
@@ -60,7 +65,8 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     _in_force = DEFAULT if travel or wish.layout is None else wish.layout
     fixed = cache.block_size if cache.user_specified_block_size else None
     _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
-    usual = type(cache).DEFAULT_BLOCK_SIZE
+    _block = wish.block
+    usual = usual_block(type(cache).DEFAULT_BLOCK_SIZE)
     block_size = fixed or (usual if usual % _multiple == 0 else _multiple)
     kv_layout.state(_in_force, block_size)
     return _in_force

@@ -142,6 +142,7 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
     LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer, since="0.32"),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
+    LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
 )
 """Classes that stay vLLM's, and why, are in :mod:`vllm_fl.host`."""
 

@@ -7,9 +7,14 @@ for its class; its ``apply`` becomes a call of the operator.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from fl_dispatch import prepared
+from fl_dispatch.devices import detect_device
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
@@ -48,3 +53,70 @@ class LinearLayer(DispatchedLayer):
     def fl_runs(self) -> bool:
         """Whether the product is ours: not where weights are quantized, say."""
         return getattr(self.quant_method, "apply", None) is apply
+
+
+class HeadLayer(LinearLayer):
+    """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
+
+    It is ours on CPUs only: nobody has measured kernels of ours at the width of a vocabulary on other devices.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if detect_device().accelerator:
+            vars(self.quant_method).pop("apply", None)
+
+
+class Weights:
+    """The weights of a model's products, declared as tensors that stay (:mod:`fl_dispatch.prepared`).
+
+    Args:
+        model: loaded, and bound.
+        compiled: whether compiled code will run it.
+    """
+
+    def __init__(self, model: nn.Module, compiled: bool) -> None:
+        found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
+        self.declared = [(layer, prepared.declare(layer.weight)) for layer in found]
+        if compiled:
+            _look_up_uncompiled(model, {id(layer.weight) for layer in found})
+
+    def follow(self) -> None:
+        """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
+        for layer, forms in self.declared:
+            if (weight := layer._parameters.get("weight")) is not None:
+                prepared.follow(weight, forms)
+
+    def try_heads(self) -> None:
+        """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
+        for layer, _ in self.declared:
+            if isinstance(layer, HeadLayer):
+                layer.quant_method.apply(layer, layer.weight.new_zeros(1, layer.weight.shape[1]))
+
+
+@torch.library.custom_op("vllm_fl::lookup", mutates_args=())
+def lookup(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``[..., hidden]`` of an embedding ``[vocabulary, hidden]``, for compiled code that must not look inside."""
+    return torch.nn.functional.embedding(tokens, weight)
+
+
+@lookup.register_fake
+def _(tokens: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty((*tokens.shape, weight.shape[1]))
+
+
+def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
+    """Keep embeddings that share a product's weight out of Inductor's code.
+
+    That code asks for the weight's address, as whoever writes does, so the product's weight would be prepared anew in
+    every step.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        shares = id(module._parameters.get("weight")) in weights and not isinstance(module, LinearLayer)
+        if shares and hasattr(method, "embedding"):
+            method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)
+
+
+def _products(model: nn.Module) -> Iterator[Any]:
+    return (layer for layer in model.modules() if isinstance(layer, LinearLayer) and layer.fl_runs())

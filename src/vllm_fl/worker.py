@@ -16,14 +16,14 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker
 
-from fl_dispatch import freeze_dispatch, get_default_manager
+from fl_dispatch import freeze_dispatch, get_default_manager, prepared
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compile, eager_steps, kv_layout, layers, ranks, slots, startup
+from . import compile, eager_steps, kv_layout, layers, linear, ranks, slots, startup
 from .compat import accelerator, versions
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class WorkerFL(Worker):
 
     fl_counts_before: Mapping[str, int]
     fl_eager_steps: eager_steps.EagerSteps | eager_steps.NoEagerSteps = eager_steps.NoEagerSteps()
+    fl_weights: linear.Weights
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         accelerator.silence_accelerator()
@@ -59,6 +60,7 @@ class WorkerFL(Worker):
         super().load_model(*args, **kwargs)
         model = self.get_model()
         layers.bind_scopes(model)
+        self.fl_weights = linear.Weights(model, compile.is_compiled(self.vllm_config))
         ranks.warn_of_unmatched_scopes()
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())
@@ -110,6 +112,8 @@ class WorkerFL(Worker):
     # -- serving ------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if prepared.in_use():
+            self.fl_weights.follow()
         tokens = scheduler_output.total_num_scheduled_tokens
         with slots.step(tokens), self.fl_eager_steps.step(tokens):
             return super().execute_model(scheduler_output)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
@@ -13,7 +15,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from fl_dispatch.devices import detect_device
 from fl_dispatch.logger_manager import get_logger
 
-from . import compile, config
+from . import compile, config, cores
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -25,6 +27,17 @@ WARM_UP_TOKENS = 8
 
 class CPUWorkerFL(WorkerFL):
     """vLLM's worker without its CUDA parts."""
+
+    def __init__(self, vllm_config: VllmConfig, local_rank: int, *args: Any, **kwargs: Any) -> None:
+        parallel = vllm_config.parallel_config
+        worker = (parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank
+        workers, allowed = config.workers_here(vllm_config), frozenset(os.sched_getaffinity(0))
+        cores.bind(cores.cores_for(worker, workers, allowed, os.environ))
+        super().__init__(vllm_config, local_rank, *args, **kwargs)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        compile.leave_to_inductor(self.vllm_config, detect_device())
+        super().load_model(*args, **kwargs)
 
     def init_device(self) -> None:
         self.device = torch.device(current_platform.device_type)
@@ -88,6 +101,7 @@ class CPUWorkerFL(WorkerFL):
         """
         with compile.uncompiled(self.get_model()):
             self._run_dummy_batch(WARM_UP_TOKENS)
+        self.fl_weights.try_heads()
         self._compare_ranks()
         if compile.is_compiled(self.vllm_config):
             self._freeze()

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.model_executor.layers import linear as vllm_linear
 
-from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context
+from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context, prepared
 from fl_dispatch.settings import Settings
 from vllm_fl import layers, linear
 from vllm_fl.compat import layer_classes
@@ -45,6 +46,58 @@ def test_apply_is_the_operator_on_the_layers_weights() -> None:
     layer = SimpleNamespace(fl_call=lambda *arguments: arguments, weight=weight)
     assert linear.apply(layer, x, bias) == (x, weight, bias)
     assert linear.apply(layer, x) == (x, weight, None)
+
+
+def test_the_product_that_makes_logits_is_ours_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    class Host:
+        def __init__(self) -> None:
+            self.quant_method = object.__new__(UnquantizedEmbeddingMethod)
+
+    class Head(linear.HeadLayer, Host):  # type: ignore[misc]  # the metaclass asks the last base
+        pass
+
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
+    assert Head().fl_runs()
+    monkeypatch.setattr(linear, "detect_device", lambda: SimpleNamespace(accelerator=True))
+    assert not Head().fl_runs()
+
+
+def test_a_weight_that_a_trainer_replaced_is_followed() -> None:
+    layer = object.__new__(type("Layer", (linear.LinearLayer, torch.nn.Module), {}))
+    torch.nn.Module.__init__(layer)
+    layer.weight = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False)
+    layer.quant_method = SimpleNamespace(apply=linear.apply)
+    weights = linear.Weights(torch.nn.ModuleList([layer]), compiled=False)
+    made: list[float] = []
+
+    def make(weight: torch.Tensor, before: object) -> float:
+        made.append(float(weight.sum()))
+        return made[-1]
+
+    prepared.of(layer.weight, "a", make)
+    layer.weight = torch.nn.Parameter(torch.full((4, 8), 2.0), requires_grad=False)
+    weights.follow()
+    weights.follow()
+    assert made == [32.0, 64.0]
+
+
+def test_an_embedding_that_shares_a_products_weight_stays_out_of_inductors_code() -> None:
+    weight = torch.nn.Parameter(torch.arange(12.0).view(6, 2), requires_grad=False)
+    layer = object.__new__(type("Head", (linear.HeadLayer, torch.nn.Module), {}))
+    embedding, other = torch.nn.Module(), torch.nn.Module()
+    for module, own in ((layer, weight), (embedding, weight), (other, torch.nn.Parameter(torch.ones(6, 2)))):
+        torch.nn.Module.__init__(module)
+        module.weight = own
+        module.quant_method = SimpleNamespace(apply=linear.apply, embedding="vLLM's own")
+    linear.Weights(torch.nn.ModuleList([layer, embedding, other]), compiled=True)
+    assert other.quant_method.embedding == "vLLM's own"
+    tokens = torch.tensor([5, 0])
+    assert torch.equal(embedding.quant_method.embedding(embedding, tokens), weight[tokens])
+    graph = make_fx(lambda tokens: embedding.quant_method.embedding(embedding, tokens))(tokens).graph
+    assert "vllm_fl.lookup.default" in {str(node.target) for node in graph.nodes}
 
 
 def test_a_subclass_of_vllms_is_still_one_for_lora(monkeypatch: pytest.MonkeyPatch) -> None:

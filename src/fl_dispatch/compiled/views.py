@@ -122,11 +122,16 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
             lines += [f"    if _result is None or ({done}):", "        return None"]
         lines.append(f"    return _fresh(({', '.join(tensors)},), _store(({', '.join(targets)},), _result))")
     elif variant.returns == ("Tensor",):
-        shared = " or ".join(
-            f"({name} is not None and _place == {name}.untyped_storage().data_ptr())"
-            if type(None) in members_of(types_of(operator)[name])
+        # Who asks for a weight's address may write there: it would be prepared anew (fl_dispatch.prepared).
+        same = {
+            name: f"_result.untyped_storage()._cdata == {name}.untyped_storage()._cdata"
+            if name in operator.weights
             else f"_place == {name}.untyped_storage().data_ptr()"
             for name in tensors
+        }
+        shared = " or ".join(
+            f"({name} is not None and {found})" if type(None) in members_of(types_of(operator)[name]) else found
+            for name, found in same.items()
         )
         lines += [
             "    _place = _result.untyped_storage().data_ptr()",

@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import prepared
+
 Arguments = tuple[Any, ...]
 
 
 def copied(args: Sequence[Any]) -> Arguments:
-    """The same arguments in memory of their own. Views that shared memory share it again, gaps included."""
+    """The same arguments in memory of their own. Views that shared memory share it again, gaps included.
+
+    Declared weights (:mod:`fl_dispatch.prepared`) are declared again.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: Any) -> Any:
@@ -26,7 +31,10 @@ def copied(args: Sequence[Any]) -> Arguments:
         if storage.data_ptr() not in storages:
             storages[storage.data_ptr()] = storage.clone()  # type: ignore[no-untyped-call]
         new = torch.empty(0, dtype=value.dtype, device=value.device)
-        return new.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
+        new.set_(storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
+        if hasattr(value, prepared.ATTRIBUTE):
+            prepared.declare(new)
+        return new
 
     return tuple(copy(value) for value in args)
 

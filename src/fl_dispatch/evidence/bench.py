@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import prepared
 from ..devices import detect_device
 from ..errors import text_of
 from ..manager import OpManager
@@ -98,6 +99,7 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
     device: Timing | None = None
     host: Timing | None = None
     args = operator.bind(case.make(), {})
+    prepared.declare_all(operator.stay(args))
     assert operator.work is not None
     work = operator.work(*args)
     note = ""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import prepared
 from ..devices import device_of
 from ..errors import DispatchError
 from ..manager import OpManager
@@ -144,6 +145,7 @@ def _generated(
 
 def _poisoned(operator: Operator, sample: Sample) -> Arguments:
     args = guarded(operator.bind(sample.args, {}))
+    prepared.declare_all(operator.stay(args))
     for access, tensor in operator.written(args).values():
         if access is Access.OUTPUT:
             tensor.fill_(math.nan)

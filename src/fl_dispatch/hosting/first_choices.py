@@ -10,6 +10,16 @@ from ..types import OpImpl
 GRAPHS = "graphs"
 """The property that is ``False`` for an implementation that no graph can hold."""
 
+INDUCTOR = "inductor"
+"""The property that is ``False`` for an implementation slower than its reference where Inductor fuses that."""
+
+
+def left_to_inductor(operators: Iterable[str]) -> list[str]:
+    """The operators whose first choices are all slower than the reference where Inductor fuses that."""
+    manager = get_default_manager()
+    firsts = {op: manager.first_choices(op) for op in operators}
+    return [op for op, impls in firsts.items() if impls and all(i.properties.get(INDUCTOR) is False for i in impls)]
+
 
 def without_graphs(operators: Iterable[str]) -> list[OpImpl]:
     """The first choices for these operators that no graph can hold."""

@@ -33,6 +33,8 @@ logger = get_logger(__name__)
 
 OPERATORS = ("paged_attention", "kv_cache_write")
 LAYOUT, MULTIPLE = "kv_layout", "kv_block_multiple"
+BLOCK = "kv_block"
+"""The property with the slots that a block should have at least."""
 _ORDERS = "|".join("".join(order) for order in permutations("NHD"))
 _GRAMMAR = re.compile(rf"(?P<joint>{_ORDERS})|(?P<open>\()?(?P<keys>{_ORDERS})(?P<mark>[/|])(?P<values>{_ORDERS})\)?")
 
@@ -117,10 +119,12 @@ class Wish:
     Args:
         layout: the one that the first of them requires, or ``None``.
         multiple: slots of a block are a multiple of it.
+        block: slots that a block should have at least, where nobody chose a size: it is faster.
     """
 
     layout: KVLayout | None = None
     multiple: int = 1
+    block: int = 1
 
 
 def wish() -> Wish:
@@ -180,7 +184,8 @@ def _needed_by(impl: OpImpl) -> Wish:
     multiple = impl.requires.get(MULTIPLE, 1)
     if type(multiple) is not int or multiple < 1:
         raise ValueError(f"{MULTIPLE} is a whole number above 0, not {multiple!r}")
-    return Wish(KVLayout.parse(impl.requires[LAYOUT]) if LAYOUT in impl.requires else None, multiple)
+    layout = KVLayout.parse(impl.requires[LAYOUT]) if LAYOUT in impl.requires else None
+    return Wish(layout, multiple, int(impl.properties.get(BLOCK, 1)))
 
 
 def _unstated(impl: OpImpl) -> str:

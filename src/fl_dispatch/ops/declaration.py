@@ -217,6 +217,8 @@ class Operator:
             kind of the arguments nor an opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
         writes: the arguments that a call may write. Anything not named here is only read.
         small_state: how a call that writes a state runs a second time; without it no such call does.
+        weights: parameters whose tensors stay from call to call in a model, so an implementation may prepare them
+            (:mod:`fl_dispatch.prepared`).
         layer: the layer form, or ``None`` where no layer takes part.
         modes: where it may run.
         fake: computes outputs without data (same parameters, less the hints); ``None`` for a selection.
@@ -239,6 +241,7 @@ class Operator:
     hints: tuple[str, ...] = ()
     writes: Mapping[str, Write] = field(default_factory=lambda: MappingProxyType({}))
     small_state: SmallState | None = None
+    weights: tuple[str, ...] = ()
     layer: LayerForm | None = None
     modes: frozenset[Mode] = frozenset({Mode.EAGER})
     fake: Callable[..., Any] | None = None
@@ -263,6 +266,8 @@ class Operator:
         for name, write in self.writes.items():
             if name not in parameters or (write.given is not None and write.given not in parameters):
                 raise ValueError(f"operator {self.name}: writes name a parameter that does not exist: {name}")
+        if unknown := [name for name in self.weights if name not in parameters]:
+            raise ValueError(f"operator {self.name}: weights name a parameter that does not exist: {unknown[0]}")
         for name in self.layer.attributes if self.layer else ():
             if name not in parameters:
                 raise ValueError(f"operator {self.name}: the layer form names a parameter that does not exist: {name}")
@@ -314,6 +319,11 @@ class Operator:
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call less the hints; ``args`` in the declaration's order."""
         return args[: len(self.parameters) - len(self.hints)]
+
+    def stay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+        """The tensors of a call that are weights; ``args`` as :meth:`bind` returns them."""
+        values = dict(zip(self.parameters, args, strict=True))
+        return tuple(values[name] for name in self.weights if isinstance(values[name], torch.Tensor))
 
     def written(self, args: tuple[Any, ...]) -> dict[str, tuple[Access, torch.Tensor]]:
         """The tensors that this call may write, by parameter name; ``args`` as :meth:`bind` returns them."""

@@ -50,6 +50,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 @operator(
+    weights=("weight",),
     layer=LayerForm({"weight": "weight", "bias": "bias"}),
     modes=frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER}),
     fake=_fake,

@@ -16,6 +16,11 @@ class Origin:
 
     source: str
 
+    @property
+    def shipped(self) -> bool:
+        """Whether it is ours: a built-in default, or a platform's file."""
+        return self.source == "default" or "(platform)" in self.source
+
     def __str__(self) -> str:
         return self.source
 

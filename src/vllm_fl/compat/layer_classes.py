@@ -7,17 +7,23 @@ from typing import Any
 
 
 def multiplies_plainly(method: Any) -> bool:
-    """Whether a linear layer's method is a product with weights as they are, by PyTorch's own ``linear``.
+    """Whether a layer's method is a product with weights as they are, by PyTorch's own ``linear``.
 
     If the names are gone, the answer is no, and the layers stay vLLM's.
     """
     from vllm.model_executor.layers import linear, utils
+    from vllm.model_executor.layers import vocab_parallel_embedding as embedding
 
     from vllm import envs
 
-    if type(method) is not linear.UnquantizedLinearMethod or envs.VLLM_BATCH_INVARIANT:
+    if envs.VLLM_BATCH_INVARIANT:
         return False
-    chosen = getattr(method, "_gemm_impl", None)
+    if type(method) is linear.UnquantizedLinearMethod:
+        chosen = getattr(method, "_gemm_impl", None)
+    elif type(method) is embedding.UnquantizedEmbeddingMethod:  # it chooses in every call
+        chosen = getattr(utils, "dispatch_unquantized_gemm", lambda: None)()
+    else:
+        return False
     return chosen is not None and chosen is getattr(utils, "default_unquantized_gemm", None)
 
 

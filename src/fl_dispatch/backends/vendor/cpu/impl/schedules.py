@@ -1,0 +1,71 @@
+"""The attention kernel's schedules: which thread attends to what, made once a step and shared by the layers alike.
+
+A schedule depends on the lengths of a batch. It has room that the kernel writes to, so each thread has its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Last(threading.local):
+    key: tuple[Any, ...] | None = None
+    schedule: Tensor
+
+
+_last = _Last()
+
+
+def instructions(block_size: int, head_dim: int) -> str:
+    """The name of the variant of the kernels: blocks of 32 keys at a time, or of 16. They share a layout."""
+    return "vec" if block_size % 32 == 0 and head_dim % 32 == 0 else "vec16"
+
+
+def find(
+    query: Tensor,
+    values: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    causal: bool,
+    window: int,
+    starts: list[int] | None,
+    lengths: list[int] | None,
+) -> Tensor:
+    """The schedule of a batch: the last one, if it was for the same numbers, else a new one (6 to 13 us).
+
+    Args:
+        query: ``[tokens, heads, head_dim]``.
+        values: ``[blocks, kv_heads, block_size, head_dim]``.
+        query_start_loc, seq_lens: as the operator has them.
+        causal: whether a token sees those before it only.
+        window: keys that a token sees before itself, or -1.
+        starts, lengths: the numbers in both tensors, or ``None``; then nothing is reused.
+    """
+    _, kv_heads, block_size, head_dim = values.shape
+    key = None
+    if starts is not None and lengths is not None:
+        shape = (query.shape[1], kv_heads, head_dim, block_size, query.dtype, causal, window, torch.get_num_threads())
+        key = (tuple(starts), tuple(lengths), *shape)
+        if key == _last.key:
+            return _last.schedule
+    schedule: Tensor = torch.ops._C.get_scheduler_metadata(
+        seq_lens.shape[0],
+        query.shape[1],
+        kv_heads,
+        head_dim,
+        seq_lens,
+        query.dtype,
+        query_start_loc,
+        causal,
+        window,
+        instructions(block_size, head_dim),
+        True,  # the keys of a request may be split over threads
+        None,
+        "auto",
+    )
+    _last.key, _last.schedule = key, schedule
+    return schedule

@@ -1,0 +1,158 @@
+"""Prepared weights: what implementations make of a model's weights, such as repacked copies, kept with the weight.
+
+A host *declares* the tensors that stay from call to call. An implementation whose kernel wants another form of one asks
+:func:`of` for it, and the first call makes it. The weight itself stays as it is, for every other implementation and for
+whoever reads or writes it, so a prepared weight takes its memory twice.
+
+A write is noticed whoever does it, also through another tensor over the same memory, such as ``weight.data``: the
+weight's storage is marked as copied on write, and PyTorch takes the mark away before anything may write to it. A form
+of a weight that was written is made anew before it is used again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .logger_manager import get_logger
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+ATTRIBUTE = "fl_prepared"
+"""The attribute of a declared weight that has its forms."""
+IN_A_ROW = 64
+"""Calls in a row that find a weight written, after which it is not prepared any more."""
+_is_copied_on_write: Callable[[Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
+_making = threading.RLock()
+_in_use = False
+
+
+def in_use() -> bool:
+    """Whether any weight was ever prepared in this process."""
+    return _in_use
+
+
+class Forms:
+    """The forms of one weight.
+
+    ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them. Copies
+    and pickles of a weight begin without forms, because a form may be an address.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+        self.makers: dict[str, Callable[[Tensor, Any], Any]] = {}
+        self.fresh: set[str] = set()
+        self.in_a_row = 0
+        self.given_up = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Forms, ()
+
+    def __deepcopy__(self, memo: Any) -> Forms:
+        return Forms()
+
+
+def declare(weight: Tensor) -> Forms:
+    """Say that a tensor stays from call to call, so that implementations may prepare it. Idempotent.
+
+    Returns:
+        Its forms, which the declaring host may give to a tensor that takes this one's place (:func:`follow`).
+    """
+    forms: Forms | None = getattr(weight, ATTRIBUTE, None)
+    if forms is None:
+        forms = Forms()
+        setattr(weight, ATTRIBUTE, forms)
+    return forms
+
+
+def declare_all(weights: Iterable[Tensor]) -> None:
+    """Declare several."""
+    for weight in weights:
+        declare(weight)
+
+
+def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) -> T | None:
+    """An implementation's form of a weight, as the weight is now.
+
+    Args:
+        weight: as the operator got it.
+        name: the implementation's, unique among those that prepare weights of this operator.
+        make: called with a snapshot of the weight, and with the form that it had before it was written, if any, which
+            it may reuse; ``None`` if there is no form of this weight.
+
+    Returns:
+        The form, or ``None``: nobody declared the weight, it has no such form, or writes to it cannot be noticed. In a
+        trace it is what the last call outside made; whoever runs the compiled code calls :func:`follow` before.
+    """
+    forms: Forms | None = getattr(weight, ATTRIBUTE, None)
+    if forms is None:
+        return None
+    if torch.compiler.is_compiling():
+        found: T | None = forms.made.get(name)
+        return found
+    if name in forms.fresh and _unwritten(weight):
+        forms.in_a_row = 0
+        made: T | None = forms.made[name]
+        return made
+    return _made_anew(weight, forms, name, make)
+
+
+def follow(weight: Tensor, forms: Forms) -> None:
+    """Make all forms anew if the weight was written, or is a new tensor in the place of the one that had them."""
+    if getattr(weight, ATTRIBUTE, None) is not forms:
+        setattr(weight, ATTRIBUTE, forms)
+        forms.fresh.clear()
+    elif not forms.made or (_unwritten(weight) and len(forms.fresh) == len(forms.made)):
+        return
+    for name, make in [*forms.makers.items()]:
+        _made_anew(weight, forms, name, make)
+
+
+def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, Any], Any]) -> Any:
+    global _in_use
+    with _making:
+        _in_use = True
+        if not _unwritten(weight):
+            forms.in_a_row = forms.in_a_row + 1 if forms.fresh else 0
+            forms.fresh.clear()
+        if forms.given_up or name in forms.fresh:
+            return forms.made.get(name)
+        now, why_not = _as_it_is(weight)
+        if now is None or forms.in_a_row >= IN_A_ROW:
+            forms.given_up = why_not or f"it was found written {IN_A_ROW} calls in a row"
+            forms.made.clear()
+            logger.info(
+                "a weight %s %s is not prepared, so products with it may be slower: %s",
+                tuple(weight.shape), weight.dtype, forms.given_up,
+            )  # fmt: skip
+            return None
+        forms.makers[name] = make
+        forms.made[name] = make(now, forms.made.get(name))
+        forms.fresh.add(name)
+        return forms.made[name]
+
+
+def _unwritten(weight: Tensor) -> bool:
+    """Whether nobody has asked for memory to write to since the weight was marked."""
+    return _is_copied_on_write is not None and _is_copied_on_write(weight)
+
+
+def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
+    """A snapshot of a weight whose next write PyTorch will notice, or ``None`` and why it cannot.
+
+    Nothing is copied until somebody asks either of both for memory to write to, as kernels do that do not say what they
+    only read.
+    """
+    try:
+        snapshot = torch._lazy_clone(weight.detach())
+    except RuntimeError as error:
+        return None, f"PyTorch cannot tell whether it is written ({str(error).splitlines()[0]})"
+    if not _unwritten(weight):
+        return None, "PyTorch cannot tell whether it is written"
+    return snapshot, ""

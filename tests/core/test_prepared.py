@@ -1,0 +1,174 @@
+"""Prepared weights: a form is made once, follows every write, and is no part of a copy."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fl_dispatch import prepared
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda weight: weight.mul_(2.0),
+    "through .data, as a loader writes": lambda weight: weight.data.narrow(0, 1, 1).copy_(torch.ones(1, 4)),
+    "through a view that was taken before": lambda weight: VIEWS[id(weight)].fill_(7.0),
+    "through NumPy": lambda weight: weight.data.numpy().__setitem__((0, 0), 5.0),
+    "by new memory": lambda weight: setattr(weight, "data", torch.full((3, 4), 9.0)),
+}
+VIEWS: dict[int, Tensor] = {}
+
+
+class Maker:
+    """Counts what it makes: copies of weights."""
+
+    def __init__(self) -> None:
+        self.befores: list[Tensor | None] = []
+
+    def __call__(self, weight: Tensor, before: Tensor | None) -> Tensor:
+        self.befores.append(before)
+        return weight.clone()
+
+
+def form(weight: Tensor, name: str, make: Maker) -> Tensor:
+    """The form, which there must be."""
+    found = prepared.of(weight, name, make)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    made = torch.nn.Parameter(torch.arange(12.0).view(3, 4), requires_grad=False)
+    VIEWS[id(made)] = made.data[2:]
+    prepared.declare(made)
+    return made
+
+
+def test_a_form_is_made_in_the_first_call_and_kept(weight: Tensor) -> None:
+    make = Maker()
+    first = prepared.of(weight, "a", make)
+    assert first is not None
+    assert prepared.of(weight, "a", make) is first
+    assert make.befores == [None]
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_form_follows_a_write_whoever_writes(weight: Tensor, write: Callable[[Tensor], object]) -> None:
+    make = Maker()
+    before = prepared.of(weight, "a", make)
+    write(weight)
+    after = prepared.of(weight, "a", make)
+    assert after is not None
+    assert torch.equal(after, weight)
+    assert len(make.befores) == 2
+    assert make.befores[1] is before
+    write(weight)
+    assert torch.equal(form(weight, "a", make), weight)
+
+
+def test_each_implementation_has_a_form_of_its_own_and_all_follow(weight: Tensor) -> None:
+    makers = {"a": Maker(), "b": Maker()}
+    for name, make in makers.items():
+        prepared.of(weight, name, make)
+    weight.data.mul_(3.0)
+    for name, make in makers.items():
+        assert torch.equal(form(weight, name, make), weight)
+        assert len(make.befores) == 2
+
+
+def test_reading_is_no_write(weight: Tensor) -> None:
+    make = Maker()
+    prepared.of(weight, "a", make)
+    torch.nn.functional.linear(torch.ones(2, 4), weight)
+    torch.nn.functional.embedding(torch.tensor([1]), weight)
+    _ = weight.sum(), weight.t().contiguous(), weight.data.clone(), weight.tolist()
+    prepared.of(weight, "a", make)
+    assert len(make.befores) == 1
+
+
+def test_a_maker_that_asks_for_memory_to_write_to_is_no_write(weight: Tensor) -> None:
+    calls = []
+
+    def make(now: Tensor, before: Tensor | None) -> Tensor:
+        calls.append(now.data_ptr())  # as a kernel reads that does not say that it only reads
+        return now
+
+    for _ in range(3):
+        prepared.of(weight, "a", make)
+    assert len(calls) == 1
+
+
+def test_a_weight_that_nobody_declared_has_no_form() -> None:
+    make = Maker()
+    assert prepared.of(torch.ones(3, 4), "a", make) is None
+    assert make.befores == []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda weight: pickle.loads(pickle.dumps(weight))])
+def test_a_copy_begins_without_forms_because_a_form_may_be_an_address(
+    weight: Tensor, copied: Callable[[Tensor], Tensor]
+) -> None:
+    prepared.of(weight, "a", Maker())
+    forms = getattr(copied(weight), prepared.ATTRIBUTE, None)
+    assert forms is None or forms.made == {}
+
+
+def test_a_weight_that_is_written_before_every_call_is_given_up(
+    weight: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = Maker()
+    with caplog.at_level("INFO", "fl_dispatch"):
+        for _ in range(2 * prepared.IN_A_ROW):
+            weight.data.add_(1.0)
+            found = prepared.of(weight, "a", make)
+            assert found is None or torch.equal(found, weight)
+    assert found is None
+    assert len(make.befores) == prepared.IN_A_ROW
+    assert caplog.text.count("is not prepared") == 1
+
+
+def test_calls_between_two_writes_keep_a_weight_prepared(weight: Tensor) -> None:
+    make = Maker()
+    for _ in range(2 * prepared.IN_A_ROW):
+        weight.data.add_(1.0)
+        prepared.of(weight, "a", make)
+        prepared.of(weight, "a", make)
+    assert prepared.of(weight, "a", make) is not None
+
+
+def test_memory_whose_writes_nobody_can_notice_is_not_prepared() -> None:
+    shared = torch.ones(3, 4).share_memory_()
+    prepared.declare(shared)
+    assert prepared.of(shared, "a", Maker()) is None
+
+
+def test_a_tensor_in_the_place_of_a_weight_gets_its_forms_anew(weight: Tensor) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    prepared.of(weight, "a", make)
+    other = torch.nn.Parameter(torch.full((3, 4), 5.0), requires_grad=False)
+    prepared.follow(other, forms)
+    assert torch.equal(forms.made["a"], other)
+    assert torch.equal(form(other, "a", make), other)
+    assert len(make.befores) == 2
+
+
+def test_compiled_code_uses_what_was_followed_before(weight: Tensor) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+
+    def double(x: Tensor) -> Tensor:
+        found = prepared.of(weight, "a", make)
+        return x if found is None else x + found
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    zeros = torch.zeros(3, 4)
+    assert torch.equal(double(zeros), compiled(zeros))
+    weight.data.mul_(3.0)
+    prepared.follow(weight, forms)
+    assert torch.equal(compiled(zeros), weight)
+    assert len(make.befores) == 2
+    prepared.follow(weight, forms)
+    assert len(make.befores) == 2
