@@ -91,7 +91,8 @@ class Weights:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
         for layer, _ in self.declared:
             if isinstance(layer, HeadLayer):
-                layer.quant_method.apply(layer, layer.weight.new_zeros(1, layer.weight.shape[1]))
+                weight: Tensor = vars(layer)["_parameters"]["weight"]
+                layer.quant_method.apply(layer, weight.new_zeros(1, weight.shape[1]))
 
 
 @torch.library.custom_op("vllm_fl::lookup", mutates_args=())
@@ -112,7 +113,7 @@ def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
     every step.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         shares = id(module._parameters.get("weight")) in weights and not isinstance(module, LinearLayer)
         if shares and hasattr(method, "embedding"):
             method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)

@@ -22,8 +22,8 @@ from ...evidence.bisect.documents import Document, text
 from ...evidence.bisect.probes import EngineDiedError
 from ...evidence.bisect.prompts import Request
 from ...evidence.bisect.scores import Scores
-from ..demo.engines import Host
 from ..demo.progress import CAUSE
+from ..hosts import Host
 from .hosts import ENGINES, Start
 
 GRACE = 10.0

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ...evidence.bisect.prompts import TOP, Request
 from ...settings import load_settings
-from ..demo.engines import Host
+from ..hosts import Host
 
 Row = dict[str, float]
 PATIENCE = 60.0

@@ -12,7 +12,7 @@ from ...errors import DispatchError
 from ...evidence.bisect import planted
 from ...evidence.bisect.findings import Blamed, Result
 from ...evidence.bisect.journal import Journal
-from ..demo.engines import Host
+from ..hosts import Host
 from ..output import print_json, print_table
 from . import Case, investigate
 from .hosts import Start
