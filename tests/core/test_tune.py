@@ -18,6 +18,7 @@ from torch import Tensor
 from builders import impl
 from fl_dispatch import DispatchError, SelectionPolicy, get_default_manager
 from fl_dispatch.cli import tune as command
+from fl_dispatch.cli import tune_engine
 from fl_dispatch.cli.output import ResultFile
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
@@ -226,6 +227,28 @@ def test_an_engine_that_is_faster_with_a_fixed_policy_disagrees_and_vanilla_is_n
     (row,) = (row for row in rows if (row["workload"], row["cell"]) == ("decode", "vanilla"))
     assert row["tuned"] == pytest.approx(10.2 / 9.2)
     assert row["low"] <= row["tuned"] <= row["high"]
+
+
+def test_the_engines_rates_are_added_to_the_evidence_and_a_disagreement_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measured(cells: Any, arguments: Any, works: Any, rounds: int, logs: Path, say: Any) -> Any:
+        asked.update(cells=cells, arguments=arguments, rounds=rounds)
+        return RATES
+
+    monkeypatch.setattr(tune_engine, "measure", measured)
+    monkeypatch.setattr(tune_engine.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "chip.evidence.json").write_text("{}")
+    assert not tune_engine.confirm(plan_of(), tmp_path, tmp_path / "chip.yaml", 4, 3)
+    assert "disagrees with the kernels: prefill: prefer=vendor" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "chip.evidence.json").read_text())["engines"]
+    assert (kept["rounds"], kept["layers"], len(kept["rows"])) == (3, 4, 6)
+    assert asked["cells"]["tuned"] == {"VLLM_FL_CONFIG": str(tmp_path / "chip.yaml")}
+    assert asked["cells"]["vanilla"] == {"VLLM_PLUGINS": ""}
+    assert asked["arguments"]["hf_overrides"] == {"num_hidden_layers": 4}
+    assert asked["arguments"]["dtype"] == "float32"
 
 
 def test_engines_take_turns_and_one_that_does_not_start_is_left_out_by_name(tmp_path: Path) -> None:
