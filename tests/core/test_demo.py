@@ -9,7 +9,10 @@ import pytest
 import typer
 from test_cli import fl
 
+from fl_dispatch.cli import small_model
 from fl_dispatch.cli.demo import EMULATED_ENV, describe_device, judge
+from fl_dispatch.cli.demo.comparison import compare
+from fl_dispatch.cli.demo.engines import Generated, Request
 from fl_dispatch.cli.demo.progress import steps
 from fl_dispatch.errors import DispatchError
 
@@ -63,6 +66,41 @@ def test_what_is_not_as_it_should_be_is_exit_code_1(
 
 def test_a_good_result_ends_without_an_error() -> None:
     judge([], {"failed": {}, "counts": {"rms_norm vendor.acme": 1}})
+
+
+@pytest.fixture(scope="module")
+def greedy() -> tuple[Request, list[int], list[int]]:
+    """The small model's request, the tokens of a prompt, and what Hugging Face's model goes on with."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model.CHECKPOINT)
+    network = AutoModelForCausalLM.from_pretrained(small_model.CHECKPOINT, dtype=torch.float32)
+    prompt = tokenizer(small_model.PROMPTS[0]).input_ids
+    output = network.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return Request(small_model.CHECKPOINT, [small_model.PROMPTS[0]], 8), prompt, output[0, len(prompt) :].tolist()
+
+
+def test_tokens_that_are_hugging_faces_are_right(greedy: tuple[Request, list[int], list[int]]) -> None:
+    request, prompt, tokens = greedy
+    right, said = compare("small", request, Generated([prompt], [tokens], [""], 1.0))
+    assert right
+    assert said == "tokens equal to Hugging Face's: yes"
+
+
+@pytest.mark.parametrize("place", [0, 7])
+def test_one_other_token_is_wrong(place: int, greedy: tuple[Request, list[int], list[int]]) -> None:
+    request, prompt, tokens = greedy
+    other = [token if index != place else 5 for index, token in enumerate(tokens)]
+    right, said = compare("small", request, Generated([prompt], [other], [""], 1.0))
+    assert not right
+    assert said.endswith("NO")
+
+
+def test_the_trained_model_has_one_head_size() -> None:
+    done = fl("demo", "--family", "small", "--head-size", "64")
+    assert done.returncode == 2
+    assert "--head-size is for a model with random weights" in done.stderr
 
 
 def test_sglang_cannot_be_asked_for_a_compiled_model() -> None:

@@ -1,5 +1,6 @@
-"""Tools that measure what somebody claims about an implementation: right (verify), and how fast (bench).
+"""Tools that measure what somebody claims about an implementation: right (verify), how fast (bench), and how exactly an
+engine computes with it (perplexity). The report shows what they found.
 
-Both work from the operator's declaration alone, so they serve an operator or an implementation that this package does
-not know.
+The first two work from the operator's declaration alone, so they serve an operator or an implementation that this
+package does not know.
 """

@@ -15,7 +15,7 @@ CHECKPOINT = FOLDER / "checkpoint"
 """A checkpoint as Hugging Face's: ``config.json``, ``model.safetensors``, ``tokenizer.json``."""
 HELD_OUT = FOLDER / "held_out.txt"
 """Text that the model was not trained on."""
-PROMPTS = ("The function returns a list of", "If the file does not exist,", "A class is")
+PROMPTS = ("The function returns a list of", "If the file does not exist,", "This module provides")
 """Beginnings that the model can go on with."""
 WINDOW = 256
 """Tokens of a row of the held-out text."""
