@@ -160,6 +160,18 @@ def test_what_differs_only_in_rounding_is_no_finding() -> None:
     assert findings(manager) == []
 
 
+@pytest.mark.parametrize(("value", "found"), [(100.0, 0), (0.1, 1)])
+def test_the_absolute_tolerance_grows_with_the_values_of_a_row(value: float, found: int) -> None:
+    def off_at_zero(x: Tensor) -> Tensor:
+        return silu_and_mul(x) + (x[..., : x.shape[-1] // 2] == 0) * 1e-4
+
+    manager = gated(off_at_zero)
+    for _ in range(2):
+        manager.call("silu_and_mul", torch.tensor([[0.0, value, value, value, 1.0, 1.0, 1.0, 1.0]]))
+    assert manager.state.findings.compared_calls() == {("silu_and_mul", "vendor.mine"): 1}
+    assert len(findings(manager)) == found
+
+
 def test_a_number_where_there_is_none_is_a_finding() -> None:
     manager = proven(gated(lambda x: silu_and_mul(x).masked_fill_(torch.tensor(x.shape[0] > 2), torch.nan)), SMALL)
     manager.call("silu_and_mul", LARGE)
