@@ -3,7 +3,8 @@
 One vLLM engine in this process decodes a batch on a CPU; from step to step shadow mode is off, watches without drawing
 a call, draws one call in a hundred, or all calls. Each setting's budget is 1 % of the time that its own steps take, so
 its clock stands still in the steps of others. Every operator runs a copy of its reference, which is compared with the
-reference, so a second run costs what the first one does.
+reference, so a second run costs what the first one does. Time is the processor time of the process, so that work beside
+it does not count.
 
     python benchmarks/shadow_cost.py [--rounds 40] [--json FILE]
 """
@@ -42,18 +43,18 @@ STEPS = 4
 
 
 class StepClock:
-    """Seconds of the steps that ran under one setting."""
+    """Processor seconds of the steps that ran under one setting."""
 
     def __init__(self) -> None:
         self._before = 0.0
         self._began: float | None = None
 
     def __call__(self) -> float:
-        return self._before + (0.0 if self._began is None else time.perf_counter() - self._began)
+        return self._before + (0.0 if self._began is None else time.process_time() - self._began)
 
     def run(self, step: Any) -> float:
         """Run a step; its seconds."""
-        before, self._began = self(), time.perf_counter()
+        before, self._began = self(), time.process_time()
         step()
         self._before, self._began = self(), None
         return self._before - before
