@@ -100,7 +100,8 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
         forms.in_a_row = 0
         made: T | None = forms.made[name]
         return made
-    return _made_anew(weight, forms, name, make)
+    anew: T | None = _made_anew(weight, forms, name, make)
+    return anew
 
 
 def follow(weight: Tensor, forms: Forms) -> None:

@@ -112,7 +112,7 @@ def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
     every step.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         shares = id(module._parameters.get("weight")) in weights and not isinstance(module, LinearLayer)
         if shares and hasattr(method, "embedding"):
             method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)
