@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -98,8 +98,10 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
         return found
     if name in forms.fresh and _unwritten(weight):
         forms.in_a_row = 0
-        return cast("T | None", forms.made[name])
-    return cast("T | None", _made_anew(weight, forms, name, make))
+        made: T | None = forms.made[name]
+        return made
+    anew: T | None = _made_anew(weight, forms, name, make)
+    return anew
 
 
 def follow(weight: Tensor, forms: Forms) -> None:

@@ -44,6 +44,7 @@ class LinearLayer(DispatchedLayer):
     fl_operator = "linear"
     fl_metaclass = AsVLLMs
     quant_method: Any
+    weight: Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

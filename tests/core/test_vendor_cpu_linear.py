@@ -75,7 +75,7 @@ def test_another_dtype_or_width_is_the_plain_products_to_refuse(name: str, produ
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_compiled_code_multiplies_with_the_repacked_weight_and_follows_it() -> None:
     weight, x = torch.nn.Parameter(torch.randn(48, 32), requires_grad=False), torch.randn(3, 32)
-    forms, targets = prepared.declare(weight), []
+    forms, targets = prepared.declare(weight), list[str]()
     linear.linear(x, weight)
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:

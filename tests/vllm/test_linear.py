@@ -56,7 +56,7 @@ def test_the_product_that_makes_logits_is_ours_on_a_cpu_only(monkeypatch: pytest
         def __init__(self) -> None:
             self.quant_method = object.__new__(UnquantizedEmbeddingMethod)
 
-    class Head(linear.HeadLayer, Host):  # type: ignore[misc]  # the metaclass asks the last base
+    class Head(linear.HeadLayer, Host):
         pass
 
     monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
@@ -66,7 +66,7 @@ def test_the_product_that_makes_logits_is_ours_on_a_cpu_only(monkeypatch: pytest
 
 
 def test_a_weight_that_a_trainer_replaced_is_followed() -> None:
-    layer = object.__new__(type("Layer", (linear.LinearLayer, torch.nn.Module), {}))
+    layer: Any = object.__new__(type("Layer", (linear.LinearLayer, torch.nn.Module), {}))
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False)
     layer.quant_method = SimpleNamespace(apply=linear.apply)
@@ -86,7 +86,7 @@ def test_a_weight_that_a_trainer_replaced_is_followed() -> None:
 
 def test_an_embedding_that_shares_a_products_weight_stays_out_of_inductors_code() -> None:
     weight = torch.nn.Parameter(torch.arange(12.0).view(6, 2), requires_grad=False)
-    layer = object.__new__(type("Head", (linear.HeadLayer, torch.nn.Module), {}))
+    layer: Any = object.__new__(type("Head", (linear.HeadLayer, torch.nn.Module), {}))
     embedding, other = torch.nn.Module(), torch.nn.Module()
     for module, own in ((layer, weight), (embedding, weight), (other, torch.nn.Parameter(torch.ones(6, 2)))):
         torch.nn.Module.__init__(module)

@@ -27,7 +27,8 @@ class Packed:
     """
 
     def __init__(self, address: int) -> None:
-        self.handle = torch.tensor(address, dtype=torch.int64)
+        with torch.inference_mode(False):  # an inference tensor could not be replaced outside of that mode
+            self.handle = torch.tensor(address, dtype=torch.int64)
         self._release = torch.ops._C.release_dnnl_matmul_handler  # kept, because the interpreter may be at its end
 
     def replace(self, address: int) -> Packed:
