@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ... import prepared
 from ...errors import text_of
 from ...hosting.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
@@ -120,6 +121,7 @@ def race(
     """
     operator = OPERATORS[case.op_name]
     args = operator.bind(case.make(), {})
+    prepared.declare_all(operator.stay(args))
     assert operator.work is not None
     moved = operator.work(*args).bytes_moved
     shared: dict[str, _Shared] = {}
