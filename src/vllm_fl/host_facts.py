@@ -152,10 +152,18 @@ READ = (
     ),
     HostFact(
         f"{_LAYERS}.utils",
-        ("default_unquantized_gemm", "dispatch_unquantized_gemm()"),
+        ("default_unquantized_gemm",),
         "reads",
         "compat.layer_classes",
         "PyTorch's own linear, as vLLM calls it.",
+    ),
+    HostFact(
+        f"{_LAYERS}.utils",
+        ("dispatch_unquantized_gemm(linear_backend=None)",),
+        "reads",
+        "compat.layer_classes",
+        "It chooses the product that makes logits, in every call.",
+        since="0.32",
     ),
     HostFact(
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",

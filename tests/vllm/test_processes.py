@@ -98,7 +98,7 @@ def test_data_parallel_ranks_each_give_the_tokens_of_hugging_face_with_our_opera
     first, second = result["reports"]
     assert first["pid"] != second["pid"]
     for report in (first, second):
-        assert {key.split(" ")[0] for key in report["counts"]} == OPERATORS
+        assert {key.split(" ")[0] for key in report["counts"]} == OPERATORS | {"linear"}
         assert report["native_layers"] == {}
 
 
