@@ -1,6 +1,6 @@
 """Two ranks of a host on two emulated NPUs over the stand-in for FlagCX: the environment, and what must hold.
 
-The same three rules hold under both hosts; the commit draws the host whose engine starts.
+Only vLLM's test takes them so far: under SGLang such an engine was never seen to answer.
 """
 
 from __future__ import annotations
@@ -9,18 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from half_on_npu import clear_tokens
 from running import MAX_TOKENS, PROMPTS
-from sampling import drawn
 
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
-DRAWN = drawn(("vLLM", "SGLang"), 1, "the host of FlagCX on the NPU")
-
-
-def only_if_drawn(host: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(host not in DRAWN, reason=f"the commit drew {DRAWN[0]}; FL_SAMPLE=all runs both")
 
 
 def steps(fault: Path, **more: Any) -> list[dict[str, Any]]:

@@ -339,6 +339,20 @@ READ = (
 OVERRIDDEN = (
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
+        ("load_model(*args, **kwargs)",),
+        "overrides",
+        "worker_cpu",
+        "The model that is loaded is told which operators Inductor fuses better.",
+    ),
+    HostFact(
+        f"{_ATTENTION}:AttentionBackend",
+        ("get_preferred_block_size(default_block_size)",),
+        "overrides",
+        "attention",
+        "The first choice for attention may take larger blocks than vLLM's usual ones.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
         ("_maybe_get_memory_pool_context(tag)", "load_model(*args, **kwargs)"),
         "overrides",
         "worker",

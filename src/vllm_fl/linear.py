@@ -85,15 +85,22 @@ class Weights:
     def follow(self) -> None:
         """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
         for layer, forms in self.declared:
-            if (weight := layer._parameters.get("weight")) is not None:
+            if (weight := _own(layer, "weight")) is not None:
                 prepared.follow(weight, forms)
 
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
         for layer, _ in self.declared:
             if isinstance(layer, HeadLayer):
-                weight: Tensor = vars(layer)["_parameters"]["weight"]
+                weight = _own(layer, "weight")
+                assert weight is not None
                 layer.quant_method.apply(layer, weight.new_zeros(1, weight.shape[1]))
+
+
+def _own(module: Any, name: str) -> Tensor | None:
+    """A parameter of the module itself, without the module's look-up, which is slow for every layer in every step."""
+    found: Tensor | None = vars(module)["_parameters"].get(name)
+    return found
 
 
 @torch.library.custom_op("vllm_fl::lookup", mutates_args=())
@@ -115,7 +122,7 @@ def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        shares = id(module._parameters.get("weight")) in weights and not isinstance(module, LinearLayer)
+        shares = id(_own(module, "weight")) in weights and not isinstance(module, LinearLayer)
         if shares and hasattr(method, "embedding"):
             method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)
 

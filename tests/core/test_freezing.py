@@ -113,7 +113,7 @@ def test_the_same_change_passes_before_and_after(name: str) -> None:
 def test_a_change_that_alters_no_choice_passes() -> None:
     frozen = freeze_dispatch()
     set_global_policy(SelectionPolicy(strict=True))
-    with with_denied_vendors("b"), with_strict_mode(), with_allowed_vendors("a"):
+    with with_denied_vendors("b"), with_strict_mode(), with_allowed_vendors("a", "cpu"):
         assert run() == 1
     registry = get_default_manager().registry
     registry.register_impl(impl("default.low", lambda x: x, op=OP, priority=1))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
 from fl_dispatch.hosting import flagcx
-from flagcx_on_npu import check_fault, check_ranks, check_tokens, only_if_drawn, steps, variables
+from flagcx_on_npu import check_fault, check_ranks, check_tokens, steps, variables
 from half_on_npu import SIZES
 from processes import finish
 
@@ -88,18 +88,15 @@ def result(
     return finish(SCRIPT, job, npu_environment(**variables(standin, fault), **spawned))
 
 
-@only_if_drawn("vLLM")
 def test_two_ranks_that_communicate_through_flagcx_give_hugging_faces_tokens(
     model: Path, result: Mapping[str, Any]
 ) -> None:
     check_tokens(model, result)
 
 
-@only_if_drawn("vLLM")
 def test_both_ranks_count_the_same_collectives_and_every_operator_is_the_vendors(result: Mapping[str, Any]) -> None:
     check_ranks(result)
 
 
-@only_if_drawn("vLLM")
 def test_sums_without_one_ranks_part_change_the_tokens(result: Mapping[str, Any]) -> None:
     check_fault(result)

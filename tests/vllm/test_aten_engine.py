@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from engines import STEP, Runs, start
 
-VARIABLES = {"VLLM_FL_PLUGIN_MODULES": "aten_plugin"}
+PRODUCTS = {"VLLM_FL_PER_OP": "linear=reference"}
+"""Products with prepared weights do not go through PyTorch's own."""
+VARIABLES = {"VLLM_FL_PLUGIN_MODULES": "aten_plugin", **PRODUCTS}
 ENGINES: dict[str, dict[str, Any]] = {
     "eager": {},
     "compiled": {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}},
@@ -64,7 +66,7 @@ def test_what_is_wrong_on_one_rank_is_replaced_on_none_and_the_engine_serves(
     checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
 ) -> None:
     engine = {**ENGINES["compiled"], "tensor_parallel_size": 2}
-    uneven = {"VLLM_FL_PLUGIN_MODULES": "aten_uneven_plugin"}
+    uneven = {"VLLM_FL_PLUGIN_MODULES": "aten_uneven_plugin", **PRODUCTS}
     result = start(checkpoint("qwen3"), engine=engine, variables=uneven).result()
     assert result["steps"][0]["tokens"] == expected("qwen3")
     first, second = (report["aten"]["FlagGems"] for report in result["reports"])
