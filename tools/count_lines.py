@@ -101,6 +101,12 @@ PROMISES = {
         "global_policy.py:GlobalPolicy.restore",
         "knowledge/failures.py:FailureLog.restore",
     ),
+    "live calls may be compared with a second implementation": (
+        "run/shadow.py",
+        "knowledge/sampling.py",
+        "knowledge/findings.py",
+    ),
+    "an implementation may keep a weight in a form of its own": ("prepared.py",),
     "calls are counted": (
         "knowledge/counting.py",
         "op_manager.py:OpManager.set_counting OpManager.reset_counts OpManager.call_counts",
