@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,6 +60,8 @@ WORKLOADS = (
     Workload("decode, batch 256", 256, 128, 128),
     Workload("prefill, 64 x 2048", 64, 2048, 1),
 )
+SHORT = Workload("prefill, 8 x 2048", 8, 2048, 1)
+"""For GPUs on which the cache of the others does not fit beside four engines; only where ``--workloads`` names it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ def _orders(operators: Iterable[str], token: str) -> str:
 
 VANILLA = "vanilla"
 NATIVE = {"VLLM_FL_NATIVE_PLATFORM": "1"}
+NOWHERE = "/nonexistent"
+"""A configuration folder without files of the user's own."""
 NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda"}
 FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 """The batches of the workloads: FlagGems tunes its matrix products for minutes, and for each size anew."""
@@ -105,12 +110,21 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
+        "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
+        "plugin_tuned": Cell({}),  # with --tuned
         "plugin_shipped_native": Cell(NATIVE),
     }
 
 
 PROFILED_STEPS = 16
-CACHED_TOKENS = (256 * (128 + 128) // 16 + 64) * 16
+
+
+def cached_tokens(workloads: Sequence[Workload]) -> int:
+    """The tokens that a cache has to hold: a batch that generates, or two steps that read prompts."""
+    most = max(work.batch * (work.prompt + work.new) if work.new > 1 else 2 * 8192 for work in workloads)
+    return (most // 16 + 64) * 16
+
+
 STANDARD = ("vanilla_fa3", "vanilla_triton", "plugin_host_triton", "plugin_neutral", "plugin_shipped")
 COMMON = {
     "dtype": "bfloat16",
@@ -290,7 +304,7 @@ def measure(
 ) -> dict[str, Any]:
     """Start every cell, let them take turns, and return what was measured."""
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
-    cache = shape.cache_bytes(layers, CACHED_TOKENS) // parallel
+    cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
     experts = bool(shape.experts)
     engines = [Engine(name, cell, folder, cache, experts, logs, profiled, parallel) for name, cell in cells.items()]
     started: dict[str, Any] = {}
@@ -347,6 +361,15 @@ def table(result: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     return "\n".join(lines)
 
 
+def _installed(tuned: Path, config: Path) -> Path:
+    """A configuration folder with a platform file and its evidence, where the plugin looks for the user's own."""
+    platforms = config / "fl_dispatch" / "platforms"
+    platforms.mkdir(parents=True)
+    for file in (tuned, tuned.with_name(f"{tuned.stem}.evidence.json")):
+        shutil.copy(file, platforms)
+    return config
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
@@ -356,6 +379,9 @@ def main() -> None:
         "--workloads", default="", metavar="TEXT,…", help="only those whose name has one of these texts"
     )
     parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument(
+        "--tuned", type=Path, metavar="FILE", help="a platform file of fl tune, for the cell plugin_tuned"
+    )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="divide each engine among GPUs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path)
@@ -375,18 +401,23 @@ def main() -> None:
     names = options.cells.split(",") if options.cells else [name for name in STANDARD if name in known]
     if unknown := set(names) - set(known):
         parser.error(f"{options.shape} has no cell {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+    asked = [*WORKLOADS, SHORT] if "8 x" in options.workloads else WORKLOADS
+    workloads = [work for work in asked if any(text in work.name for text in options.workloads.split(","))]
+    if not workloads:
+        parser.error(f"no workload is called so; they are {'; '.join(work.name for work in (*WORKLOADS, SHORT))}")
+    if ("plugin_tuned" in names) != (options.tuned is not None):
+        parser.error("the cell plugin_tuned and --tuned FILE belong together")
     needed, gib = (
-        len(names) * shape.gib(layers, CACHED_TOKENS) / options.tensor_parallel,
+        len(names) * shape.gib(layers, cached_tokens(workloads)) / options.tensor_parallel,
         torch.cuda.get_device_properties(0).total_memory / 2**30,
     )
     if needed > gib:
         parser.error(f"{len(names)} cells need about {needed:.0f} GiB, the GPU has {gib:.0f}: fewer cells, or --layers")
     cells = {name: known[name] for name in names}
-    workloads = [work for work in WORKLOADS if any(text in work.name for text in options.workloads.split(","))]
-    if not workloads:
-        parser.error(f"no workload is called so; they are {'; '.join(work.name for work in WORKLOADS)}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if options.tuned:
+            cells["plugin_tuned"] = Cell({"XDG_CONFIG_HOME": str(_installed(options.tuned, folder / "config"))})
         logs = options.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
         profiled = options.profile is not None
@@ -399,7 +430,7 @@ def main() -> None:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "shape": options.shape,
-        "cells": {name: dict(cells[name].variables) for name in found["started"]},
+        "cells": {name: dict(known[name].variables) for name in found["started"]},
         "rounds": options.rounds,
         "layers": layers,
         "sampled, routers spread": bool(shape.experts),
