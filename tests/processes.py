@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -41,6 +42,21 @@ class Finished:
     def last_line(self) -> str:
         """The last line that it wrote, usually the error."""
         return self.log.strip().rpartition("\n")[2]
+
+
+def free_port() -> int:
+    """A TCP port for a program that binds it seconds later.
+
+    It lies below those that the kernel gives away, because another test's connection may take one of these meanwhile.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Runs(Mapping[str, Any]):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import processes
-from processes import Finished, pool
+from processes import Finished, free_port, pool
 from running import MAX_TOKENS, PROMPTS
 
 HERE = Path(__file__).parent
@@ -42,6 +42,7 @@ def engine_arguments(model: Path, engine: Mapping[str, Any] | None = None) -> di
         "chunked_prefill_size": 64,
         "grammar_backend": "none",
         "log_level": "info",
+        "nccl_port": free_port(),
         **(engine or {}),
     }
 
@@ -81,6 +82,7 @@ def background(*arguments: str, cold: bool = False, **variables: str) -> Future[
 def server_arguments(model: Path) -> tuple[str, ...]:
     """The command line of ``sglang.launch_server`` for a small checkpoint."""
     options = {"dtype": "float32", "context-length": 512, "max-total-tokens": 4096, "max-running-requests": 4}
+    options["nccl-port"] = free_port()
     named = (part for name, value in options.items() for part in (f"--{name}", str(value)))
     return ("--model-path", str(model), "--host", "127.0.0.1", "--skip-server-warmup", *named)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import psutil
 import pytest
 from serving import environment, server_arguments
 
+from processes import free_port
 from running import MAX_TOKENS, PROMPTS
 
 READY_WITHIN = 400.0
@@ -37,9 +37,7 @@ class Server:
     """
 
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         options = ["--served-model-name", "tiny", "--port", str(port), "--api-key", KEY, "--enable-metrics"]
         self.log, self.address = log, f"http://127.0.0.1:{port}"
         with log.open("w") as output:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment, serve_command
+
+from processes import free_port
 
 openai = pytest.importorskip("openai")
 READY_WITHIN = 240.0
@@ -38,9 +39,7 @@ def client(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, stat_log: Path
 ) -> Iterator[Any]:
     """An OpenAI client of a running server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     model = str(checkpoint("qwen3"))
     options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "67108864"]
     command = [sys.executable, *serve_command(model), "--served-model-name", "tiny"]

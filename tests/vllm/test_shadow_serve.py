@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import tempfile
 import time
 import urllib.error
@@ -43,9 +42,7 @@ class Server:
     """A running server, whose worker descends from process ``pid``."""
 
     def __init__(self, model: Path, log: Path, state: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = processes.free_port()
         self.log, self.state = log, state
         arguments = (*serve_command(str(model)), *OPTIONS, *FRESH, "--port", str(self.port))
         variables = environment(XDG_STATE_HOME=state, **VARIABLES)
