@@ -20,7 +20,7 @@ from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
 from . import compile, cores, startup
-from .compat import attention_class, models
+from .compat import attention_class, model_runner, models
 from .host import HOST
 
 if TYPE_CHECKING:
@@ -222,6 +222,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may hold a device context
     if "v2" not in device.model_runners:
         _keep_to_v1(vllm_config)
+    if not is_packed(vllm_config):  # else a parent process has said it
+        logger.info("model runner %s", model_runner.choice(vllm_config))
     if device.accelerator:
         _adapt_graphs(vllm_config)
     else:

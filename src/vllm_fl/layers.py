@@ -43,6 +43,7 @@ class LayerClass:
         own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
             own code is the reference too, and left as it is it is no gap.
         since: the first version of vLLM that has it in this form; empty for all.
+        registry: the module with vLLM's registry of replacements that its base class asks.
     """
 
     module: str
@@ -51,6 +52,7 @@ class LayerClass:
     custom_op: bool = True
     own_kernel: bool = False
     since: str = ""
+    registry: str = "vllm.model_executor.custom_op"
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -92,6 +94,7 @@ def _has_kernel(op_name: str) -> bool:
 _LAYERS = "vllm.model_executor.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _MOE = f"{_LAYERS}.fused_moe"
+_HW = "vllm.model_executor.hw_agnostic"
 _LINEAR = (
     "ReplicatedLinear",
     "ColumnParallelLinear",
@@ -143,6 +146,12 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer, since="0.32"),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
     LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
+    LayerClass(
+        f"{_HW}.layers.layernorm", "RMSNorm", forwards.RMSNormLayer, since="0.32", registry=f"{_HW}.custom_op"
+    ),
+    LayerClass(
+        f"{_HW}.layers.activation", "SiluAndMul", forwards.SiluAndMulLayer, since="0.32", registry=f"{_HW}.custom_op"
+    ),
 )
 """Classes that stay vLLM's, and why, are in :mod:`vllm_fl.host`."""
 
@@ -155,9 +164,6 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
         in_worker: this process runs models; elsewhere rows with ``own_kernel`` are passed over, for which
             implementations would have to be loaded.
     """
-    from vllm.model_executor import custom_op
-
-    registered = custom_op.op_registry_oot
     warn_of_unknown_layers(settings, {name for row in LAYER_CLASSES for name in (row.name, *row.operators)})
     if in_worker:
         _warn_of_lists_without_kernels(settings)
@@ -168,15 +174,18 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
             if (base := row.in_tree()) is not None:
                 layer_classes.replace_class(base, _replacement(row, base) if row.wanted(settings) else base)
             continue
-        present = registered.get(row.name)
+        if (base := row.in_tree()) is None:
+            continue
+        door = importlib.import_module(row.registry)
+        present = door.op_registry_oot.get(row.name)
         ours = present is not None and issubclass(present, DispatchedLayer)
         if present is not None and not ours:
             if row.wanted(settings):
                 logger.warning("%s stays with %s, which another plugin registered", row.name, present.__qualname__)
         elif ours and not row.wanted(settings):
-            del registered[row.name]
-        elif not ours and row.wanted(settings) and (base := row.in_tree()) is not None:
-            custom_op.CustomOp.register_oot(name=row.name)(_replacement(row, base))
+            del door.op_registry_oot[row.name]
+        elif not ours and row.wanted(settings):
+            door.CustomOp.register_oot(name=row.name)(_replacement(row, base))
 
 
 def _warn_of_lists_without_kernels(settings: Settings) -> None:

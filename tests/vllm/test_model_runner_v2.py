@@ -51,7 +51,8 @@ def test_tokens_equal_hugging_face_twice(
 
 SPECULATES = """
 from vllm import LLM
-LLM(model={model!r}, speculative_config={{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}})
+drafts = {{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "rejection_sample_method": "block"}}
+LLM(model={model!r}, speculative_config=drafts)
 """
 
 
@@ -60,4 +61,4 @@ def test_a_feature_without_forms_is_refused_where_the_user_asks_for_the_runner(
 ) -> None:
     ended = python("-c", SPECULATES.format(model=str(checkpoint("qwen3"))), **V2)
     assert ended.returncode != 0
-    assert "Model Runner V2 does not yet support: speculative decoding without Triton" in ended.log
+    assert "Model Runner V2 does not yet support: drafts verified by blocks without Triton" in ended.log

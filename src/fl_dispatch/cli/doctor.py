@@ -68,6 +68,7 @@ def doctor(
                 "left to the host",
                 "never dispatched",
                 "PyTorch's operators",
+                "model runner",
             ),
             report["runs"],
         )
@@ -159,7 +160,7 @@ def _runs(warnings: list[str]) -> list[list[str]]:
         ours = ", ".join(f"{name} {count}" for name, (_, count) in run.layers.items())
         native = ", ".join(f"{name} {count}" for name, count in run.native.items())
         state = f"{run.pid} ({'running' if run.alive else 'ended'})"
-        rows.append([when, run.host, state, run.model, ours, native, missed, run.aten])
+        rows.append([when, run.host, state, run.model, ours, native, missed, run.aten, run.runner])
     return rows
 
 
