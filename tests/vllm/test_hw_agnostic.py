@@ -1,4 +1,7 @@
-"""vLLM's hardware-agnostic layers (``VLLM_USE_HW_AGNOSTIC``) have a registry of their own; ours are in it too."""
+"""Hugging Face's modules with vLLM's layers in them: vLLM's hardware-agnostic ones have a registry of their own.
+
+Ours are in that one too.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,6 @@ def test_the_hardware_agnostic_layers_run_through_our_operators(
     result = runs[version].result()
     assert "Using hw-agnostic layer: RMSNorm" in result["log"]
     assert result["steps"][0]["tokens"] == expected("llama")
-    assert all(ran(result, operator) for operator in OPERATORS)
-    assert result["report"]["layers"]["RMSNorm"] > 0
+    assert [operator for operator in OPERATORS if not ran(result, operator)] == []
+    assert {"TPAwareRMSNorm", "SiluAndMul"} <= set(result["report"]["layers"])
     assert result["report"]["native_layers"] == {}
