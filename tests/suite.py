@@ -285,8 +285,7 @@ def main() -> int:
         warming = time.monotonic() - began
         print(f"{len(queue)} units, sample drawn by {sampling.seed()}", flush=True)
         futures: list[Future[Unit]] = [
-            pool.submit(run, unit, addresses[ENVIRONMENTS[unit.environment].folder], scratch, options)
-            for unit in queue
+            pool.submit(run, unit, addresses[ENVIRONMENTS[unit.environment].folder], scratch, options) for unit in queue
         ]
         done = []
         for number, future in enumerate(as_completed(futures), 1):

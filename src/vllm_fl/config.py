@@ -57,7 +57,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         if present:
             where = "" if model is None else f" (model {model.model})"
             raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
-    if "v2" not in device.model_runners and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not model_runner.serves_v2(device):
         raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(attention_backend_path(model.use_mla))

@@ -749,6 +749,14 @@ REPLACED = (
         since="0.32",
     ),
     HostFact(
+        f"{_WORKER}.gpu_worker",
+        ("HAS_TRITON",),
+        "replaces",
+        "compat.model_runner",
+        "The worker refuses the V2 runner without Triton; its kernels have forms.",
+        since="0.33",
+    ),
+    HostFact(
         f"{_WORKER}.cpu.shm",
         (),
         "reads",
@@ -762,6 +770,22 @@ REPLACED = (
         "replaces",
         "compat.model_runner",
         "Whether the device reads main memory: always where it is the device, never on a chip that is not CUDA's.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.model_states.prompt_embeds:PromptEmbedsState",
+        ("apply(input_batch, num_computed_tokens, inputs_embeds)",),
+        "replaces",
+        "runner_kernels.table",
+        "Its kernel gets embeddings by address; the method has the tensors.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.model_states.prompt_embeds:PromptEmbedsState",
+        ("gpu_tensors",),
+        "reads",
+        "runner_kernels.prompts",
+        "The embeddings that requests brought.",
         since="0.32",
     ),
     HostFact(

@@ -75,9 +75,7 @@ def tell_prompts(runner: Any) -> None:
 
 
 def _located(method: Callable[..., Any]) -> Callable[..., Any]:
-    def computed(
-        logits_of: Callable[[Tensor], Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def computed(logits_of: Callable[[Tensor], Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         def logits(rows: Tensor) -> Tensor:  # a slice of the batch's hidden states
             start = (rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0)
             with prompt_logits(start):

@@ -45,11 +45,12 @@ class WorkerFL(Worker):
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         versions.adapt()
-        layers.register(get_settings(), in_worker=True)
+        transformers = vllm_config.model_config.using_transformers_backend()
+        layers.register(get_settings(), in_worker=True, transformers=transformers)
         kv_layout.choose(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
-        if self.use_v2_model_runner:
+        if vllm_config.use_v2_model_runner:
             model_runner.prepare(detect_device())
+        super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 

@@ -104,7 +104,6 @@ def test_replacing_the_kernel_twice_replaces_it_once() -> None:
 
 CHOICES = """
 import os
-from types import SimpleNamespace
 from vllm.config import VllmConfig
 from vllm.triton_utils import HAS_TRITON
 from vllm_fl.compat.model_runner import choice
@@ -114,7 +113,7 @@ print(choice(config))
 config.parallel_config.pipeline_parallel_size = 2
 config.parallel_config.distributed_executor_backend = "external_launcher"
 print(choice(config))
-config.reasoning_config = SimpleNamespace()
+config.parallel_config.enable_batch_sharded_sampling = True
 print(choice(config))
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 print(choice(config))
@@ -132,7 +131,7 @@ def test_vllms_own_rule_chooses_the_runner_and_leaves_nothing_in_the_environment
         "[True, True] True None",
         "V2, because vLLM prefers it and it has all that is asked for (its kernels in PyTorch forms)",
         "V1, because V2 lacks pipeline parallelism with external_launcher",
-        "V1, because V2 lacks pipeline parallelism with external_launcher, a budget of thinking tokens without Triton",
+        "V1, because V2 lacks pipeline parallelism with external_launcher, sampling divided among ranks without Triton",
         "V1, because VLLM_USE_V2_MODEL_RUNNER asks for it",
     ]
 

@@ -1,9 +1,9 @@
-"""Which of vLLM's two model runners a device without a Triton driver gets: V2 in PyTorch forms of its kernels, else V1.
+"""The choice of a model runner, where Triton has no driver for the device: V2 in forms of its kernels, else V1.
 
 vLLM asks whether Triton is installed and finds a driver; on a machine with a GPU it does, whatever device we serve.
 Every process that holds a configuration asks, so every one is told. A variable in the environment would reach them as
 well, but vLLM takes ``VLLM_USE_V2_MODEL_RUNNER`` for the user's word, in later configurations too: only the user sets
-it. What V2 lacks vLLM's own rule says, and V1 then runs.
+it. vLLM's own rule says what V2 lacks, and V1 then runs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONFIG = "vllm.config.vllm"
 DOOR = "vllm.triton_utils.dispatcher"
+WORKER = "vllm.v1.worker.gpu_worker"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 VERIFICATIONS = ("", "standard", "synthetic")
 """How drafts are verified by forms; empty without speculation, and in a version that has one way only."""
@@ -50,7 +51,7 @@ def _with_ours(vllms: Any) -> Any:
 
 
 def prepare(device: DeviceSpec) -> None:
-    """What a worker's V2 runner needs before it is made, with PyTorch forms of its kernels where Triton has no driver.
+    """Do what a worker's V2 runner needs before the worker is made; its kernels get forms where Triton has no driver.
 
     Idempotent.
     """
@@ -62,12 +63,19 @@ def prepare(device: DeviceSpec) -> None:
     if why_unserved():
         from ..runner_kernels import table
 
+        worker: Any = importlib.import_module(WORKER)
+        worker.HAS_TRITON = True  # else vLLM 0.33's refuses to be made
         table.register()
 
 
 def takes_forms() -> bool:
     """Whether this vLLM takes other kernels for its V2 runner."""
     return importlib.util.find_spec(DOOR) is not None
+
+
+def serves_v2(device: DeviceSpec) -> bool:
+    """Whether the V2 runner's kernels run on the device: by Triton, or as forms that this vLLM takes."""
+    return "v2" in device.model_runners and (not why_unserved() or takes_forms())
 
 
 class Choice(NamedTuple):
@@ -88,8 +96,10 @@ def choice(config: VllmConfig) -> Choice:
     if v2:
         forms = " (its kernels in PyTorch forms)" if why_unserved() else ""
         return Choice("V2", f"vLLM prefers it and it has all that is asked for{forms}")
-    if why_unserved() and not ("v2" in detect_device().model_runners and takes_forms()):
-        lacking = "Triton, whose kernels have no other form here"
+    if "v2" not in (device := detect_device()).model_runners:
+        return Choice("V1", f"V2 does not run on {device.name} yet")
+    if why_unserved() and not takes_forms():
+        lacking = "Triton, and this version takes no other kernels"
     else:
         lacking = ", ".join(config._get_v2_model_runner_unsupported_features()) or "vLLM's preference in this version"
     return Choice("V1", f"V2 lacks {lacking}")
@@ -97,12 +107,10 @@ def choice(config: VllmConfig) -> Choice:
 
 def without_forms(config: VllmConfig) -> list[str]:
     """The features of a configuration whose kernels have no PyTorch form."""
-    model, parallel, speculation = config.model_config, config.parallel_config, config.speculative_config
+    parallel, speculation = config.parallel_config, config.speculative_config
     asked = {
         "drafts of a model": speculation is not None and not speculation.use_ngram(),
         "drafts verified by blocks": getattr(speculation, "rejection_sample_method", "") not in VERIFICATIONS,
-        "prompt embeddings": model is not None and model.enable_prompt_embeds,
-        "a budget of thinking tokens": getattr(config, "reasoning_config", None) is not None,
         "watermarks": getattr(config, "watermark_config", None) is not None,
         "sampling divided among ranks": getattr(parallel, "enable_batch_sharded_sampling", False),
     }

@@ -71,9 +71,7 @@ def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Te
     drawn = (heat != 0).nonzero()[:, 0]
     if not len(drawn):
         return values
-    noise = gumbel_noise(
-        seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64
-    )
+    noise = gumbel_noise(seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64)
     return values.index_add(0, drawn, noise)
 
 

@@ -19,7 +19,7 @@ ROUNDS = 10
 PHILOX_KEYS = (0x9E3779B9, 0xBB67AE85)
 PHILOX_FACTORS = (0xD2511F53, 0xCD9E8D57)
 SCALE, LEAST = 4.6566127342e-10, 4.6566127342e-10
-"""Of Triton's random numbers in [0, 1): the step, and the least that the kernel takes."""
+"""The step of Triton's random numbers in [0, 1), and the least that the kernel takes."""
 
 
 def gather_draft_sampled(
@@ -128,7 +128,7 @@ def rejection(
     FLY_WINDOW_SIZE: int = 0,
     **__: Any,
 ) -> None:
-    """How many drafts of each request are accepted, and its tokens up to the first that is not.
+    """Count the drafts of each request that are accepted, and write its tokens up to the first that is not.
 
     A greedy request's first rejected draft is replaced by the target's token; the others' tokens are drawn afterwards,
     for which the sums of exponentials at the last draft that was judged are written.
@@ -174,7 +174,7 @@ def rejection(
 
 
 def _logsumexp(maximum: Tensor, sums: Tensor) -> Tensor:
-    """Of each row, from those of its blocks."""
+    """The value of each row, from the maxima and the sums of its blocks."""
     largest = maximum.amax(-1, keepdim=True)
     return (largest + (sums * (maximum - largest).exp()).sum(-1, keepdim=True).log())[:, 0]
 
