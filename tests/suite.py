@@ -72,7 +72,7 @@ class Environment:
         return sampling.drawn(self.files(), self.sample, self.folder) if self.sample else self.files()
 
 
-ENGINES = ("features", "lora", "pooling", "runner_kernels", "speculation")
+ENGINES = ("features", "lora", "runner_kernels")
 """Files of tests whose engines run another version of the host too; see ``vllm/engines.py``."""
 ENVIRONMENTS = {
     "vllm": Environment(".venv", ("core/test_*.py", "vllm/test_*.py", "hosts/test_*.py", "gpu/test_*.py")),
