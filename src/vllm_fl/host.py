@@ -99,7 +99,6 @@ _LEFT = {
     ),
     "compiled kernels of one model": ("HpcRopeNorm", "FusedMMInputNorm", "MiniMaxText01RMSNormTP", "GateLinear"),
     "the weight plus one; there is no operator for it": ("NemotronLayerNorm1P",),
-    "a registry of its own, behind VLLM_USE_HW_AGNOSTIC": ("vllm.model_executor.hw_agnostic",),
 }
 """Why → the classes that stay vLLM's: a class, or all of a module."""
 

@@ -43,6 +43,7 @@ class LayerClass:
         own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
             own code is the reference too, and left as it is it is no gap.
         since: the first version of vLLM that has it in this form; empty for all.
+        transformers: it is of vLLM's Transformers backend, which is imported for models that need it only.
     """
 
     module: str
@@ -51,6 +52,7 @@ class LayerClass:
     custom_op: bool = True
     own_kernel: bool = False
     since: str = ""
+    transformers: bool = False
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -62,7 +64,7 @@ class LayerClass:
         """The fact that the replacement relies on: the class, and the parameters of its forward."""
         why = "The layer would run vLLM's own code."
         forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
-        if forward is None:  # the mixin changes what the layer holds, and vLLM's own forward runs
+        if forward is None or self.transformers:  # vLLM's own forward runs, or one of the base's row
             return HostFact(self.module, (self.name,), "replaces", user, why, since=self.since)
         name = "forward_native" if self.custom_op else "forward"
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(forward).parameters.values())
@@ -75,6 +77,12 @@ class LayerClass:
             return getattr(importlib.import_module(self.module), self.name, None)
         except ModuleNotFoundError:
             return None
+
+    @staticmethod
+    def registry(base: type) -> Any:
+        """The module with vLLM's registry of replacements that a class asks: vLLM has one more, hardware-agnostic."""
+        asked = (c.__module__ for c in base.__mro__ if c.__name__ in ("CustomOp", "PluggableLayer"))
+        return importlib.import_module(next(asked, "vllm.model_executor.custom_op"))
 
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
@@ -92,6 +100,8 @@ def _has_kernel(op_name: str) -> bool:
 _LAYERS = "vllm.model_executor.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _MOE = f"{_LAYERS}.fused_moe"
+_HW = "vllm.model_executor.hw_agnostic.layers"
+_FUSERS = "vllm.model_executor.models.transformers.fusers"
 _LINEAR = (
     "ReplicatedLinear",
     "ColumnParallelLinear",
@@ -143,40 +153,47 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer, since="0.32"),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
     LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
+    LayerClass(f"{_HW}.layernorm", "RMSNorm", forwards.RMSNormLayer, since="0.32"),
+    LayerClass(f"{_HW}.activation", "SiluAndMul", forwards.SiluAndMulLayer, since="0.32"),
+    LayerClass(f"{_FUSERS}.rms_norm", "TPAwareRMSNorm", forwards.RMSNormLayer, since="0.32", transformers=True),
+    LayerClass(
+        f"{_FUSERS}.rms_norm", "TPAwareGemmaRMSNorm", forwards.GemmaRMSNormLayer, since="0.32", transformers=True
+    ),
 )
 """Classes that stay vLLM's, and why, are in :mod:`vllm_fl.host`."""
 
 
-def register(settings: Settings, *, in_worker: bool = False) -> None:
+def register(settings: Settings, *, in_worker: bool = False, transformers: bool = False) -> None:
     """Register the wanted classes with vLLM and take back the unwanted ones. Idempotent.
 
     Args:
         settings: the lists.
         in_worker: this process runs models; elsewhere rows with ``own_kernel`` are passed over, for which
             implementations would have to be loaded.
+        transformers: the model runs by vLLM's Transformers backend.
     """
-    from vllm.model_executor import custom_op
-
-    registered = custom_op.op_registry_oot
     warn_of_unknown_layers(settings, {name for row in LAYER_CLASSES for name in (row.name, *row.operators)})
     if in_worker:
         _warn_of_lists_without_kernels(settings)
     for row in LAYER_CLASSES:
-        if row.own_kernel and not in_worker:
+        if (row.own_kernel and not in_worker) or (row.transformers and not transformers):
             continue
         if not row.custom_op:
             if (base := row.in_tree()) is not None:
                 layer_classes.replace_class(base, _replacement(row, base) if row.wanted(settings) else base)
             continue
-        present = registered.get(row.name)
+        if (base := row.in_tree()) is None:
+            continue
+        door = row.registry(base)
+        present = door.op_registry_oot.get(row.name)
         ours = present is not None and issubclass(present, DispatchedLayer)
         if present is not None and not ours:
             if row.wanted(settings):
                 logger.warning("%s stays with %s, which another plugin registered", row.name, present.__qualname__)
         elif ours and not row.wanted(settings):
-            del registered[row.name]
-        elif not ours and row.wanted(settings) and (base := row.in_tree()) is not None:
-            custom_op.CustomOp.register_oot(name=row.name)(_replacement(row, base))
+            del door.op_registry_oot[row.name]
+        elif not ours and row.wanted(settings):
+            door.CustomOp.register_oot(name=row.name)(_replacement(row, base))
 
 
 def _warn_of_lists_without_kernels(settings: Settings) -> None:

@@ -8,7 +8,7 @@ each request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -67,8 +67,27 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         bgmv_expand(product, lora_b_stacked, y, indices, add_inputs=True)
 
 
+def tell_prompts(runner: Any) -> None:
+    """Have vLLM's V2 runner, whose model is loaded, say where in the batch the prompts' logits are that it asks for."""
+    if (worker := runner.prompt_logprobs_worker) is not None:  # only where tokens are chosen
+        worker.compute_prompt_logprobs = _located(worker.compute_prompt_logprobs)
+        worker.compute_prompt_token_id_logprobs = _located(worker.compute_prompt_token_id_logprobs)
+
+
+def _located(method: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(logits_of: Callable[[Tensor], Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def logits(rows: Tensor) -> Tensor:  # a slice of the batch's hidden states
+            start = (rows.storage_offset() - hidden_states.storage_offset()) // hidden_states.stride(0)
+            with prompt_logits(start):
+                return logits_of(rows)
+
+        return method(logits, hidden_states, *args, **kwargs)
+
+    return computed
+
+
 class LoRAModelRunner(CPUModelRunner):
-    """vLLM's runner, which asks for the logits of one prompt after the other without saying whose they are."""
+    """vLLM's V1 runner, which asks for the logits of one prompt after the other without saying whose they are."""
 
     def _get_prompt_logprobs_dict(self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
         found: dict[str, Any] = {}

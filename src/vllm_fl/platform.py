@@ -17,7 +17,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
 from . import compile, config, startup
-from .compat import accelerator, kernels, model_runner
+from .compat import accelerator, kernels
 from .host import HOST
 
 if TYPE_CHECKING:
@@ -156,7 +156,6 @@ class PlatformFL(Dispatching, Platform):
     def register_triton_kernel_overrides(cls) -> None:
         if why_unserved():
             kernels.replace_kernels()
-            model_runner.replace_kernels(DEVICE)
 
     # -- what vLLM may use --------------------------------------------------------------------------------------------
 

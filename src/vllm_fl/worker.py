@@ -24,7 +24,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from . import compile, eager_steps, kv_layout, layers, linear, ranks, slots, startup
-from .compat import accelerator, versions
+from .compat import accelerator, model_runner, versions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,8 +45,11 @@ class WorkerFL(Worker):
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         versions.adapt()
-        layers.register(get_settings(), in_worker=True)
+        transformers = vllm_config.model_config.using_transformers_backend()
+        layers.register(get_settings(), in_worker=True, transformers=transformers)
         kv_layout.choose(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            model_runner.prepare(detect_device())
         super().__init__(vllm_config, *args, **kwargs)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
@@ -58,6 +61,10 @@ class WorkerFL(Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        if self.use_v2_model_runner and self.vllm_config.lora_config is not None:
+            from . import lora
+
+            lora.tell_prompts(self.model_runner)
         model = self.get_model()
         layers.bind_scopes(model)
         self.fl_weights = linear.Weights(model, compile.is_compiled(self.vllm_config))
@@ -76,7 +83,8 @@ class WorkerFL(Worker):
         """For ``fl doctor``, and the list of operators that FlagGems runs."""
         parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
         rank = self.rank + parallel.data_parallel_rank * parallel.world_size
-        runs.record(host, self.model_config.model, self.fl_survey, {}, rank)
+        runner = str(model_runner.choice(self.vllm_config))
+        runs.record(host, self.model_config.model, self.fl_survey, {}, rank, runner)
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     def _compare_ranks(self) -> None:

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import processes
 from processes import AT_ONCE, Finished, Runs, pool
 from running import MAX_TOKENS, PROMPTS, expected_tokens, ran
@@ -21,14 +23,45 @@ PLUGINS = HERE / "plugins"
 
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
+RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
+"""vLLM's model runners, and the variables that ask for each."""
 OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
+
+
+HOSTS = Path(__file__).parents[2] / ".venv-hosts"
+HOST_VERSION = "FL_HOST_VERSION"
+"""The variable that names a version of vLLM whose Python files all engines of these tests run."""
+UNPACKED = {"0.26": "0.26.0", "0.33": "0.33.0"}
+"""Versions whose Python files ``make hosts`` unpacks."""
+
+
+def unpacked(version: str) -> dict[str, str]:
+    """Variables of an engine that runs another version of vLLM over this environment; none for the installed one.
+
+    It skips the test where the files are missing.
+    """
+    if not version:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join((str(_files(version)), environment()["PYTHONPATH"]))}
+
+
+def _files(version: str) -> Path:
+    folder = HOSTS / f"vllm-{UNPACKED[version]}"
+    if not folder.exists():
+        pytest.skip(f"vLLM {version} is not unpacked: make hosts")
+    return folder
+
+
+def _files_of_host() -> list[str]:
+    version = os.environ.get(HOST_VERSION)
+    return [str(_files(version))] if version else []
 
 
 def environment(**variables: str) -> dict[str, str]:
     """The environment of an engine: nothing of ours is set but these."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLAG", "USE_FLAG"))}
-    path = os.pathsep.join(filter(None, (str(PLUGINS), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (*_files_of_host(), str(PLUGINS), os.environ.get("PYTHONPATH", ""))))
     fixed = {
         "PYTHONPATH": path,
         "VLLM_NO_USAGE_STATS": "1",

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 import vllm.triton_utils
 from torch import Tensor
+from triton.runtime import interpreter
 
 vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
 
@@ -31,11 +32,36 @@ model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
 
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
 from vllm.v1.worker.gpu.mm import rope
-from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, output, penalties, prompt_logprob
+from vllm.v1.worker.gpu.model_states import prompt_embeds
+from vllm.v1.worker.gpu.sample import (
+    bad_words,
+    gumbel,
+    logit_bias,
+    logprob,
+    min_p,
+    output,
+    penalties,
+    prompt_logprob,
+    thinking_budget,
+)
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
+from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram_speculator
 
+rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))  # the interpreter has none
+masked_load = interpreter.InterpreterBuilder.create_masked_load
+
+
+def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+    mask.data = mask.data.astype(bool)  # some of the interpreter's masks are integers, which it refuses
+    return masked_load(self, pointers, mask, *rest)
+
+
+interpreter.InterpreterBuilder.create_masked_load = load
 CPU = torch.device("cpu")
 SLOTS, VOCABULARY, LONGEST = 6, 1100, 64
 """States of requests, tokens of the vocabulary (two blocks of most kernels), and the longest sequence."""
+DRAFTS = 3
+"""The most that a request has."""
 Case = Callable[["Draw"], Sequence[Any]]
 
 
@@ -294,12 +320,121 @@ def supports(draw: Draw) -> Sequence[Any]:
     return got.token_ids.masked_fill(~kept, -1), got.packed_mask[sampled], got.counts
 
 
+def thought(draw: Draw) -> Sequence[Any]:
+    """Markers are short and tokens few, so that texts have them."""
+    found = []
+    for start, natural, end in (([1], [2], [2]), ([1, 0], [2], [0, 2, 1]), ([1], [2, 0], [2, 2])):
+        text, total = draw.integers(0, 2, SLOTS, LONGEST), draw.integers(1, LONGEST - 4, SLOTS)
+        budgets, logits = draw.integers(-1, 4, SLOTS), draw.logits(6)
+        caches = torch.full((SLOTS,), -1).int(), torch.full((SLOTS,), -1).int(), torch.zeros(SLOTS).int()
+        markers = [torch.tensor(ids).int() for ids in (start, natural, end)]
+        for grown in (0, 3):
+            total += grown
+            idx, places = torch.tensor([0, 1, 1, 1, 2, 3]).int(), torch.tensor([0, 0, 1, 2, 0, 0]).int()
+            thinking_budget.apply_thinking_budget(
+                logits,
+                torch.arange(4).int(),
+                idx,
+                budgets,
+                text,
+                total,
+                draw.integers(0, 2, 6),
+                places,
+                *caches,
+                *markers,
+            )
+            found.append(logits.clone())
+    return found
+
+
+def embedded(draw: Draw) -> Sequence[Any]:
+    b, width = batch(draw), 20
+    state = prompt_embeds.PromptEmbedsState(SLOTS, width, torch.float32, CPU)
+    for place in (0, 2, 3):
+        own = draw.normal(int(b.computed[b.idx[place]]) + place * 2, width)
+        is_token = draw.integers(0, 1, len(own)).bool() if place else None
+        request = SimpleNamespace(req_id=str(place), prompt_embeds=own, prompt_is_token_ids=is_token)
+        state.add_request(int(b.idx[place]), request)
+    state.apply_staged_writes()
+    scheduled = b.lengths.numpy()
+    b = SimpleNamespace(
+        req_ids=list("0123"), num_reqs=4, idx_mapping=b.idx, query_start_loc=b.starts, num_scheduled_tokens=scheduled,
+        computed=b.computed,
+    )  # fmt: skip
+    embeddings = draw.normal(int(b.query_start_loc[-1]), width)
+    state.apply(b, b.computed, embeddings)
+    return (embeddings,)
+
+
+def verified(draw: Draw) -> Sequence[Any]:
+    """Some drafts are the most likely tokens, some are none; two requests are greedy."""
+    found = []
+    for with_logits, synthetic, wide in ((False, False, False), (True, False, False), (True, True, True)):
+        lengths = draw.integers(1, DRAFTS + 1, 5)
+        cu, state = draw.starts(lengths), draw.states(5)
+        row = torch.repeat_interleave(torch.arange(5), lengths.long())
+        local = (torch.arange(len(row)) - cu[row]).int()
+        logits = draw.logits(len(row))
+        drafts = draw.logits(SLOTS * DRAFTS)[:, : VOCABULARY - 3].view(SLOTS, DRAFTS, -1)
+        tokens = torch.cat((torch.zeros(1).long(), logits[:-1, : VOCABULARY - 3].argmax(-1)))
+        tokens = torch.where(draw.integers(0, 2, len(row)) == 0, draw.integers(-1, 90, len(row)), tokens)
+        heat = torch.tensor([0.0, 1.0, 0.5, 1.7, 0.0, 2.0])
+        seeds = draw.integers(-(1 << 62), 1 << 62, SLOTS, dtype=torch.int64)
+        places = draw.integers(0, 1 << 40, len(row), dtype=torch.int64)
+        rates = torch.tensor([0.9, 0.5, 0.2]) if synthetic else None
+        sampled, count = rejection_sampler_utils.rejection_sample(
+            logits, drafts if with_logits else None, tokens, cu, places, state, state[row], local, heat, seeds, DRAFTS,
+            rates, use_fp64=wide,
+        )  # fmt: skip
+        written = torch.arange(DRAFTS + 1) < count[:, None]
+        flat = torch.zeros(len(row)).long()
+        rejection_sampler._flatten_sampled_kernel[(5,)](flat, sampled, sampled.stride(0), count, cu)
+        found += [sampled.masked_fill(~written, -1), count, flat]
+    return found
+
+
+def judged(draw: Draw) -> Sequence[Any]:
+    count = 7
+    indices, state = torch.randperm(20, generator=draw.generator)[:count], draw.integers(0, SLOTS - 1, count)
+    places, prompts = draw.integers(0, 9, 20, dtype=torch.int64), draw.integers(1, 9, SLOTS)
+    return rejection_sampler.gather_draft_sampled(
+        draw.integers(0, 99, 20), places, indices, state, draw.integers(0, 2, count), prompts
+    )
+
+
+def looked_up(draw: Draw) -> Sequence[Any]:
+    found = []
+    for least, most in ((1, 3), (2, 2), (2, 5)):
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                prompt_lookup_min=least, prompt_lookup_max=most, num_speculative_tokens=DRAFTS
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+            model_config=SimpleNamespace(max_model_len=LONGEST),
+        )
+        states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=draw.integers(0, 2, SLOTS, LONGEST)),
+            total_len=SimpleNamespace(gpu=draw.integers(1, LONGEST, SLOTS)),
+        )
+        batch = SimpleNamespace(num_reqs=4, idx_mapping=draw.states(4))
+        last = draw.integers(0, 2, SLOTS, 1, dtype=torch.int64)
+        made = ngram_speculator.NgramGPUSpeculator(config, CPU, states)
+        nothing = dict.fromkeys(
+            ("attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_rejected")
+        )
+        rest = dict.fromkeys(("next_prefill_tokens", "temperature", "seeds"))
+        sampled = draw.integers(0, 2, 4)
+        found.append(made.propose(batch, num_sampled=sampled, last_sampled=last, **nothing, **rest))
+    return found
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
-        chosen, likelihoods, prompt_tokens, supports,
+        chosen, likelihoods, prompt_tokens, supports, verified, judged,
+        looked_up, thought, embedded,
     )
 }  # fmt: skip
 

@@ -102,20 +102,38 @@ def test_replacing_the_kernel_twice_replaces_it_once() -> None:
     assert ComputeSlotMappingKernel.kernel is first
 
 
-def test_a_configuration_takes_the_v1_runner_and_leaves_nothing_in_the_environment() -> None:
-    """In a process of its own, where vLLM believes that Triton has a driver: that is so on a machine with a GPU."""
-    code = """
+CHOICES = """
 import os
 from vllm.config import VllmConfig
 from vllm.triton_utils import HAS_TRITON
+from vllm_fl.compat.model_runner import choice
 print([VllmConfig().use_v2_model_runner for _ in range(2)], HAS_TRITON, os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
+config = VllmConfig()
+print(choice(config))
+config.parallel_config.pipeline_parallel_size = 2
+config.parallel_config.distributed_executor_backend = "external_launcher"
+print(choice(config))
+config.parallel_config.enable_batch_sharded_sampling = True
+print(choice(config))
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+print(choice(config))
 """
+
+
+def test_vllms_own_rule_chooses_the_runner_and_leaves_nothing_in_the_environment() -> None:
+    """In a process of its own, where vLLM believes that Triton has a driver: that is so on a machine with a GPU."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", CHOICES], env=environment, capture_output=True, text=True, timeout=300, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[False, False] True None"
+    assert done.stdout.splitlines()[-5:] == [
+        "[True, True] True None",
+        "V2, because vLLM prefers it and it has all that is asked for (its kernels in PyTorch forms)",
+        "V1, because V2 lacks pipeline parallelism with external_launcher",
+        "V1, because V2 lacks pipeline parallelism with external_launcher, sampling divided among ranks without Triton",
+        "V1, because VLLM_USE_V2_MODEL_RUNNER asks for it",
+    ]
 
 
 def test_our_variables_are_known_to_vllm() -> None:

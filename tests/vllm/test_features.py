@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, start_features
 
 import variants
 from sampling import drawn
@@ -64,9 +64,6 @@ def other(model: Path) -> Path:
     return variants.other_weights(model, model.parent / "other")
 
 
-RUNNERS = {"V1": "0", "V2": "1"}
-
-
 @pytest.fixture(scope="module", params=drawn(tuple(RUNNERS), 1, "model runner"))
 def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[str, Any]:
     """The result of each named step, on one of vLLM's model runners."""
@@ -113,8 +110,7 @@ def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[st
         "num_gpu_blocks_override": BLOCKS,
         "structured_outputs_config": NO_SPACES,
     }
-    variables = {"VLLM_USE_V2_MODEL_RUNNER": RUNNERS[request.param]}
-    (run,) = start_features((model, list(named.values()), engine), **variables).result()["runs"]
+    (run,) = start_features((model, list(named.values()), engine), **RUNNERS[request.param]).result()["runs"]
     assert run["report"]["model_runner"] == request.param
     return {**dict(zip(named, run["steps"], strict=True)), "report": run["report"]}
 

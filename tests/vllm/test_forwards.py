@@ -20,7 +20,8 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM = 9, 4, 2, 32
 POSITIONS = 64
 F32 = torch.float32
 FAMILIES = ("activation", "layernorm", "rotary_embedding")  # the modules of vLLM whose classes are compared here
-ROWS = {row.name: row for row in layers.LAYER_CLASSES if set(FAMILIES) & set(row.module.split("."))}
+LAYERS = tuple(f"vllm.model_executor.layers.{family}" for family in FAMILIES)
+ROWS = {row.name: row for row in layers.LAYER_CLASSES if row.module.startswith(LAYERS)}
 
 # class → several sets of its arguments
 ROTARY: dict[str, list[dict[str, Any]]] = {

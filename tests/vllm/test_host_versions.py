@@ -5,21 +5,17 @@ Smoke tests: eagerly, in one process, without any compiled library, and on the P
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import OTHER_HOSTS, PLUGINS, PROMPTS, STEP, ran, start
+from engines import OTHER_HOSTS, PROMPTS, STEP, UNPACKED, ran, start, unpacked
 
 from vllm_fl.compat import versions
 
-PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-HOSTS = Path(__file__).parents[2] / ".venv-hosts"
-ALL_VERSIONS = {"0.26": "0.26.0", "0.33": "0.33.0"}
-VERSIONS = {version: full for version, full in ALL_VERSIONS.items() if f"vLLM {version}" in OTHER_HOSTS}
+VERSIONS = [version for version in UNPACKED if f"vLLM {version}" in OTHER_HOSTS]
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 LATENT = {"0.26": ("deepseek_v2", "deepseek_v3"), "0.33": ("deepseek_v2",)}
 LATENT_RUNS = [(version, family) for version in VERSIONS for family in LATENT[version]]
@@ -30,30 +26,17 @@ LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill", "grouped_topk
 def runs(checkpoint: Callable[[str], Path]) -> dict[tuple[str, str], Future[Any]]:
     """An engine for each model on each version that ``make hosts`` has unpacked; the prompts run twice."""
     wanted = [*((version, "qwen3") for version in VERSIONS), *LATENT_RUNS]
-    folders = {version: HOSTS / f"vllm-{full}" for version, full in VERSIONS.items()}
     return {
-        (version, family): start(
-            checkpoint(family),
-            STEP,
-            STEP,
-            variables={"PYTHONPATH": os.pathsep.join((str(folders[version]), str(PLUGINS), *PATHS))},
-        )
+        (version, family): start(checkpoint(family), STEP, STEP, variables=unpacked(version))
         for version, family in wanted
-        if folders[version].exists()
     }
-
-
-def finished(version: str, family: str, runs: dict[tuple[str, str], Future[Any]]) -> dict[str, Any]:
-    if (version, family) not in runs:
-        pytest.skip(f"vLLM {version} is not unpacked: make hosts")
-    return runs[version, family].result()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tokens_are_right_and_ours(
     version: str, runs: dict[tuple[str, str], Future[Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
-    result = finished(version, "qwen3", runs)
+    result = runs[version, "qwen3"].result()
     assert result["steps"][0]["tokens"] == expected("qwen3")
     assert all(ran(result, operator) for operator in OPERATORS)
     assert result["report"]["native_layers"] == {}
@@ -68,7 +51,7 @@ def test_latent_attention_gives_the_same_tokens_in_chunks_and_from_the_prefix_ca
     runs: dict[tuple[str, str], Future[Any]],
     expected: Callable[[str], list[list[int]]],
 ) -> None:
-    result = finished(version, family, runs)
+    result = runs[version, family].result()
     first, again = result["steps"]
     assert first["cached"] == [0] * len(PROMPTS)
     assert again["cached"] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
@@ -79,5 +62,5 @@ def test_latent_attention_gives_the_same_tokens_in_chunks_and_from_the_prefix_ca
 
 
 def test_exactly_these_versions_are_called_smoke_tested() -> None:
-    assert set(versions.SMOKE_TESTED_HOSTS) == set(ALL_VERSIONS)
+    assert set(versions.SMOKE_TESTED_HOSTS) == set(UNPACKED)
     assert not set(versions.SMOKE_TESTED_HOSTS) & set(versions.TESTED_HOSTS)

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor import custom_op
+from vllm.model_executor.hw_agnostic import custom_op as hw_agnostic
 
 from fl_dispatch import SelectionPolicy
 from fl_dispatch.settings import Settings, get_settings
 from vllm_fl import layers
+
+ALWAYS = [row for row in layers.LAYER_CLASSES if row.custom_op and not row.own_kernel and not row.transformers]
+"""Rows that every process registers, for every model."""
 
 
 @pytest.fixture
@@ -19,6 +23,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """vLLM's registry of replaced classes, empty."""
     empty: dict[str, Any] = {}
     monkeypatch.setattr(custom_op, "op_registry_oot", empty)
+    monkeypatch.setattr(hw_agnostic, "op_registry_oot", {})
     return empty
 
 
@@ -32,7 +37,8 @@ def test_every_class_of_the_table_exists_and_runs_its_base_forward() -> None:
         assert base is not None, row.name
         ancestors = [other.in_tree() for other in layers.LAYER_CLASSES if other.mixin is row.mixin]
         defining = next((cls for cls in base.__mro__ if {"forward", "forward_native"} & vars(cls).keys()), base)
-        assert defining in ancestors, f"{row.name} has a forward of its own"
+        if not row.transformers:  # its forward gathers what ranks hold, and calls its base's
+            assert defining in ancestors, f"{row.name} has a forward of its own"
 
 
 def test_registering_twice_changes_nothing(registered: dict[str, Any]) -> None:
@@ -40,7 +46,20 @@ def test_registering_twice_changes_nothing(registered: dict[str, Any]) -> None:
     first = dict(registered)
     layers.register(settings())
     assert registered == first
-    assert set(first) == {row.name for row in layers.LAYER_CLASSES if row.custom_op and not row.own_kernel}
+    assert set(first) == {row.name for row in ALWAYS}
+
+
+def test_layers_of_the_transformers_backend_are_registered_for_its_models_only(registered: dict[str, Any]) -> None:
+    layers.register(settings())
+    others = set(registered)
+    layers.register(settings(), transformers=True)
+    assert set(registered) - others == {"TPAwareRMSNorm", "TPAwareGemmaRMSNorm"}
+
+
+def test_a_class_goes_into_the_registry_that_it_asks(registered: dict[str, Any]) -> None:
+    layers.register(settings())
+    assert {"RMSNorm", "SiluAndMul"} <= set(hw_agnostic.op_registry_oot)
+    assert not set(map(id, hw_agnostic.op_registry_oot.values())) & set(map(id, registered.values()))
 
 
 def test_a_class_that_another_plugin_registered_stays(registered: dict[str, Any]) -> None:
@@ -66,8 +85,7 @@ def test_the_lists_decide(changes: dict[str, Any], expected: set[str], registere
 
 def test_a_blacklist_leaves_out_what_it_names_and_nothing_else(registered: dict[str, Any]) -> None:
     layers.register(settings(oot_blacklist=frozenset({"rotary_embedding", "RMSNorm"})))
-    rows = [row for row in layers.LAYER_CLASSES if row.custom_op and not row.own_kernel]
-    kept = {row.name for row in rows if "rotary_embedding" not in row.operators}
+    kept = {row.name for row in ALWAYS if "rotary_embedding" not in row.operators}
     assert set(registered) == kept - {"RMSNorm"}
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, start_features
 from transformers import AutoModelForCausalLM
 
 import variants
+from sampling import drawn
 
 SHORT = {"max_tokens": MAX_TOKENS}
 SCORED = {"max_tokens": 2, "prompt_logprobs": 1}
@@ -39,8 +40,10 @@ def merged_tokens(
     return [expected_tokens(variants.merged(checkpoint("qwen3"), path, folder / path.name)) for path in adapters]
 
 
-@pytest.fixture(scope="module")
-def run(checkpoint: Callable[[str], Path], adapters: list[Path], head: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=drawn(tuple(RUNNERS), 1, "model runner with adapters"))
+def run(
+    request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], adapters: list[Path], head: Path
+) -> dict[str, Any]:
     one, two, heads = *map(str, adapters), str(head)
     shared, mixed = PROMPTS[2], [heads, None, one, heads, None, two]
     alone = list(zip(PROMPTS[:2] * 3, mixed, strict=True))
@@ -55,7 +58,9 @@ def run(checkpoint: Callable[[str], Path], adapters: list[Path], head: Path) -> 
         *({"do": "generate", "prompts": [prompt], "sampling": SCORED, "lora": [lora]} for prompt, lora in alone),
     ]
     engine = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 6}
-    return start_features((checkpoint("qwen3"), steps, engine)).result()["runs"][0]
+    (found,) = start_features((checkpoint("qwen3"), steps, engine), **RUNNERS[request.param]).result()["runs"]
+    assert found["report"]["model_runner"] == request.param
+    return found
 
 
 def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:

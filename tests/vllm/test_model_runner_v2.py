@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner on a device without Triton: its kernels in PyTorch forms, Hugging Face's tokens.
+"""vLLM's V2 model runner, which a device without Triton gets: its kernels in PyTorch forms, Hugging Face's tokens.
 
 ``test_features`` runs on either runner: sampling, structured output, the prefix cache, requests that join and leave.
 """
@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import STEP, python, start
+from engines import RUNNERS, STEP, python, start
 
 from sampling import drawn
 
-V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     "sliding windows": ("gemma3", {}, {}),
     "experts": ("qwen3_moe", {}, {}),
@@ -34,7 +33,7 @@ def runs(checkpoint: Callable[[str], Path]) -> dict[str, Future[dict[str, Any]]]
     jobs = {}
     for name in DRAWN:
         family, engine, variables = RUNS[name]
-        jobs[name] = start(checkpoint(family), STEP, STEP, engine=dict(engine), variables={**V2, **variables})
+        jobs[name] = start(checkpoint(family), STEP, STEP, engine=dict(engine), variables=variables)
     return jobs
 
 
@@ -46,18 +45,20 @@ def test_tokens_equal_hugging_face_twice(
     whole = expected(RUNS[name][0])
     assert [step["tokens"] for step in result["steps"]] == [whole, whole]
     assert result["report"]["model_runner"] == "V2"
+    assert "model runner V2, because vLLM prefers it" in result["log"]
     assert result["report"]["failed"] == {}
 
 
 SPECULATES = """
 from vllm import LLM
-LLM(model={model!r}, speculative_config={{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}})
+drafts = {{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3, "rejection_sample_method": "block"}}
+LLM(model={model!r}, speculative_config=drafts)
 """
 
 
 def test_a_feature_without_forms_is_refused_where_the_user_asks_for_the_runner(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    ended = python("-c", SPECULATES.format(model=str(checkpoint("qwen3"))), **V2)
+    ended = python("-c", SPECULATES.format(model=str(checkpoint("qwen3"))), **RUNNERS["V2"])
     assert ended.returncode != 0
-    assert "Model Runner V2 does not yet support: speculative decoding without Triton" in ended.log
+    assert "Model Runner V2 does not yet support: drafts verified by blocks without Triton" in ended.log

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PLUGINS, PROMPTS, start_features
+from engines import PROMPTS, environment, start_features
 
 import variants
 
@@ -26,7 +26,7 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> str:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-io\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[vllm.io_processor_plugins]\nshape = io_processor:register\n")
-    return os.pathsep.join(filter(None, (str(folder), str(PLUGINS), os.environ.get("PYTHONPATH", ""))))
+    return os.pathsep.join((str(folder), environment()["PYTHONPATH"]))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,10 @@ def test_embeddings_equal_hugging_face(
     expected = torch.stack([_hidden(models[kind], prompt, token) for prompt in PROMPTS])
     assert (torch.tensor(found) - expected).abs().max() < TOLERANCE
     assert (expected[0] - expected[1]).abs().max() > 0.01  # prompts are told apart
+
+
+def test_both_models_have_the_runner_that_vllm_prefers(runs: dict[str, Any]) -> None:
+    assert {run["report"]["model_runner"] for run in runs.values()} == {"V2"}
 
 
 def test_an_encoder_attends_through_our_operator_and_writes_no_cache(runs: dict[str, Any]) -> None:

@@ -143,6 +143,7 @@ def test_explain_and_doctor_speak_of_the_serving_process(server: Server) -> None
     assert "it is banned" in report["problems"][0]
     assert ["shadow_action", "ban", "environment variable VLLM_FL_SHADOW_ACTION", "0"] in report["settings"]
     assert report["workers"][0][1] == f"{entry['pid']} (running)"
+    assert report["workers"][0][4].startswith("V2, because vLLM prefers it")
 
 
 def test_a_number_that_is_no_run_is_one_error(server: Server) -> None:

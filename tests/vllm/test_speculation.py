@@ -1,4 +1,7 @@
-"""Drafts found by n-gram look-up are verified in PyTorch: greedy tokens stay, sampled ones keep their distribution."""
+"""Drafts found by n-gram look-up are verified in PyTorch: greedy tokens stay, sampled ones keep their distribution.
+
+The engine has either of vLLM's model runners; the four kernels below are V1's, ``test_runner_kernels`` has V2's.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, start_features
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, start_features
 
+from sampling import drawn
 from vllm_fl import rejection
 
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]  # a text that repeats itself, so that look-up finds drafts
@@ -18,8 +22,8 @@ LONG = 64
 """Tokens of an answer; a small random model soon repeats itself, and then drafts are right."""
 
 
-@pytest.fixture(scope="module")
-def speculative(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=drawn(tuple(RUNNERS), 1, "model runner that speculates"))
+def speculative(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> dict[str, Any]:
     seeded = {"temperature": 1.0, "seed": 5, "max_tokens": MAX_TOKENS}
     mixed = [{"max_tokens": MAX_TOKENS}, seeded, {"max_tokens": MAX_TOKENS}]
     steps = [
@@ -31,9 +35,9 @@ def speculative(checkpoint: Callable[[str], Path]) -> dict[str, Any]:
     ]
     plain = [{"do": "generate", "prompts": TURNS, "sampling": {"max_tokens": LONG}}]
     model = checkpoint("qwen3")
-    with_drafts, without = start_features((model, steps, {"speculative_config": DRAFTS}), (model, plain, {})).result()[
-        "runs"
-    ]
+    runs = (model, steps, {"speculative_config": DRAFTS}), (model, plain, {})
+    with_drafts, without = start_features(*runs, **RUNNERS[request.param]).result()["runs"]
+    assert with_drafts["report"]["model_runner"] == request.param
     return {"steps": with_drafts["steps"], "plain": without["steps"]}
 
 

@@ -64,6 +64,7 @@ def doctor(
                 "host",
                 "process",
                 "model",
+                "model runner",
                 "layers through fl_dispatch",
                 "left to the host",
                 "never dispatched",
@@ -159,7 +160,7 @@ def _runs(warnings: list[str]) -> list[list[str]]:
         ours = ", ".join(f"{name} {count}" for name, (_, count) in run.layers.items())
         native = ", ".join(f"{name} {count}" for name, count in run.native.items())
         state = f"{run.pid} ({'running' if run.alive else 'ended'})"
-        rows.append([when, run.host, state, run.model, ours, native, missed, run.aten])
+        rows.append([when, run.host, state, run.model, run.runner, ours, native, missed, run.aten])
     return rows
 
 

@@ -87,7 +87,7 @@ def _named(found: Sequence[Run]) -> str:
 
 
 TABLES = (
-    ("Workers", "workers", ("rank", "process", "host", "model", "device", "recorded")),
+    ("Workers", "workers", ("rank", "process", "host", "model", "model runner", "device", "recorded")),
     ("Settings that are not the default", "settings", ("setting", "value", "origin", "ranks")),
     ("What runs", "selected", ("operator", "implementation", "ranks")),
     ("Layers that run something else", "layers", ("layer", "implementations", "ranks")),
@@ -179,7 +179,7 @@ def examine(found: Sequence[Run]) -> dict[str, Any]:
 def _worker(run: Run) -> list[Any]:
     when = datetime.fromtimestamp(run.updated or run.time).astimezone().isoformat(" ", "seconds")
     state = f"{run.pid} ({'running' if run.alive else 'ended'})"
-    return [run.rank, state, run.host, run.model, run.device, when]
+    return [run.rank, state, run.host, run.model, run.runner, run.device, when]
 
 
 def _by_ranks(rows: Iterable[tuple[Run, tuple[str, ...]]]) -> list[list[str]]:

@@ -25,6 +25,7 @@ ASCEND = DeviceSpec(
     flagcx_stream=stream_handle("npu", "npu_stream"),
     graphs=True,
     graph_class="NPUGraph",
+    model_runners=("v1",),  # V2's PyTorch forms make the host wait for the device, and graphs crashed with them
     detect=lambda: counter("npu", "torch_npu")() > 0,
     device_count=counter("npu", "torch_npu"),
     device_name=hook("npu", "get_device_name"),

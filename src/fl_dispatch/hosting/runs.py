@@ -53,6 +53,7 @@ class Run:
         began: when the process began, which tells it from a later one of the same number.
         ancestors: the processes that it descends from, nearest first, each with when it began.
         updated: when the record was written, in seconds since the epoch.
+        runner: which of the host's model runners it has, and why; empty for a host with one.
         choices: what runs, see :func:`~fl_dispatch.hosting.report.run_report`.
     """
 
@@ -69,6 +70,7 @@ class Run:
     began: int = 0
     ancestors: list[tuple[int, int]] = field(default_factory=list)
     updated: float = 0.0
+    runner: str = ""
     choices: Choices = field(default_factory=dict)
 
     @property
@@ -142,7 +144,9 @@ class Recorder:
 _recorder = Recorder()
 
 
-def record(host: str, model: str, survey: Survey, undispatched: dict[str, list[str]], rank: int = 0) -> None:
+def record(
+    host: str, model: str, survey: Survey, undispatched: dict[str, list[str]], rank: int = 0, runner: str = ""
+) -> None:
     """Leave a file about this process and keep it up to date. That it cannot be written is a WARNING, nothing more."""
     pid = os.getpid()
     run = Run(
@@ -151,6 +155,7 @@ def record(host: str, model: str, survey: Survey, undispatched: dict[str, list[s
         device=processes.device_name(),
         began=processes.began(pid) or 0,
         ancestors=processes.ancestors(pid),
+        runner=runner,
     )  # fmt: skip
     _recorder.begin(run)
     with suppress(OSError):  # another worker may be removing the same

@@ -1,9 +1,9 @@
-"""Which of vLLM's two model runners a device without a Triton driver gets: V1, or V2 in PyTorch forms of its kernels.
+"""The choice of a model runner, where Triton has no driver for the device: V2 in forms of its kernels, else V1.
 
 vLLM asks whether Triton is installed and finds a driver; on a machine with a GPU it does, whatever device we serve.
 Every process that holds a configuration asks, so every one is told. A variable in the environment would reach them as
 well, but vLLM takes ``VLLM_USE_V2_MODEL_RUNNER`` for the user's word, in later configurations too: only the user sets
-it, and gets V2 by it.
+it. vLLM's own rule says what V2 lacks, and V1 then runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices import DeviceSpec, detect_device
+from fl_dispatch.devices.triton import why_unserved
 from vllm import envs
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 CONFIG = "vllm.config.vllm"
 DOOR = "vllm.triton_utils.dispatcher"
+WORKER = "vllm.v1.worker.gpu_worker"
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
+VERIFICATIONS = ("", "standard", "synthetic")
+"""How drafts are verified by forms; empty without speculation, and in a version that has one way only."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
 
 
@@ -28,11 +33,10 @@ def do_without_triton(v2: bool) -> None:
     """Have vLLM's configuration choose a runner for a device that no Triton driver serves. Idempotent.
 
     Args:
-        v2: whether the V2 runner's kernels have forms for the device; it then serves what they are enough for, where
-            the user asks for it.
+        v2: whether the V2 runner's kernels have forms for the device; it then serves what they are enough for.
     """
     module: Any = importlib.import_module(CONFIG)
-    module.HAS_TRITON = v2 = v2 and _is_wanted()
+    module.HAS_TRITON = v2 = v2 and takes_forms()
     config = module.VllmConfig
     if v2 and not hasattr(config._get_v2_model_runner_unsupported_features, "__wrapped__"):
         config._get_v2_model_runner_unsupported_features = _with_ours(config._get_v2_model_runner_unsupported_features)
@@ -46,29 +50,67 @@ def _with_ours(vllms: Any) -> Any:
     return unsupported
 
 
-def replace_kernels(device: DeviceSpec) -> None:
-    """Have this worker launch PyTorch forms of the V2 runner's kernels, where the device runs it. Idempotent."""
-    if "v2" not in device.model_runners or not _is_wanted():
-        return
+def prepare(device: DeviceSpec) -> None:
+    """Do what a worker's V2 runner needs before the worker is made; its kernels get forms where Triton has no driver.
+
+    Idempotent.
+    """
     if not device.accelerator:
         importlib.import_module(HOST_AS_DEVICE)  # vLLM's streams, events and pinned memory for main memory as device
-    from ..runner_kernels import table
+    if not device.accelerator or device.is_foreign:
+        buffers: Any = importlib.import_module(BUFFERS)
+        buffers.is_uva_available = lambda: not device.accelerator
+    if why_unserved():
+        from ..runner_kernels import table
 
-    table.register()
+        worker: Any = importlib.import_module(WORKER)
+        worker.HAS_TRITON = True  # else vLLM 0.33's refuses to be made
+        table.register()
 
 
-def _is_wanted() -> bool:
-    """Whether the user asks for V2, and this vLLM takes other kernels for it."""
-    return bool(envs.VLLM_USE_V2_MODEL_RUNNER) and importlib.util.find_spec(DOOR) is not None
+def takes_forms() -> bool:
+    """Whether this vLLM takes other kernels for its V2 runner."""
+    return importlib.util.find_spec(DOOR) is not None
+
+
+def serves_v2(device: DeviceSpec) -> bool:
+    """Whether the V2 runner's kernels run on the device: by Triton, or as forms that this vLLM takes."""
+    return "v2" in device.model_runners and (not why_unserved() or takes_forms())
+
+
+class Choice(NamedTuple):
+    """A model runner, ``V1`` or ``V2``, and why a configuration gets it."""
+
+    runner: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.runner}, because {self.why}"
+
+
+def choice(config: VllmConfig) -> Choice:
+    """Which runner vLLM's own rule gives a configuration."""
+    v2 = config.use_v2_model_runner
+    if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
+        return Choice("V2" if v2 else "V1", "VLLM_USE_V2_MODEL_RUNNER asks for it")
+    if v2:
+        forms = " (its kernels in PyTorch forms)" if why_unserved() else ""
+        return Choice("V2", f"vLLM prefers it and it has all that is asked for{forms}")
+    if "v2" not in (device := detect_device()).model_runners:
+        return Choice("V1", f"V2 does not run on {device.name} yet")
+    if why_unserved() and not takes_forms():
+        lacking = "Triton, and this version takes no other kernels"
+    else:
+        lacking = ", ".join(config._get_v2_model_runner_unsupported_features()) or "vLLM's preference in this version"
+    return Choice("V1", f"V2 lacks {lacking}")
 
 
 def without_forms(config: VllmConfig) -> list[str]:
     """The features of a configuration whose kernels have no PyTorch form."""
-    model, parallel = config.model_config, config.parallel_config
+    parallel, speculation = config.parallel_config, config.speculative_config
     asked = {
-        "speculative decoding": config.speculative_config is not None,
-        "prompt embeddings": model is not None and model.enable_prompt_embeds,
-        "a budget of thinking tokens": getattr(config, "reasoning_config", None) is not None,
+        "drafts of a model": speculation is not None and not speculation.use_ngram(),
+        "drafts verified by blocks": getattr(speculation, "rejection_sample_method", "") not in VERIFICATIONS,
         "watermarks": getattr(config, "watermark_config", None) is not None,
         "sampling divided among ranks": getattr(parallel, "enable_batch_sharded_sampling", False),
     }

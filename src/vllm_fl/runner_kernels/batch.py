@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import flat, rows_of
+from .rows import flat, rows_of, take
 
 
 def prepare_prefill_inputs(
@@ -28,12 +28,15 @@ def prepare_prefill_inputs(
 ) -> None:
     """Write the prompts' tokens of this step to ``input_ids``, and those that follow to ``next_prefill_tokens``."""
     state, most = idx_mapping.to(torch.int64), all_token_ids.shape[1] - 1
-    computed, length = num_computed_tokens[state].to(torch.int64), prefill_lens[state].to(torch.int64)
+    known = state.clamp(min=0)
+    computed, length = take(num_computed_tokens, known).to(torch.int64), take(prefill_lens, known).to(torch.int64)
     reading = (state >= 0) & (computed < length)
+    if not bool(reading.any()):  # most steps, and nothing below would be written
+        return
     rows = rows_of(query_start_loc, len(state), len(input_ids))
-    column = (computed[rows.request] + rows.offset).clamp(0, most)
-    tokens = all_token_ids[state[rows.request], column].to(input_ids.dtype)
-    input_ids.copy_(torch.where(rows.inside & reading[rows.request], tokens, input_ids))
+    column = (take(computed, rows.request) + rows.offset).clamp(0, most)
+    tokens = all_token_ids[take(known, rows.request), column].to(input_ids.dtype)
+    input_ids.copy_(torch.where(rows.inside & take(reading, rows.request), tokens, input_ids))
     state, computed, length = state[reading], computed[reading], length[reading]
     new = (query_start_loc[1 : len(idx_mapping) + 1] - query_start_loc[: len(idx_mapping)])[reading]
     ahead = (computed + new)[:, None] + torch.arange(num_lookahead, device=state.device)
@@ -52,12 +55,12 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Write each token's position and each request's length; lengths behind the batch become 0."""
     requests = len(idx_mapping)
-    computed = num_computed_tokens[idx_mapping.to(torch.int64)]
+    computed = take(num_computed_tokens, idx_mapping.to(torch.int64))
     new = query_start_loc[1 : requests + 1] - query_start_loc[:requests]
     seq_lens[:requests] = (computed + new).to(seq_lens.dtype)
     seq_lens[requests:max_num_reqs] = 0
     rows = rows_of(query_start_loc, requests, len(positions))
-    found = (computed[rows.request] + rows.offset).to(positions.dtype)
+    found = (take(computed, rows.request) + rows.offset).to(positions.dtype)
     positions.copy_(torch.where(rows.inside, found, positions))
 
 
@@ -81,18 +84,19 @@ def combine_sampled_and_draft_tokens(
     rows = rows_of(cu_num_logits, requests, len(logits_indices))
     logits = (cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]).to(torch.int64)
     start = query_start_loc[1 : requests + 1].to(torch.int64) - logits
-    logits_indices.copy_((start[rows.request] + rows.offset).to(logits_indices.dtype))
+    logits_indices.copy_((take(start, rows.request) + rows.offset).to(logits_indices.dtype))
     state = idx_mapping.to(torch.int64)
-    length, prompt = seq_lens[:requests].to(torch.int64), prefill_len[state].to(torch.int64)
+    length, prompt = seq_lens[:requests].to(torch.int64), take(prefill_len, state).to(torch.int64)
     drafted = rows.offset - NUM_NEW_SAMPLED_TOKENS
-    of_request = state[rows.request]
-    tokens = flat(last_sampled_tokens)[of_request].to(torch.int64)
+    of_request = take(state, rows.request)
+    tokens = take(flat(last_sampled_tokens), of_request).to(torch.int64)
     if draft_tokens.shape[1]:
         draft = draft_tokens[of_request, drafted.clamp(0, draft_tokens.shape[1] - 1)].to(torch.int64)
         tokens = torch.where(drafted >= 0, draft, tokens)
-    written = (length > prompt)[rows.request] & ((drafted >= 0) | (length - logits >= prompt)[rows.request])
-    written &= rows.inside
-    input_ids[logits_indices[written]] = tokens[written].to(input_ids.dtype)
+    started = take(torch.stack((length > prompt, length - logits >= prompt)).T, rows.request)
+    written = rows.inside & started[:, 0] & ((drafted >= 0) | started[:, 1])
+    place = logits_indices.to(torch.int64).masked_select(written)
+    input_ids.index_copy_(0, place, tokens.to(input_ids.dtype).masked_select(written))
 
 
 def get_num_sampled_and_rejected(
@@ -106,7 +110,7 @@ def get_num_sampled_and_rejected(
 ) -> None:
     """Set ``num_sampled`` to 0 where a prompt is not read to its end, and count the logits that gave no token."""
     requests = len(idx_mapping)
-    reading = seq_lens[:requests] < prefill_len[idx_mapping.to(torch.int64)]
+    reading = seq_lens[:requests] < take(prefill_len, idx_mapping.to(torch.int64))
     logits = cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]
     num_sampled[:requests] = num_sampled[:requests].masked_fill(reading, 0)
     num_rejected[:requests] = (logits - num_sampled[:requests]).masked_fill(reading, 0).to(num_rejected.dtype)
@@ -133,28 +137,32 @@ def post_update(
 ) -> None:
     """Take a step's tokens over into the requests' states."""
     requests = len(idx_mapping)
-    mine = idx_mapping >= 0
-    state, count = idx_mapping[mine].to(torch.int64), num_sampled[:requests][mine].to(torch.int64)
+    state, count = idx_mapping.to(torch.int64), num_sampled[:requests].to(torch.int64)
+    tokens, computed = sampled_tokens[:requests].to(torch.int64), -num_rejected[:requests].to(torch.int64)
+    if query_start_loc is not None:
+        computed = computed + (query_start_loc[1 : requests + 1] - query_start_loc[:requests])
+    if bool((state < 0).any()):
+        mine = state >= 0
+        state, count, tokens, computed = state[mine], count[mine], tokens[mine], computed[mine]
+        draft_tokens = None if draft_tokens is None else draft_tokens[:requests][mine]
     if draft_tokens is not None:
         assert draft_tokens_out is not None
-        draft_tokens_out[state] = draft_tokens[:requests][mine].to(draft_tokens_out.dtype)
-    tokens = sampled_tokens[:requests][mine].to(torch.int64)
+        draft_tokens_out[state] = draft_tokens[:requests].to(draft_tokens_out.dtype)
+    total = take(total_len, state).to(torch.int64)
     place = torch.arange(tokens.shape[1], device=tokens.device)
     new = place < count[:, None]
-    row = state[:, None].expand_as(tokens)
-    total = total_len[state].to(torch.int64)
-    all_token_ids[row[new], (total[:, None] + place)[new]] = tokens[new].to(all_token_ids.dtype)
+    cell = (state * all_token_ids.stride(0) + total)[:, None] + place
+    written = tokens.masked_select(new)
+    flat(all_token_ids).index_copy_(0, cell.masked_select(new), written.to(all_token_ids.dtype))
     if output_bin_counts is not None:
-        ones = torch.ones_like(tokens[new], dtype=output_bin_counts.dtype)
-        output_bin_counts.index_put_((row[new], tokens[new]), ones, accumulate=True)
-    some = count > 0
-    last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
-    flat(last_sampled_tokens)[state[some]] = last[some].to(last_sampled_tokens.dtype)
-    total_len[state] = (total + count).to(total_len.dtype)
-    computed = -num_rejected[:requests][mine].to(torch.int64)
-    if query_start_loc is not None:
-        computed += (query_start_loc[1 : requests + 1] - query_start_loc[:requests])[mine]
-    num_computed_tokens[state] += computed.to(num_computed_tokens.dtype)
+        row = state[:, None].expand_as(tokens).masked_select(new)
+        ones = torch.ones_like(written, dtype=output_bin_counts.dtype)
+        output_bin_counts.index_put_((row, written), ones, accumulate=True)
+    last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].to(last_sampled_tokens.dtype)
+    kept = take(flat(last_sampled_tokens), state)
+    flat(last_sampled_tokens).index_copy_(0, state, torch.where(count > 0, last, kept))
+    total_len.index_copy_(0, state, (total + count).to(total_len.dtype))
+    num_computed_tokens.index_add_(0, state, computed.to(num_computed_tokens.dtype))
 
 
 def post_update_num_computed_tokens(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .rows import take
+
 WORD = 0xFFFFFFFF
 DRAFT_SALT = 1 << 30
 """Added to a draft's position, so that a draft and its verification draw different noise."""
@@ -55,22 +57,37 @@ def gumbel_sample(
         raise NotImplementedError("vllm_fl does not speculate with a draft model in this runner")
     state = idx_mapping.to(torch.int64)
     real, state = state >= 0, state.clamp(min=0)
-    heat = torch.where(real, temperatures[state].float(), 0.0)
+    heat = torch.where(real, take(temperatures, state).float(), 0.0)
     values = logits[:, :size].to(torch.float64 if USE_FP64 else torch.float32)
     if APPLY_TEMPERATURE:
         values = (logits[:, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
+    place = positions[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
+    values = noised(values, heat, torch.where(real, take(seeds, state), 0), place)
+    best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
+
+
+def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Logits ``[rows, vocabulary]`` with Gumbel noise in the rows whose temperature is not 0."""
     drawn = (heat != 0).nonzero()[:, 0]
-    if len(drawn):
-        place = positions[drawn].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
-        noise = gumbel_noise(torch.where(real, seeds[state], 0)[drawn].to(torch.int64), place, size, USE_FP64)
-        values = values.index_add(0, drawn, noise)
-    blocks = local_max.shape[1]
-    padded = values.new_full((len(values), blocks * BLOCK_SIZE), float("-inf"))
-    padded[:, :size] = values
-    by_block = padded.view(len(values), blocks, BLOCK_SIZE)
+    if not len(drawn):
+        return values
+    noise = gumbel_noise(seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64)
+    return values.index_add(0, drawn, noise)
+
+
+def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:
+    """Write the largest of each block of the columns, and its column, to ``[rows, blocks]``."""
+    by_block = in_blocks(values, maximum.shape[1], block)
     best = by_block.argmax(-1)
-    local_argmax.copy_(best + torch.arange(blocks, device=best.device) * BLOCK_SIZE)
-    local_max.copy_(by_block.gather(-1, best[..., None])[..., 0])
+    argmax.copy_(best + torch.arange(maximum.shape[1], device=best.device) * block)
+    maximum.copy_(by_block.gather(-1, best[..., None])[..., 0])
+
+
+def in_blocks(values: Tensor, blocks: int, block: int) -> Tensor:
+    """``[rows, columns]`` as ``[rows, blocks, block]``, minus infinity behind the last column."""
+    return torch.nn.functional.pad(values, (0, blocks * block - values.shape[1]), value=float("-inf")).view(
+        len(values), blocks, block
+    )
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, size: int, float64: bool) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import batch, logits, logprobs, rotary, sampling, tables
+from . import batch, logits, logprobs, ngram, prompts, rotary, sampling, tables, thinking, verification
 
 RUNNER = "vllm.v1.worker.gpu"
 FORMS: Mapping[str, Callable[..., None]] = {
@@ -33,6 +34,16 @@ FORMS: Mapping[str, Callable[..., None]] = {
     "sample.penalties._penalties_kernel": logits.penalties,
     "sample.penalties._bincount_kernel": logits.bincount,
     "sample.prompt_logprob._prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
+    "sample.thinking_budget._thinking_budget_kernel": thinking.thinking_budget,
+    "sample.thinking_budget._update_committed_marker_cache_kernel": thinking.update_committed_marker_cache,
+    "spec_decode.ngram.speculator._ngram_scan_kernel": ngram.scan,
+    "spec_decode.ngram.speculator._ngram_finalize_kernel": ngram.finalize,
+    "spec_decode.rejection_sampler._flatten_sampled_kernel": verification.flatten_sampled,
+    "spec_decode.rejection_sampler._gather_draft_sampled_kernel": verification.gather_draft_sampled,
+    "spec_decode.rejection_sampler_utils._compute_local_logits_stats_kernel": verification.local_logits_stats,
+    "spec_decode.rejection_sampler_utils._rejection_kernel": verification.rejection,
+    "spec_decode.rejection_sampler_utils._resample_kernel": verification.resample,
+    "spec_decode.rejection_sampler_utils._insert_resampled_kernel": verification.insert_resampled,
     "structured_outputs._apply_grammar_bitmask_kernel": logits.apply_grammar_bitmask,
 }
 """Kernel, below :data:`RUNNER` → its form."""
@@ -60,4 +71,8 @@ def register() -> None:
     changed: Any = BlockTables
     changed._make_ptr_tensor = tables.remember(BlockTables._make_ptr_tensor)
     changed.fl_remembers = True
+    embeddings: Any = importlib.import_module(f"{RUNNER}.model_states.prompt_embeds")
+    embeddings.PromptEmbedsState.apply = prompts.overlay
+    lookup: Any = importlib.import_module(f"{RUNNER}.spec_decode.ngram.speculator")
+    lookup.HAS_TRITON = True  # else it refuses to be made; its kernels have forms
     register_kernels({f"{RUNNER}.{name}": form for name, form in FORMS.items()})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import flat, rows_of
+from .rows import flat, rows_of, take
 
 TENSORS = "fl_tensors"
 """Attribute of a tensor of addresses: the tensors that have them."""
@@ -76,7 +76,7 @@ def gather_block_tables(
     pairs = zip(getattr(source_addresses, TENSORS), getattr(target_addresses, TENSORS), strict=True)
     for group, (source, target) in enumerate(pairs):
         column = torch.arange(source.shape[1], device=source.device)
-        blocks = source[request]
+        blocks = take(source, request)
         if MASK_SLIDING_WINDOW:
             assert num_computed_tokens is not None
             assert sliding_window_reach is not None
@@ -84,7 +84,7 @@ def gather_block_tables(
             reach = sliding_window_reach[group]
             unread = (num_computed_tokens[request] - reach).clamp(min=0) // block_sizes[group]
             blocks = blocks.masked_fill(column < torch.where(reach > 0, unread, 0)[:, None], 0)
-        filled = column < num_blocks[group][request][:, None]
+        filled = column < take(num_blocks[group], request)[:, None]
         target[:num_reqs] = torch.where(filled, blocks, target[:num_reqs])
         target[num_reqs:] = 0
 
@@ -116,11 +116,11 @@ def compute_slot_mappings(
         raise NotImplementedError("vllm_fl has no slots for context parallelism")
     tokens = min(len(positions), max_num_tokens)
     rows = rows_of(query_start_loc, len(idx_mapping), tokens)
-    state = idx_mapping[rows.request].to(torch.int64)
+    state = take(idx_mapping, rows.request).to(torch.int64)
     real, state = rows.inside & (state >= 0), state.clamp(min=0)
     for group, table in enumerate(getattr(addresses, TENSORS)):
         size, position = block_sizes[group].to(torch.int64), positions[:tokens].to(torch.int64)
         block = torch.where(enabled[group], position // size, 0).clamp(0, table.shape[1] - 1)
-        slot = table[state, block].to(torch.int64) * size + position % size
+        slot = take(flat(table), state * table.stride(0) + block).to(torch.int64) * size + position % size
         slot_mappings[group, :tokens] = torch.where(real & enabled[group], slot, PAD_ID)
         slot_mappings[group, tokens:max_num_tokens] = PAD_ID

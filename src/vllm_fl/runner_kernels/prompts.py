@@ -1,0 +1,28 @@
+"""The method that puts a request's own embeddings before the model, in place of the one that launches a kernel.
+
+The kernel gets embeddings by their addresses; the method has the tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def overlay(self: Any, input_batch: Any, num_computed_tokens: Tensor, inputs_embeds: Tensor) -> None:
+    """Write the embeddings that requests brought over ``inputs_embeds`` ``[tokens, hidden]``, but for their tokens."""
+    starts = input_batch.query_start_loc.tolist()
+    for place, name in enumerate(input_batch.req_ids):
+        if name not in self.gpu_tensors:
+            continue
+        embeddings, is_token = self.gpu_tensors[name]
+        first = int(num_computed_tokens[input_batch.idx_mapping[place]])
+        rows = min(starts[place + 1] - starts[place], len(embeddings) - first)
+        if rows <= 0:
+            continue
+        target, source = inputs_embeds[starts[place] : starts[place] + rows], embeddings[first : first + rows]
+        if is_token is not None:
+            source = torch.where(is_token[first : first + rows, None].bool(), target, source)
+        target.copy_(source)
