@@ -114,11 +114,11 @@ def test_a_part_of_a_product_is_normalized_and_an_overwritten_one_is_declined(dt
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
 def test_a_gated_activation_of_a_half_type_is_rounded_once(name: str, dtype: torch.dtype, rows: int) -> None:
-    x = torch.randn(rows, 2 * 96).to(dtype)
+    x = torch.randn(rows, 2 * 512, generator=torch.Generator().manual_seed(0)).to(dtype)
     found, wide = implementation(name).fn(x), getattr(ReferenceBackend(), name)(x.double())
-    assert (found.shape, found.dtype, found.is_contiguous()) == ((rows, 96), dtype, True)
-    rounding = (found.double() - wide).abs() / wide.abs().clamp(min=1e-3)
-    assert rounding.max() <= 1.1 * torch.finfo(dtype).eps / 2
+    assert (found.shape, found.dtype, found.is_contiguous()) == ((rows, 512), dtype, True)
+    errors = (found.double() - wide).abs() / wide.abs().clamp(min=1e-3)
+    assert errors.mean() <= 0.21 * torch.finfo(dtype).eps, "rounding once gives 0.18, twice 0.25"
 
 
 @pytest.mark.parametrize(
