@@ -54,7 +54,7 @@ class Process:
         )
 
     def answer(self) -> Any:
-        """What it says next; first its facts, when it serves."""
+        """Its next answer; the first has its facts, when it serves."""
         assert self.child.stdout is not None
         line = self.child.stdout.readline()
         if not line:

@@ -55,8 +55,8 @@ def _gated(x: Tensor, activation: Callable[[Tensor], Tensor], kernel: Callable[[
     if x.numel() <= FEW * 2 * width:
         kernel(out, x)
         return out
-    rows = x.view(-1, 2 * width), out.view(-1, width)
-    for part, result in zip(*(tensor.split(ROWS) for tensor in rows), strict=True):
-        gate, up = part.chunk(2, dim=-1)
-        result.copy_(activation(gate.float()).mul_(up))
+    rows, results = x.view(-1, 2 * width), out.view(-1, width)
+    for first in range(0, len(rows), ROWS):
+        gate, up = rows[first : first + ROWS].chunk(2, dim=-1)
+        results[first : first + ROWS] = activation(gate.float()).mul_(up)
     return out
