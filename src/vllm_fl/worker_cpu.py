@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting import heap
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, config, cores
@@ -108,6 +109,7 @@ class CPUWorkerFL(WorkerFL):
             for tokens in compile.warm_up_sizes(self.vllm_config, WARM_UP_TOKENS):
                 self._run_dummy_batch(tokens)
         self._finish_start()
+        heap.keep_buffers()
         return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)
 
     def _run_dummy_batch(self, tokens: int) -> None:

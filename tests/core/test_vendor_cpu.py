@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.cpu import CpuBackend
+from fl_dispatch.backends.vendor.cpu.impl import activation
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.registry import OpRegistry
@@ -92,6 +93,32 @@ def test_what_is_not_supported_says_why(name: str) -> None:
     assert any("is torch.float64, not float32" in str(reason) for reason in reasons)
     assert any("multiple of" in str(reason) for reason in reasons)
     assert all(isinstance(reason, str) for reason in reasons)
+
+
+@needs_kernels
+@each_dtype
+def test_a_part_of_a_product_is_normalized_and_an_overwritten_one_is_declined(dtype: torch.dtype) -> None:
+    product, weight = torch.randn(3, 1280).to(dtype), torch.randn(64).to(dtype)
+    heads = product[:, :768].unflatten(-1, (12, 64))
+    impl, tolerance = implementation("rms_norm"), OPERATORS["rms_norm"].tolerances[dtype]
+    assert answer(impl, (heads, None, weight, 1e-6)) is True
+    found = impl.fn(heads, None, weight, 1e-6)
+    wanted = ReferenceBackend().rms_norm(heads.double(), None, weight.double(), 1e-6)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance.rtol, atol=tolerance.atol)
+    assert answer(impl, (heads, heads.clone(), weight, 1e-6)) == "x is not contiguous"
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 2, 3, activation.ROWS, 2 * activation.ROWS + 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+def test_a_gated_activation_of_a_half_type_is_rounded_once(name: str, dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 2 * 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found, wide = implementation(name).fn(x), getattr(ReferenceBackend(), name)(x.double())
+    assert (found.shape, found.dtype, found.is_contiguous()) == ((rows, 512), dtype, True)
+    errors = (found.double() - wide).abs() / wide.abs().clamp(min=1e-3)
+    assert errors.mean() <= 0.21 * torch.finfo(dtype).eps, "rounding once gives 0.18, twice 0.25"
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,18 @@ def test_a_nan_of_the_request_itself_stays() -> None:
 
 
 @needs_kernels
+def test_keys_that_come_with_other_values_are_paired_anew() -> None:
+    keys, values = moved(torch.zeros(2, 32, 2, 64), torch.zeros(2, 32, 2, 64))
+    others = moved(torch.zeros(2, 32, 2, 64), torch.zeros(2, 32, 2, 64))[1]
+    token = torch.randn(1, 2, 64)
+    for cache in (values, others, values):
+        cache.zero_()
+        implementation(WRITE).fn(token, token, keys, cache, torch.tensor([33]))
+        assert torch.equal(cache[1, 1], token[0])
+    assert "layout" in str(answer(implementation(WRITE), (token, token, keys, torch.zeros(2, 32, 2, 64), None)))
+
+
+@needs_kernels
 @pytest.mark.parametrize("head_dim", sorted(attention.HEAD_DIMS))
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 def test_every_head_size_that_is_admitted_has_a_kernel(head_dim: int, block_size: int) -> None:

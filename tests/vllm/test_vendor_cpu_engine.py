@@ -48,6 +48,20 @@ def engines(model: Path) -> Callable[[str], dict[str, Any]]:
     return lambda name: futures[name].result()
 
 
+def test_the_wheels_kernel_gives_the_slots_that_pytorchs_form_gives() -> None:
+    import torch
+
+    from vllm_fl.compat import kernels
+
+    table = torch.tensor([[5, 9, 0], [2, 7, 4]], dtype=torch.int32)
+    starts, positions = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([31, 32, 33, 64, 65, 0])
+    slots = torch.full((8,), 77)
+    expected = slots.clone()
+    kernels.in_pytorch(expected[:6], starts, positions, table, 32)
+    kernels.slot_mapping(6, 7, starts, positions, table, 3, slots, 32, 1, 0, 1, -1)
+    assert slots.tolist() == [*expected[:6].tolist(), -1, 77] == [191, 288, 289, 128, 129, 77, -1, 77]
+
+
 def test_the_shipped_settings_take_the_compiled_kernels(
     engines: Callable[[str], dict[str, Any]], tokens: list[list[int]]
 ) -> None:

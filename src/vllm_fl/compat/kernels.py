@@ -12,6 +12,8 @@ import torch
 from .. import rejection
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+COMPILED = "compute_slot_mapping_kernel_impl"
+"""The kernel of vLLM's CPU build for it; its library is loaded where ``vendor.cpu`` runs."""
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
 REJECTION_KERNELS = (
     "rejection_greedy_sample_kernel",
@@ -49,12 +51,25 @@ def slot_mapping(
     """
     if total_cp_world_size != 1:
         raise NotImplementedError("context parallelism is not supported by vllm_fl on this device")
-    token = torch.arange(num_tokens, dtype=query_start_loc.dtype, device=query_start_loc.device)
-    request = torch.searchsorted(query_start_loc[1:], token, right=True).clamp_(max=query_start_loc.shape[0] - 2)
-    where = positions[:num_tokens]
-    found = block_table[request, where // block_size].long() * block_size + where % block_size
-    slots[:num_tokens] = torch.where(token < query_start_loc[-1], found, slots[:num_tokens])
+    if slots.is_cpu and hasattr(torch.ops._C, COMPILED):
+        getattr(torch.ops._C, COMPILED)(query_start_loc, positions, block_table, slots, block_size)
+    else:
+        in_pytorch(slots[:num_tokens], query_start_loc, positions[:num_tokens], block_table, block_size)
     slots[num_tokens:max_num_tokens] = pad_id
+
+
+def in_pytorch(
+    slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+) -> None:
+    """The same of a batch's tokens; ``slots`` and ``positions`` ``[tokens]``."""
+    token = torch.arange(len(slots), dtype=query_start_loc.dtype, device=query_start_loc.device)
+    request = torch.searchsorted(query_start_loc[1:], token, right=True).clamp_(max=query_start_loc.shape[0] - 2)
+    found = block_table[request, positions // block_size].long() * block_size + positions % block_size
+    slots.copy_(torch.where(token < query_start_loc[-1], found, slots))
 
 
 def replace_kernels() -> None:

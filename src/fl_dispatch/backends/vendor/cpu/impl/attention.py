@@ -10,8 +10,8 @@ another request left a NaN or an infinity there, the result is NaN, and the call
 
 from __future__ import annotations
 
-import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,32 @@ HEAD_DIMS = frozenset({32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
 LEAST_BLOCK = 16
 
 
-def cache_problem(key_cache: Tensor, value_cache: Tensor) -> str:
-    """Why the kernels cannot use these caches, or an empty string."""
-    keys, values = key_cache.stride(), value_cache.stride()
-    return _layout_refusal(key_cache.shape[1], key_cache.shape[3], value_cache.shape[3], keys, values)
+class _Views(NamedTuple):
+    """A pair of caches as the kernels take them; ``why_not`` where they do not."""
+
+    value_cache: Tensor
+    why_not: str
+    keys: Tensor
+    values: Tensor
+    instructions: str
 
 
-@functools.lru_cache  # asked in every call, and a model has few kinds of caches
+ATTRIBUTE = "fl_cpu_views"
+"""The attribute of a cache of keys that has them: a host passes the same tensors in every step."""
+
+
+def _views(key_cache: Tensor, value_cache: Tensor) -> _Views:
+    found: _Views | None = getattr(key_cache, ATTRIBUTE, None)
+    if found is None or found.value_cache is not value_cache:
+        _, block_size, _, head_dim = key_cache.shape
+        strides = key_cache.stride(), value_cache.stride()
+        why_not = _layout_refusal(block_size, head_dim, value_cache.shape[3], *strides)
+        keys = key_cache if why_not else _as_values(key_cache)
+        found = _Views(value_cache, why_not, keys, value_cache.transpose(1, 2), instructions(block_size, head_dim))
+        setattr(key_cache, ATTRIBUTE, found)
+    return found
+
+
 def _layout_refusal(
     block_size: int, head_dim: int, value_dim: int, keys: tuple[int, ...], values: tuple[int, ...]
 ) -> str:
@@ -61,19 +80,21 @@ def supports_kv_cache_write(
             return f"{name} is {tensor.dtype}, not {key.dtype}"
     if key.stride(2) != 1 or value.stride(2) != 1:
         return "the dimensions of a head do not lie side by side"
-    return cache_problem(key_cache, value_cache) or True
+    return _views(key_cache, value_cache).why_not or True
 
 
 def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
-    tokens, (_, block_size, _, head_dim) = slot_mapping.shape[0], key_cache.shape
+    tokens, views = slot_mapping.shape[0], _views(key_cache, value_cache)
+    if key.shape[0] != tokens:
+        key, value = key[:tokens], value[:tokens]
     torch.ops._C.cpu_attn_reshape_and_cache(
-        key[:tokens],
-        value[:tokens],
-        _as_values(key_cache),
-        value_cache.transpose(1, 2),
+        key,
+        value,
+        views.keys,
+        views.values,
         slot_mapping.contiguous(),
-        instructions(block_size, head_dim),
+        views.instructions,
         1.0,
         1.0,
         "auto",
@@ -104,7 +125,7 @@ def supports_paged_attention(
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, not {query.dtype}"
     if query.stride(2) != 1 or (out is not None and not out.is_contiguous()):
         return "the dimensions of a head do not lie side by side, or out is not contiguous"
-    return cache_problem(key_cache, value_cache) or True
+    return _views(key_cache, value_cache).why_not or True
 
 
 def paged_attention(
@@ -131,7 +152,7 @@ def paged_attention(
         out = query.new_empty(query.shape)
     if sinks is not None and sinks.dtype is torch.float16:
         sinks = sinks.float()
-    keys, values = _as_values(key_cache), value_cache.transpose(1, 2)
+    _, _, keys, values, _ = _views(key_cache, value_cache)
     window = -1 if sliding_window is None else sliding_window
     schedule = schedules.find(
         query, values, query_start_loc, seq_lens, causal, window, query_start_loc_host, seq_lens_host

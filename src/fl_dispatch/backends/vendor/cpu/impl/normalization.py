@@ -11,10 +11,10 @@ from .limits import VECTOR, problem
 def supports_rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> bool | str:
-    """Contiguous tensors of one dtype whose rows are whole vectors."""
+    """Tensors of one dtype whose rows are whole vectors; contiguous where they are overwritten."""
     if x.shape[-1] % VECTOR:
         return f"the hidden size {x.shape[-1]} is not a multiple of {VECTOR}"
-    if why := problem("x", x):
+    if why := problem("x", x, contiguous=residual is not None):
         return why
     for name, tensor in (("residual", residual), ("weight", weight)):
         if tensor is not None and (why := problem(name, tensor, like=x)):
@@ -29,6 +29,7 @@ def rms_norm(
     if residual is not None:
         torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
         return x, residual
+    x = x.contiguous()  # the heads of a query or key are a part of one product
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out
