@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator, alloc_extend_naive
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.utils import get_num_new_pages
 from torch import Tensor
 
@@ -68,6 +68,17 @@ class MLAPoolFL(MLATokenToKVPool):
         if index_head_dim is not None:
             raise ValueError("sglang_fl does not support sparse latent attention yet")
         super().__init__(*args, **kwargs)
+
+
+class SparsePoolFL(DSATokenToKVPool):
+    """Latent keys with an index: refused when one is made, because SGLang asks for the class whatever the model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("sglang_fl does not support sparse latent attention yet")
+
+
+POOLS: dict[str, type] = {"mha": KVPoolFL, "mla": MLAPoolFL, "dsa": SparsePoolFL}
+"""By SGLang's kind."""
 
 
 class TokenAllocatorFL(TokenToKVPoolAllocator):

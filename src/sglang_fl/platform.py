@@ -12,6 +12,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from fl_dispatch.devices import detect_device
 
 from . import config, startup
+from .v0_5_21 import OlderPlatform
 
 DEVICE = detect_device()
 
@@ -19,8 +20,12 @@ DISPATCH_KEY = "fl"
 """SGLang looks for methods ``forward_<key>`` of its layers; none has this one, so what is not bridged is native."""
 
 
-class PlatformFL(SRTPlatform):
-    """An out-of-tree platform for any device that has a spec."""
+class PlatformFL(OlderPlatform, SRTPlatform):
+    """An out-of-tree platform for any device that has a spec.
+
+    ``capabilities`` stays SGLang's default, which claims nothing: no graphs are captured, and SGLang's own Triton
+    kernels are not started.
+    """
 
     _enum = PlatformEnum.OOT
     device_name = DEVICE.name
@@ -90,18 +95,10 @@ class PlatformFL(SRTPlatform):
         """For the functions that SGLang compiles by itself, such as the choice of experts; models are not compiled."""
         return "eager" if DEVICE.inductor is None else "inductor"
 
-    def get_mha_kv_pool_cls(self) -> type:
+    def get_kv_pool_cls(self, *, kind: str) -> type:
         from . import memory
 
-        return memory.KVPoolFL
-
-    def get_mla_kv_pool_cls(self) -> type:
-        from . import memory
-
-        return memory.MLAPoolFL
-
-    def get_dsa_kv_pool_cls(self) -> type:
-        raise ValueError("sglang_fl does not support sparse latent attention yet")
+        return memory.POOLS[kind]
 
     def get_paged_allocator_cls(self) -> type:
         from . import memory
@@ -111,11 +108,8 @@ class PlatformFL(SRTPlatform):
     def get_graph_runner_cls(self) -> type:
         raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet")
 
-    def support_cuda_graph(self) -> bool:
-        return False
-
-    def support_piecewise_cuda_graph(self) -> bool:
-        return False
+    def get_group_coordinator_device(self, local_rank: int) -> torch.device:
+        return torch.device(DEVICE.place(local_rank))
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 

@@ -29,10 +29,12 @@ PATIENCE = 60.0
 # -- in a scheduler process -------------------------------------------------------------------------------------------
 
 
-def rank_of(runner: ModelRunner) -> int:
-    """The rank's number among those of all pipeline stages and data-parallel replicas."""
-    stage, replica = getattr(runner, "pp_rank", 0) or 0, getattr(runner, "dp_rank", 0) or 0
-    return int(runner.tp_rank + runner.tp_size * (stage + runner.pp_size * replica))
+def own_rank() -> int:
+    """This process's number among the ranks of all pipeline stages and data-parallel replicas."""
+    from sglang.srt.runtime_context import get_parallel
+
+    here = get_parallel()
+    return int(here.tp_rank + here.tp_size * (here.pp_rank + here.pp_size * (here.dp_rank or 0)))
 
 
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
     """
     loaded = LOADED.of(runner)
     return {
-        "rank": rank_of(runner),
+        "rank": own_rank(),
         **dispatch_report(),
         **loaded.survey.as_data(),
         "attention_backend": type(runner.attn_backend).__name__,

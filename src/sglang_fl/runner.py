@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.runtime_context import get_parallel
+
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import aten, oplist, runs
@@ -35,10 +37,11 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     LOADED.give(runner, LoadedModel(survey))
     logger.info("%s", survey.describe())
     survey.refuse_native_run(settings)
-    several = runner.tp_size * runner.pp_size > 1
+    here = get_parallel()
+    several = here.tp_size * here.pp_size > 1
     aten.replace(settings, detect_device())
     distributed.check_ranks()
-    oplist.record(manager, settings, runner.tp_rank if several else None)
+    oplist.record(manager, settings, here.tp_rank if several else None)
     _leave_record(runner, {})
     return result
 
@@ -65,4 +68,4 @@ def forward(
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
     """For commands and for ``/metrics``."""
     model, survey = runner.server_args.model_path, LOADED.of(runner).survey
-    runs.record(f"SGLang {host_version()}", model, survey, undispatched, report.rank_of(runner))
+    runs.record(f"SGLang {host_version()}", model, survey, undispatched, report.own_rank())

@@ -10,6 +10,7 @@ import sglang_fl
 from fl_dispatch.devices.cpu import sglang_attention
 from overridden import assert_parameters, overridden, unlisted
 from sglang_fl.host_facts import FACTS, HOOKED
+from sglang_fl.version import host_version
 
 
 def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed(host: None) -> None:
@@ -17,13 +18,13 @@ def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed(host: N
 
 
 def test_our_methods_take_the_parameters_that_the_table_says(host: None) -> None:
-    assert assert_parameters(FACTS, list(overridden(sglang_fl, "sglang")), "0.5.21") > 25
+    assert assert_parameters(FACTS, list(overridden(sglang_fl, "sglang")), host_version()) > 25
 
 
 def test_what_is_hooked_is_what_the_table_says(host: None) -> None:
     from sglang_fl import compat
 
-    said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns("0.5.21") for name in fact.plain_names}
+    said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(host_version()) for name in fact.plain_names}
     assert {hook.target for hook in compat.all_hooks()} == {target.replace(":", ".") for target in said}
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.hosting.host_facts import release
+
+from ..version import host_version
 from .base import Bridge, Unbridged
 
 PLACEMENTS = ("static", "dynamic")
@@ -23,7 +26,7 @@ def refusal(layer: Any) -> str | None:
     config = layer.topk_config
     if config.custom_routing_function is not None:
         return "routing by the model's own function"
-    if config.num_fused_shared_experts or layer.enable_waterfill:
+    if _shared_slots(config) or layer.enable_waterfill:
         return "shared experts among the routed ones"
     if config.scoring_func not in ("softmax", "sigmoid"):
         return f"routing by '{config.scoring_func}'"
@@ -38,9 +41,15 @@ def refusal(layer: Any) -> str | None:
     return None
 
 
+def _shared_slots(config: Any) -> int:
+    """Columns of the result that are shared experts; 0.5.23 renamed them."""
+    found: int = getattr(config, "num_shared_topk_slots", None) or getattr(config, "num_fused_shared_experts", 0)
+    return found
+
+
 class TopKBridge(Bridge):
     """``forward(hidden_states, router_logits, *, num_token_non_padded, expert_location_dispatch_info,
-    dynamic_expert_bias)``.
+    dynamic_expert_bias)``; 0.5.22 added ``router_logits_partials``.
     """
 
     fl_choices = ("topk_softmax", "topk_sigmoid", "grouped_topk")
@@ -55,6 +64,7 @@ class TopKBridge(Bridge):
         config = layer.topk_config
         self.fl_operator = "grouped_topk" if config.use_grouped_topk else f"topk_{config.scoring_func}"
         self.factor: float = config.routed_scaling_factor or 1.0
+        self.always_scales = release(host_version()) >= release("0.5.23")  # before, normalized weights alone
         super().__init__(layer, *args)
 
     def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,11 +79,26 @@ class TopKBridge(Bridge):
                 config.topk_group,
                 config.renormalize,
                 "sigmoid" if bias is not None else config.scoring_func,  # with a bias SGLang knows only this one
-                self.factor if scaled and config.renormalize else 1.0,
+                self.factor if scaled and (config.renormalize or self.always_scales) else 1.0,
                 bias,
             )
         weights, ids = self.fl_call(router_logits, config.top_k, config.renormalize, bias)
         return weights * self.factor if scaled else weights, ids
+
+    def inputs(self, unpadded: Tensor | None, placement: Any) -> tuple[Tensor | None, Any]:
+        """The number of tokens without padding, and the experts' placement, if it moves any.
+
+        From 0.5.23 on the layer finds them itself where its model gives none.
+        """
+        find = getattr(self.layer, "_resolve_routing_inputs", None)
+        if find is None:
+            return unpadded, placement
+        given = placement is not None
+        unpadded, placement = find(unpadded, placement)
+        moves = placement is not None and (
+            given or self.host.is_expert_remapping_enabled() or placement.ep_dispatch_algorithm not in PLACEMENTS
+        )
+        return unpadded, placement if moves else None
 
     def forward(
         self,
@@ -83,10 +108,19 @@ class TopKBridge(Bridge):
         num_token_non_padded: Tensor | None = None,
         expert_location_dispatch_info: Any = None,
         dynamic_expert_bias: Tensor | None = None,
+        **newer: Any,
     ) -> Any:
         """SGLang's ``StandardTopKOutput``; padding tokens go to expert -1."""
         layer: Any = self.layer
-        config, placement = layer.topk_config, expert_location_dispatch_info
+        config = layer.topk_config
+        given = {
+            "num_token_non_padded": num_token_non_padded,
+            "expert_location_dispatch_info": expert_location_dispatch_info,
+            "dynamic_expert_bias": dynamic_expert_bias,
+        }
+        if asked := {name: value for name, value in newer.items() if value is not None}:
+            return self.fall_through(" and ".join(asked), hidden_states, router_logits, **given, **asked)
+        num_token_non_padded, placement = self.inputs(num_token_non_padded, expert_location_dispatch_info)
         reason = None
         if dynamic_expert_bias is not None:
             reason = "a bias for each token"
@@ -95,14 +129,7 @@ class TopKBridge(Bridge):
         elif config.use_grouped_topk and not _fits(router_logits.shape[-1], config):
             reason = "more experts a token than its groups have"
         if reason is not None:
-            return self.fall_through(
-                reason,
-                hidden_states,
-                router_logits,
-                num_token_non_padded=num_token_non_padded,
-                expert_location_dispatch_info=placement,
-                dynamic_expert_bias=dynamic_expert_bias,
-            )
+            return self.fall_through(reason, hidden_states, router_logits, **given)
         weights, ids = self.route(router_logits)
         self.host.capture_routed_experts_if_allowed(config, layer.layer_id, ids)
         if placement is not None:
