@@ -211,8 +211,10 @@ def _weight_only_work(
 def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     source = quantized.Products(dtype, device, generator, torch.int8)
 
-    def sample(label: str, rows: int, columns: int, inner: int, *rest: object, serving: bool = True) -> Sample:
-        return Sample(label, (source.normal(rows, inner), *source.weight(columns, inner, *rest)), serving)
+    def sample(label: str, rows: int, columns: int, inner: int, *rest: int, serving: bool = True) -> Sample:
+        bits, group, *zeros = rest
+        weight = source.weight(columns, inner, bits, group, bool(zeros))
+        return Sample(label, (source.normal(rows, inner), *weight), serving)
 
     for bits in (4, 8):
         for rows, columns, inner in ((1, 256, 1024), (32, 128, 512)):

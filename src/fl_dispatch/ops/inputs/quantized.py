@@ -59,7 +59,7 @@ def _groups(x: Tensor, group: int) -> Iterator[Tensor]:
     if group < 0:
         yield x.view(1, -1)
     else:
-        yield from x.split(group or x.shape[1], dim=1)
+        yield from torch.split(x, group or x.shape[1], dim=1)
 
 
 @dataclass(frozen=True)

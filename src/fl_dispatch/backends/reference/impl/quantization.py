@@ -23,7 +23,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
         scales = (all_rows / largest).clamp(min=LEAST_SCALE).expand(*x.shape[:-1], 1).contiguous()
     else:
         width = group_size or inner
-        grouped = functional.pad(wide, (0, count * width - inner)).unflatten(-1, (count, width))
+        grouped = functional.pad(wide, (0, count * width - inner)).reshape(*x.shape[:-1], count, width)
         scales = (grouped.abs().amax(-1) / largest).clamp(min=LEAST_SCALE)
     quotient = (wide / _spread(scales, inner, group_size)).clamp(-largest, largest)
     if dtype == "int8":
@@ -64,7 +64,7 @@ def weight_only_linear(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    numbers = unpacked(weight).to(wide).unflatten(-1, (scale.shape[1], -1))
+    numbers = unpacked(weight).to(wide).reshape(*scale.shape, -1)
     if zero is not None:
         numbers = numbers - zero.to(wide)[..., None]
     elif weight.dtype is torch.uint8:

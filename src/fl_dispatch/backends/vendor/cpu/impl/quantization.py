@@ -93,6 +93,7 @@ def weight_only_linear(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`."""
     rows = x.reshape(-1, x.shape[-1])
+    out: Tensor
     if weight.dtype is torch.int8:
         out = torch.ops.aten._weight_int8pack_mm(rows, weight, scale.view(-1))
     else:
