@@ -19,12 +19,14 @@ def test_a_reference_is_finite_and_right_at_any_scale_of_its_input(name: str, sc
     """The leading tensor of every sample is scaled; the result overflows only where the exact one does."""
     if name in ROUTERS and scale > 1:
         pytest.skip("saturated scores tie, and which expert of equals is taken is open")
+    if name == "quantize":
+        pytest.skip("scaled inputs are rounded anew, and may lie between two quantized numbers")
     tolerance, largest = OPERATORS[name].tolerances[dtype], torch.finfo(dtype).max
     for sample in references.samples(name, dtype):
         args = list(references.all_arguments(name, sample))
         leading = next(index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor))
         size = max(arg.numel() for arg in args if isinstance(arg, torch.Tensor))
-        if size > LARGEST_SAMPLE or not args[leading].is_floating_point():
+        if size > LARGEST_SAMPLE or not args[leading].is_floating_point() or args[leading].itemsize == 1:
             continue
         args[leading].mul_(scale)
         operands = OPERATORS[name].operands(tuple(args))

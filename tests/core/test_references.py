@@ -57,6 +57,42 @@ def exact_linear(x, weight, bias) -> list[Tensor]:
     return [products if bias is None else products + bias]
 
 
+def exact_quantize(x, dtype, group_size, scale) -> list[Tensor]:
+    """Group by group, to the nearest of all numbers that the type has."""
+    bits = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).double()
+    numbers = bits[bits.isfinite() & (bits > -128 if dtype == "int8" else True)].sort().values
+    largest, width = numbers[-1], group_size if group_size > 0 else x.shape[-1]
+    result, scales = torch.empty_like(x), []
+    for part, into in zip(x.split(width, -1), result.split(width, -1), strict=True):
+        highest = part.abs().flatten(0 if group_size < 0 else -1).amax(-1, keepdim=True) if x.numel() else part[..., :1]
+        unit = (highest / largest).clamp(min=1e-10) if scale is None else scale
+        scales.append(unit.expand(*x.shape[:-1], 1))
+        into.copy_(numbers[(part[..., None] / unit[..., None] - numbers).abs().argmin(-1)])
+    return [result, torch.cat(scales, -1)]
+
+
+def exact_scaled_linear(x, x_scale, weight, weight_scale, bias, _, block) -> list[Tensor]:
+    """Every element times the scale of its block; without blocks a row is one, and a scale may be for all columns."""
+    down, across = (torch.arange(size) // (block or 1) for size in weight.shape)
+    if not block:
+        across = torch.zeros_like(across)
+        down = down if weight_scale.shape[0] > 1 else torch.zeros_like(down)
+    left, right = x * x_scale[..., across], weight * weight_scale[down][:, across]
+    return exact_linear(left, right, bias)
+
+
+def exact_weight_only_linear(x, weight, scale, zero, bias) -> list[Tensor]:
+    inner = x.shape[-1]
+    numbers = torch.empty(weight.shape[0], inner).double()
+    if weight.dtype is torch.uint8:
+        numbers[:, 0::2], numbers[:, 1::2] = weight % 16, weight // 16
+    else:
+        numbers.copy_(weight)
+    group = torch.arange(inner) // (inner // scale.shape[1])
+    middle = 8 * (weight.dtype is torch.uint8) if zero is None else zero[:, group].double()
+    return exact_linear(x, (numbers - middle) * scale[:, group], bias)
+
+
 def exact_silu_and_mul(x) -> list[Tensor]:
     width = x.shape[-1] // 2
     return [x[..., :width] / (1 + torch.exp(-x[..., :width])) * x[..., width:]]
@@ -300,9 +336,11 @@ def exact_fused_moe(x, w13, w2, weights, ids, activation, on_input, expert_map, 
 # ---- right
 
 
-def result_dtype(name: str, index: int, dtype: torch.dtype) -> torch.dtype:
+def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.dtype:
     """The dtype of an operator's result: that of the input, unless the declaration says otherwise."""
     wide = torch.promote_types(dtype, torch.float32)
+    if name == "quantize":
+        return (getattr(torch, args[1]), wide)[index]
     if OPERATORS[name].prototype.__module__.endswith(".routing"):
         return (torch.float32, torch.int32)[index]
     return torch.int32 if name == "moe_align_block_size" else {("mla_prefill", 1): wide}.get((name, index), dtype)
@@ -316,7 +354,7 @@ def test_a_reference_is_right_on_every_sample(name: str, dtype: torch.dtype) -> 
         args = all_arguments(name, sample)
         expected = globals()[f"exact_{name}"](*map(double, OPERATORS[name].operands(args)))
         for index, (actual, wanted) in enumerate(zip(run(name, args), expected, strict=True)):
-            assert actual.dtype is result_dtype(name, index, dtype)
+            assert actual.dtype is result_dtype(name, index, dtype, args)
             if not wanted.is_floating_point():
                 assert torch.equal(actual, wanted), sample.label
                 continue

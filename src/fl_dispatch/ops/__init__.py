@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import activation, attention, elementwise, linear, mla, moe, normalization, rotary, routing
+from . import activation, attention, elementwise, linear, mla, moe, normalization, quantization, rotary, routing
 from .declaration import (
     STANDARD_TOLERANCE,
     Access,
@@ -25,7 +25,18 @@ from .declaration import (
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
         declared.name: declared
-        for module in (linear, elementwise, activation, normalization, rotary, attention, mla, routing, moe)
+        for module in (
+            linear,
+            quantization,
+            elementwise,
+            activation,
+            normalization,
+            rotary,
+            attention,
+            mla,
+            routing,
+            moe,
+        )
         for declared in vars(module).values()
         if isinstance(declared, Operator)
     }

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from .impl import activation, attention, linear, mla, moe, normalization, rotary, routing
+from .impl import activation, attention, linear, mla, moe, normalization, quantization, rotary, routing
 
 
 class ReferenceBackend(Backend):
     """Every declared operator in plain PyTorch. Half types are computed in float32; float32 and float64 stay."""
 
     linear = staticmethod(linear.linear)
+    quantize = staticmethod(quantization.quantize)
+    scaled_linear = staticmethod(quantization.scaled_linear)
+    weight_only_linear = staticmethod(quantization.weight_only_linear)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     mul_and_silu = staticmethod(activation.mul_and_silu)

@@ -11,7 +11,7 @@ from fl_dispatch.backends.base import Backend
 from fl_dispatch.devices import detect_device
 
 from . import library
-from .impl import activation, attention, linear, normalization, rotary
+from .impl import activation, attention, linear, normalization, quantization, rotary
 
 
 class _Compiled(Backend):
@@ -43,6 +43,7 @@ class CpuBackend(_Compiled):
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     rms_norm = staticmethod(normalization.rms_norm)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
+    quantize = staticmethod(quantization.quantize)
 
 
 class CpuProductsBackend(_Compiled):
@@ -56,9 +57,11 @@ class CpuProductsBackend(_Compiled):
 
 
 class OneDnnBackend(_Compiled):
-    """PyTorch's products with repacked weights, which need no build of vLLM's."""
+    """PyTorch's products with repacked or quantized weights, which need no build of vLLM's."""
 
     linear = staticmethod(linear.linear_reordered)
+    scaled_linear = staticmethod(quantization.scaled_linear)
+    weight_only_linear = staticmethod(quantization.weight_only_linear)
 
     def why_unavailable(self) -> str:
         """Why PyTorch has none."""

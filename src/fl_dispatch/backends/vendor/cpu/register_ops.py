@@ -6,7 +6,7 @@ from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .cpu import CpuAttentionBackend, CpuBackend, CpuProductsBackend, OneDnnBackend
-from .impl import activation, attention, normalization, rotary
+from .impl import activation, attention, normalization, quantization, rotary
 
 
 def register_builtins(registry: Registry) -> None:
@@ -22,6 +22,7 @@ def register_builtins(registry: Registry) -> None:
                     "gelu_and_mul": activation.supports_gelu_and_mul,
                     "rms_norm": normalization.supports_rms_norm,
                     "rotary_embedding": rotary.supports_rotary_embedding,
+                    "quantize": quantization.supports_quantize,
                 },
                 opaque=True,  # the compiled operators have no fake functions
                 properties={"inductor": False},
@@ -36,6 +37,10 @@ def register_builtins(registry: Registry) -> None:
                 BackendImplKind.VENDOR,
                 "vendor.cpu.onednn",
                 BackendPriority.VENDOR - 5,  # the same kernels, and 10 us more in each call
+                supports={
+                    "scaled_linear": quantization.supports_scaled_linear,
+                    "weight_only_linear": quantization.supports_weight_only_linear,
+                },
                 opaque=True,  # Inductor takes no weight in oneDNN's layout
             ),
             *CpuAttentionBackend().implementations(

@@ -1,0 +1,111 @@
+"""Inputs of quantization whose results rounding cannot change, and quantized matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .source import Source
+
+APART = 1e-4
+"""How far a quotient lies from where the rounding changes, in its own size: more than float32 arithmetic moves it."""
+
+
+@dataclass(frozen=True)
+class Settled(Source):
+    """Rows that every right implementation quantizes alike, because no quotient lies between two quantized numbers.
+
+    Args:
+        quantized: the quantized type.
+        largest: the magnitude that the largest element of a group gets.
+    """
+
+    quantized: torch.dtype
+    largest: float
+
+    def rows(self, rows: int, inner: int, *, group: int = 0, scale: float = 1.0) -> Tensor:
+        """Normal numbers ``[rows, inner]``; ``group`` as the operator has it."""
+        x = self.normal(rows, inner, scale=scale)
+        for part in _groups(x, group):
+            if part.numel():
+                part.copy_(self._settled(part, part.double().abs().amax(-1, keepdim=True) / self.largest))
+        return x
+
+    def with_scale(self, rows: int, inner: int, scale: float) -> Tensor:
+        """Normal numbers for a scale that is given; some lie beyond the range of the type."""
+        x = self.normal(rows, inner, scale=self.largest * scale / 2)
+        return self._settled(x, torch.tensor(scale, dtype=torch.float32, device=self.device).double())
+
+    def apart(self, rows: int, inner: int, gap: int) -> Tensor:
+        """Rows that lie ``gap`` elements apart."""
+        whole = self.normal(rows, inner + gap)
+        whole[:, :inner] = self.rows(rows, inner)
+        return whole[:, :inner]
+
+    def _settled(self, x: Tensor, scale: Tensor) -> Tensor:
+        quotient = x.double() / scale
+        below, above = (self._rounded(quotient * (1 + sign * APART)) for sign in (-1, 1))
+        return torch.where(below == above, x, torch.zeros_like(x))
+
+    def _rounded(self, quotient: Tensor) -> Tensor:
+        kept = quotient.clamp(-self.largest, self.largest)
+        return kept.round() if self.quantized is torch.int8 else kept.float().to(self.quantized).double()
+
+
+def _groups(x: Tensor, group: int) -> Iterator[Tensor]:
+    if group < 0:
+        yield x.view(1, -1)
+    else:
+        yield from torch.split(x, group or x.shape[1], dim=1)
+
+
+@dataclass(frozen=True)
+class Products(Source):
+    """Quantized rows and weights; ``quantized`` is the type of both."""
+
+    quantized: torch.dtype
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        """Numbers of the quantized type, all of its range in int8."""
+        if self.quantized is torch.int8:
+            drawn = torch.randint(-127, 128, (rows, columns), generator=self.generator)
+        else:
+            drawn = torch.randn((rows, columns), generator=self.generator) * 32
+        return drawn.to(self.device, self.quantized)
+
+    def scales(self, *shape: int, size: float = 1.0) -> Tensor:
+        """Positive scales between ``size / 2`` and ``size``, at least as wide as float32."""
+        drawn = (torch.rand(shape, generator=self.generator) + 1) * size / 2
+        return drawn.to(self.device, torch.promote_types(self.dtype, torch.float32))
+
+    def both(self, rows: int, columns: int, inner: int, one_scale: bool = False) -> tuple[Tensor, ...]:
+        """``x``, its scales, ``weight`` and its scales, so that results are near one."""
+        unit = self._unit(inner)
+        weights = self.scales(1, 1, size=unit) if one_scale else self.scales(columns, 1, size=unit)
+        return self.matrix(rows, inner), self.scales(rows, 1, size=unit), self.matrix(columns, inner), weights
+
+    def blocks(self, rows: int, columns: int, inner: int, block: int) -> tuple[Tensor, ...]:
+        """As :meth:`both`, with a scale for each block."""
+        unit, across, down = self._unit(inner), -(-inner // block), -(-columns // block)
+        x, weight = self.matrix(rows, inner), self.matrix(columns, inner)
+        return x, self.scales(rows, across, size=unit), weight, self.scales(down, across, size=unit)
+
+    def weight(
+        self, columns: int, inner: int, bits: int, group: int, zeros: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``weight``, ``scale`` and ``zero`` of ``weight_only_linear``."""
+        if bits == 4:
+            drawn = torch.randint(0, 256, (columns, inner // 2), generator=self.generator).to(torch.uint8)
+        else:
+            drawn = torch.randint(-127, 128, (columns, inner), generator=self.generator).to(torch.int8)
+        low, high = (0, 16) if bits == 4 else (-20, 20)
+        zero = torch.randint(low, high, (columns, inner // group), generator=self.generator, dtype=torch.int8)
+        scale = self.scales(columns, inner // group, size=(0.3 if bits == 4 else 0.02) * inner**-0.5).to(self.dtype)
+        return drawn.to(self.device), scale, zero.to(self.device) if zeros else None
+
+    def _unit(self, inner: int) -> float:
+        spread = 73.0 if self.quantized is torch.int8 else 32.0
+        return float(inner**-0.25 / spread)

@@ -1,0 +1,256 @@
+"""Quantization, and products with quantized weights.
+
+A host unpacks a checkpoint's order once, when it loads, into the one form of each operator here (docs/quantization.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .declaration import Mode, Sample, Tolerance, Work, Workload, operator
+from .inputs import quantized
+
+OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
+FP8 = torch.float8_e4m3fn
+LARGEST = MappingProxyType({"int8": 127.0, "float8_e4m3fn": 448.0})
+"""The quantized types, and the magnitude that the largest element of a group gets."""
+LEAST_SCALE = 1e-10
+"""The scale of a group of zeros, and the least of any."""
+TENSOR, ROW = -1, 0
+"""Values of ``group_size`` that are no size."""
+EXACT = MappingProxyType(
+    dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), Tolerance(1e-6, 1e-14))
+)
+
+
+def groups(inner: int, group_size: int) -> int:
+    """The number of groups of a row."""
+    return -(-inner // group_size) if group_size > 0 else 1
+
+
+# -- quantization -----------------------------------------------------------------------------------------------------
+
+
+def _quantize_fake(x: Tensor, dtype: str, group_size: int = ROW, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scales = x.new_empty((*x.shape[:-1], groups(x.shape[-1], group_size)), dtype=wide)
+    return x.new_empty(x.shape, dtype=getattr(torch, dtype)), scales
+
+
+def _quantize_work(x: Tensor, dtype: str, group_size: int = ROW, scale: Tensor | None = None) -> Work:
+    scales = x.shape[:-1].numel() * groups(x.shape[-1], group_size)
+    return Work(x.numel() * (x.element_size() + 1) + 4 * scales, 3 * x.numel())
+
+
+def _quantize_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    for name, largest in LARGEST.items():
+        source = quantized.Settled(dtype, device, generator, getattr(torch, name), largest)
+
+        def sample(label: str, x: Tensor, *rest: object, serving: bool = True, name: str = name) -> Sample:
+            return Sample(f"{name}, {label}", (x, name, *rest), serving)
+
+        yield sample("decode, 32 tokens", source.rows(32, 1024))
+        yield sample("prefill, 200 tokens", source.rows(200, 512))
+        yield sample("one token", source.rows(1, 4096))
+        yield sample("groups of 128", source.rows(17, 512, group=128), 128)
+        yield sample("one scale for all rows", source.rows(9, 256, group=TENSOR), TENSOR)
+        given = torch.tensor([0.03], dtype=torch.promote_types(dtype, torch.float32), device=device)
+        yield sample("a scale that is given, too small for some", source.with_scale(8, 256, 0.03), TENSOR, given)
+        yield sample("a short last group", source.rows(3, 200, group=128), 128, serving=False)
+        yield sample("odd width", source.rows(3, 67), serving=False)
+        yield sample("3-d", source.rows(6, 64).view(2, 3, 64), serving=False)
+        yield sample("row stride larger than the row", source.apart(4, 96, 64), serving=False)
+        yield sample("rows of zeros", torch.zeros(3, 64, dtype=dtype, device=device), serving=False)
+        yield sample("small numbers", source.rows(4, 64, scale=2.0**-14), serving=False)
+        yield sample("empty batch", source.rows(0, 64), serving=False)
+
+
+@operator(
+    modes=OPAQUE,
+    fake=_quantize_fake,
+    samples=_quantize_samples,
+    tolerances=EXACT,
+    aliases=("dynamic_quant", "scaled_int8_quant", "scaled_fp8_quant", "per_token_quant", "per_token_group_quant"),
+    work=_quantize_work,
+)
+def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Symmetric quantization with a scale for each row, each group of a row, or all rows.
+
+    ``q = round(x / scale)``, ties to even, kept within the type's range, where ``scale`` is the largest magnitude over
+    127 (int8) or 448 (float8_e4m3fn), and at least 1e-10. ``q * scale`` is near ``x``.
+
+    Args:
+        x: ``[..., inner]``, floating point.
+        dtype: ``"int8"`` or ``"float8_e4m3fn"``.
+        group_size: elements of a row that have a scale in common, the last group may be shorter; 0: the whole row,
+            -1: all rows.
+        scale: ``[1]``, float32: the scale, found before (static quantization); or ``None``. Only with ``group_size``
+            -1.
+
+    Returns:
+        ``q``, shape of ``x``, contiguous; and the scales, ``[..., groups]``, float32 (float64 for such an ``x``), one
+        for each row in any case.
+    """
+    raise NotImplementedError
+
+
+# -- both sides quantized ---------------------------------------------------------------------------------------------
+
+
+def _result_dtype(scale: Tensor, dtype: str) -> torch.dtype:
+    return torch.float64 if scale.dtype is torch.float64 else getattr(torch, dtype)
+
+
+def _scaled_fake(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=_result_dtype(x_scale, dtype))
+
+
+def _scaled_workload(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *args: object) -> Workload:
+    dtype = args[1] if len(args) > 1 else "bfloat16"
+    return Workload(_result_dtype(x_scale, str(dtype)), x.shape[:-1].numel())
+
+
+def _scaled_work(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *args: object) -> Work:
+    rows = x.shape[:-1].numel()
+    read = x.numel() + weight.numel() + 4 * (x_scale.numel() + weight_scale.numel())
+    return Work(read + 2 * rows * weight.shape[0], 2 * rows * weight.numel())
+
+
+def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    name = str(dtype).removeprefix("torch.")
+    for kind in (torch.int8, FP8):
+        source = quantized.Products(dtype, device, generator, kind)
+        label = str(kind).removeprefix("torch.")
+        for rows, columns, inner in ((1, 512, 1024), (32, 256, 512), (40, 768, 256)):
+            args = source.both(rows, columns, inner)
+            yield Sample(f"{label}, {rows} of {inner} to {columns}", (*args, None, name))
+        yield Sample(f"{label}, bias", (*source.both(7, 384, 512), source.normal(384), name))
+        args = source.both(5, 96, 64, one_scale=True)
+        yield Sample(f"{label}, one scale for the weight", (*args, None, name), serving=False)
+        yield Sample(f"{label}, odd sizes", (*source.both(3, 77, 131), source.normal(77), name), serving=False)
+        x, x_scale, *weight = source.both(6, 32, 64)
+        yield Sample(f"{label}, 3-d", (x.view(2, 3, 64), x_scale.view(2, 3, 1), *weight, None, name), serving=False)
+        yield Sample(f"{label}, empty batch", (*source.both(0, 32, 64), None, name), serving=False)
+    source = quantized.Products(dtype, device, generator, FP8)
+    for rows, columns, inner in ((1, 512, 1024), (33, 256, 512)):
+        args = source.blocks(rows, columns, inner, 128)
+        yield Sample(f"blocks of 128, {rows} of {inner} to {columns}", (*args, None, name, 128))
+    args = source.blocks(3, 200, 328, 128)
+    yield Sample("blocks of 128, short last ones", (*args, source.normal(200), name, 128), serving=False)
+
+
+@operator(
+    weights=("weight", "weight_scale"),
+    modes=OPAQUE,
+    fake=_scaled_fake,
+    samples=_scaled_samples,
+    aliases=("scaled_mm", "quant_matmul", "w8a8_linear", "block_scaled_mm"),
+    workload=_scaled_workload,
+    work=_scaled_work,
+)
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """A product of quantized rows with quantized weights: ``y = (x * x_scale) @ (weight * weight_scale).T + bias``.
+
+    Products are summed in int32 or float32, and the result is rounded once.
+
+    Args:
+        x: ``[..., inner]``, int8 or float8_e4m3fn.
+        x_scale: ``[..., 1]``, float32: a scale a row; ``[..., ceil(inner / block_size)]`` with blocks.
+        weight: ``[columns, inner]``, dtype of ``x``.
+        weight_scale: ``[columns, 1]`` or ``[1, 1]``, float32; with blocks ``[ceil(columns / block_size), ceil(inner /
+            block_size)]``.
+        bias: ``[columns]``, floating point, or ``None``.
+        dtype: of the result: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        block_size: rows and columns of a weight's block that has one scale, and elements of a row of ``x`` that have
+            one; 0: none, see the scales.
+
+    Returns:
+        ``[..., columns]``, of ``dtype``, or float64 if ``x_scale`` is.
+    """
+    raise NotImplementedError
+
+
+# -- weights alone quantized ------------------------------------------------------------------------------------------
+
+
+def _weight_only_fake(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _weight_only_work(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> Work:
+    rows, columns = x.shape[:-1].numel(), weight.shape[0]
+    elements = rows * (x.shape[-1] + columns) + scale.numel()
+    zeros = 0 if zero is None else zero.numel()
+    return Work(elements * x.element_size() + weight.numel() + zeros, 2 * rows * columns * x.shape[-1])
+
+
+def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    source = quantized.Products(dtype, device, generator, torch.int8)
+
+    def sample(label: str, rows: int, columns: int, inner: int, *rest: int, serving: bool = True) -> Sample:
+        bits, group, *zeros = rest
+        weight = source.weight(columns, inner, bits, group, bool(zeros))
+        return Sample(label, (source.normal(rows, inner), *weight), serving)
+
+    for bits in (4, 8):
+        for rows, columns, inner in ((1, 256, 1024), (32, 128, 512)):
+            yield sample(f"{bits} bits, {rows} of {inner} to {columns}, groups of 128", rows, columns, inner, bits, 128)
+        yield sample(f"{bits} bits, zero points, groups of 32", 5, 192, 256, bits, 32, True)
+        yield sample(f"{bits} bits, one scale a column", 4, 64, 320, bits, 320)
+        yield sample(f"{bits} bits, small groups, odd columns", 3, 37, 48, bits, 16, True, serving=False)
+        yield sample(f"{bits} bits, empty batch", 0, 32, 64, bits, 64, serving=False)
+    float8 = source.normal(96, 256).to(FP8)
+    yield Sample("float8, one scale a column", (source.normal(3, 256), float8, source.scales(96, 1).to(dtype)))
+    weight = source.weight(64, 128, 4, 64, True)
+    yield Sample("3-d, bias", (source.normal(2, 3, 128), *weight, source.normal(64)), serving=False)
+
+
+@operator(
+    weights=("weight", "scale", "zero"),
+    modes=OPAQUE,
+    fake=_weight_only_fake,
+    samples=_weight_only_samples,
+    aliases=("wna16_linear", "w4a16", "w8a16", "awq_gemm", "gptq_gemm", "weight_quant_batchmatmul"),
+    work=_weight_only_work,
+)
+def weight_only_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """A product with weights of 4 or 8 bits: ``y = x @ ((weight - zero) * scale).T + bias``.
+
+    Args:
+        x: ``[..., inner]``, floating point.
+        weight: ``[columns, inner / 2]``, uint8: numbers from 0 to 15, two in a byte, the first one in its low half; or
+            ``[columns, inner]``, int8 or float8_e4m3fn.
+        scale: ``[columns, groups]``, dtype of ``x``; groups of ``inner / groups`` elements.
+        zero: ``[columns, groups]``, int8, or ``None`` for 8 with numbers of 4 bits, and for 0 with others.
+        bias: ``[columns]``, dtype of ``x``, or ``None``.
+
+    Returns:
+        ``[..., columns]``, dtype of ``x``.
+    """
+    raise NotImplementedError
