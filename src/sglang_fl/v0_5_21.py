@@ -1,4 +1,4 @@
-"""What SGLang up to 0.5.21 alone asks of a platform. This file can be deleted with the support of these versions."""
+"""The questions of SGLang up to 0.5.21 to a platform. This file can be deleted with the support of these versions."""
 
 from __future__ import annotations
 
