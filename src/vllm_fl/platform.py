@@ -139,6 +139,9 @@ class PlatformFL(Dispatching, Platform):
     def is_pin_memory_available(cls) -> bool:
         return DEVICE.pin_memory
 
+    def is_sleep_mode_available(self) -> bool:
+        return not DEVICE.accelerator  # vLLM's allocators are CUDA's and XPU's; main memory needs none
+
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return DEVICE.compute_units(device_id)

@@ -15,6 +15,7 @@ imports the module that it needs:
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
 ``metrics``          the registry behind ``/metrics``
 ``models``           models that vLLM gets wrong
+``weight_transfer``  our backends of weight transfer
 ``v0_26``            all that vLLM 0.26 needs, installed by one call
 ===================  ===================================================================================================
 """
