@@ -43,6 +43,7 @@ class LayerClass:
         own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
             own code is the reference too, and left as it is it is no gap.
         since: the first version of vLLM that has it in this form; empty for all.
+        transformers: it is of vLLM's backend for Transformers' own models, and is imported for such a model only.
     """
 
     module: str
@@ -51,6 +52,7 @@ class LayerClass:
     custom_op: bool = True
     own_kernel: bool = False
     since: str = ""
+    transformers: bool = False
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -62,7 +64,7 @@ class LayerClass:
         """The fact that the replacement relies on: the class, and the parameters of its forward."""
         why = "The layer would run vLLM's own code."
         forward, user = getattr(self.mixin, "forward_oot", None), self.mixin.__module__.removeprefix("vllm_fl.")
-        if forward is None:  # the mixin changes what the layer holds, and vLLM's own forward runs
+        if forward is None or self.transformers:  # vLLM's own forward runs, and in the latter calls ours
             return HostFact(self.module, (self.name,), "replaces", user, why, since=self.since)
         name = "forward_native" if self.custom_op else "forward"
         _, *parameters = (p.replace(annotation=p.empty) for p in signature(forward).parameters.values())
@@ -92,6 +94,7 @@ def _has_kernel(op_name: str) -> bool:
 _LAYERS = "vllm.model_executor.layers"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _MOE = f"{_LAYERS}.fused_moe"
+_FUSED_NORM = "vllm.model_executor.models.transformers.fusers.rms_norm"
 _LINEAR = (
     "ReplicatedLinear",
     "ColumnParallelLinear",
@@ -106,6 +109,8 @@ LAYER_CLASSES = (
     LayerClass(f"{_LAYERS}.layernorm", "RMSNorm", forwards.RMSNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "GemmaRMSNorm", forwards.GemmaRMSNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer, since="0.32"),
+    LayerClass(_FUSED_NORM, "TPAwareRMSNorm", forwards.RMSNormLayer, since="0.32", transformers=True),
+    LayerClass(_FUSED_NORM, "TPAwareGemmaRMSNorm", forwards.GemmaRMSNormLayer, since="0.32", transformers=True),
     LayerClass(f"{_LAYERS}.activation", "SiluAndMul", forwards.SiluAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "GeluAndMul", forwards.GeluAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "MulAndSilu", forwards.MulAndSiluLayer),
@@ -147,13 +152,14 @@ LAYER_CLASSES = (
 """Classes that stay vLLM's, and why, are in :mod:`vllm_fl.host`."""
 
 
-def register(settings: Settings, *, in_worker: bool = False) -> None:
+def register(settings: Settings, *, in_worker: bool = False, transformers: bool = False) -> None:
     """Register the wanted classes with vLLM and take back the unwanted ones. Idempotent.
 
     Args:
         settings: the lists.
         in_worker: this process runs models; elsewhere rows with ``own_kernel`` are passed over, for which
             implementations would have to be loaded.
+        transformers: the process runs a model on vLLM's backend for Transformers' own models.
     """
     from vllm.model_executor import custom_op
 
@@ -162,7 +168,7 @@ def register(settings: Settings, *, in_worker: bool = False) -> None:
     if in_worker:
         _warn_of_lists_without_kernels(settings)
     for row in LAYER_CLASSES:
-        if row.own_kernel and not in_worker:
+        if (row.own_kernel and not in_worker) or (row.transformers and not transformers):
             continue
         if not row.custom_op:
             if (base := row.in_tree()) is not None:

@@ -24,7 +24,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from . import compile, eager_steps, kv_layout, layers, linear, ranks, slots, startup
-from .compat import accelerator, versions
+from .compat import accelerator, models, versions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -45,7 +45,8 @@ class WorkerFL(Worker):
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         versions.adapt()
-        layers.register(get_settings(), in_worker=True)
+        transformers = models.runs_on_transformers(vllm_config.model_config)
+        layers.register(get_settings(), in_worker=True, transformers=transformers)
         kv_layout.choose(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 

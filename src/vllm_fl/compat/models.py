@@ -1,4 +1,4 @@
-"""Models that vLLM itself gets wrong."""
+"""Models that vLLM itself gets wrong, or runs by classes of another library."""
 
 from __future__ import annotations
 
@@ -18,3 +18,9 @@ def is_unbalanced(model: ModelConfig) -> bool:
     """Whether vLLM would give wrong tokens for this model in float16."""
     scale = getattr(model.hf_text_config, "routed_scaling_factor", None)
     return model.dtype == torch.float16 and model.architecture in UNBALANCED_IN_FLOAT16 and scale != 1.0
+
+
+def runs_on_transformers(model: ModelConfig | None) -> bool:
+    """Whether vLLM runs Transformers' own class of this model, with layers of vLLM's put into it."""
+    asked = getattr(model, "using_transformers_backend", None)
+    return asked is not None and bool(asked())
