@@ -692,6 +692,14 @@ OVERRIDDEN = (
     ),
     HostFact(
         "vllm.platforms.interface:Platform",
+        ("check_runner_kv_caches_multi_layer()",),
+        "overrides",
+        "platform",
+        "Layers of a decoder that attend to an encoder too are refused otherwise.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.platforms.interface:Platform",
         ("is_sleep_mode_available()",),
         "overrides",
         "platform",

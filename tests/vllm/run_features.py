@@ -217,6 +217,18 @@ def prioritized(llm: Any, prompts: list[list[int]], priorities: list[int], max_t
     return finished
 
 
+def transcribe(llm: Any, sounds: list[list[float]], rate: int, max_tokens: int) -> list[list[int]]:
+    """Tokens for sounds; the decoder's prompt is the token that begins a transcript."""
+    import numpy as np
+
+    asked = [
+        {"prompt_token_ids": [1], "multi_modal_data": {"audio": (np.array(sound, dtype=np.float32), rate)}}
+        for sound in sounds
+    ]
+    outputs = llm.generate(asked, _sampling({"max_tokens": max_tokens}), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def classify(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
     outputs = llm.classify([_prompt(ids) for ids in prompts], use_tqdm=False)
     return [output.outputs.probs for output in outputs]
@@ -256,6 +268,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         transfer,
         embedded,
         prioritized,
+        transcribe,
         classify,
         score,
         token_classify,
