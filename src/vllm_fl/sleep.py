@@ -28,23 +28,23 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._given: dict[str, list[tuple[UntypedStorage, int]]] = {}
+        self.given: dict[str, list[tuple[UntypedStorage, int]]] = {}
 
     def give_back(self, tag: str, tensors: Iterable[Tensor]) -> None:
         """Release the storages of tensors, unless the tag's are released."""
-        if tag in self._given:
+        if tag in self.given:
             return
         storages = {found.data_ptr(): found for found in (tensor.untyped_storage() for tensor in tensors)}
         given = [(found, found.nbytes()) for found in storages.values() if found.nbytes() and found.resizable()]
         for storage, _ in given:
             storage.resize_(0)
-        self._given[tag] = given
+        self.given[tag] = given
         logger.info("sleep: %.1f MiB of %s given back", sum(size for _, size in given) / MIB, tag)
 
     def take(self, tags: Iterable[str] | None) -> None:
         """Have zeros in what was released under these tags, or under all."""
-        for tag in list(self._given) if tags is None else tags:
-            for storage, size in self._given.pop(tag, ()):
+        for tag in list(self.given) if tags is None else tags:
+            for storage, size in self.given.pop(tag, ()):
                 storage.resize_(size)
                 storage.fill_(0)
 
