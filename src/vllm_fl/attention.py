@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 OPERATORS = ("kv_cache_write", "paged_attention")
-ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
 
 def _flash_attention(use_mla: bool = False) -> str:
@@ -82,6 +82,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         if attn_type not in ATTENTION_TYPES:
             raise NotImplementedError(f"attention type '{attn_type}' is not supported by AttentionFLBackend")
         self.encoder_only = attn_type == AttentionType.ENCODER_ONLY
+        self.crosses = attn_type == AttentionType.ENCODER_DECODER
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.scale = float(scale)
@@ -137,9 +138,12 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write this step's keys and values; a layer that shares another layer's cache, or has none, writes nothing."""
+        """Write this step's keys and values; a layer that shares another layer's cache, or has none, writes nothing.
+
+        Those that a decoder's layer takes from an encoder are as many as the encoder's tokens, not as the step's.
+        """
         if self.kv_sharing_target_layer_name is None and not self.encoder_only:
-            slots, may_skip = real(slot_mapping)
+            slots, may_skip = (slot_mapping, False) if self.crosses else real(slot_mapping)
             tokens = slots.shape[0]
             if key.shape[0] != tokens:
                 key, value = key[:tokens], value[:tokens]

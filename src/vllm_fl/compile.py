@@ -69,12 +69,22 @@ def default_mode(vllm_config: VllmConfig, device: DeviceSpec) -> CompilationMode
     """
     from vllm.config import CompilationMode
 
-    if device.inductor != CPP or vllm_config.lora_config is not None or get_settings().flagcx_path is not None:
+    lacking = any(asked for asked, _ in lacked_by_compiled_models(vllm_config))
+    if device.inductor != CPP or lacking or get_settings().flagcx_path is not None:
         return CompilationMode.NONE
     if missing := _missing_for_inductor():
         logger.info("the model runs eagerly, because compilation needs %s on %s", missing, device.name)
         return CompilationMode.NONE
     return CompilationMode.DYNAMO_TRACE_ONCE
+
+
+def lacked_by_compiled_models(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """Features that models have only where they run eagerly, and whether each is asked for."""
+    model = vllm_config.model_config
+    return [
+        (vllm_config.lora_config is not None, "LoRA on compiled models"),
+        (model is not None and model.is_encoder_decoder, "compiled encoder-decoder models"),
+    ]
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

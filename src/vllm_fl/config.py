@@ -52,7 +52,7 @@ PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Raise ``ValueError`` for the first feature that cannot be served."""
     model = vllm_config.model_config
-    asked = [*_engine_features(vllm_config), *([] if model is None else _model_features(model))]
+    asked = [*_engine_features(vllm_config), *([] if model is None else _model_features(model, device))]
     for present, feature in asked:
         if present:
             where = "" if model is None else f" (model {model.model})"
@@ -70,6 +70,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 
 def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
+    lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
     cache_dtype = vllm_config.cache_config.cache_dtype
     speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
@@ -83,7 +84,7 @@ def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
             f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
         ),
         (vllm_config.lora_config is not None and _has_experts(vllm_config), "LoRA on mixture-of-experts models"),
-        (vllm_config.lora_config is not None and compiled, "LoRA on compiled models"),
+        *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
 
@@ -92,9 +93,9 @@ def _has_experts(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config is not None and vllm_config.model_config.is_moe
 
 
-def _model_features(model: ModelConfig) -> list[tuple[bool, str]]:
+def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
-        (model.is_encoder_decoder, "encoder-decoder models"),
+        (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (

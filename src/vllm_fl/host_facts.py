@@ -18,6 +18,7 @@ _MOE = f"{_LAYERS}.fused_moe"
 _MLA = f"{_LAYERS}.attention.mla_attention"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _WORKER = "vllm.v1.worker"
+_TRANSFER = "vllm.distributed.weight_transfer"
 _PUNICA = "vllm.lora.punica_wrapper"
 _ATTENTION = "vllm.v1.attention.backend"
 _PREFILL = "vllm.v1.attention.backends.mla.prefill"
@@ -34,6 +35,22 @@ _ATTENTION_CLASS = (
 _NO_LIBRARY = "On an out-of-tree platform it is a compiled operator of vLLM's, or raises."
 
 READ = (
+    HostFact(
+        f"{_TRANSFER}.factory:WeightTransferTrainerFactory",
+        ("_registry", "register_engine(name, module_path_or_cls, class_name=None)"),
+        "reads",
+        "compat.weight_transfer",
+        "Our backends are offered to trainers, once.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_TRANSFER}.factory:WeightTransferEngineFactory",
+        ("_registry", "register_engine(name, module_path_or_cls, class_name=None)"),
+        "reads",
+        "compat.weight_transfer",
+        "Our backends are offered to workers, once.",
+        since="0.32",
+    ),
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
         ("_init_workspace_and_model_runner()",),
@@ -679,6 +696,60 @@ OVERRIDDEN = (
         "overrides",
         "platform",
         "Kernels without a Triton driver, and the prefill of latent attention.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.platforms.interface:Platform",
+        ("check_runner_kv_caches_multi_layer()",),
+        "overrides",
+        "platform",
+        "Layers of a decoder that attend to an encoder too are refused otherwise.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.platforms.interface:Platform",
+        ("is_sleep_mode_available()",),
+        "overrides",
+        "platform",
+        "vLLM's sleep mode is for the GPUs of three makers; ours is for main memory.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("sleep(level=1)", "wake_up(tags=None)"),
+        "overrides",
+        "worker_cpu",
+        "vLLM's ask a GPU's allocator.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("discard(tags)",),
+        "overrides",
+        "worker_cpu",
+        "vLLM's ask a GPU's allocator.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_TRANSFER}.base:WeightTransferEngine",
+        (
+            "init_info_cls",
+            "update_info_cls",
+            "init_transfer_engine(init_info)",
+            "start_weight_update()",
+            "receive_weights(update_info)",
+            "finish_weight_update()",
+            "shutdown()",
+        ),
+        "overrides",
+        "weight_transfer",
+        "A worker's half of our backends.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_TRANSFER}.base:TrainerWeightTransferEngine",
+        ("init_info_cls", "trainer_init(init_info, *, client, source=None)", "send_weights()", "shutdown()"),
+        "overrides",
+        "weight_transfer",
+        "A trainer's half of our backends.",
         since="0.32",
     ),
 )

@@ -139,6 +139,17 @@ class PlatformFL(Dispatching, Platform):
     def is_pin_memory_available(cls) -> bool:
         return DEVICE.pin_memory
 
+    def is_sleep_mode_available(self) -> bool:
+        return not DEVICE.accelerator  # vLLM's allocators are CUDA's and XPU's; main memory needs none
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """A decoder's layer may attend to itself and to an encoder: each attention keeps its own cache."""
+
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        return []  # NIXL's worker would bind the thread that computes to the last core of each node
+
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
         return DEVICE.compute_units(device_id)

@@ -16,7 +16,7 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import heap
 from fl_dispatch.logger_manager import get_logger
 
-from . import compile, config, cores
+from . import compile, config, cores, sleep
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -33,6 +33,7 @@ class CPUWorkerFL(WorkerFL):
         parallel = vllm_config.parallel_config
         worker = (parallel.data_parallel_rank_local or 0) * parallel.local_world_size + local_rank
         workers, allowed = config.workers_here(vllm_config), frozenset(os.sched_getaffinity(0))
+        self.fl_memory = sleep.Memory()
         cores.bind(cores.cores_for(worker, workers, allowed, os.environ))
         super().__init__(vllm_config, local_rank, *args, **kwargs)
 
@@ -111,6 +112,23 @@ class CPUWorkerFL(WorkerFL):
         self._finish_start()
         heap.keep_buffers()
         return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back: the cache's, at level 2 the weights' too, but those that the user keeps."""
+        if level == 2:
+            kept = getattr(self.model_config, "sleep_preserve_parameter_names", ())
+            self.fl_memory.give_back(sleep.WEIGHTS, sleep.weight_tensors(self.get_model(), kept))
+        self.discard((sleep.CACHE,))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Have memory again; weights that were given back are zeros until somebody loads them."""
+        self.fl_memory.take(tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Give the cache's memory back without its contents."""
+        if sleep.CACHE in tags:
+            layers = self.compilation_config.static_forward_context.values()
+            self.fl_memory.give_back(sleep.CACHE, sleep.cache_tensors(layers))
 
     def _run_dummy_batch(self, tokens: int) -> None:
         limit = self.scheduler_config.max_num_batched_tokens

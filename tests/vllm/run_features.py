@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,109 @@ def kv_groups(llm: Any) -> list[list[Any]]:
     ]
 
 
+def sleep(llm: Any, level: int) -> dict[str, int]:
+    """Bytes of this process's memory before and after, and of the weights' storages while the engine sleeps."""
+
+    def weights(worker: Any) -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in worker.get_model().parameters())
+
+    before = _resident()
+    llm.sleep(level=level)
+    return {"before": before, "after": _resident(), "weights": llm.collective_rpc(weights)[0]}
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wake_up(llm: Any, tags: list[str] | None = None) -> bool:
+    return bool(llm.wake_up(tags=tags))
+
+
+class _Client:
+    """The trainer's words to the engine, within one process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+
+def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any]) -> None:
+    """A trainer sends the weights of Hugging Face's model in each folder, the last one's to stay."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer import ModuleSource
+
+    from vllm_fl import weight_transfer
+
+    kind = {"fl_shm": weight_transfer.SharedMemoryTrainer, "fl_gloo": weight_transfer.GlooTrainer}[backend]
+    network = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
+    trainer = kind.trainer_init(kind.init_info_cls(rank=0, **info), client=_Client(llm), source=ModuleSource(network))
+    for folder in folders:
+        network.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
+        trainer.send_weights()
+    trainer.shutdown()
+    assert llm.reset_prefix_cache()
+
+
+def embedded(llm: Any, folder: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Tokens for prompts that are given as rows of the embedding."""
+    from safetensors.torch import load_file
+
+    table = load_file(Path(folder, "model.safetensors"))["model.embed_tokens.weight"]
+    asked = [{"prompt_embeds": table[ids]} for ids in prompts]
+    outputs = llm.generate(asked, _sampling({"max_tokens": max_tokens}), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prioritized(llm: Any, prompts: list[list[int]], priorities: list[int], max_tokens: int) -> list[int]:
+    """The requests in the order in which they finish; they all arrive before the first step."""
+    engine, params = llm.llm_engine, _sampling({"max_tokens": max_tokens})
+    for index, (ids, priority) in enumerate(zip(prompts, priorities, strict=True)):
+        engine.add_request(str(index), _prompt(ids), params, priority=priority)
+    finished: list[int] = []
+    while engine.has_unfinished_requests():
+        finished += [int(output.request_id) for output in engine.step() if output.finished]
+    return finished
+
+
+def transcribe(llm: Any, sounds: list[list[float]], rate: int, max_tokens: int) -> list[list[int]]:
+    """Tokens for sounds; the decoder's prompt is the token that begins a transcript."""
+    import numpy as np
+
+    asked = [
+        {"prompt_token_ids": [1], "multi_modal_data": {"audio": (np.array(sound, dtype=np.float32), rate)}}
+        for sound in sounds
+    ]
+    outputs = llm.generate(asked, _sampling({"max_tokens": max_tokens}), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def classify(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
+    outputs = llm.classify([_prompt(ids) for ids in prompts], use_tqdm=False)
+    return [output.outputs.probs for output in outputs]
+
+
+def score(llm: Any, query: str, documents: list[str]) -> list[float]:
+    return [output.outputs.score for output in llm.score(query, documents, use_tqdm=False)]
+
+
+def token_classify(llm: Any, prompts: list[list[int]]) -> list[list[list[float]]]:
+    outputs = llm.encode([_prompt(ids) for ids in prompts], pooling_task="token_classify", use_tqdm=False)
+    return [output.outputs.data.tolist() for output in outputs]
+
+
 def policy(llm: Any, **arguments: Any) -> None:
     """A new global policy, for this process; the next run starts without it."""
     from fl_dispatch import SelectionPolicy, set_global_policy
@@ -159,6 +263,15 @@ STEPS: dict[str, Callable[..., Any]] = {
         metrics,
         default_sampling,
         kv_groups,
+        sleep,
+        wake_up,
+        transfer,
+        embedded,
+        prioritized,
+        transcribe,
+        classify,
+        score,
+        token_classify,
         policy,
     )
 }

@@ -283,6 +283,7 @@ def test_a_graph_request_is_answered_with_none_and_logged(caplog: pytest.LogCapt
 
     compilation = CompilationConfig(cudagraph_mode="PIECEWISE")
     with caplog.at_level("INFO", logger="vllm_fl"):
-        config.apply_defaults(SimpleNamespace(compilation_config=compilation, lora_config=None), CPU)
+        nothing = {"lora_config": None, "model_config": None, "speculative_config": None}
+        config.apply_defaults(SimpleNamespace(compilation_config=compilation, **nothing), CPU)
     assert compilation.cudagraph_mode == CUDAGraphMode.NONE
     assert "cudagraph_mode" in caplog.text

@@ -1,4 +1,7 @@
-"""Embeddings equal Hugging Face's hidden states: a decoder's last token, and an encoder without a KV cache."""
+"""Embeddings equal Hugging Face's hidden states: a decoder's last token, and an encoder without a KV cache.
+
+So do classes of texts and of tokens, and the scores of a cross-encoder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from engines import PROMPTS, environment, start_features
 import variants
 
 TOLERANCE = 1e-5
-LAYERS = 3
+LAYERS, LABELS = 3, 3
+QUERY, DOCUMENTS = "river stone", ["the river runs", "cold white snow on the hill"]
 WORDS = "the river runs under the stone"
 
 
@@ -31,7 +35,14 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"decoder": checkpoint("qwen3"), "encoder": variants.encoder(tmp_path_factory.mktemp("encoder") / "bert")}
+    folder = tmp_path_factory.mktemp("pooling")
+    return {
+        "decoder": checkpoint("qwen3"),
+        "encoder": variants.encoder(folder / "bert"),
+        "classifier": variants.classifier(checkpoint("qwen3"), folder / "classifier", LABELS),
+        "cross-encoder": variants.encoder(folder / "cross", "BertForSequenceClassification", num_labels=1),
+        "tagger": variants.encoder(folder / "tagger", "BertForTokenClassification", num_labels=LABELS),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +51,16 @@ def runs(models: dict[str, Path], distribution: str) -> dict[str, Any]:
     both = [{"do": "embed", "prompts": PROMPTS}, *({"do": "embed", "prompts": [prompt]} for prompt in PROMPTS)]
     processor = {"do": "encode_plugin", "data": {"texts": [WORDS, "hello"]}}
     pooling = {"runner": "pooling"}
+    whole = {**pooling, "max_num_batched_tokens": 512}  # an encoder's prompt is not divided
     started = start_features(
         (models["decoder"], [*both, processor], {**pooling, "io_processor_plugin": "shape"}),
-        (models["encoder"], both, {**pooling, "max_num_batched_tokens": 512}),
+        (models["encoder"], both, whole),
+        (models["classifier"], [{"do": "classify", "prompts": PROMPTS}], pooling),
+        (models["cross-encoder"], [{"do": "score", "query": QUERY, "documents": DOCUMENTS}], whole),
+        (models["tagger"], [{"do": "token_classify", "prompts": PROMPTS}], whole),
         PYTHONPATH=distribution,
     )
-    return dict(zip(("decoder", "encoder"), started.result()["runs"], strict=True))
+    return dict(zip(models, started.result()["runs"], strict=True))
 
 
 def _hidden(model: Path, prompt: list[int], token: int) -> torch.Tensor:
@@ -84,3 +99,48 @@ def test_an_encoder_attends_through_our_operator_and_writes_no_cache(runs: dict[
 def test_an_io_processor_runs_beside_us(runs: dict[str, Any]) -> None:
     assert runs["decoder"]["steps"][-1] == {"texts": 2, "dimensions": [64, 64]}
     assert runs["decoder"]["report"]["layers"]["RMSNorm"] > 0
+
+
+# -- classes and scores -----------------------------------------------------------------------------------------------
+
+
+def _network(kind: str, model: Path) -> Any:
+    import transformers
+
+    return getattr(transformers, kind).from_pretrained(model, dtype=torch.float32).eval()
+
+
+def test_classes_of_texts_equal_hugging_face(runs: dict[str, Any], models: dict[str, Path]) -> None:
+    network = _network("Qwen3ForSequenceClassification", models["classifier"])
+    with torch.no_grad():
+        expected = torch.stack([network(torch.tensor([prompt])).logits[0].softmax(-1) for prompt in PROMPTS])
+    found = torch.tensor(runs["classifier"]["steps"][0])
+    assert (found - expected).abs().max() < TOLERANCE
+    assert (expected[0] - expected[1]).abs().max() > 0.01
+
+
+def test_classes_of_tokens_equal_hugging_face(runs: dict[str, Any], models: dict[str, Path]) -> None:
+    network = _network("BertForTokenClassification", models["tagger"])
+    for prompt, found in zip(PROMPTS, runs["tagger"]["steps"][0], strict=True):
+        with torch.no_grad():
+            expected = network(torch.tensor([prompt])).logits[0].softmax(-1)
+        assert (torch.tensor(found) - expected).abs().max() < TOLERANCE
+
+
+def test_the_scores_of_a_cross_encoder_equal_hugging_face(runs: dict[str, Any], models: dict[str, Path]) -> None:
+    from transformers import AutoTokenizer
+
+    network = _network("BertForSequenceClassification", models["cross-encoder"])
+    tokenizer = AutoTokenizer.from_pretrained(models["cross-encoder"])
+    for document, found in zip(DOCUMENTS, runs["cross-encoder"]["steps"][0], strict=True):
+        with torch.no_grad():
+            expected = network(**tokenizer(QUERY, document, return_tensors="pt")).logits.sigmoid().item()
+        assert abs(found - expected) < TOLERANCE
+    assert abs(runs["cross-encoder"]["steps"][0][0] - runs["cross-encoder"]["steps"][0][1]) > 0.001
+
+
+@pytest.mark.parametrize("kind", ["classifier", "cross-encoder", "tagger"])
+def test_our_attention_served_them(kind: str, runs: dict[str, Any]) -> None:
+    report = runs[kind]["report"]
+    assert report["attention"] == {"AttentionFLImpl": LAYERS}
+    assert any(key.startswith("paged_attention ") for key in report["counts"])

@@ -83,7 +83,6 @@ SPECULATION = {"num_speculative_tokens": 2}
 @pytest.mark.parametrize(
     ("family", "arguments", "named"),
     [
-        ("whisper", {}, "encoder-decoder models"),
         ("mamba2", {}, "state-space and linear-attention layers"),
         ("deepseek_v32", {}, "sparse latent attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
@@ -128,6 +127,7 @@ def test_speculation_with_another_model_is_named(
     ("family", "arguments"),
     [
         ("qwen3", {}),
+        ("whisper", {"max_model_len": 128}),
         ("qwen3", {"enable_lora": True}),
         ("qwen3", {"all2all_backend": "deepep_v2"}),
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}),
@@ -199,8 +199,8 @@ def test_a_quantization_is_named() -> None:
 def test_an_attention_type_is_named() -> None:
     from vllm_fl.attention import AttentionFLImpl
 
-    with pytest.raises(NotImplementedError, match="encoder_decoder"):
-        AttentionFLImpl(4, 16, 0.25, attn_type="encoder_decoder")
+    with pytest.raises(NotImplementedError, match="'encoder'"):
+        AttentionFLImpl(4, 16, 0.25, attn_type="encoder")
 
 
 def test_the_users_additional_config_stays_as_it_is(configure: Callable[..., Any]) -> None:

@@ -280,14 +280,18 @@ def build_checkpoint(family: str, path: str | Path, **changes: Any) -> Path:
     Raises:
         ValueError: an unknown family.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
     if family not in FAMILIES:
         raise ValueError(f"unknown model family '{family}'; known: {', '.join(FAMILIES)}")
     config = FAMILIES[family]()
     config.update(changes)
-    target = Path(path)
+    return write_checkpoint(config, Path(path))
+
+
+def write_checkpoint(config: PretrainedConfig, target: Path) -> Path:
+    """Write a checkpoint of a configuration with random weights, as :func:`build_checkpoint` does."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -300,6 +304,15 @@ def build_checkpoint(family: str, path: str | Path, **changes: Any) -> Path:
     return target
 
 
+FINAL_NORMS = (
+    "model.norm.weight",
+    "transformer.ln_f.weight",
+    "gpt_neox.final_layer_norm.weight",
+    "model.final_layernorm.weight",
+    "model.decoder.final_layer_norm.weight",
+)
+
+
 def _fill(name: str, parameter: Any, tied: bool) -> None:
     """Random weights that keep activations near one, and a wide end, so that logits lie far apart.
 
@@ -308,9 +321,9 @@ def _fill(name: str, parameter: Any, tied: bool) -> None:
     import torch
 
     with torch.no_grad():
-        if name in ("model.norm.weight", "transformer.ln_f.weight"):
+        if name in FINAL_NORMS:
             parameter.fill_(10.0)  # spreads the logits
-        elif "norm" in name:
+        elif "norm" in name or ".ln_1" in name or ".ln_2" in name:
             parameter.add_(0.2 * torch.randn_like(parameter))
             if "embed" in name:
                 parameter.mul_(0.1)

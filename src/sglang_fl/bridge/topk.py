@@ -43,8 +43,8 @@ def refusal(layer: Any) -> str | None:
 
 def _shared_slots(config: Any) -> int:
     """Columns of the result that are shared experts; 0.5.23 renamed them."""
-    found: int = getattr(config, "num_shared_topk_slots", None) or getattr(config, "num_fused_shared_experts", 0)
-    return found
+    name = "num_shared_topk_slots" if hasattr(config, "num_shared_topk_slots") else "num_fused_shared_experts"
+    return int(getattr(config, name))
 
 
 class TopKBridge(Bridge):

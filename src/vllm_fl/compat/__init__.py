@@ -14,7 +14,8 @@ imports the module that it needs:
 ``attention_class``  what vLLM asks an attention class
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
 ``metrics``          the registry behind ``/metrics``
-``models``           models that vLLM gets wrong
+``models``           models that vLLM gets wrong, or runs by classes of Transformers
+``weight_transfer``  our backends of weight transfer
 ``v0_26``            all that vLLM 0.26 needs, installed by one call
 ===================  ===================================================================================================
 """

@@ -1,0 +1,73 @@
+"""More architectures that vLLM serves, as small random checkpoints: what is theirs and no family of ours has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_dispatch.cli.checkpoints import VOCABULARY, write_checkpoint
+
+_IDS: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_PLAIN: Mapping[str, Any] = {
+    **_IDS,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+_GROUPED: Mapping[str, Any] = {**_PLAIN, "num_key_value_heads": 2}
+_HEADS: Mapping[str, Any] = {**_GROUPED, "head_dim": 16}
+_TIED: Mapping[str, Any] = {"tie_word_embeddings": True}  # where vLLM knows it no other way
+_GPT2 = {**_IDS, **_TIED, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}
+_EXPERTS: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gpt2": ("GPT2Config", _GPT2),  # learned positions, one product for query, key and value
+    "opt": ("OPTConfig", {**_PLAIN, **_TIED, "ffn_dim": 160, "word_embed_proj_dim": 64, "dropout": 0.0}),
+    "gpt_neox": ("GPTNeoXConfig", {**_PLAIN, "rotary_pct": 0.25}),  # attention and feed-forward side by side
+    "falcon": ("FalconConfig", {**_PLAIN, **_TIED, "multi_query": True, "ffn_hidden_size": 256}),
+    "phi": ("PhiConfig", {**_PLAIN, "partial_rotary_factor": 0.5}),  # a bias in the head
+    "stablelm": ("StableLmConfig", {**_GROUPED, "partial_rotary_factor": 0.25}),
+    "starcoder2": ("Starcoder2Config", {**_GROUPED, "sliding_window": 32}),
+    "cohere": ("CohereConfig", {**_GROUPED, **_TIED, "use_qk_norm": True, "logit_scale": 4.0}),
+    "cohere2": ("Cohere2Config", {**_HEADS, **_TIED, "sliding_window": 32, "logit_scale": 4.0}),
+    "olmo2": ("Olmo2Config", _GROUPED),  # norms behind attention and feed-forward
+    "olmoe": ("OlmoeConfig", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("GraniteConfig", {**_GROUPED, "attention_multiplier": 0.25, "residual_multiplier": 0.7}),
+    "granitemoe": ("GraniteMoeConfig", {**_GROUPED, **_EXPERTS, "attention_multiplier": 0.25}),
+    "mistral": ("MistralConfig", {**_HEADS, "sliding_window": 32}),
+    "smollm3": ("SmolLM3Config", {**_GROUPED, "no_rope_layer_interval": 2}),  # layers without positions
+    "glm4": ("Glm4Config", {**_HEADS, "partial_rotary_factor": 0.5}),  # four norms a layer, pairs rotated
+    "gpt_oss": ("GptOssConfig", {**_HEADS, **_EXPERTS, "sliding_window": 32}),  # sinks, biased experts
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_GROUPED,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "ernie4_5": ("Ernie4_5Config", _HEADS),
+    "nemotron": ("NemotronConfig", {**_HEADS, "partial_rotary_factor": 0.5}),  # the square of ReLU
+    "exaone4": ("Exaone4Config", {**_HEADS, "sliding_window": 32, "sliding_window_pattern": 2}),
+    "gemma": ("GemmaConfig", {**_HEADS, **_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+}
+"""Name → class of its configuration in Transformers, and what a small model of it has."""
+
+
+def build_architecture(name: str, path: Path) -> Path:
+    """Write a checkpoint of one of :data:`ARCHITECTURES`, the same at every call."""
+    import transformers
+
+    kind, shape = ARCHITECTURES[name]
+    return write_checkpoint(getattr(transformers, kind)(**shape), path)

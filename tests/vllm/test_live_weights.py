@@ -1,0 +1,113 @@
+"""An engine that sleeps gives memory back and answers the same afterwards, and a trainer's weights reach it live."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import MAX_TOKENS, PROMPTS, Runs, expected_tokens, start_features
+
+import variants
+from vllm_fl import sleep
+
+CACHE = 256 << 20
+GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
+WEIGHTS = ["weights"]
+BACKENDS = ("fl_shm", "fl_gloo")
+
+
+def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:
+    return [output["tokens"][0] for output in step]
+
+
+@pytest.fixture(scope="module")
+def other(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return variants.other_weights(checkpoint("qwen3"), tmp_path_factory.mktemp("live") / "other")
+
+
+def _info(backend: str) -> dict[str, Any]:
+    """How a trainer and the worker meet; several chunks, or a free port."""
+    if backend == "fl_shm":
+        return {"chunk": 50_000}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"master_address": "127.0.0.1", "master_port": free.getsockname()[1], "world_size": 2}
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Callable[[str], Path], other: Path) -> Runs:
+    model = checkpoint("qwen3")
+    steps = [
+        GENERATE,
+        {"do": "sleep", "level": 1},
+        {"do": "wake_up"},
+        GENERATE,
+        {"do": "sleep", "level": 2},
+        {"do": "wake_up", "tags": WEIGHTS},
+        {"do": "rpc", "method": "reload_weights", "args": []},
+        {"do": "wake_up", "tags": ["kv_cache"]},
+        GENERATE,
+    ]
+    sleeping = start_features((model, steps, {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE}))
+    jobs = []
+    for backend in BACKENDS:
+        send = [
+            {"do": "transfer", "backend": backend, "folders": [str(path) for path in given], "info": _info(backend)}
+            for given in ((other,), (other, model))
+        ]
+        how = {"weight_transfer_config": {"backend": backend}}
+        jobs.append((model, [GENERATE, send[0], GENERATE, send[1], GENERATE], how))
+    return Runs({"sleep": sleeping, "transfer": start_features(*jobs)})
+
+
+@pytest.fixture(scope="module")
+def slept(results: Runs) -> list[Any]:
+    (run,) = results["sleep"]["runs"]
+    return list(run["steps"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_tokens_are_equal_after_sleep(level: int, slept: list[Any], expected: Callable[[str], list[list[int]]]) -> None:
+    assert _tokens(slept[0]) == _tokens(slept[{1: 3, 2: 8}[level]]) == expected("qwen3")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_engine_has_given_its_caches_memory_back(level: int, slept: list[Any]) -> None:
+    memory = slept[{1: 1, 2: 4}[level]]
+    assert memory["before"] - memory["after"] > 0.9 * CACHE
+    assert (memory["weights"] == 0) == (level == 2)
+
+
+def test_weights_that_the_user_keeps_are_not_given_back() -> None:
+    model = torch.nn.ModuleDict({"kept": torch.nn.Linear(2, 3), "other": torch.nn.Linear(2, 3)})
+    given = sleep.weight_tensors(model, ["kept.w*", "kept.weight", "draft.*"])
+    assert [id(tensor) for tensor in given] == [id(model["kept"].bias), *map(id, model["other"].parameters())]
+    with pytest.raises(ValueError, match=r"no parameter matches 'absent\.\*'"):
+        sleep.weight_tensors(model, ["absent.*"])
+
+
+def test_memory_that_is_taken_again_is_the_same_tensors_empty() -> None:
+    memory, whole = sleep.Memory(), torch.ones(4, 3)
+    part = whole[1:]
+    memory.give_back(sleep.CACHE, [whole, part])
+    assert whole.untyped_storage().nbytes() == 0
+    memory.take([sleep.WEIGHTS])
+    assert whole.untyped_storage().nbytes() == 0
+    memory.take(None)
+    assert torch.equal(whole, torch.zeros(4, 3))
+    part.fill_(2.0)
+    assert whole.sum() == 18.0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_trainers_weights_reach_the_engine(
+    backend: str, results: Runs, other: Path, expected: Callable[[str], list[list[int]]]
+) -> None:
+    steps = results["transfer"]["runs"][BACKENDS.index(backend)]["steps"]
+    before, changed, back = (_tokens(steps[place]) for place in (0, 2, 4))
+    assert changed == expected_tokens(other) != before
+    assert before == back == expected("qwen3")
