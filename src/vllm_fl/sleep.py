@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 
+from fl_dispatch.hosting import heap
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -38,6 +39,7 @@ class Memory:
         given = [(found, found.nbytes()) for found in storages.values() if found.nbytes() and found.resizable()]
         for storage, _ in given:
             storage.resize_(0)
+        heap.give_back()
         self.given[tag] = given
         logger.info("sleep: %.1f MiB of %s given back", sum(size for _, size in given) / MIB, tag)
 

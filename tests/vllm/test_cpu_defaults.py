@@ -20,7 +20,7 @@ from vllm_fl import compile
 
 def configured(mode: CompilationMode | None = None, **given: Any) -> Any:
     compilation = SimpleNamespace(mode=mode, backend="inductor")
-    return SimpleNamespace(**{"compilation_config": compilation, "lora_config": None, **given})
+    return SimpleNamespace(**{"compilation_config": compilation, "lora_config": None, "model_config": None, **given})
 
 
 @pytest.fixture

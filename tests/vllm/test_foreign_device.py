@@ -120,6 +120,8 @@ def test_the_worker_and_how_processes_start_follow_from_the_spec(monkeypatch: py
         for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS"):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
+        if "v2" not in spec.model_runners:  # the configuration is made on a CPU, which has both
+            monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         given = VllmConfig()
         given.parallel_config.worker_cls = "auto"
         config.adapt(given, spec)

@@ -20,6 +20,12 @@ LARGEST_BUFFER, KEPT = 256 * MIB, 512 * MIB
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
+def give_back() -> None:
+    """Return what the heap keeps to the system, wherever it lies."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def keep_buffers(environment: Mapping[str, str] = os.environ) -> bool:
     """Have this process keep its large buffers, unless a variable sets glibc's own limits.
 

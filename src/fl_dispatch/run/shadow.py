@@ -202,7 +202,7 @@ def _of_tensors(operator: Operator, where: str, one: Any, wanted: Any) -> Differ
     if not one.is_floating_point():
         wrong = int((one != wanted).sum())
         return Difference(math.inf if wrong else 0.0, f"{where}: {wrong} of {one.numel()} integers differ")
-    wide = wanted.to(torch.promote_types(wanted.dtype, torch.float32))
+    wide = wanted.to(torch.float64 if wanted.dtype is torch.float64 else torch.float32)
     size = torch.where(wide.isfinite(), wide, 0.0).square().mean(-1, keepdim=True).sqrt().clamp(min=1.0)
     share = errors(one, wide, operator.tolerances[_tolerated(one.dtype)], size)[1].flatten()
     place = share.argmax()  # of NaN, if there is one

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fl_dispatch.devices import detect_device
+
 from .. import rejection
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
@@ -51,7 +53,7 @@ def slot_mapping(
     """
     if total_cp_world_size != 1:
         raise NotImplementedError("context parallelism is not supported by vllm_fl on this device")
-    if slots.is_cpu and hasattr(torch.ops._C, COMPILED):
+    if not detect_device().accelerator and hasattr(torch.ops._C, COMPILED):
         getattr(torch.ops._C, COMPILED)(query_start_loc, positions, block_table, slots, block_size)
     else:
         in_pytorch(slots[:num_tokens], query_start_loc, positions[:num_tokens], block_table, block_size)

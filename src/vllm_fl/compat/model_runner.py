@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,7 +107,7 @@ def choice(config: VllmConfig) -> Choice:
 
 
 def without_forms(config: VllmConfig) -> list[str]:
-    """The features of a configuration whose kernels have no PyTorch form."""
+    """What a configuration asks for that has no PyTorch form, or that V2 has no door for."""
     parallel, speculation = config.parallel_config, config.speculative_config
     asked = {
         "drafts of a model": speculation is not None and not speculation.use_ngram(),
@@ -114,4 +115,19 @@ def without_forms(config: VllmConfig) -> list[str]:
         "watermarks": getattr(config, "watermark_config", None) is not None,
         "sampling divided among ranks": getattr(parallel, "enable_batch_sharded_sampling", False),
     }
-    return [f"{feature} without Triton" for feature, present in asked.items() if present]
+    lacking = [f"{feature} without Triton" for feature, present in asked.items() if present]
+    model = config.model_config
+    if model is not None and any(_is_for_v1(given) for given in model.logits_processors or ()):
+        lacking.append("processors of logits that are written for V1")
+    return lacking
+
+
+def _is_for_v1(given: str | type) -> bool:
+    """Whether a processor of logits, a class or ``module:class``, is one of the V1 runner's; vLLM refuses a wrong one."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    try:
+        found = given if isinstance(given, type) else pkgutil.resolve_name(given)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return isinstance(found, type) and issubclass(found, LogitsProcessor)
