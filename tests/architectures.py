@@ -38,7 +38,10 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stablelm": ("StableLmConfig", {**_GROUPED, "partial_rotary_factor": 0.25}),
     "starcoder2": ("Starcoder2Config", {**_GROUPED, "sliding_window": 32}),
     "cohere": ("CohereConfig", {**_GROUPED, **_TIED, "use_qk_norm": True, "logit_scale": 4.0}),
-    "cohere2": ("Cohere2Config", {**_HEADS, **_TIED, "sliding_window": 32, "logit_scale": 4.0}),
+    "cohere2": (
+        "Cohere2Config",
+        {**_HEADS, **_TIED, "sliding_window": 32, "sliding_window_pattern": 3, "logit_scale": 4.0},
+    ),
     "olmo2": ("Olmo2Config", _GROUPED),  # norms behind attention and feed-forward
     "olmoe": ("OlmoeConfig", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "granite": ("GraniteConfig", {**_GROUPED, "attention_multiplier": 0.25, "residual_multiplier": 0.7}),

@@ -20,6 +20,8 @@ def reference_network(model: Path, dtype: Any) -> Any:
     for module in network.modules():
         if type(module).__name__ == "BloomMLP":  # vLLM's Bloom has GELU itself, Hugging Face's its tanh form
             module.gelu_impl = torch.nn.GELU()
+    if network.config.model_type == "cohere2":  # vLLM's window has the token itself beside it, as in training
+        network.config.sliding_window += 1
     return network
 
 
