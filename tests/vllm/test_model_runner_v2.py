@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engines import RUNNERS, STEP, python, start
 
 from sampling import drawn
+from vllm_fl.compat import model_runner
 
 RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
     "sliding windows": ("gemma3", {}, {}),
@@ -62,3 +64,18 @@ def test_a_feature_without_forms_is_refused_where_the_user_asks_for_the_runner(
     ended = python("-c", SPECULATES.format(model=str(checkpoint("qwen3"))), **RUNNERS["V2"])
     assert ended.returncode != 0
     assert "Model Runner V2 does not yet support: drafts verified by blocks without Triton" in ended.log
+
+
+@pytest.mark.parametrize(
+    ("given", "lacking"),
+    [
+        (["fl_dispatch.cli.bisect.doors:ForcedTokens"], ["processors of logits that are written for V1"]),
+        (["vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor"], []),
+        (["nobody.has:This"], []),
+        (None, []),
+    ],
+)
+def test_v1_runs_processors_of_logits_that_are_written_for_it(given: list[str] | None, lacking: list[str]) -> None:
+    model = SimpleNamespace(logits_processors=given)
+    config: Any = SimpleNamespace(parallel_config=None, speculative_config=None, model_config=model)
+    assert model_runner.without_forms(config) == lacking

@@ -123,7 +123,7 @@ def without_forms(config: VllmConfig) -> list[str]:
 
 
 def _is_for_v1(given: str | type) -> bool:
-    """Whether a processor of logits, a class or ``module:class``, is one of the V1 runner's; vLLM refuses a wrong one."""
+    """Whether a processor of logits, a class or ``module:class``, is one of the V1 runner's, which V2 refuses."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
     try:
