@@ -50,6 +50,7 @@ def test_doctor_shows_it_and_warns_of_what_was_never_dispatched_while_it_runs() 
         "SGLang 1.2",
         f"{os.getpid()} (running)",
         "tiny",
+        "",  # SGLang has one model runner
         "RMSNorm 13",
         "Conv2dLayer 1",
         "rms_norm (1 layers)",

@@ -107,7 +107,7 @@ def choice(config: VllmConfig) -> Choice:
 
 
 def without_forms(config: VllmConfig) -> list[str]:
-    """What a configuration asks for that has no PyTorch form, or that V2 has no door for."""
+    """The parts of a configuration that have no PyTorch form, or that V2 has no door for."""
     parallel, speculation = config.parallel_config, config.speculative_config
     asked = {
         "drafts of a model": speculation is not None and not speculation.use_ngram(),
