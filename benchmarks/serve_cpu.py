@@ -13,6 +13,8 @@ each one process. The clocks are the processor time of that process, and the wal
 quiet.
 
     python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
+
+With ``--runners`` they are vLLM's two model runners, both under our platform.
 """
 
 from __future__ import annotations
@@ -188,9 +190,9 @@ def report(data: dict[str, Any]) -> None:
     )
 
 
-def beside_vanilla(arguments: argparse.Namespace) -> None:
-    """Both engines, in each dtype; a result that the file has for the same dtype, mode and clock is replaced."""
-    import beside_vanilla
+def in_turns(arguments: argparse.Namespace) -> None:
+    """Both engines, in each dtype; a result that the file has of the same kind is replaced."""
+    import in_turns
     import torch
 
     from fl_dispatch.cli.checkpoints import build_checkpoint
@@ -199,11 +201,12 @@ def beside_vanilla(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = build_checkpoint("qwen3", Path(folder), **SHAPE)
         how = (arguments.mode, arguments.turns, arguments.threads, arguments.profile)
-        if arguments.runner:
-            beside_vanilla.VARIABLES["plugin"]["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arguments.runner == "V2"))
-        runs = [run for dtype in arguments.dtype for run in beside_vanilla.compare(model, dtype, *how)]
+        pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
+        if arguments.vanilla and arguments.runner:
+            pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
+        runs = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
     for run in runs:
-        beside_vanilla.report(run)
+        in_turns.report(run)
     if arguments.json:
         there = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
         new = {_kind(run) for run in runs}
@@ -213,7 +216,8 @@ def beside_vanilla(arguments: argparse.Namespace) -> None:
 
 
 def _kind(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    return *(run[key] for key in ("dtype", "mode", "clock", "threads")), run["engines"]["plugin"]["model_runner"]
+    runners = ((name, facts["model_runner"]) for name, facts in run["engines"].items())
+    return *(run[key] for key in ("dtype", "mode", "clock", "threads")), *runners
 
 
 def main() -> None:
@@ -221,15 +225,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), nargs="+", default=["float32"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="also write the result here")
-    parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform beside ours")
+    parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform and ours, in turns")
+    parser.add_argument("--runners", action="store_true", help="vLLM's model runners V1 and V2 under ours, in turns")
     parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
-    parser.add_argument("--turns", type=int, default=40, help="with --vanilla: of each decode")
-    parser.add_argument("--threads", type=int, default=1, help="with --vanilla: of each engine")
+    parser.add_argument("--turns", type=int, default=40, help="of engines in turns: of each decode")
+    parser.add_argument("--threads", type=int, default=1, help="of engines in turns: of each engine")
     parser.add_argument("--runner", choices=("V1", "V2"), help="with --vanilla: vLLM's model runner under the plugin")
-    parser.add_argument("--profile", action="store_true", help="with --vanilla: a table of operators of each engine")
+    parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()
-    if arguments.vanilla:
-        beside_vanilla(arguments)
+    if arguments.vanilla or arguments.runners:
+        in_turns(arguments)
         return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_FL_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "WARNING"}

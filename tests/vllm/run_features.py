@@ -196,27 +196,6 @@ def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any]) -
     assert llm.reset_prefix_cache()
 
 
-def embedded(llm: Any, folder: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Tokens for prompts that are given as rows of the embedding."""
-    from safetensors.torch import load_file
-
-    table = load_file(Path(folder, "model.safetensors"))["model.embed_tokens.weight"]
-    asked = [{"prompt_embeds": table[ids]} for ids in prompts]
-    outputs = llm.generate(asked, _sampling({"max_tokens": max_tokens}), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def prioritized(llm: Any, prompts: list[list[int]], priorities: list[int], max_tokens: int) -> list[int]:
-    """The requests in the order in which they finish; they all arrive before the first step."""
-    engine, params = llm.llm_engine, _sampling({"max_tokens": max_tokens})
-    for index, (ids, priority) in enumerate(zip(prompts, priorities, strict=True)):
-        engine.add_request(str(index), _prompt(ids), params, priority=priority)
-    finished: list[int] = []
-    while engine.has_unfinished_requests():
-        finished += [int(output.request_id) for output in engine.step() if output.finished]
-    return finished
-
-
 def transcribe(llm: Any, sounds: list[list[float]], rate: int, max_tokens: int) -> list[list[int]]:
     """Tokens for sounds; the decoder's prompt is the token that begins a transcript."""
     import numpy as np
@@ -266,8 +245,6 @@ STEPS: dict[str, Callable[..., Any]] = {
         sleep,
         wake_up,
         transfer,
-        embedded,
-        prioritized,
         transcribe,
         classify,
         score,

@@ -1,7 +1,7 @@
 """glibc's heap, where main memory is the device: buffers of a step are taken again in the next one.
 
 glibc asks the system for every buffer of 32 MiB and more, and gives it back at once; the system then clears each of its
-pages anew, which was 5 % of a prefill in float32.
+pages anew.
 """
 
 from __future__ import annotations

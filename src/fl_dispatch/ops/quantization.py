@@ -1,6 +1,6 @@
 """Quantization, and products with quantized weights.
 
-A host unpacks a checkpoint's order once, when it loads, into the one form of each operator here (docs/quantization.md).
+Each operator knows one order of its weights; whoever loads a checkpoint in another order unpacks it once.
 """
 
 from __future__ import annotations

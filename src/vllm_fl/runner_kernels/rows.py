@@ -38,7 +38,7 @@ def rows_of(start_loc: Tensor, requests: int, tokens: int) -> Rows:
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
-    """``values[index]`` for int64 indices of the first dimension; a fifth of its time on a CPU."""
+    """``values[index]`` for int64 indices of the first dimension, faster on a CPU."""
     return values.index_select(0, index)
 
 

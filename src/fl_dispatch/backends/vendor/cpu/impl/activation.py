@@ -1,6 +1,6 @@
 """Gated activations: PyTorch's own two operators, and the wheel's kernels for a row or two of a half type.
 
-Those kernels take up to four times as long for everything else.
+Those kernels are slower for everything else.
 """
 
 from __future__ import annotations

