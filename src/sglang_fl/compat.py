@@ -23,8 +23,8 @@ from .version import host_version
 logger = get_logger(__name__)
 
 TESTED_HOSTS = ("0.5.21",)
-"""All engine tests run on these. Others are known from their source: 0.5.22 and 0.5.23 rewrote the platform interface, and
-up to 0.5.16 layers choose their forward when they are made, in ``MultiPlatformOp.dispatch_forward``.
+"""All engine tests run on these. Others are known from their source: 0.5.22 rewrote the platform interface, and up to
+0.5.16 layers choose their forward when they are made, in ``MultiPlatformOp.dispatch_forward``.
 """
 
 
