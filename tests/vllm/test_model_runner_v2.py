@@ -79,3 +79,7 @@ def test_v1_runs_processors_of_logits_that_are_written_for_it(given: list[str] |
     model = SimpleNamespace(logits_processors=given)
     config: Any = SimpleNamespace(parallel_config=None, speculative_config=None, model_config=model)
     assert model_runner.without_forms(config) == lacking
+
+
+def test_a_worker_on_a_cpu_keeps_its_large_buffers(runs: dict[str, Future[dict[str, Any]]]) -> None:
+    assert "heap: keeps up to 512 MiB for buffers of the next step: True" in runs[DRAWN[0]].result()["log"]
