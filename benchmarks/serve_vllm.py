@@ -60,8 +60,13 @@ WORKLOADS = (
     Workload("decode, batch 256", 256, 128, 128),
     Workload("prefill, 64 x 2048", 64, 2048, 1),
 )
-SHORT = Workload("prefill, 8 x 2048", 8, 2048, 1)
-"""For GPUs on which the cache of the others does not fit beside four engines; only where ``--workloads`` names it."""
+NAMED = (
+    Workload("prefill, 8 x 2048", 8, 2048, 1),
+    Workload("both, 16 x 8192", 16, 8192, 128),
+    Workload("both, 2 x 32768", 2, 32_768, 128),
+)
+"""Only where ``--workloads`` names one: a short one for GPUs on which the cache of the others does not fit beside four
+engines, and long contexts, whose tokens a second are generated ones and whose time is that of the prompts too."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
+        "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned
         "plugin_shipped_native": Cell(NATIVE),
@@ -130,7 +136,6 @@ COMMON = {
     "dtype": "bfloat16",
     "load_format": "dummy",
     "skip_tokenizer_init": True,
-    "max_model_len": 4096,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 8192,
     "enable_prefix_caching": False,
@@ -210,7 +215,7 @@ class Engine:
         name: str,
         cell: Cell,
         model: Path,
-        cache: int,
+        sizes: Mapping[str, int],
         experts: bool,
         logs: Path,
         profiled: bool,
@@ -226,7 +231,7 @@ class Engine:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # spread_routing is sent to the worker
         }
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
-        arguments = {**COMMON, "model": str(model), "kv_cache_memory_bytes": cache, **cell.engine}
+        arguments = {**COMMON, "model": str(model), **sizes, **cell.engine}
         arguments["spread_routing"] = experts
         if parallel > 1:
             arguments["tensor_parallel_size"] = parallel
@@ -305,8 +310,10 @@ def measure(
     """Start every cell, let them take turns, and return what was measured."""
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
     cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
+    longest = max(work.prompt + work.new for work in workloads)
     experts = bool(shape.experts)
-    engines = [Engine(name, cell, folder, cache, experts, logs, profiled, parallel) for name, cell in cells.items()]
+    sizes = {"kv_cache_memory_bytes": cache, "max_model_len": longest}
+    engines = [Engine(name, cell, folder, sizes, experts, logs, profiled, parallel) for name, cell in cells.items()]
     started: dict[str, Any] = {}
     for engine in list(engines):
         try:
@@ -401,10 +408,10 @@ def main() -> None:
     names = options.cells.split(",") if options.cells else [name for name in STANDARD if name in known]
     if unknown := set(names) - set(known):
         parser.error(f"{options.shape} has no cell {', '.join(sorted(unknown))}; it has {', '.join(known)}")
-    asked = [*WORKLOADS, SHORT] if "8 x" in options.workloads else WORKLOADS
-    workloads = [work for work in asked if any(text in work.name for text in options.workloads.split(","))]
+    texts = options.workloads.split(",") if options.workloads else [work.name for work in WORKLOADS]
+    workloads = [work for work in (*WORKLOADS, *NAMED) if any(text in work.name for text in texts)]
     if not workloads:
-        parser.error(f"no workload is called so; they are {'; '.join(work.name for work in (*WORKLOADS, SHORT))}")
+        parser.error(f"no workload is called so; they are {'; '.join(work.name for work in (*WORKLOADS, *NAMED))}")
     if ("plugin_tuned" in names) != (options.tuned is not None):
         parser.error("the cell plugin_tuned and --tuned FILE belong together")
     needed, gib = (

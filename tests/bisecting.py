@@ -13,8 +13,8 @@ LEAST_BLIND = 5
 """The largest yardstick, in logits: above it a fault could hide."""
 
 
-def check(host: str, fault: str, environment: Mapping[str, str]) -> None:
-    """Run the self-test of one fault."""
+def check(host: str, fault: str, environment: Mapping[str, str], *arguments: str) -> None:
+    """Run the self-test of one fault, with further arguments of the command."""
     command = (
         "-c",
         "from fl_dispatch.cli import main; main()",
@@ -24,6 +24,7 @@ def check(host: str, fault: str, environment: Mapping[str, str]) -> None:
         "--self-test",
         fault,
         "--json",
+        *arguments,
     )
     with tempfile.TemporaryFile() as errors:
         ended = processes.python(*command, environment=environment, timeout=900, errors=errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from fl_dispatch.cli import tune_engine
 from fl_dispatch.cli.output import ResultFile
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
-from fl_dispatch.evidence.tune.engine import compared, disagreements, measure, workloads
+from fl_dispatch.evidence.tune.engine import Cell, cells, compared, disagreements, measure, workloads
 from fl_dispatch.evidence.tune.model import Dimensions, dimensions
 from fl_dispatch.evidence.tune.record import Record, resumed
 from fl_dispatch.evidence.tune.tuning import Plan, steps
@@ -200,6 +200,15 @@ def test_an_interrupted_tuning_goes_on_where_it_was_and_repeats_nothing(tmp_path
     assert not resumed(kept, other).cases
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: a process that a script starts in the background is born deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_there_is_and_no_platform_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,33 +260,53 @@ def test_the_engines_rates_are_added_to_the_evidence_and_a_disagreement_is_told(
     assert "disagrees with the kernels: prefill: prefer=vendor" in capsys.readouterr().out
     kept = json.loads((tmp_path / "chip.evidence.json").read_text())["engines"]
     assert (kept["rounds"], kept["layers"], len(kept["rows"])) == (3, 4, 6)
-    assert asked["cells"]["tuned"] == {"VLLM_FL_CONFIG": str(tmp_path / "chip.yaml")}
-    assert asked["cells"]["vanilla"] == {"VLLM_PLUGINS": ""}
+    assert asked["cells"]["tuned"].variables == {"VLLM_FL_CONFIG": str(tmp_path / "chip.yaml")}
+    assert asked["cells"]["vanilla"].variables == {"VLLM_PLUGINS": ""}
     assert asked["arguments"]["hf_overrides"] == {"num_hidden_layers": 4}
     assert asked["arguments"]["dtype"] == "float32"
 
 
-def test_engines_take_turns_and_one_that_does_not_start_is_left_out_by_name(tmp_path: Path) -> None:
-    host = (
-        "import os\n"
-        "SamplingParams = dict\n"
-        "class LLM:\n"
-        "    def __init__(self, model):\n"
-        "        if os.environ.get('VLLM_FL_PREFER') == 'vendor': raise RuntimeError('no engine today')\n"
-        "    def generate(self, prompts, sampling, use_tqdm):\n"
-        "        pass\n"
-    )
-    (tmp_path / "vllm.py").write_text(host)
+HOST = """
+import os, time
+SamplingParams = dict
+class LLM:
+    def __init__(self, model):
+        self.preferred = os.environ.get("VLLM_FL_PREFER")
+        if self.preferred == "vendor": raise RuntimeError("no engine today")
+    def generate(self, prompts, sampling, use_tqdm):
+        time.sleep(0.2 if self.preferred == "reference" and sampling["max_tokens"] > 1 else 0.02)
+"""
+
+
+def test_engines_take_turns_but_for_one_far_behind_and_one_that_does_not_start_is_left_out_by_name(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "vllm.py").write_text(HOST)
     own = {"PYTHONPATH": str(tmp_path)}
-    variables = {"vanilla": own, "prefer=vendor": {**own, "VLLM_FL_PREFER": "vendor"}, "tuned": own}
+    preferred = {f"prefer={name}": Cell({**own, "VLLM_FL_PREFER": name}) for name in ("vendor", "reference")}
+    engines = {"vanilla": Cell(own), **preferred, "tuned": Cell(own)}
     said: list[str] = []
-    rates = measure(variables, {"model": "m"}, workloads(2, False), 2, tmp_path, said.append)
-    assert {name: list(cells) for name, cells in rates.items()} == {
-        name: ["vanilla", "tuned"] for name in ("decode, batch 1", "decode, batch 2", "prefill, 4 x 256")
-    }
-    assert all(len(values) == 2 for cells in rates.values() for values in cells.values())
+    rates = measure(engines, {"model": "m"}, workloads(2, False), 3, tmp_path, said.append)
+    decode = {"vanilla": 3, "prefer=reference": 1, "tuned": 3}
+    turns = {work: {name: len(values) for name, values in of_cell.items()} for work, of_cell in rates.items()}
+    prefill = "prefill, 4 x 256"
+    assert turns == {"decode, batch 1": decode, "decode, batch 2": decode, prefill: dict.fromkeys(decode, 3)}
     (left_out,) = (line for line in said if line.startswith("left out"))
     assert "the engine 'prefer=vendor' ended with 1: RuntimeError: no engine today" in left_out
+    rows = {(row["workload"], row["cell"]): row for row in compared(rates)}
+    assert rows["decode, batch 1", "prefer=reference"]["tuned"] > 3
+    assert not disagreements(list(rows.values()))
+
+
+def test_on_a_chip_with_a_shipped_file_it_runs_beside_the_tuned_one_and_each_attention_of_the_host(
+    tmp_path: Path,
+) -> None:
+    found = cells(tmp_path / "mine.yaml", tmp_path / "shipped.yaml", accelerator=True)
+    assert [name for name, cell in found.items() if cell.is_vanilla] == ["vanilla, FLASH_ATTN", "vanilla, TRITON_ATTN"]
+    assert found["shipped file"].variables == {"VLLM_FL_CONFIG": str(tmp_path / "shipped.yaml")}
+    assert "shipped file" not in cells(tmp_path / "mine.yaml", None, accelerator=True)
+    faster = {"decode": {"shipped file": [11.0, 11.1, 11.2], "tuned": [10.0, 10.1, 10.2]}}
+    assert disagreements(compared(faster)) == ["decode: shipped file is 1.099 times as fast as the tuned file"]
 
 
 def test_every_declared_call_of_the_model_has_a_case_that_its_reference_runs() -> None:

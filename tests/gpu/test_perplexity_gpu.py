@@ -39,7 +39,8 @@ def result() -> Callable[[str, str], dict[str, Any]]:
     @cache
     def of(choice: str) -> dict[str, Any]:
         steps = [scoring.step(), {"do": "policy", **scoring.SLIGHTLY_WRONG}, scoring.step()]
-        engine = {"gpu_memory_utilization": 0.1, "max_num_batched_tokens": 1024, "enable_prefix_caching": False}
+        memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+        engine = {**memory, "max_num_batched_tokens": 1024, "enable_prefix_caching": False}
         runs = [(small_model.CHECKPOINT, steps, {**engine, "dtype": dtype}) for dtype in DTYPES]
         return start_features(*runs, VLLM_FL_PLUGIN_MODULES="sample_variance", **CHOICES[choice]).result()
 

@@ -8,22 +8,25 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..devices import device_of
 from ..errors import DispatchError
 from ..evidence.tune.engine import TUNED, cells, compared, disagreements, measure, workloads
 from ..evidence.tune.tuning import Plan
 from ..settings import platforms
 from .output import Rows
 
-COLUMNS = {"workload": 20, "cell": 18, "tokens/s": 10, "tuned over it": 14, "interval": 16}
-CACHE_TOKENS = 1 << 10
-"""Tokens that a request of the workloads may have."""
+COLUMNS = {"workload": 20, "cell": 22, "tokens/s": 10, "tuned over it": 14, "interval": 16}
+STEP_TOKENS = 8192
+"""Prompt tokens of one step; the cache holds those of two."""
+BLOCK = 128
+"""No block of a cache has more tokens."""
 
 
 def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int) -> bool:
     """Serve the workloads with each cell in turns, print the rates and add them to the file's evidence.
 
     Returns:
-        Whether no fixed policy was faster than the file.
+        Whether no other policy was faster than the file.
 
     Raises:
         DispatchError: there is no vLLM, or the tuned engine does not start.
@@ -34,7 +37,8 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
     most = max(work.prompt + work.new for work in works)
     dimensions, requests = plan.model, max(work.batch for work in works)
     width = dimensions.latent_rank + dimensions.latent_rope or 2 * dimensions.kv_heads * dimensions.head_dim
-    cached = 2 * requests * (most + CACHE_TOKENS) * width * (layers or dimensions.layers) * plan.place.dtype.itemsize
+    held = max(2 * STEP_TOKENS, *(work.batch * (work.prompt + work.new + BLOCK) for work in works if work.new > 1))
+    cached = held * width * (layers or dimensions.layers) * plan.place.dtype.itemsize
     arguments: dict[str, Any] = {
         "model": str(model.absolute()),
         "dtype": str(plan.place.dtype).removeprefix("torch."),
@@ -42,6 +46,7 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
         "skip_tokenizer_init": True,
         "max_model_len": most,
         "max_num_seqs": requests,
+        "max_num_batched_tokens": STEP_TOKENS,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": max(cached, 1 << 26),
     }
@@ -51,16 +56,18 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
     if layers is not None:
         arguments["hf_overrides"] = {"num_hidden_layers": layers}
     logs = Path(tempfile.mkdtemp(prefix="fl-tune-"))
-    rows.say(f"{len(cells(file))} engines take turns; their logs are in {logs}")
-    found = compared(measure(cells(file), arguments, works, rounds, logs, rows.say))
+    shipped = platforms.shipped_path(device_of(plan.place.device.type))
+    engines = cells(file, shipped, plan.accelerator)
+    rows.say(f"{len(engines)} engines take turns; their logs are in {logs}")
+    found = compared(measure(engines, arguments, works, rounds, logs, rows.say))
     for row in found:
-        bounds = f"{row['low']:.3f} to {row['high']:.3f}"
+        bounds = f"{row['low']:.3f} to {row['high']:.3f}" if row["turns"] > 1 else "one short turn"
         rows.add((row["workload"], row["cell"], f"{row['tokens_per_s']:.1f}", f"{row['tuned']:.3f}", bounds))
     told = disagreements(found)
     for line in told:
         rows.say(f"the engine disagrees with the kernels: {line}", "yellow")
     if not told:
-        rows.say(f"no fixed policy was faster than the {TUNED} file")
+        rows.say(f"no other policy was faster than the {TUNED} file")
     evidence = platforms.evidence_path(file)
     data = json.loads(evidence.read_text(encoding="utf-8"))
     data["engines"] = {"rounds": rounds, "layers": layers, "rows": found, "disagreements": told}

@@ -77,7 +77,7 @@ def bisect(
     if self_test is not None:
         from .selftest import self_test as run_self_test
 
-        raise typer.Exit(run_self_test(self_test, chosen, report, resume, patience, verbose))
+        raise typer.Exit(run_self_test(self_test, chosen, report, resume, patience, verbose, _arguments(engine_arg)))
     if model is None:
         raise DispatchError("name the checkpoint with --model, or plant a fault with --self-test")
     folder = resume or Path(tempfile.mkdtemp(prefix="fl-bisect-"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import DispatchError
 from ...evidence.bisect import planted
@@ -68,9 +69,15 @@ TESTS: dict[str, Planted] = {
 
 
 def self_test(
-    names: Sequence[str], host: Host, report: Report, folder: Path | None, patience: float, verbose: bool
+    names: Sequence[str],
+    host: Host,
+    report: Report,
+    folder: Path | None,
+    patience: float,
+    verbose: bool,
+    arguments: Mapping[str, Any],
 ) -> int:
-    """Plant faults one after the other; the exit status.
+    """Plant faults one after the other, in engines with these further arguments; the exit status.
 
     Raises:
         DispatchError: an unknown name.
@@ -90,7 +97,9 @@ def self_test(
 
             models[test.family] = build_checkpoint(test.family, place / test.family)
         report.say(f"\n{name}: {test.what}")
-        result = _plant(name, test, host, models[test.family], place / name, report, bases, (patience, verbose))
+        result = _plant(
+            name, test, host, models[test.family], place / name, report, bases, (patience, verbose), arguments
+        )
         right = _right(name, test, result)
         said = "; ".join(map(sentence, result.blamed)) or "nothing is blamed"
         searched = f"{report.runs} runs, {report.starts} starts"
@@ -115,9 +124,10 @@ def _plant(
     report: Report,
     bases: Journal,
     how: tuple[float, bool],
+    arguments: Mapping[str, Any],
 ) -> Result:
     operators = LATENT if test.family == "deepseek_v2" else DENSE
-    start = Start(host, str(model), not test.compiled, test.ranks, test.dtype, 0, {})
+    start = Start(host, str(model), not test.compiled, test.ranks, test.dtype, 0, dict(arguments))
     variables = {"VLLM_FL_PLUGIN_MODULES": PLUGIN, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if test.ranks == 1:
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # half of the time of a start

@@ -2,6 +2,7 @@
 
 Each cell is an engine in a process of its own, with random weights in the model's shape. All of them live at once and
 take turns, workload by workload, so that a change of the machine's speed hits all alike; one that waits uses no time.
+Two short rounds warm up. A cell that is then far behind has that one figure, and takes no turns.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ from ...errors import DispatchError
 from ...settings import variable_names
 from ..intervals import interval
 
-VANILLA, TUNED = "vanilla", "tuned"
-FIXED: Mapping[str, Mapping[str, str]] = {
-    "prefer=flagos": {"VLLM_FL_PREFER": "flagos"},
-    "prefer=vendor": {"VLLM_FL_PREFER": "vendor"},
-    "prefer=reference": {"VLLM_FL_PREFER": "reference"},
-}
+VANILLA, TUNED, SHIPPED = "vanilla", "tuned", "shipped file"
+ATTENTIONS = ("FLASH_ATTN", "TRITON_ATTN")
+"""vLLM's own on an accelerator; on an H200 one is faster in decode, the other in prefill."""
+FIXED = ("flagos", "vendor", "reference")
+"""The preferences that are fixed policies."""
+SLOW = 3.0
+"""A cell takes no turns if the fastest is so many times as fast."""
+WARM_UP = 8
+"""Decoding generates so many times fewer tokens in a round that warms up."""
 LEAST_LOSS = 0.01
 """A fixed policy that is faster by less is as fast."""
 VOCABULARY = 1000
@@ -51,18 +56,37 @@ class Workload:
 
 def workloads(most_batch: int, accelerator: bool) -> tuple[Workload, ...]:
     """Decode of one request and of many, and prompts."""
-    new, prompt = (256, 2048) if accelerator else (24, 256)
+    new, prompt, prompts = (256, 2048, 32) if accelerator else (24, 256, 4)
     return (
         Workload("decode, batch 1", 1, 32, new),
         Workload(f"decode, batch {most_batch}", most_batch, 32, new),
-        Workload(f"prefill, 4 x {prompt}", 4, prompt, 1),
+        Workload(f"prefill, {prompts} x {prompt}", prompts, prompt, 1),
     )
 
 
-def cells(file: Path) -> dict[str, dict[str, str]]:
-    """Cell → its variables."""
-    fixed = {name: dict(variables) for name, variables in FIXED.items()}
-    return {VANILLA: {"VLLM_PLUGINS": ""}, **fixed, TUNED: {"VLLM_FL_CONFIG": str(file.absolute())}}
+@dataclass(frozen=True)
+class Cell:
+    """One engine: what stands in its environment, and further arguments of ``LLM``."""
+
+    variables: Mapping[str, str]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_vanilla(self) -> bool:
+        """Whether it runs without the plugin."""
+        return self.variables.get("VLLM_PLUGINS") == ""
+
+
+def cells(file: Path, shipped: Path | None, accelerator: bool) -> dict[str, Cell]:
+    """Name → cell: vLLM alone, each fixed policy, the shipped file of this chip if there is one, and the tuned file."""
+    alone = {"VLLM_PLUGINS": ""}
+    vanilla = {f"{VANILLA}, {name}": Cell(alone, {"attention_backend": name}) for name in ATTENTIONS}
+    files = {TUNED: file} if shipped is None else {SHIPPED: shipped, TUNED: file}
+    return {
+        **(vanilla if accelerator else {VANILLA: Cell(alone)}),
+        **{f"prefer={name}": Cell({"VLLM_FL_PREFER": name}) for name in FIXED},
+        **{name: Cell({"VLLM_FL_CONFIG": str(path.absolute())}) for name, path in files.items()},
+    }
 
 
 class Engine:
@@ -70,24 +94,26 @@ class Engine:
 
     Args:
         name: the cell's.
-        variables: of its environment.
-        arguments: of vLLM's ``LLM``.
+        cell: what differs from the other cells.
+        arguments: of vLLM's ``LLM``, for all of them.
         logs: the folder of its log.
     """
 
-    def __init__(self, name: str, variables: Mapping[str, str], arguments: Mapping[str, Any], logs: Path) -> None:
-        self.name, self.log = name, logs / f"{name.replace('=', '-')}.log"
+    def __init__(self, name: str, cell: Cell, arguments: Mapping[str, Any], logs: Path) -> None:
+        self.name, self.cell = name, cell
+        plain = re.sub(r"\W+", "-", name)
+        self.log = logs / f"{plain}.log"
         ours = set(variable_names())
         kept = {key: value for key, value in os.environ.items() if key not in ours and key != "VLLM_PLUGINS"}
-        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(logs / f"cache-{name}")}
+        offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(logs / f"cache-{plain}")}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps(arguments)],
+                [sys.executable, "-m", __name__, json.dumps({**arguments, **cell.arguments})],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**kept, **offline, **variables},
+                env={**kept, **offline, **cell.variables},
             )
 
     def answer(self) -> Any:
@@ -120,19 +146,21 @@ class Engine:
 
 
 def measure(
-    variables: Mapping[str, Mapping[str, str]],
+    cells: Mapping[str, Cell],
     arguments: Mapping[str, Any],
     works: Sequence[Workload],
     rounds: int,
     logs: Path,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, list[float]]]:
-    """Workload → cell → tokens a second of each round. A cell that does not start is left out, with a message.
+    """Workload → cell → tokens a second of each round, or of the warm-up alone where a cell is far behind.
+
+    A cell that does not start is left out, with a message.
 
     Raises:
         DispatchError: the tuned engine does not start, or one ends while it is measured.
     """
-    engines = [Engine(name, own, arguments, logs) for name, own in variables.items()]
+    engines = [Engine(name, cell, arguments, logs) for name, cell in cells.items()]
     try:
         for engine in list(engines):
             try:
@@ -142,39 +170,61 @@ def measure(
                     raise
                 say(f"left out: {error}")
                 engines.remove(engine)
-        rates: dict[str, dict[str, list[float]]] = {work.name: {one.name: [] for one in engines} for work in works}
-        for turn in range(-1, rounds):  # the first round warms up
+        for work in works:
+            _warm_up(engines, work)
+        warm = {work.name: _warm_up(engines, work) for work in works}
+        say("warm")
+        behind = {work: _far_behind(engines, rates) for work, rates in warm.items()}
+        rates = {work: {name: [warm[work][name]] for name in names} for work, names in behind.items()}
+        for turn in range(rounds):
             for work in works:
-                for place in range(len(engines)):
-                    engine = engines[(place + turn) % len(engines)]
-                    rate = engine.run(work)
-                    if turn >= 0:
-                        rates[work.name][engine.name].append(rate)
+                racing = [engine for engine in engines if engine.name not in behind[work.name]]
+                for place in range(len(racing)):
+                    engine = racing[(place + turn) % len(racing)]
+                    rates[work.name].setdefault(engine.name, []).append(engine.run(work))
             say(f"round {turn + 1} of {rounds}")
-        return rates
+        return {work: {one.name: of_cell[one.name] for one in engines} for work, of_cell in rates.items()}
     finally:
         for engine in engines:
             engine.stop()
 
 
+def _warm_up(engines: Sequence[Engine], work: Workload) -> dict[str, float]:
+    short = replace(work, new=max(1, work.new // WARM_UP))
+    return {engine.name: engine.run(short) for engine in engines}
+
+
+def _far_behind(engines: Sequence[Engine], rates: Mapping[str, float]) -> set[str]:
+    """The fixed policies that are too slow for turns."""
+    racing = {engine.name for engine in engines if engine.cell.is_vanilla or engine.name in (TUNED, SHIPPED)}
+    return {name for name, rate in rates.items() if name not in racing and rate * SLOW < max(rates.values())}
+
+
 def compared(rates: Mapping[str, Mapping[str, list[float]]]) -> list[dict[str, Any]]:
-    """One row a workload and cell: tokens a second, and the tuned engine's share of it, round by round."""
+    """One row a workload and cell: tokens a second, and the tuned engine's share of it, round by round.
+
+    A cell that took no turns is compared with the tuned engine's median.
+    """
     rows = []
     for work, of_cell in rates.items():
+        ours = of_cell[TUNED]
         for name, values in of_cell.items():
-            gains = [ours / other for ours, other in zip(of_cell[TUNED], values, strict=True)]
+            turns = len(values) == len(ours)
+            gains = [
+                mine / other for mine, other in zip(ours if turns else [statistics.median(ours)], values, strict=True)
+            ]
             low, high = interval(gains)
-            row = {"workload": work, "cell": name, "tokens_per_s": statistics.median(values)}
+            row = {"workload": work, "cell": name, "tokens_per_s": statistics.median(values), "turns": len(values)}
             rows.append({**row, "tuned": statistics.median(gains), "low": low, "high": high})
     return rows
 
 
 def disagreements(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The fixed policies that an engine is faster with than with the tuned file, in words; vanilla is no policy."""
+    """The policies that an engine is faster with than with the tuned file, in words; vanilla is no policy."""
     return [
         f"{row['workload']}: {row['cell']} is {1 / row['tuned']:.3f} times as fast as the tuned file"
         for row in rows
-        if row["cell"] not in (VANILLA, TUNED) and row["high"] < 1 - LEAST_LOSS
+        if not row["cell"].startswith(VANILLA) and row["cell"] != TUNED and row["high"] < 1 - LEAST_LOSS
     ]
 
 
