@@ -91,6 +91,31 @@ def test_looking_for_flaggems_imports_nothing() -> None:
     assert "flag_gems" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("gems", "triton", "served"),
+    [
+        ("5.0.2", "3.6.0", True),
+        ("5.0.2", "3.7.1", False),
+        ("5.0.2", "4.0", False),
+        ("5.1", "3.7.1", True),
+        ("", "", True),
+    ],
+)
+def test_flaggems_is_not_launched_with_a_triton_that_ends_the_process(
+    gems: str, triton: str, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"flag_gems": gems, "triton": triton}
+    monkeypatch.setattr(flaggems.importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(flaggems.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    flaggems.why_missing.cache_clear()
+    why = flaggems.why_missing()
+    flaggems.why_missing.cache_clear()
+    assert why == (
+        "" if served else f"FlagGems {gems} ends the process with Triton {triton}: its launcher knows Triton up to 3.6"
+    )
+
+
 @needs_no_gpu
 def test_without_nvidias_library_a_gpu_is_an_error_that_says_so() -> None:
     with pytest.raises(nvml.NvmlError):

@@ -194,10 +194,13 @@ def test_an_interrupted_tuning_goes_on_where_it_was_and_repeats_nothing(tmp_path
         do()
     kept = tmp_path / "chip.evidence.json.partial"
     kept.write_text(json.dumps(record.as_data(complete=False)))
-    again = resumed(kept, {**facts, "date": "later", "command": ["other"]})
+    stale = tmp_path / "stale.partial"
+    stale.write_text(json.dumps({**record.as_data(complete=False), "driver": "4"}))
+    again = resumed([stale, kept], {**facts, "date": "later", "command": ["other"], "threads": 3})
+    assert again.file == kept
     assert [name for name, *_ in steps(plan, again, Yardstick())] == [name for name, *_ in todo[2:]]  # type: ignore[arg-type]
     other = {**facts, "machine": {"device": "a chip", "versions": {"torch": "2"}}}
-    assert not resumed(kept, other).cases
+    assert not resumed([kept], other).cases
 
 
 @pytest.fixture

@@ -134,18 +134,16 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
     rows, place = Rows(COLUMNS), plan.place
     left = [path for path in (evidence.partial, evidence.file) if not fresh and path is not None and path.is_file()]
     threads, busy = free_threads()
-    if left:  # figures of one tuning are those of one number of threads
-        threads = int(read_record(left[0]).get("threads", threads))
-    torch.set_num_threads(threads)
     spec = device_of(place.device.type)
     facts = plan.facts(machine(place.device), spec.driver())
     facts |= {"threads": threads, "command": ["fl", *sys.argv[1:]], "date": time.strftime("%Y-%m-%d %H:%M:%S%z")}
-    record = resumed(left[0], facts) if left else Record(facts)
-    rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {threads}")
+    record = resumed(left, facts)
+    torch.set_num_threads(record.facts["threads"])
+    rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {record.facts['threads']}")
     if busy and not plan.accelerator:
         rows.say(f"{busy}: figures of a busy machine tell less", "yellow")
     if record.cases:
-        rows.say(f"going on after {len(record.cases)} shapes, which are in {left[0]}; --fresh begins anew")
+        rows.say(f"going on after {len(record.cases)} shapes, which are in {record.file}; --fresh begins anew")
     yardstick = Yardstick(Clock(place.device, plan.repeats * LEAST_SECONDS), place.dtype)
     try:
         todo = list(steps(plan, record, yardstick))

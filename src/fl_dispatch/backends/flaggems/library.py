@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from typing import Any
 
 from fl_dispatch.devices.triton import why_unserved
+
+SERVED = {"5.0.2": (3, 6)}
+"""Version of FlagGems → the newest Triton that its launcher serves.
+
+``flag_gems/utils/libentry.py`` passes constants to a compiled kernel for Triton 3.3 to 3.6 alone. Newer ones take them
+too, so that a kernel's second launch reads past its arguments and ends the process (seen with Triton 3.7.1, on an H200).
+"""
 
 
 @functools.cache
@@ -19,7 +27,23 @@ def why_missing() -> str:
             return f"{package} is not installed"
     if os.environ.get("TRITON_INTERPRET", "") not in ("", "0"):
         return "FlagGems is not run in Triton's interpreter"
-    return ""
+    return _why_unserved(_version("flag_gems"), _version("triton"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _why_unserved(gems: str, triton: str) -> str:
+    """Why a FlagGems must not be launched with a Triton, by their versions; one that is not known may."""
+    newest = SERVED.get(gems)
+    if newest is None or tuple(int(part) for part in triton.split(".")[:2] if part.isdigit()) <= newest:
+        return ""
+    last = ".".join(map(str, newest))
+    return f"FlagGems {gems} ends the process with Triton {triton}: its launcher knows Triton up to {last}"
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ class Record:
         facts: what they hold for: machine, versions, driver, model, and how it was measured. Others are not reused.
         cases: a shape's name → its key, how often a step calls it, and candidate → outcome.
         late: operator → candidate → what it compiles after the start.
+        file: where an earlier run left them.
     """
 
     facts: Mapping[str, Any]
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     late: dict[str, dict[str, str]] = field(default_factory=dict)
+    file: Path | None = None
 
     def keep(self, tuned: TunedCase, outcomes: Mapping[str, Outcome]) -> None:
         """Record one shape; ``outcomes`` has the candidates in the default order."""
@@ -101,20 +103,21 @@ def read_record(file: Path) -> dict[str, Any]:
     return data
 
 
-def resumed(file: Path, facts: Mapping[str, Any]) -> Record:
-    """The record to go on with: what a run of the same facts left, or an empty one."""
-    record = Record(facts)
-    try:
-        data = read_record(file)
-    except DispatchError:
-        return record
+def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
+    """The record to go on with: that of the first file of the same facts, with its number of threads, or an empty one."""
     plain = json.loads(json.dumps(facts))
-    if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
-        record.cases, record.late = data["cases"], data.get("late", {})
-    return record
+    for file in files:
+        try:
+            data = read_record(file)
+        except DispatchError:
+            continue
+        if all(data.get(name) == value for name, value in plain.items() if name not in UNIMPORTANT):
+            threads = {"threads": data["threads"]} if "threads" in data else {}  # one tuning has one number of them
+            return Record({**facts, **threads}, data["cases"], data.get("late", {}), file)
+    return Record(facts)
 
 
-UNIMPORTANT = frozenset({"date", "command"})
+UNIMPORTANT = frozenset({"date", "command", "threads"})
 """Facts that may differ between a run and the one that goes on with its figures."""
 
 
