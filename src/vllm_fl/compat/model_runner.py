@@ -123,11 +123,12 @@ def without_forms(config: VllmConfig) -> list[str]:
 
 
 def _is_for_v1(given: str | type) -> bool:
-    """Whether a processor of logits, a class or ``module:class``, is one of the V1 runner's, which V2 refuses."""
+    """Whether a processor of logits, a class or ``module:class``, is for the V1 runner alone, so that V2 refuses it."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as ForV2
 
     try:
         found = given if isinstance(given, type) else pkgutil.resolve_name(given)
     except (ImportError, AttributeError, ValueError):
         return False
-    return isinstance(found, type) and issubclass(found, LogitsProcessor)
+    return isinstance(found, type) and issubclass(found, LogitsProcessor) and not issubclass(found, ForV2)

@@ -15,7 +15,7 @@ SERVED = {"5.0.2": (3, 6)}
 """Version of FlagGems → the newest Triton that its launcher serves.
 
 ``flag_gems/utils/libentry.py`` passes constants to a compiled kernel for Triton 3.3 to 3.6 alone. Newer ones take them
-too, so that a kernel's second launch reads past its arguments and ends the process (seen with Triton 3.7.1, on an H200).
+too, so a kernel's second launch reads past its arguments and ends the process (seen with Triton 3.7.1, on an H200).
 """
 
 

@@ -1,10 +1,13 @@
 """The doors into vLLM's processes: a worker extension, and a logits processor that forces tokens.
 
-vLLM loads both by their names, from its own arguments ``worker_extension_cls`` and ``logits_processors``.
+vLLM loads both by their names, from its own arguments ``worker_extension_cls`` and ``logits_processors``. The processor
+is for whichever model runner vLLM takes: each has an interface of its own, and a class that lacks it is refused.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +37,63 @@ class BisectWorker:
         return inside.answer(self.get_model())
 
 
-class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]  # the host is not type-checked
-    """Chooses the given tokens, one a step; vLLM computes the log-probabilities before it."""
+V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
+"""The V2 runner's interface; versions of vLLM without it let V1 run where there are processors."""
 
+
+def _v2_interface() -> Any:
+    if importlib.util.find_spec(V2_INTERFACE) is None:
+        return object
+    return importlib.import_module(V2_INTERFACE).LogitsProcessor
+
+
+class _ForV1(AdapterLogitsProcessor):  # type: ignore[misc]  # the host is not type-checked
     def is_argmax_invariant(self) -> bool:
         return False
 
     def new_req_logits_processor(self, params: Any) -> Callable[[Sequence[int], Tensor], Tensor] | None:
-        forced = (params.extra_args or {}).get(FORCED)
+        forced = _forced(params)
         if not forced:
             return None
 
         def force(generated: Sequence[int], logits: Tensor) -> Tensor:
-            token = forced[min(len(generated), len(forced) - 1)]
-            chosen = logits.new_full(logits.shape, float("-inf"))
-            chosen[token] = 0.0
-            return chosen
+            return _choose(logits, forced, len(generated))
 
         return force
+
+
+class _ForV2(_v2_interface()):  # type: ignore[misc]  # the host is not type-checked
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._prompt_len, self._slots = req_states.prompt_len, dict[int, list[int]]()
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        self._slots[req_idx] = _forced(sampling_params)
+        return bool(self._slots[req_idx])
+
+    def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+        for row, (slot, place) in enumerate(zip(ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist(), strict=True)):
+            if forced := self._slots.get(slot):
+                _choose(logits[row], forced, place + 1 - int(self._prompt_len.np[slot]))
+        return logits
+
+
+def _forced(params: Any) -> list[int]:
+    return list((params.extra_args or {}).get(FORCED) or ())
+
+
+def _choose(logits: Tensor, forced: Sequence[int], step: int) -> Tensor:
+    """Leave the token of a step alone possible, in place."""
+    logits.fill_(float("-inf"))
+    logits[forced[min(step, len(forced) - 1)]] = 0.0
+    return logits
+
+
+class ForcedTokens(_ForV1, _ForV2):
+    """Chooses the given tokens, one a step; vLLM computes the log-probabilities before it.
+
+    Both runners find their interface in it, and each gets the processor of its own.
+    """
+
+    def __new__(cls, vllm_config: Any, *of_runner: Any) -> Any:
+        """V1 gives a device and whether memory is pinned, V2 the state of its requests."""
+        return (_ForV1 if len(of_runner) > 1 else _ForV2)(vllm_config, *of_runner)

@@ -104,7 +104,7 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
-    """The record to go on with: that of the first file of the same facts, with its number of threads, or an empty one."""
+    """The record to go on with: that of the first file of the same facts, with its threads, or an empty one."""
     plain = json.loads(json.dumps(facts))
     for file in files:
         try:

@@ -19,7 +19,7 @@ from fl_dispatch.devices import CUDA, detect_device
 from fl_dispatch.devices.triton import interpreted
 from fl_dispatch.errors import NotSupported
 
-TESTED = ((3, 6),)
+TESTED = ((3, 6), (3, 7))
 """Versions of Triton in which the short way is tested."""
 MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
 INTERPRETED = interpreted()
