@@ -186,10 +186,13 @@ def _implementations(registry: OpRegistry) -> set[OpImpl]:
 
 
 def _say_shared_vendors(name: str, before: set[OpImpl], added: set[OpImpl]) -> None:
-    """A vendor's name stands for all of its implementations, so a policy cannot tell two backends of one name apart."""
-    holders = {impl.vendor: impl for impl in before if impl.vendor}
-    for vendor in sorted({impl.vendor for impl in added if impl.vendor in holders and impl.vendor}):
-        holder = holders[vendor]
+    """A vendor's name stands for all of its implementations of an operator, so a policy cannot tell two of them apart.
+
+    Backends that share a vendor's name and no operator are parts of one.
+    """
+    holders = {(impl.vendor, impl.op_name): impl for impl in before if impl.vendor}
+    shared = {impl.vendor: holders[key] for impl in added if (key := (impl.vendor, impl.op_name)) in holders}
+    for vendor, holder in sorted(shared.items()):
         logger.warning(
             "Backend '%s' registers for the vendor '%s', whose name '%s' of %s has: a policy that names it means both",
             name,

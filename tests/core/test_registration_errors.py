@@ -55,7 +55,7 @@ def test_a_duplicate_id_says_who_holds_it() -> None:
     assert f"registered already, by {here(right_activation)}" in str(caught.value)
 
 
-def test_a_vendors_name_that_another_backend_has_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_vendors_name_that_another_backend_has_for_an_operator_is_said(caplog: pytest.LogCaptureFixture) -> None:
     registry = OpRegistry()
     registry.register_impl(impl("silu_and_mul", "vendor.acme", right_activation))
 
@@ -65,8 +65,12 @@ def test_a_vendors_name_that_another_backend_has_is_said(caplog: pytest.LogCaptu
     def other(collecting: Any) -> None:
         collecting.register_impl(impl("silu_and_mul", "vendor.bolt", right_activation, vendor="bolt"))
 
+    def part(collecting: Any) -> None:
+        collecting.register_impl(impl("gelu_and_mul", "vendor.acme.part", right_activation))
+
     with caplog.at_level(logging.WARNING):
         assert load_backend(registry, "other", "here", lambda: other, named=False)
+        assert load_backend(registry, "part", "here", lambda: part, named=False)
         assert not caplog.records
         assert load_backend(registry, "second", "here", lambda: second, named=False)
     assert "'second' registers for the vendor 'acme'" in caplog.text
