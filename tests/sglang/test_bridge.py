@@ -381,8 +381,12 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("topk_softmax", {}),
     ("topk_softmax", {"renormalize": False}),
     ("topk_softmax", {"bias": True, "routed_scaling_factor": 2.5}),
+    ("topk_softmax", SCALED),
+    ("topk_softmax", {**SCALED, "renormalize": False}),
     ("topk_sigmoid", {"scoring_func": "sigmoid"}),
     ("topk_sigmoid", {"scoring_func": "sigmoid", "renormalize": False, "bias": True}),
+    ("topk_sigmoid", {"scoring_func": "sigmoid", "bias": True, **SCALED}),
+    ("topk_sigmoid", {"scoring_func": "sigmoid", "renormalize": False, **SCALED}),
     ("grouped_topk", GROUPS),
     ("grouped_topk", {**GROUPS, "renormalize": False}),
     ("grouped_topk", {**GROUPS, "scoring_func": "sigmoid", **SCALED}),
@@ -415,21 +419,6 @@ def test_routing_gives_what_sglangs_own_forward_gives(
     empty = layer(normal(0, 8, dtype=dtype), logits(0, dtype))  # with groups SGLang's own forward fails here
     assert empty.topk_weights.shape == empty.topk_ids.shape == (0, TOPK)
     assert calls_of(operator) == 3
-
-
-def test_plain_routing_by_sigmoid_scales_the_weights_where_sglangs_own_forward_stops() -> None:
-    """As its GPU kernels do."""
-    seed("scaled")
-    options = {"scoring_func": "sigmoid", "bias": True}
-    layer, plain = topk_layer(**options, **SCALED), topk_layer(**options)
-    plain.topk_config.correction_bias = layer.topk_config.correction_bias
-    bridge_of(layer)
-    scores = logits(TOKENS)
-    with pytest.raises(AssertionError, match="Not implemented"):
-        native(layer, (normal(TOKENS, 8), scores), {})
-    theirs = native(plain, (normal(TOKENS, 8), scores), {})
-    ours = layer(normal(TOKENS, 8), scores)
-    torch.testing.assert_close(dense(*ours[:2]), 2.5 * dense(*theirs[:2]))
 
 
 def placement(algorithm: str = "static") -> Any:
@@ -855,15 +844,24 @@ def make(name: str, *args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: in_tree(name)(*args, **options)
 
 
+def shared_topk(**shared: Any) -> Any:
+    """A router of a model whose shared experts are among the routed ones."""
+    from sglang.srt.configs.shared_experts import SharedExpertsConfig
+    from sglang.srt.runtime_context import get_model
+
+    with get_model().override(shared_experts=SharedExpertsConfig(**shared)):
+        return topk_layer()
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (make("RMSNorm", HIDDEN, var_hidden_size=32), "a part of the row"),
         (make("Gemma4RMSNorm", HIDDEN, scale_shift=0.5), r"0\.5 \+ weight"),
-        (make("TopK", 2, custom_routing_function=print), "own function"),
-        (make("TopK", 2, scoring_func="sqrtsoftplus"), "sqrtsoftplus"),
-        (make("TopK", 2, num_fused_shared_experts=1), "shared experts"),
-        (make("TopK", 2, **SCALED), "scaled weights by softmax"),
+        (make("TopK", 2, layer_id=0, custom_routing_function=print), "own function"),
+        (make("TopK", 2, layer_id=0, scoring_func="sqrtsoftplus"), "sqrtsoftplus"),
+        (lambda: shared_topk(num_fused_shared_experts=1), "shared experts"),
+        (lambda: shared_topk(num_fused_shared_experts=1, use_waterfill=True), "shared experts"),
         (lambda: moe_layer(activation="situ"), "activation 'situ'"),
         (lambda: moe_layer(gemm1_alpha=1.5, gemm1_clamp_limit=7.0), "factor 1.5"),
     ],
