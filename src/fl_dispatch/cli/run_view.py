@@ -61,7 +61,7 @@ def explain(operator: str, scope: str | None, found: Sequence[Run], json: bool) 
         if layers:
             host = ranks[0].host
             rows = [[each["layer"], each["count"], each["host"], each["runs"], each["kept"]] for each in layers]
-            columns = ("layer", "layers", f"{host}'s own choice", "what runs", "why not ours")
+            columns = ("class", "layers", f"{host}'s own choice", "what runs", "why not ours")
             print_table(f"Layers for which {host} has a choice too, {_named(ranks)}", columns, rows)
     for run in found:
         for failed in run.choices.get("failed", ()):
