@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from serving import start
 
 from architectures import build_architecture
 from running import expected_tokens
 
 
+@pytest.mark.engine
 def test_every_norm_of_olmo_2_is_ours(tmp_path: Path) -> None:
     model = build_architecture("olmo2", tmp_path / "olmo2")
     result = start(model).result()
