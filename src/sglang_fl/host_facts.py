@@ -36,6 +36,14 @@ HOOKED = (
         "layers would run SGLang's own code",
         until="0.5.20",
     ),
+    HostFact(
+        "sglang.kernels.fused_op",
+        ("set_fused_op_backend(backend)",),
+        "replaces",
+        "own_choice",
+        "a backend that is forced for all layers would run in the place of what our reports name",
+        since="0.5.20",
+    ),
     HostFact(RUNNER, ("load_model(*args, **kwargs)",), "replaces", "runner", "layers would not know their prefix"),
     HostFact(
         RUNNER,
@@ -134,6 +142,22 @@ READ = (
         "Which hooks are registered, and which SGLang has applied.",
     ),
     HostFact(
+        "sglang.srt.environ:Envs",
+        ("SGLANG_FORCE_FUSED_OP_BACKEND",),
+        "reads",
+        "startup",
+        "It is refused, because it goes around what we hook.",
+        since="0.5.20",
+    ),
+    HostFact(
+        FUSED_OP,
+        ("forward(*args, backend=None, **kwargs)", "forward_native(*args, **kwargs)"),
+        "replaces",
+        "own_choice",
+        "On instances: an argument, or a model that calls forward_native itself, would go around what we hook.",
+        since="0.5.20",
+    ),
+    HostFact(
         FUSED_OP,
         ("_forward_method",),
         "reads",
@@ -229,6 +253,14 @@ OVERRIDDEN = (
     ),
     HostFact(
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
+        ("_kv_tokens_per_row()",),
+        "overrides",
+        "memory",
+        "SGLang refuses a cache whose first axis is pages where it expects tokens.",
+        since="0.5.23",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
         ("k_buffer", "v_buffer", "store_dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
         "reads",
         "memory",
@@ -294,7 +326,7 @@ OVERRIDDEN = (
     ),
     HostFact(
         _PLATFORM,
-        ("get_kv_pool_cls(kind)",),
+        ("get_kv_pool_cls(*, kind)",),
         "overrides",
         "platform",
         "The pools of keys and values.",

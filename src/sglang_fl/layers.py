@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch import nn
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.bound_layer import bind_for
-from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
+from fl_dispatch.hosting.survey import LayerChoice, Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
-from . import attention
+from . import attention, own_choice
 from .bridge import BRIDGES, Bridge, Unbridged, find
 
 logger = get_logger(__name__)
@@ -44,6 +44,9 @@ def resolve(original: Callable[[BaseFusedOp], Callable[..., Any]], layer: BaseFu
 
 BRIDGE = Attached[Bridge]("fl_bridge")
 """The bridge of a layer that runs our operator."""
+KEPT = Attached[str]("fl_kept")
+"""Why a layer that was asked for a bridge has none."""
+UNREGISTERED = "the settings leave it to SGLang"
 
 
 def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
@@ -52,14 +55,19 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
         return present
     row = find(type(layer))
     names, settings = (type(layer).__name__, row.name) if row else (), get_settings()
-    if row is None or not any(settings.registers(*names, operator) for operator in row.bridge.fl_operators()):
+    if row is None:
+        return None
+    if not any(settings.registers(*names, operator) for operator in row.bridge.fl_operators()):
+        KEPT.give(layer, UNREGISTERED)
         return None
     try:
         bridge = row.bridge(layer, native)
     except Unbridged as reason:
         _say_unbridged(type(layer).__name__, str(reason))
+        KEPT.give(layer, str(reason))
         return None
     if not settings.registers(*names, bridge.fl_operator):
+        KEPT.give(layer, UNREGISTERED)
         return None
     BRIDGE.give(layer, bridge)
     return bridge
@@ -73,9 +81,26 @@ def _installed(layer: Any) -> Bridge | None:
         bridge = _bridge(layer, layer.forward)
         if bridge is not None:
             vars(layer)["forward"] = bridge.forward
-    elif layer._forward_method is None:  # else its constructor has pinned SGLang's own code
+        return bridge
+    if layer._forward_method is None:  # else its constructor has pinned SGLang's own code, or it was called before
         layer._forward_method = layer._resolve_forward_method()
-    return BRIDGE.find(layer)
+    bridge = BRIDGE.find(layer)
+    if bridge is not None:
+        own_choice.keep(layer, bridge.forward)
+    return bridge
+
+
+def _choice(layer: Any, bridge: Bridge | None, unused: str | None) -> LayerChoice:
+    """SGLang's choice for one layer beside ours; ``unused`` is why the model never calls it."""
+    name, row = type(layer).__name__, find(type(layer))
+    assert row is not None
+    if bridge is not None:
+        return LayerChoice(name, 1, (bridge.fl_operator,), own_choice.name_of(bridge.native))
+    if unused is not None:
+        return LayerChoice(name, 1, row.bridge.fl_operators(), "never called", unused)
+    chosen = layer.forward if row.own_forward else layer._forward_method
+    kept = KEPT.find(layer) or "its constructor has pinned it"
+    return LayerChoice(name, 1, row.bridge.fl_operators(), own_choice.name_of(chosen), kept)
 
 
 @cache
@@ -112,6 +137,7 @@ def prepare(model: nn.Module) -> Survey:
     ours: dict[str, tuple[str, int]] = {}
     native: Counter[str] = Counter()
     attending: Counter[str] = Counter()
+    choices: Counter[LayerChoice] = Counter()
     for module, prefixes in _named_layers(model):
         name = type(module).__name__
         if isinstance(module, RadixAttention):
@@ -124,13 +150,15 @@ def prepare(model: nn.Module) -> Survey:
         if reason is not None:
             _say_unbridged(name, reason)
         bridge = _installed(module) if reason is None else None
+        choices[_choice(module, bridge, reason)] += 1
         if bridge is None:
             native[name] += 1
             continue
         bind_for(bridge, prefixes)
         bridge.place(model, prefixes[0])
         ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
-    return Survey("SGLang", ours, dict(native), dict(attending))
+    said = tuple(replace(choice, count=count) for choice, count in choices.items())
+    return Survey("SGLang", ours, dict(native), dict(attending), said)
 
 
 def warn_of_unknown_names(settings: Settings) -> None:

@@ -60,6 +60,9 @@ class KVPoolFL(MHATokenToKVPool):
         views = [_in_force.split(memory, self.page_size, self.head_num, *sizes) for memory in layers]
         self.k_buffer, self.v_buffer = ([pair[part] for pair in views] for part in (0, 1))
 
+    def _kv_tokens_per_row(self) -> int:
+        return int(super()._kv_tokens_per_row()) if _in_force == DEFAULT else int(self.page_size)
+
 
 class MLAPoolFL(MLATokenToKVPool):
     """Latent keys ``[slots, 1, rank + rope]`` of each layer."""

@@ -88,6 +88,12 @@ def _judge() -> tuple[bool, str]:
             "environment variable SGLANG_USE_CPU_ENGINE", None, "selects SGLang's compiled CPU kernels, which "
             "sglang_fl does without; unset it, or leave sglang_fl out with SGLANG_PLUGINS"
         )  # fmt: skip
+    if (forced := os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND")) is not None:
+        raise ConfigError(
+            "environment variable SGLANG_FORCE_FUSED_OP_BACKEND", None, f"'{forced}' would run SGLang's own code in "
+            "the place of the operators that sglang_fl chooses; unset it, and choose with SGLANG_FL_PREFER or "
+            "SGLANG_FL_PER_OP"
+        )  # fmt: skip
     others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("sglang_fl:")]
     beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
     state = "" if settings.policy.enabled else "; dispatch is switched off, so operators run their references"

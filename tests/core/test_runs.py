@@ -19,7 +19,7 @@ from fl_dispatch.cli import run_view
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.hosting import metrics, processes, runs
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.survey import LayerChoice, Survey
 
 SURVEY = Survey("SGLang", {"RMSNorm": ("rms_norm", 13)}, {"Conv2dLayer": 1}, {"RadixAttention": 3})
 
@@ -122,7 +122,7 @@ def test_a_worker_that_ends_leaves_its_last_word(tmp_path: Path) -> None:
 import torch
 from fl_dispatch import get_default_manager, BackendImplKind, OpImpl
 from fl_dispatch.hosting import runs
-from fl_dispatch.hosting.survey import Survey
+from fl_dispatch.hosting.survey import LayerChoice, Survey
 import multiprocessing
 def fails(x):
     raise RuntimeError("boom")
@@ -237,6 +237,34 @@ def test_ranks_that_differ_are_shown_and_are_a_problem(capsys: pytest.CaptureFix
     assert "rms_norm, ranks 0, 2 (processes 4194302, 4194304)" in output.out
     assert "rms_norm, rank 1 (process 4194303)" in output.out
     assert "ranks run different implementations of 'rms_norm': reference.torch on [0, 2], vendor.cuda on" in output.err
+
+
+CHOICES = (
+    LayerChoice("RMSNorm", 12, ("rms_norm",), "forward_cuda"),
+    LayerChoice("TopK", 4, ("topk_softmax", "rms_norm"), "forward_native", "routing by a model"),
+    LayerChoice("SiluAndMul", 4, ("silu_and_mul",), "forward_cuda"),
+)
+
+
+def test_a_hosts_own_choice_is_in_one_table_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rule for single layers counts; where the host's choice runs, nothing of ours does."""
+    rule = {"rms_norm@model.norm": {"runs": [{"when": "", "runs": ["vendor.cpu"]}]}}
+    found = [
+        _worker(0, choices={"layers": rule}, layer_choices=[asdict(each) for each in CHOICES]),
+        _worker(1, layer_choices=[asdict(CHOICES[0])]),
+    ]
+    run_view.explain("rms_norm", None, found, json=True)
+    first, second = (entry["layers"] for entry in json.loads(capsys.readouterr().out))
+    assert [(each["layer"], each["host"], each["runs"], each["kept"]) for each in first] == [
+        ("RMSNorm", "forward_cuda", "reference.torch, vendor.cpu", ""),
+        ("TopK", "forward_native", "forward_native", "routing by a model"),
+    ]
+    assert [(each["layer"], each["runs"]) for each in second] == [("RMSNorm", "reference.torch")]
+    run_view.explain("rms_norm", None, found, json=False)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if "vendor.cpu" in line]
+    assert [part for part in ("RMSNorm", "12", "forward_cuda", "reference.torch") if part not in row] == []
+    assert not [line for line in lines if "SiluAndMul" in line]
 
 
 def test_doctor_of_a_run_shows_bans_and_what_shadow_mode_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from fl_dispatch import (
     policy_context,
     reset_default_manager,
 )
+from fl_dispatch.hosting.survey import LayerChoice
 from fl_dispatch.ops import OPERATORS
 from sglang_fl import bridge as bridges
 from sglang_fl.bridge import BRIDGES, Bridge, Unbridged
@@ -381,8 +382,12 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("topk_softmax", {}),
     ("topk_softmax", {"renormalize": False}),
     ("topk_softmax", {"bias": True, "routed_scaling_factor": 2.5}),
+    ("topk_softmax", SCALED),
+    ("topk_softmax", {**SCALED, "renormalize": False}),
     ("topk_sigmoid", {"scoring_func": "sigmoid"}),
     ("topk_sigmoid", {"scoring_func": "sigmoid", "renormalize": False, "bias": True}),
+    ("topk_sigmoid", {"scoring_func": "sigmoid", "bias": True, **SCALED}),
+    ("topk_sigmoid", {"scoring_func": "sigmoid", "renormalize": False, **SCALED}),
     ("grouped_topk", GROUPS),
     ("grouped_topk", {**GROUPS, "renormalize": False}),
     ("grouped_topk", {**GROUPS, "scoring_func": "sigmoid", **SCALED}),
@@ -417,21 +422,6 @@ def test_routing_gives_what_sglangs_own_forward_gives(
     assert calls_of(operator) == 3
 
 
-def test_plain_routing_by_sigmoid_scales_the_weights_where_sglangs_own_forward_stops() -> None:
-    """As its GPU kernels do."""
-    seed("scaled")
-    options = {"scoring_func": "sigmoid", "bias": True}
-    layer, plain = topk_layer(**options, **SCALED), topk_layer(**options)
-    plain.topk_config.correction_bias = layer.topk_config.correction_bias
-    bridge_of(layer)
-    scores = logits(TOKENS)
-    with pytest.raises(AssertionError, match="Not implemented"):
-        native(layer, (normal(TOKENS, 8), scores), {})
-    theirs = native(plain, (normal(TOKENS, 8), scores), {})
-    ours = layer(normal(TOKENS, 8), scores)
-    torch.testing.assert_close(dense(*ours[:2]), 2.5 * dense(*theirs[:2]))
-
-
 def placement(algorithm: str = "static") -> Any:
     from sglang.srt.eplb.expert_location_dispatch import ExpertLocationDispatchInfo
 
@@ -458,6 +448,8 @@ def test_routing_names_experts_by_their_place_and_padding_by_none(options: dict[
     assert torch.equal(ours.topk_ids[:4], expected[:4])
     assert torch.equal(ours.topk_ids[4:], torch.full((3, TOPK), -1, dtype=torch.int32))
     assert torch.equal(ours.topk_weights, logical.topk_weights)
+    theirs = native(layer, (hidden, scores), {"num_token_non_padded": whole, "expert_location_dispatch_info": info})
+    assert torch.equal(ours.topk_ids.sort().values, theirs.topk_ids.int().sort().values)
     assert not bridges.fallen_through
 
 
@@ -510,6 +502,11 @@ def dispatched(x: Tensor, topk: int = MOE_TOPK, experts: int = MOE_EXPERTS) -> A
     return StandardDispatchOutput(x, None, StandardTopKOutput(weights, ids.int(), scores))
 
 
+def native_experts(layer: Any, calls: Any) -> Any:
+    """SGLang's own forward."""
+    return type(layer.quant_method).forward_native(layer.quant_method, layer, calls)
+
+
 def experts_of(layer: Any, x: Tensor, weights: Tensor, ids: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
     """The experts, token by token."""
     total = torch.zeros(x.shape)
@@ -546,8 +543,8 @@ def test_experts_give_what_sglangs_own_forward_gives(options: dict[str, Any], dt
         kept = calls.hidden_states.clone()
         ours = layer.quant_method.apply(layer=layer, dispatch_output=calls)
         assert torch.equal(calls.hidden_states, kept)
-        theirs = layer.quant_method.forward_native(layer, calls)
-        wide = exact.quant_method.forward_native(exact, calls._replace(hidden_states=kept.float()))
+        theirs = native_experts(layer, calls)
+        wide = native_experts(exact, calls._replace(hidden_states=kept.float()))
         assert type(ours) is type(theirs)
         assert ours.hidden_states.dtype is dtype
         compare(ours, [wide.hidden_states.to(dtype)], rtol=tolerance.rtol, atol=tolerance.atol)
@@ -575,7 +572,7 @@ def test_experts_know_more_activations_than_sglangs_own_forward(
     bridge_of(layer)
     calls = dispatched(normal(TOKENS, MOE_HIDDEN))
     with pytest.raises((ValueError, RuntimeError)):
-        layer.quant_method.forward_native(layer, calls)
+        native_experts(layer, calls)
     ours = layer.quant_method.apply(layer, calls).hidden_states
     expected = experts_of(layer, calls.hidden_states, *calls.topk_output[:2], act)
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-5)
@@ -600,7 +597,7 @@ def test_experts_are_scaled_once() -> None:
 
     layers.prepare(nn.ModuleDict({"mlp": Glm4MoeSparseMoeBlock(held)}))
     calls = dispatched(normal(TOKENS, MOE_HIDDEN))
-    theirs = held.quant_method.forward_native(held, calls).hidden_states
+    theirs = native_experts(held, calls).hidden_states
     assert calls_of("fused_moe") == 0
     for layer, factor in ((held, 1.0), (alone, 2.5)):
         ours = layer.quant_method.apply(layer, calls).hidden_states
@@ -619,7 +616,7 @@ def test_the_weight_of_an_expert_on_its_input_is_honoured() -> None:
     bridge_of(layer)
     calls = dispatched(normal(TOKENS, MOE_HIDDEN), topk=1)
     with pytest.raises(NotImplementedError):
-        layer.quant_method.forward_native(layer, calls)
+        native_experts(layer, calls)
     ours = layer.quant_method.apply(layer, calls).hidden_states
     weights, ids, _ = calls.topk_output
     expected = experts_of(layer, calls.hidden_states * weights, torch.ones_like(weights), ids, silu_and_mul)
@@ -848,6 +845,79 @@ def test_one_long_position_moves_a_step_to_the_table_for_long_contexts() -> None
         compare(layer(*args_of(args)), native(layer, args, {}), rtol=2e-5, atol=2e-6)
 
 
+# -- SGLang's own choice among backends --------------------------------------------------------------------------------
+
+
+def backends() -> Any:
+    from sglang.kernels.spec import KernelBackend
+
+    return KernelBackend
+
+
+@pytest.mark.parametrize("name", ["TORCH", "TRITON", "TORCH_COMPILE"])
+def test_a_call_that_names_a_backend_is_refused_where_our_operator_runs(name: str) -> None:
+    layer, x = in_tree("SiluAndMul")(), normal(TOKENS, HIDDEN)
+    backend = backends()[name]
+    expected = layer(x, backend=backends().TORCH)  # as long as the layer is SGLang's
+    bridge_of(layer)
+    torch.testing.assert_close(layer(x, backend=None), expected)
+    with pytest.raises(ValueError, match=rf"SiluAndMul\(.*{name}.*SGLANG_FL_PER_OP"):
+        layer(x, backend=backend)
+    assert calls_of("silu_and_mul") == 1
+
+
+def test_a_call_that_names_a_backend_is_sglangs_where_its_own_code_runs() -> None:
+    from sglang_fl import layers
+
+    layer, x = in_tree("RMSNorm")(HIDDEN, var_hidden_size=32), normal(TOKENS, HIDDEN)
+    layers.prepare(nn.ModuleDict({"layer": layer}))
+    torch.testing.assert_close(layer(x, backend=backends().TORCH), native(layer, (x,), {}))
+
+
+def test_a_backend_for_all_layers_is_refused_wherever_it_is_imported_from() -> None:
+    from sglang.kernels import fused_op
+
+    from sglang import kernels
+
+    for module in (kernels, fused_op):
+        module.set_fused_op_backend(None)
+        with pytest.raises(ValueError, match=r"set_fused_op_backend\(.*TORCH.*SGLANG_FL_PER_OP"):
+            module.set_fused_op_backend(backends().TORCH)
+    assert fused_op.get_fused_op_backend() is None
+
+
+def test_a_model_that_calls_the_native_forward_itself_runs_our_operator() -> None:
+    """As OLMo 2 does with its norms of queries and keys."""
+    layer, x = randomized(in_tree("RMSNorm")(HIDDEN)), normal(TOKENS, HIDDEN)
+    bridge_of(layer)
+    compare(layer.forward_native(x), native(layer, (x,), {}), rtol=2e-5, atol=2e-6)
+    assert calls_of("rms_norm") == 1
+
+
+def test_a_copy_of_a_bridged_layer_has_its_own_weight() -> None:
+    layer, x = randomized(in_tree("RMSNorm")(HIDDEN)), normal(TOKENS, HIDDEN)
+    bridge_of(layer)
+    copied = copy.deepcopy(layer)
+    copied.weight.mul_(2.0)
+    torch.testing.assert_close(copied(x), 2 * layer(x))
+    torch.testing.assert_close(copied.forward_native(x), 2 * layer(x))
+    assert calls_of("rms_norm") == 4
+
+
+def test_sglangs_choice_is_told_beside_ours() -> None:
+    from sglang_fl import layers
+
+    scaled, pinned = in_tree("RMSNorm")(HIDDEN, var_hidden_size=32), in_tree("RMSNorm")(HIDDEN, force_native=True)
+    norms = [in_tree("RMSNorm")(HIDDEN) for _ in range(2)]
+    survey = layers.prepare(nn.ModuleList([*norms, scaled, pinned, in_tree("XIELU")(dtype=F32)]))
+    assert set(survey.choices) == {
+        LayerChoice("RMSNorm", 2, ("rms_norm",), "forward_native"),
+        LayerChoice("RMSNorm", 1, ("rms_norm",), "forward_native", "the mean over a part of the row"),
+        LayerChoice("RMSNorm", 1, ("rms_norm",), "forward_native", "its constructor has pinned it"),
+        LayerChoice("XIELU", 1, ("xielu",), "forward"),
+    }
+
+
 # -- what stays with SGLang -------------------------------------------------------------------------------------------
 
 
@@ -855,15 +925,24 @@ def make(name: str, *args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: in_tree(name)(*args, **options)
 
 
+def shared_topk(**shared: Any) -> Any:
+    """A router of a model whose shared experts are among the routed ones."""
+    from sglang.srt.configs.shared_experts import SharedExpertsConfig
+    from sglang.srt.runtime_context import get_model
+
+    with get_model().override(shared_experts=SharedExpertsConfig(**shared)):
+        return topk_layer()
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
         (make("RMSNorm", HIDDEN, var_hidden_size=32), "a part of the row"),
         (make("Gemma4RMSNorm", HIDDEN, scale_shift=0.5), r"0\.5 \+ weight"),
-        (make("TopK", 2, custom_routing_function=print), "own function"),
-        (make("TopK", 2, scoring_func="sqrtsoftplus"), "sqrtsoftplus"),
-        (make("TopK", 2, num_fused_shared_experts=1), "shared experts"),
-        (make("TopK", 2, **SCALED), "scaled weights by softmax"),
+        (make("TopK", 2, layer_id=0, custom_routing_function=print), "own function"),
+        (make("TopK", 2, layer_id=0, scoring_func="sqrtsoftplus"), "sqrtsoftplus"),
+        (lambda: shared_topk(num_fused_shared_experts=1), "shared experts"),
+        (lambda: shared_topk(num_fused_shared_experts=1, use_waterfill=True), "shared experts"),
         (lambda: moe_layer(activation="situ"), "activation 'situ'"),
         (lambda: moe_layer(gemm1_alpha=1.5, gemm1_clamp_limit=7.0), "factor 1.5"),
     ],

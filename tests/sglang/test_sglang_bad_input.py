@@ -23,6 +23,10 @@ CASES = bad_settings.cases("SGLANG_FL") | {
         {"SGLANG_PLATFORM": "fl", "SGLANG_PLUGINS": "another"},
         r"RuntimeError: .*did not apply any of its hooks: SGLANG_PLUGINS must contain 'fl'",
     ),
+    "forced_backend": (
+        {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"},
+        r"ConfigError: environment variable SGLANG_FORCE_FUSED_OP_BACKEND: 'torch' .*SGLANG_FL_PER_OP",
+    ),
 }
 CPU_ENGINE = {"SGLANG_USE_CPU_ENGINE": "1"}
 WAYS = ("server", "engine")

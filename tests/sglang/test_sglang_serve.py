@@ -112,6 +112,14 @@ def test_chat_answers_and_streams_the_same_text(server: Server) -> None:
     assert "".join(parts) == whole
 
 
+def test_a_completion_has_the_structure_that_was_asked_for(server: Server) -> None:
+    ask = {**ASK, "prompt": "hello world", "max_tokens": 4}
+    free = server.client.completions.create(**{**ask, "extra_body": {}}).choices[0].text
+    bound = server.client.completions.create(**{**ask, "extra_body": {"regex": "(water|salt)"}}).choices[0].text
+    assert free.strip() not in ("water", "salt")
+    assert bound.strip() in ("water", "salt")
+
+
 def test_without_the_key_a_request_is_refused(server: Server) -> None:
     stranger = openai.OpenAI(base_url=server.client.base_url, api_key="another", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
@@ -141,6 +149,9 @@ def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server
     )
     (entry,) = json.loads(found.stdout)
     assert entry["decision"]["considered"][0]["impl_id"] == "reference.torch"
+    (norms,) = entry["layers"]
+    assert (norms["layer"], norms["count"], norms["host"]) == ("RMSNorm", 13, "forward_native")
+    assert (norms["runs"], norms["kept"]) == ("reference.torch", "")
     assert entry["pid"] in [child.pid for child in psutil.Process(server.process.pid).children(True)]
 
 

@@ -10,7 +10,16 @@ from sampling import drawn
 
 pytestmark = pytest.mark.engine
 
-SHOWN = ("one_shape", "bfloat16_only-float32", "beyond_256", "leftover", "not_exact")
+SHOWN = (
+    "one_shape",
+    "bfloat16_only-float32",
+    "beyond_256",
+    "leftover",
+    "one_rank",
+    "dies",
+    "not_exact",
+    "not_exact-bfloat16",
+)
 """Those that were seen to be found, or rightly not blamed; docs/bisect.md has the others."""
 FAULTS = drawn(SHOWN, 1, "planted faults")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
 from ..hosting import runs
 from ..hosting.runs import Run
 from .output import console, fail, print_json, print_table
+
+T = TypeVar("T")
 
 COLUMNS = ("rank", "implementation", "kind", "vendor", "priority", "status", "why")
 
@@ -41,7 +43,12 @@ def explain(operator: str, scope: str | None, found: Sequence[Run], json: bool) 
         fail(f"no worker of this run knows an operator '{operator}'; they know {', '.join(known) or 'none'}")
         raise typer.Exit(2)
     if json:
-        print_json([{"rank": run.rank, "pid": run.pid, "decision": decision} for run, decision in decided])
+        print_json(
+            [
+                {"rank": run.rank, "pid": run.pid, "decision": decision, "layers": _layer_choices(run, operator)}
+                for run, decision in decided
+            ]
+        )
         return
     for ranks, decision in _alike(decided):
         if decision is None:
@@ -50,6 +57,12 @@ def explain(operator: str, scope: str | None, found: Sequence[Run], json: bool) 
         print_decision(f"{operator}{f' in {scope}' if scope else ''}, {_named(ranks)}", decision)
         for branch in decision["conditional"]:
             say(f"when {branch['when']}: {', '.join(branch['candidates'])}")
+    for ranks, layers in _alike((run, _layer_choices(run, operator)) for run in found):
+        if layers:
+            host = ranks[0].host
+            rows = [[each["layer"], each["count"], each["host"], each["runs"], each["kept"]] for each in layers]
+            columns = ("class", "layers", f"{host}'s own choice", "what runs", "why not ours")
+            print_table(f"Layers for which {host} has a choice too, {_named(ranks)}", columns, rows)
     for run in found:
         for failed in run.choices.get("failed", ()):
             if failed["operator"] == operator:
@@ -65,9 +78,26 @@ def _decision(run: Run, operator: str, scope: str | None) -> dict[str, Any] | No
     return found
 
 
-def _alike(decided: Iterable[tuple[Run, dict[str, Any] | None]]) -> list[tuple[list[Run], dict[str, Any] | None]]:
-    """The decisions, each with the workers that made it."""
-    groups: list[tuple[list[Run], dict[str, Any] | None]] = []
+def _layer_choices(run: Run, operator: str) -> list[dict[str, Any]]:
+    """The host's choices for the layers of an operator, each with ``runs``: what runs in these layers."""
+    elsewhere = [
+        impl_id
+        for layer, decision in run.choices.get("layers", {}).items()
+        if layer.partition("@")[0] == operator
+        for choice in decision["runs"]
+        for impl_id in choice["runs"]
+    ]
+    ours = ", ".join(dict.fromkeys([runs.chosen(run, operator), *elsewhere]))  # others by rules for single layers
+    return [
+        {**found, "runs": found["host"] if found["kept"] else ours}
+        for found in run.layer_choices
+        if operator in found["operators"]
+    ]
+
+
+def _alike(decided: Iterable[tuple[Run, T]]) -> list[tuple[list[Run], T]]:
+    """Workers, grouped by what they say."""
+    groups: list[tuple[list[Run], T]] = []
     for run, decision in decided:
         group = next((group for group, known in groups if known == decision), None)
         if group is None:

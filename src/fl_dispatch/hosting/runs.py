@@ -55,6 +55,7 @@ class Run:
         updated: when the record was written, in seconds since the epoch.
         runner: which of the host's model runners it has, and why; empty for a host with one.
         choices: what runs, see :func:`~fl_dispatch.hosting.report.run_report`.
+        layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.survey.LayerChoice`.
     """
 
     host: str
@@ -72,6 +73,7 @@ class Run:
     updated: float = 0.0
     runner: str = ""
     choices: Choices = field(default_factory=dict)
+    layer_choices: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
@@ -156,6 +158,7 @@ def record(
         began=processes.began(pid) or 0,
         ancestors=processes.ancestors(pid),
         runner=runner,
+        layer_choices=[asdict(choice) for choice in survey.choices],
     )  # fmt: skip
     _recorder.begin(run)
     with suppress(OSError):  # another worker may be removing the same

@@ -13,6 +13,25 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
+class LayerChoice:
+    """Layers of one class that a host chooses a forward for: its choice and ours side by side.
+
+    Args:
+        layer: the class.
+        count: how many layers.
+        operators: of ours that they run, or could run.
+        host: the host's choice, by its own name.
+        kept: why that is what runs; empty where our operator does.
+    """
+
+    layer: str
+    count: int
+    operators: tuple[str, ...]
+    host: str
+    kept: str = ""
+
+
+@dataclass(frozen=True)
 class Survey:
     """Which layers of a loaded model are ours.
 
@@ -21,12 +40,14 @@ class Survey:
         ours: class name → (operator, how many).
         native: class name → how many; layers that we have an operator for but the host's own code runs.
         attention: attention class name → how many layers.
+        choices: the host's choices beside ours, from a host that chooses among implementations too.
     """
 
     host: str
     ours: dict[str, tuple[str, int]]
     native: dict[str, int]
     attention: dict[str, int]
+    choices: tuple[LayerChoice, ...] = ()
 
     def describe(self) -> str:
         """One line for the log."""

@@ -32,13 +32,15 @@ def refusal(layer: Any) -> str | None:
         return f"routing by '{config.scoring_func}'"
     if envs.SGLANG_SIMULATE_UNIFORM_EXPERTS.get() or envs.SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS.get():
         return "simulated routing"
-    if (
-        config.apply_routed_scaling_factor_on_output
-        and not config.use_grouped_topk
-        and config.scoring_func == "softmax"
-    ):
+    plain_softmax = not config.use_grouped_topk and config.scoring_func == "softmax"
+    if config.apply_routed_scaling_factor_on_output and plain_softmax and not _scales_all_weights():
         return "scaled weights by softmax"
     return None
+
+
+def _scales_all_weights() -> bool:
+    """Older versions of SGLang scale normalized weights of groups, and those by sigmoid on their GPUs."""
+    return release(host_version()) >= release("0.5.23")
 
 
 def _shared_slots(config: Any) -> int:
@@ -64,7 +66,7 @@ class TopKBridge(Bridge):
         config = layer.topk_config
         self.fl_operator = "grouped_topk" if config.use_grouped_topk else f"topk_{config.scoring_func}"
         self.factor: float = config.routed_scaling_factor or 1.0
-        self.always_scales = release(host_version()) >= release("0.5.23")  # before, normalized weights alone
+        self.scales_all = _scales_all_weights()
         super().__init__(layer, *args)
 
     def route(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ class TopKBridge(Bridge):
                 config.topk_group,
                 config.renormalize,
                 "sigmoid" if bias is not None else config.scoring_func,  # with a bias SGLang knows only this one
-                self.factor if scaled and (config.renormalize or self.always_scales) else 1.0,
+                self.factor if scaled and (config.renormalize or self.scales_all) else 1.0,
                 bias,
             )
         weights, ids = self.fl_call(router_logits, config.top_k, config.renormalize, bias)

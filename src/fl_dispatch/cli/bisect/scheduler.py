@@ -25,8 +25,10 @@ METHOD = "fl_bisect"
 
 def _bisect(scheduler: Scheduler, folder: str, job: dict[str, Any]) -> None:
     """Switch the policy if the job has one for this rank, and write the answer into a file of this rank's own."""
+    from sglang_fl import report
+
     runner = scheduler.tp_worker.model_runner
-    rank, refused = runner.tp_rank, ""
+    rank, refused = report.own_rank(), ""
     if job.get("policy") is not None and (job["ranks"] is None or rank in job["ranks"]):
         refused = inside.switch(job["policy"], job["seed"])
     part = Path(folder, f"{rank}.part")
