@@ -1,4 +1,4 @@
-"""Compiles attention's and the experts' kernels for sm_90 without a GPU: calls of operators on tensors without memory.
+"""Compiles kernels of attention, experts and quantized products for sm_90 without a GPU, on tensors without memory.
 
 ``kernel_code.py`` runs this file once for each tree that it compares, with that tree's ``src`` on the path. An operator
 chooses its kernels as on an H200 with 132 processors; a launch compiles and does not run.
@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from fl_dispatch.backends.triton.impl import attention, hopper, launch, mla, mla_prefill, moe
+from fl_dispatch.backends.triton.impl import attention, hopper, launch, mla, mla_prefill, moe, quantized
 
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
@@ -118,7 +118,22 @@ def _experts(tokens: int, *, dtype: torch.dtype = torch.bfloat16, gated: bool = 
     )
 
 
+def _scaled(rows: int, kind: torch.dtype, block: int = 0) -> None:
+    columns, inner = 4096, 4096
+    x, weight = (_empty(count, inner, dtype=kind) for count in (rows, columns))
+    across, down = (inner // block, columns // block) if block else (1, columns)
+    quantized.scaled_linear(
+        x, _empty(rows, across, dtype=WIDE), weight, _empty(down, across, dtype=WIDE), block_size=block
+    )
+
+
+def _packed(rows: int, bits: int) -> None:
+    weight = _empty(4096, 2048, dtype=torch.uint8) if bits == 4 else _empty(4096, 4096, dtype=torch.int8)
+    quantized.weight_only_linear(_empty(rows, 4096), weight, _empty(4096, 32))
+
+
 HALF, WIDE = torch.float16, torch.float32
+FP8 = torch.float8_e4m3fn
 CASES = (
     Case("prefill 64", lambda: _paged(64, 8, 8, 512)),
     Case("prefill 128", lambda: _paged(128, 32, 8, 512)),
@@ -154,6 +169,14 @@ CASES = (
         256, gated=False, activation="relu2_no_mul", apply_router_weight_on_input=True
     ), hopper=False),
     Case("experts, 64 tokens, float32", lambda: _experts(64, dtype=WIDE), hopper=False),
+    Case("int8 product, 1 row", lambda: _scaled(1, torch.int8), hopper=False),
+    Case("int8 product, 4096 rows", lambda: _scaled(4096, torch.int8), hopper=False),
+    Case("fp8 product, 1 row", lambda: _scaled(1, FP8), hopper=False),
+    Case("fp8 product, 4096 rows", lambda: _scaled(4096, FP8), hopper=False),
+    Case("fp8 product of blocks, 32 rows", lambda: _scaled(32, FP8, 128), hopper=False),
+    Case("4 bits, 1 row", lambda: _packed(1, 4), hopper=False),
+    Case("4 bits, 256 rows", lambda: _packed(256, 4), hopper=False),
+    Case("8 bits, 32 rows", lambda: _packed(32, 8), hopper=False),
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, cores, startup
+from . import compile, cores, quantization, startup
 from .compat import attention_class, model_runner, models
 from .host import HOST
 
@@ -96,12 +96,25 @@ def _has_experts(vllm_config: VllmConfig) -> bool:
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
         (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
+        *_quantization_features(model),
         (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
             models.is_unbalanced(model),
             f"{model.architecture} in float16 (vLLM itself scales the shared experts wrongly there)",
         ),
+    ]
+
+
+def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
+    from vllm.platforms import current_platform
+
+    if model.quantization is None or not current_platform.is_out_of_tree():  # vLLM's own platform has its own kernels
+        return []
+    name = quantization.SERVED[model.quantization]
+    return [
+        (model.is_moe, f"experts quantized by '{name}'"),
+        (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]
 
 

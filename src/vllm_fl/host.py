@@ -47,7 +47,7 @@ _LEFT = {
         "Gfx942SparseAttnIndexer",
         "SparseAttnIndexerKpool",
     ),
-    "quantization is refused at start": (
+    "quantizes for vLLM's own kernels, which are not asked": (
         "QuantFP8",
         "_DecodeConcatQuantFP8",
         "DeepseekV4HeterogeneousSharedRoutedExperts",

@@ -27,6 +27,7 @@ from fl_dispatch.types import BackendImplKind
 from . import forwards, linear, moe
 from .compat import layer_classes
 from .forwards import DispatchedLayer
+from .quantization.kernels import KERNEL, kernels
 
 logger = get_logger(__name__)
 
@@ -245,6 +246,8 @@ def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
     for prefix, module in _attention_layers(model):
         if isinstance(module.impl, Bindable):
             module.impl.fl_bind(getattr(module, "layer_name", prefix))
+    for prefix, _, kernel in () if untraced_only else kernels(model):
+        kernel.fl_bind(prefix)
 
 
 def survey(model: nn.Module) -> Survey:
@@ -254,12 +257,15 @@ def survey(model: nn.Module) -> Survey:
     attention: dict[str, int] = {}
     for module in model.modules():
         row = _covered(module)
-        if row is None:
+        if row is None or KERNEL.find(module) is not None:
             continue
         if isinstance(module, DispatchedLayer) and module.fl_runs():
             ours[row.name] = (module.fl_operator, ours.get(row.name, ("", 0))[1] + 1)
         elif not row.own_kernel:
             native[row.name] = native.get(row.name, 0) + 1
+    for _, _, kernel in kernels(model):
+        name = type(kernel).__name__
+        ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
     for _, module in _attention_layers(model):
         name = type(module.impl).__name__
         attention[name] = attention.get(name, 0) + 1

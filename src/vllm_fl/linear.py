@@ -18,6 +18,7 @@ from fl_dispatch.devices import detect_device
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
+from .quantization import kernels as quantized
 
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,19 +79,20 @@ class Weights:
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
-        self.declared = [(layer, prepared.declare(layer.weight)) for layer in found]
+        named = [*((layer, "weight") for layer in found), *quantized.weights(model)]
+        self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
         if compiled:
             _look_up_uncompiled(model, {id(layer.weight) for layer in found})
 
     def follow(self) -> None:
         """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
-        for layer, forms in self.declared:
-            if (weight := _own(layer, "weight")) is not None:
+        for layer, name, forms in self.declared:
+            if (weight := _own(layer, name)) is not None:
                 prepared.follow(weight, forms)
 
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
-        for layer, _ in self.declared:
+        for layer, *_ in self.declared:
             if isinstance(layer, HeadLayer):
                 weight = _own(layer, "weight")
                 assert weight is not None

@@ -16,7 +16,7 @@ from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
-from . import compile, config, startup
+from . import compile, config, quantization, startup
 from .compat import accelerator, kernels
 from .host import HOST
 
@@ -208,4 +208,4 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        raise ValueError(f"vllm_fl does not support quantization '{quant}' yet; use an unquantized checkpoint")
+        quantization.verify(quant)

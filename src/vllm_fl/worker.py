@@ -23,7 +23,7 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compile, eager_steps, kv_layout, layers, linear, ranks, slots, startup
+from . import compile, eager_steps, kv_layout, layers, linear, quantization, ranks, slots, startup
 from .compat import accelerator, model_runner, versions
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class WorkerFL(Worker):
         versions.adapt()
         transformers = vllm_config.model_config.using_transformers_backend()
         layers.register(get_settings(), in_worker=True, transformers=transformers)
+        if current_platform.is_out_of_tree() and vllm_config.model_config.quantization is not None:
+            quantization.register()
         kv_layout.choose(vllm_config)
         if vllm_config.use_v2_model_runner:
             model_runner.prepare(detect_device())

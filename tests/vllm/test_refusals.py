@@ -78,6 +78,7 @@ def configure(described: Callable[[str], Path]) -> Callable[..., Any]:
 
 COMPILED = {"mode": 3, "backend": "eager"}
 SPECULATION = {"num_speculative_tokens": 2}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,8 @@ SPECULATION = {"num_speculative_tokens": 2}
             {"all2all_backend": "deepep_v2"},
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
         ),
+        ("qwen3_moe", {"hf_overrides": {"quantization_config": FP8}}, "experts quantized by 'fp8'"),
+        ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         (
             "qwen3",
@@ -189,11 +192,31 @@ def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some
         configure("qwen3_moe")
 
 
-def test_a_quantization_is_named() -> None:
+@pytest.mark.parametrize("method", ["modelopt", "quark", "torchao"])
+def test_a_quantization_is_named_as_the_checkpoint_does(method: str, configure: Callable[..., Any]) -> None:
+    quantized = {"quantization_config": {"quant_method": method}}
+    with pytest.raises(ValueError, match=rf"'{method}' yet \(only awq, gptq, compressed-tensors, fp8\)"):
+        configure(dtype="bfloat16", hf_overrides=quantized)
+
+
+def test_a_quantization_on_an_untested_host_is_named_as_the_checkpoint_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl.compat import versions
     from vllm_fl.platform import PlatformFL
 
-    with pytest.raises(ValueError, match="'awq'"):
-        PlatformFL.verify_quantization("awq")
+    monkeypatch.setattr(versions, "host_version", lambda: "0.26")
+    with pytest.raises(ValueError, match=r"'gptq' on vLLM 0.26 yet \(only on 0.32\)"):
+        PlatformFL.verify_quantization("auto_gptq")
+
+
+def test_a_scheme_of_compressed_tensors_is_named() -> None:
+    from vllm_fl.quantization.configs import CompressedTensorsConfigFL
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    config = CompressedTensorsConfigFL.from_config({"format": "int-quantized", "config_groups": groups, "ignore": []})
+    with pytest.raises(ValueError, match="does not support the scheme W4A8Int of compressed-tensors yet \\(layer\\)"):
+        config.get_scheme(torch.nn.Linear(64, 64), "layer")
 
 
 def test_an_attention_type_is_named() -> None:

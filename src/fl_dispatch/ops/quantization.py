@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .declaration import Mode, Sample, Tolerance, Work, Workload, operator
-from .inputs import quantized
+from .inputs import quantized, shapes
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
 FP8 = torch.float8_e4m3fn
@@ -156,6 +156,7 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     modes=OPAQUE,
     fake=_scaled_fake,
     samples=_scaled_samples,
+    shapes=shapes.quantized_products,
     aliases=("scaled_mm", "quant_matmul", "w8a8_linear", "block_scaled_mm"),
     workload=_scaled_workload,
     work=_scaled_work,
@@ -234,6 +235,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     modes=OPAQUE,
     fake=_weight_only_fake,
     samples=_weight_only_samples,
+    shapes=shapes.packed_products,
     aliases=("wna16_linear", "w4a16", "w8a16", "awq_gemm", "gptq_gemm", "weight_quant_batchmatmul"),
     work=_weight_only_work,
 )

@@ -111,6 +111,19 @@ def fused_moe(
     return (torch.empty_like(hidden_states) if out is None else out).copy_(hidden_states)
 
 
+def quantize(x, dtype, group_size=0, scale=None):
+    groups = -(-x.shape[-1] // group_size) if group_size > 0 else 1
+    return torch.sign(x).to(getattr(torch, dtype)), x.new_ones((*x.shape[:-1], groups), dtype=torch.float32)
+
+
+def scaled_linear(x, x_scale, weight, weight_scale, bias=None, dtype="bfloat16", block_size=0):
+    return torch.zeros((*x.shape[:-1], weight.shape[0]), dtype=getattr(torch, dtype), device=x.device)
+
+
+def weight_only_linear(x, weight, scale, zero=None, bias=None):
+    return x.new_zeros((*x.shape[:-1], weight.shape[0]))
+
+
 def attention_backend(use_mla=False):
     return "wrong_attention.ForgetfulBackend"
 
@@ -130,6 +143,9 @@ WRONG = {
     "topk_sigmoid": topk,
     "grouped_topk": grouped_topk,
     "fused_moe": fused_moe,
+    "quantize": quantize,
+    "scaled_linear": scaled_linear,
+    "weight_only_linear": weight_only_linear,
 }
 
 

@@ -15,6 +15,8 @@ PRIORITY = 140
 """Below FlagGems, which has its kind's priority."""
 IMPLEMENTED = (
     "linear",
+    "scaled_linear",
+    "weight_only_linear",
     "silu_and_mul",
     "gelu_and_mul",
     "rms_norm",
@@ -34,6 +36,8 @@ IMPLEMENTED = (
 
 NOT_TRACED = (
     "linear",
+    "scaled_linear",
+    "weight_only_linear",
     "moe_align_block_size",
     "fused_moe",
     "kv_cache_write",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from .impl import activation, alignment, attention, cache, linear, mla, moe, normalization, rotary, routing
+from .impl import activation, alignment, attention, cache, linear, mla, moe, normalization, quantized, rotary, routing
 
 
 class TritonBackend(Backend):
     """Hardware-neutral kernels in plain Triton."""
 
     linear = staticmethod(linear.linear)
+    scaled_linear = staticmethod(quantized.scaled_linear)
+    weight_only_linear = staticmethod(quantized.weight_only_linear)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     rms_norm = staticmethod(normalization.rms_norm)

@@ -13,6 +13,11 @@ from ..declaration import Place, Shape, Shapes
 WEIGHTS = ((1024, 1024), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """Columns and inner sizes of products: a small one, and those in a layer of Llama-3.1-8B."""
 FEW_ROWS = (1, 2, 8, 32)
+QUANTIZED_ROWS = (1, 8, 32, 256, 4096)
+QUANTIZED = {"int8": (torch.int8, 0), "fp8": (torch.float8_e4m3fn, 0), "fp8 blocks": (torch.float8_e4m3fn, 128)}
+"""Type of both sides of a product, and the side of a block with one scale."""
+GROUP = 128
+"""Elements of a weight of 4 bits that have one scale."""
 HEADS, HEAD_DIM, KV_HEADS, BLOCK_SIZE = 32, 128, 8, 16
 DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
 """Requests and keys of each. There are at most 32 times as many keys as the largest number of tokens in all."""
@@ -79,6 +84,42 @@ def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     for columns, inner in WEIGHTS:
         few = [rows for rows in FEW_ROWS if rows <= max(tokens)]
         yield from _each(f"{columns} columns", few, (inner,), multiply(columns))
+
+
+def _quantized(columns: int, kind: torch.dtype, block: int) -> Make:
+    def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
+        def scales(*shape: int) -> Tensor:
+            return place.normal(*shape, scale=1e-3, dtype=torch.float32).abs_()
+
+        across = inner // block if block else 1
+        x, weight = (place.normal(rows, inner, scale=32.0).to(kind) for rows in (tokens, columns))
+        weights = scales(columns // block if block else columns, across)
+        return x, scales(tokens, across), weight, weights, None, str(place.dtype).removeprefix("torch."), block
+
+    return make
+
+
+def quantized_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``scaled_linear``: decoding, and prompts."""
+    some = [rows for rows in QUANTIZED_ROWS if rows <= max(tokens)]
+    for label, (kind, block) in QUANTIZED.items():
+        for columns, inner in WEIGHTS:
+            yield from _each(f"{label}, {columns} columns", some, (inner,), _quantized(columns, kind, block))
+
+
+def _packed(columns: int) -> Make:
+    def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
+        weight = place.normal(columns, inner // 2, scale=64.0).abs_().to(torch.uint8)
+        return place.normal(tokens, inner), weight, place.normal(columns, inner // GROUP, scale=1e-2)
+
+    return make
+
+
+def packed_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``weight_only_linear`` with 4 bits."""
+    some = [rows for rows in QUANTIZED_ROWS if rows <= max(tokens)]
+    for columns, inner in WEIGHTS:
+        yield from _each(f"4 bits, {columns} columns", some, (inner,), _packed(columns))
 
 
 def rotate(

@@ -1,0 +1,49 @@
+"""Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized linear layers.
+
+:mod:`.kernels` computes, :mod:`.orders` unpacks what a checkpoint packs, :mod:`.configs` keeps vLLM from asking for
+CUDA. Importing this package imports nothing of vLLM; it is registered only where a checkpoint is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+from fl_dispatch.devices import detect_device
+
+SERVED: Mapping[str, str] = MappingProxyType(
+    {"auto_awq": "awq", "auto_gptq": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8"}
+)
+"""vLLM's names of the methods that are served → the names that checkpoints have."""
+
+
+@cache
+def register() -> None:
+    """Register kernels and configurations with vLLM. Idempotent."""
+    from . import configs, kernels
+
+    kernels.register()
+    configs.register()
+
+
+def verify(method: str) -> None:
+    """Raise ``ValueError`` if a quantization method is not served here; else register what serves it.
+
+    Args:
+        method: vLLM's name of it.
+    """
+    from ..compat.versions import TESTED_HOSTS, host_version
+
+    device, version, name = detect_device(), host_version(), SERVED.get(method, method)
+    if method not in SERVED and method in SERVED.values():
+        raise ValueError(f"vllm_fl serves '{name}' only where the checkpoint's config.json has a quantization_config")
+    if method not in SERVED:
+        known = ", ".join(SERVED.values())
+        raise ValueError(f"vllm_fl does not support quantization '{name}' yet (only {known})")
+    if device.accelerator:
+        raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on a CPU)")
+    if version not in TESTED_HOSTS:
+        tested = ", ".join(TESTED_HOSTS)
+        raise ValueError(f"vllm_fl does not support quantization '{name}' on vLLM {version} yet (only on {tested})")
+    register()

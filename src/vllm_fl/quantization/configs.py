@@ -1,0 +1,117 @@
+"""vLLM's quantization configurations, where its own code asks for kernels of CUDA's before ours are chosen."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
+from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Served:
+    """The part that all have in common: models of any dtype, and dense layers only."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return DTYPES
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            raise ValueError(f"vllm_fl does not support quantized experts yet ({prefix})")
+        return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+
+
+@register_weight_loader_v2_supported_method
+class Fp8MethodFL(fp8.Fp8LinearMethod):
+    """Leaves the scales of merged layers as they are; vLLM quantizes their weights again, for one scale.
+
+    With ``VLLM_BATCH_INVARIANT`` vLLM multiplies itself, with weights as it has them; here they are not so.
+    """
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.fp8_linear.process_weights_after_loading(layer)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        result: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)
+        return result
+
+
+class Fp8ConfigFL(Served, fp8.Fp8Config):
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        method = super().get_quant_method(layer, prefix)
+        return Fp8MethodFL(self) if type(method) is fp8.Fp8LinearMethod else method
+
+
+@register_weight_loader_v2_supported_method
+class GPTQMethodFL(auto_gptq.AutoGPTQLinearMethod):
+    def __init__(self, quant_config: auto_gptq.AutoGPTQConfig) -> None:  # vLLM's asks whether Marlin runs
+        self.quant_config, self.quant_type, self.input_dtype = quant_config, quant_config.quant_type, None
+
+
+class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        return get_linear_quant_method(self, layer, prefix, GPTQMethodFL)
+
+
+@register_weight_loader_v2_supported_method
+class AWQMethodFL(auto_awq.AutoAWQMarlinLinearMethod):
+    """The method that chooses among registered kernels, whatever its name."""
+
+    def __init__(self, quant_config: auto_awq.AutoAWQConfig) -> None:  # vLLM's asks whether Marlin runs
+        self.quant_config, self.quant_type, self.input_dtype = quant_config, quant_config.quant_type, None
+
+
+class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        method = super().get_quant_method(layer, prefix)
+        return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
+
+
+SCHEMES: dict[type, str] = {
+    schemes.CompressedTensorsW8A8Int8: "kernel",
+    schemes.CompressedTensorsWNA16: "kernel",
+    schemes.CompressedTensorsW8A8Fp8: "fp8_linear",
+    schemes.CompressedTensorsW8A16Fp8: "linear_kernel",
+}
+"""The schemes of ``compressed-tensors`` that are served, and where each keeps its kernel."""
+
+
+class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConfig):
+    def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
+        scheme: Any = super().get_scheme(layer, layer_name)
+        if scheme is None:
+            return None
+        if type(scheme) not in SCHEMES:
+            name = type(scheme).__name__.removeprefix("CompressedTensors")
+            raise ValueError(f"vllm_fl does not support the scheme {name} of compressed-tensors yet ({layer_name})")
+        # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
+        scheme.process_weights_after_loading = partial(_load, scheme, SCHEMES[type(scheme)])
+        return scheme
+
+
+def _load(scheme: Any, kernel: str, layer: Any) -> None:
+    getattr(scheme, kernel).process_weights_after_loading(layer)
+
+
+CONFIGS: dict[str, type[QuantizationConfig]] = {
+    "auto_awq": AWQConfigFL,
+    "auto_gptq": GPTQConfigFL,
+    "compressed-tensors": CompressedTensorsConfigFL,
+    "fp8": Fp8ConfigFL,
+}
+
+
+def register() -> None:
+    """Register the configurations with vLLM under its names."""
+    for name, config in CONFIGS.items():
+        register_quantization_config(name)(config)

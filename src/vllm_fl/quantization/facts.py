@@ -1,0 +1,68 @@
+"""Names that this package relies on in vLLM, for the table of :mod:`vllm_fl.host_facts`."""
+
+from __future__ import annotations
+
+from fl_dispatch.hosting.host_facts import HostFact
+
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_LINEAR = "vllm.model_executor.kernels.linear"
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
+_CONFIGS = "quantization.configs"
+_ASKS = "vLLM's code asks for CUDA's kernels before ours are chosen."
+_CONFIG = ("get_quant_method(layer, prefix)", "get_supported_act_dtypes()")
+
+FACTS = (
+    HostFact(
+        _LINEAR,
+        (
+            "register_linear_kernel(kernel_class, platform, kernel_type)",
+            "_POSSIBLE_FP8_BLOCK_KERNELS",
+            "_POSSIBLE_WFP8A16_KERNELS",
+        ),
+        "reads",
+        "quantization.kernels",
+        "The kernels of quantized layers that a platform has.",
+        since="0.32",
+    ),
+    HostFact(
+        _QUANTIZATION,
+        ("register_quantization_config(quantization)",),
+        "reads",
+        _CONFIGS,
+        "Configurations of our own under vLLM's names.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.model_executor.layers.linear",
+        ("register_weight_loader_v2_supported_method(cls)",),
+        "reads",
+        _CONFIGS,
+        "vLLM knows by a class's name how parameters of merged layers load.",
+        since="0.32",
+    ),
+    *(
+        HostFact(owner, _CONFIG, "overrides", _CONFIGS, _ASKS, since="0.32")
+        for owner in (
+            f"{_QUANTIZATION}.fp8:Fp8Config",
+            f"{_QUANTIZATION}.auto_gptq:AutoGPTQConfig",
+            f"{_QUANTIZATION}.auto_awq:AutoAWQConfig",
+            _COMPRESSED,
+        )
+    ),
+    HostFact(
+        _COMPRESSED,
+        ("get_scheme(layer, layer_name=None)",),
+        "overrides",
+        _CONFIGS,
+        "A scheme's weights stay as they are loaded; others are refused.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.fp8:Fp8LinearMethod",
+        ("process_weights_after_loading(layer)", "apply(layer, x, bias=None)"),
+        "overrides",
+        _CONFIGS,
+        "Weights stay as they are loaded, so vLLM's own product of invariant batches does not know them.",
+        since="0.32",
+    ),
+)

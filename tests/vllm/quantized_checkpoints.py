@@ -1,0 +1,253 @@
+"""Checkpoints of the package's small model, quantized here in the formats of the libraries that people use.
+
+:mod:`quantized_network` has what they should compute.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fl_dispatch.cli import small_model
+
+FP8 = torch.float8_e4m3fn
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AWQ: the number in each of the places of a word."""
+Stored = dict[str, Tensor]
+Written = tuple[Stored, Tensor]
+"""A checkpoint's tensors of one weight, by suffix, and the weight that they stand for."""
+
+
+def symmetric(values: Tensor, largest: float, dim: int | None = -1) -> Tensor:
+    """Scales, so that the largest magnitude becomes ``largest``."""
+    highest = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)
+    return (highest / largest).clamp(min=1e-10)
+
+
+def nearest(values: Tensor, kind: torch.dtype) -> Tensor:
+    """The nearest numbers of a type."""
+    limit = 127.0 if kind is torch.int8 else 448.0
+    values = values.clamp(-limit, limit)
+    return (values.round() if kind is torch.int8 else values).to(kind)
+
+
+def pack(numbers: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+    """Numbers from 0 in words of 32 bits along a dimension; ``order``: which of a word's numbers comes first."""
+    count = 32 // bits
+    groups = numbers.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, count))
+    if order is not None:
+        groups = groups[..., list(order)]
+    words = (groups << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int().movedim(-1, dim).contiguous()
+
+
+def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_name: str = "weight_scale") -> Any:
+    """Weights of 8 bits with a scale for each column, weight or block of 128; ``rows``: the scale of inputs."""
+
+    def write(weight: Tensor) -> Written:
+        largest = 127.0 if kind is torch.int8 else 448.0
+        if per == "block":
+            blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [down, 128, across, 128]
+            scale = blocks.abs().amax((1, 3)) / largest
+            full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        else:
+            scale = symmetric(weight, largest, -1 if per == "channel" else None)
+            full = scale
+        stored = nearest(weight / full, kind)
+        given = {} if rows is None else {"input_scale": torch.tensor([rows])}
+        shown = scale.reshape(1) if per == "tensor" else scale
+        return {"weight": stored, scale_name: shown, **given}, stored.float() * full
+
+    return write
+
+
+def few_bits(form: str, bits: int, group: int | None, zeros: bool) -> Any:
+    """Weights of 4 or 8 bits in words, as ``gptq``, ``awq`` and ``compressed-tensors`` have them.
+
+    ``group``: elements of a row with a scale in common, or ``None`` for all of them.
+    """
+
+    def write(weight: Tensor) -> Written:
+        columns, inner = weight.shape
+        parts, highest, middle = weight.view(columns, -1, group or inner), (1 << bits) - 1, 1 << (bits - 1)
+        if zeros:
+            low, high = parts.amin(-1, keepdim=True).clamp(max=0), parts.amax(-1, keepdim=True).clamp(min=0)
+            scale = ((high - low) / highest).half().float()
+            zero = (-low / scale).round().clamp(0, highest)
+        else:
+            scale = symmetric(parts, middle - 0.5).half().float()
+            zero = torch.full_like(scale, middle)
+        numbers = (parts / scale + zero).round().clamp(0, highest)
+        dequantized = ((numbers - zero) * scale).view(columns, inner)
+        numbers, scale, zero = numbers.view(columns, inner), scale[..., 0], zero[..., 0]
+        if form == "awq":
+            words = [pack(one.t(), bits, 1, AWQ_ORDER) for one in (numbers, zero)]
+            return {"qweight": words[0], "qzeros": words[1], "scales": scale.t().half().contiguous()}, dequantized
+        if form == "gptq":
+            order = torch.arange(inner, dtype=torch.int32) // (group or inner)
+            stored = {"qweight": pack(numbers.t(), bits, 0), "qzeros": pack(zero.t() - 1, bits, 1), "g_idx": order}
+            return {**stored, "scales": scale.t().half().contiguous()}, dequantized
+        stored = {"weight_packed": pack(numbers, bits, 1), "weight_scale": scale.half()}
+        stored["weight_shape"] = torch.tensor([columns, inner])
+        return {**stored, **({"weight_zero_point": pack(zero, bits, 0)} if zeros else {})}, dequantized
+
+    return write
+
+
+def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Callable[[Tensor], Tensor]:
+    """Inputs of a product as quantization leaves them: a scale a row, a group of it, or one that is given."""
+    largest = 127.0 if kind is torch.int8 else 448.0
+
+    def change(x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (-1, group or x.shape[-1]))
+        units = symmetric(parts, largest) if scale is None else scale
+        return (nearest(parts / units, kind).float() * units).flatten(-2)
+
+    return change
+
+
+def compressed(form: str, weights: Mapping[str, Any], rows: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The configuration of a ``compressed-tensors`` checkpoint."""
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False, **weights},
+        "input_activations": None if rows is None else {"symmetric": True, **rows},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+def whole(kind: str, strategy: str) -> dict[str, Any]:
+    return {"num_bits": 8, "type": kind, "strategy": strategy}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One kind of checkpoint.
+
+    Args:
+        config: its ``quantization_config``.
+        write: weight → what is stored of it.
+        rows: what becomes of a product's input; ``None`` for nothing.
+        operators: those of ours that it should run.
+        layer: the kernel of ours that its layers have.
+    """
+
+    config: Mapping[str, Any]
+    write: Callable[[Tensor], Written]
+    layer: str
+    rows: Callable[[Tensor], Tensor] | None = None
+    operators: tuple[str, ...] = field(default=("quantize", "scaled_linear"))
+
+
+ONLY = ("weight_only_linear",)
+STATIC = 0.05
+"""Scale of inputs that is found before."""
+W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+TOKEN8, TOKEN_FP8 = {**whole("int", "token"), "dynamic": True}, {**whole("float", "token"), "dynamic": True}
+GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+I8 = torch.int8
+
+SCHEMES: Mapping[str, Scheme] = {
+    "compressed-tensors W8A8 int8": Scheme(
+        compressed("int-quantized", whole("int", "channel"), TOKEN8),
+        eight_bits(I8, "channel"),
+        "Int8Layer",
+        rows_of(I8),
+    ),
+    "compressed-tensors W8A8 int8, static": Scheme(
+        compressed("int-quantized", whole("int", "tensor"), {**whole("int", "tensor"), "dynamic": False}),
+        eight_bits(I8, "tensor", STATIC),
+        "Int8Layer",
+        rows_of(I8, scale=STATIC),
+    ),
+    "compressed-tensors W8A8 fp8": Scheme(
+        compressed("float-quantized", whole("float", "channel"), TOKEN_FP8),
+        eight_bits(FP8, "channel"),
+        "Fp8Layer",
+        rows_of(FP8),
+    ),
+    "compressed-tensors W8A16 fp8": Scheme(
+        compressed("float-quantized", whole("float", "channel"), None),
+        eight_bits(FP8, "channel"),
+        "Fp8WeightLayer",
+        operators=ONLY,
+    ),
+    "compressed-tensors W4A16": Scheme(
+        compressed("pack-quantized", W4, None), few_bits("packed", 4, 32, False), "PackedLayer", operators=ONLY
+    ),
+    "compressed-tensors W4A16, zero points": Scheme(
+        compressed("pack-quantized", {**W4, "symmetric": False}, None),
+        few_bits("packed", 4, 32, True),
+        "PackedLayer",
+        operators=ONLY,
+    ),
+    "compressed-tensors W8A16 int8": Scheme(
+        compressed("pack-quantized", whole("int", "channel"), None),
+        few_bits("packed", 8, None, False),
+        "PackedLayer",
+        operators=ONLY,
+    ),
+    "compressed-tensors W8A16 int8, groups": Scheme(
+        compressed("pack-quantized", {**W4, "num_bits": 8}, None),
+        few_bits("packed", 8, 32, False),
+        "PackedLayer",
+        operators=ONLY,
+    ),
+    "fp8": Scheme(FP8_CONFIG, eight_bits(FP8, "tensor"), "Fp8Layer", rows_of(FP8)),
+    "fp8, static": Scheme(
+        {**FP8_CONFIG, "activation_scheme": "static"},
+        eight_bits(FP8, "tensor", STATIC),
+        "Fp8Layer",
+        rows_of(FP8, scale=STATIC),
+    ),
+    "fp8, blocks of 128": Scheme(
+        {**FP8_CONFIG, "weight_block_size": [128, 128]},
+        eight_bits(FP8, "block", scale_name="weight_scale_inv"),
+        "Fp8BlockLayer",
+        rows_of(FP8, group=128),
+    ),
+    "gptq": Scheme(
+        {**GPTQ, "bits": 4, "group_size": 32}, few_bits("gptq", 4, 32, False), "PackedLayer", operators=ONLY
+    ),
+    "gptq, 8 bits": Scheme(
+        {**GPTQ, "bits": 8, "group_size": 128}, few_bits("gptq", 8, 128, False), "PackedLayer", operators=ONLY
+    ),
+    "awq": Scheme(AWQ, few_bits("awq", 4, 32, True), "PackedLayer", operators=ONLY),
+}
+
+
+def is_product(name: str) -> bool:
+    """Whether a tensor of a checkpoint is the weight of a product that schemes quantize."""
+    return name.endswith("_proj.weight")
+
+
+def write_checkpoint(folder: Path, scheme: Scheme) -> Path:
+    """Write a checkpoint of the package's small model, quantized."""
+    shutil.copytree(small_model.CHECKPOINT, folder)
+    stored: Stored = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if is_product(name):
+            parts, _ = scheme.write(tensor.float())
+            stored.update({name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()})
+        else:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))
+    return folder

@@ -1,0 +1,130 @@
+"""The network that a quantized checkpoint stands for, and how far rounding alone may move it.
+
+The network is Hugging Face's in float32, with the weights dequantized as :mod:`quantized_checkpoints` wrote them, and
+each product's input quantized and dequantized as the scheme says.
+
+If inputs are quantized, a difference in the last place of float32 moves an element by a whole step of the
+quantization, and its products carry that on to the next layer. So two right computations differ, by an amount that is
+the scheme's and the model's own. It is drawn from the network itself: each product gets an error as large as summation
+in float32 makes it, ``sqrt(n) * 2**-24 * sum(|x| * |w|)`` for ``n`` terms (Higham and Mary, "A New Approach to
+Probabilistic Rounding Error Analysis", 2019), with random signs and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from quantized_checkpoints import Scheme, is_product
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fl_dispatch.cli import small_model
+from running import reference_network
+
+DRAWS = 8
+DEVIATIONS = 5
+"""Standard deviations above the mean of the draws up to which a distance is rounding's: one of a million is more."""
+UNIT = 2.0**-24
+DIVIDED = ("o_proj", "down_proj")
+"""Products whose input is divided among tensor-parallel ranks, each of which quantizes its own part."""
+
+
+def network(scheme: Scheme | None, ranks: int = 1) -> Any:
+    """The network, as a scheme makes it; ``None``: as the model was trained."""
+    made = reference_network(small_model.CHECKPOINT, torch.float32)
+    if scheme is None:
+        return made
+    for name, module in _products(made):
+        module.weight.data = scheme.write(module.weight.data.float())[1]
+        if scheme.rows is not None:
+            parts = ranks if name.endswith(DIVIDED) else 1
+            module.register_forward_pre_hook(_quantizes_input(scheme.rows, parts))
+    return made
+
+
+def _products(made: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, module) for name, module in made.named_modules() if is_product(f"{name}.weight")]
+
+
+def _quantizes_input(change: Any, parts: int) -> Any:
+    def hook(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return (torch.cat([change(part) for part in given[0].chunk(parts, -1)], -1),)
+
+    return hook
+
+
+def _adds_rounding(generator: torch.Generator) -> Any:
+    """A hook that moves the products of all rows of a batch but the first."""
+
+    def hook(module: Any, given: tuple[Tensor], result: Tensor) -> Tensor:
+        (x,) = given
+        size = functional.linear(x[1:].abs(), module.weight.abs()) * (x.shape[-1] ** 0.5 * UNIT)
+        moved = result[1:] + size * torch.randn(size.shape, generator=generator)
+        return torch.cat((result[:1], moved))
+
+    return hook
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The answers of a network, and how far rounding moves them.
+
+    Args:
+        scores: log-probabilities of every token after the first, of all texts.
+        best: the highest one there, of any token.
+        rounding: the root mean square of a distance that rounding may make.
+        largest: the largest distance in a draw.
+    """
+
+    scores: Tensor
+    best: Tensor
+    rounding: float
+    largest: float
+
+
+def computed(made: Any, texts: Sequence[Sequence[int]]) -> Computed:
+    """The network's answers for texts, each token given those before it."""
+    generator = torch.Generator().manual_seed(0)
+    for _, module in _products(made):
+        module.register_forward_hook(_adds_rounding(generator))
+    scores, best = _scores(made, texts, 1 + DRAWS)
+    moved = scores[1:] - scores[0]
+    sizes = moved.square().mean(1).sqrt()
+    rounding = float(sizes.mean() + DEVIATIONS * sizes.std())
+    return Computed(scores[0], best, rounding, float(moved.abs().max()))
+
+
+def original_scores(texts: Sequence[Sequence[int]]) -> Tensor:
+    """The log-probabilities by the network that is not quantized."""
+    return _scores(network(None), texts, 1)[0][0]
+
+
+def distance(scores: Tensor, others: Tensor) -> float:
+    """The root mean square of their differences."""
+    return float((scores - others).square().mean().sqrt())
+
+
+def _scores(made: Any, texts: Sequence[Sequence[int]], copies: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of each text's tokens after the first, ``[copies, tokens]``, and the highest of any token."""
+    rows, best = [], []
+    for text in texts:
+        tokens = torch.tensor(text)
+        with torch.inference_mode():
+            logits = made(tokens.expand(copies, -1)).logits[:, :-1].log_softmax(-1)
+        rows.append(logits.gather(-1, tokens[1:].expand(copies, -1)[..., None])[..., 0])
+        best.append(logits[0].amax(-1))
+    return torch.cat(rows, 1), torch.cat(best)
+
+
+def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], Tensor]:
+    """An engine's texts, prompt and choices, and its log-probabilities of every token after the first of each."""
+    texts, scores = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        (tokens,), (steps,) = answer["tokens"], answer["logprobs"]
+        texts.append([*prompt, *tokens])
+        given = zip(texts[-1][1:], [*answer["prompt_logprobs"][1:], *steps], strict=True)
+        scores += [step[str(token)] for token, step in given]
+    return texts, torch.tensor(scores)

@@ -1,0 +1,138 @@
+"""Quantized checkpoints in engines: what the dequantized network computes, within its own rounding, by our operators.
+
+Engines start one after the other in one process: eager ones of the drawn schemes, one compiled as users have it by
+default, and one of two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_checkpoints as checkpoints
+import torch
+from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from quantized_checkpoints import SCHEMES, Scheme
+from quantized_network import Computed, answered, computed, distance, network, original_scores
+from torch import Tensor
+
+from sampling import drawn
+
+pytestmark = pytest.mark.engine
+PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
+ASKED: Mapping[str, Any] = {
+    "do": "generate",
+    "prompts": PROMPTS,
+    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
+}
+PRODUCTS = 4 * 4
+"""Those of a layer, merged as vLLM does, in all layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """An engine with a checkpoint; ``engine``: further arguments of ``LLM``."""
+
+    scheme: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "eager"
+
+    @property
+    def made(self) -> Scheme:
+        return SCHEMES[self.scheme]
+
+    @property
+    def ranks(self) -> int:
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.kind}"
+
+
+BOTH_KINDS = ("compressed-tensors W8A8 int8", "gptq")
+"""Schemes of either sort of product, which run in every kind of engine."""
+EAGER = [Run(name) for name in drawn(list(SCHEMES), 3, "quantized checkpoints")]
+COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(BOTH_KINDS, 1, "quantized, compiled")]
+RANKS = [Run(name, {"tensor_parallel_size": 2}, "two ranks") for name in drawn(BOTH_KINDS, 1, "quantized, ranks")]
+RUNS = [*EAGER, *COMPILED, *RANKS]
+each_run = pytest.mark.parametrize("run", RUNS, ids=str)
+each_operator = pytest.mark.parametrize(
+    ("run", "operator"), [(run, operator) for run in EAGER for operator in run.made.operators], ids=str
+)
+
+
+def steps(run: Run) -> list[Mapping[str, Any]]:
+    """A right pass; and where choices are not frozen, one for each operator with a wrong implementation of it."""
+    made = [ASKED]
+    for operator in run.made.operators if run in EAGER else ():
+        wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator: ["impl:vendor.wrong"]}}
+        made += [{"do": "reset_prefix_cache"}, wrong, ASKED]
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
+    folder = tmp_path_factory.mktemp("quantized")
+
+    @cache
+    def checkpoint(name: str) -> Path:
+        return checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name])
+
+    found = start_features(*((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
+    return dict(zip(RUNS, found["runs"], strict=True))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Log-probabilities of an engine, and what the dequantized and the original network compute there."""
+
+    got: Tensor
+    right: Computed
+    original: Tensor
+
+
+@pytest.fixture(scope="module")
+def compared(answers: dict[Run, Any]) -> Callable[[Run], Comparison]:
+    @cache
+    def compare(run: Run) -> Comparison:
+        texts, got = answered(PROMPTS, answers[run]["steps"][0])
+        return Comparison(got, computed(network(run.made, run.ranks), texts), original_scores(texts))
+
+    return compare
+
+
+@each_run
+def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
+    found = compared(run)
+    assert distance(found.got, found.right.scores) <= found.right.rounding
+    assert distance(found.got, found.original) > found.right.rounding, "rounding hides the quantization"
+
+
+@each_run
+def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
+    run: Run, compared: Callable[[Run], Comparison]
+) -> None:
+    right = compared(run).right
+    generated = torch.cat([torch.arange(len(prompt) + MAX_TOKENS - 1) >= len(prompt) - 1 for prompt in PROMPTS])
+    behind = (right.best - right.scores)[generated]
+    assert len(behind) == len(PROMPTS) * MAX_TOKENS
+    assert float(behind.max()) <= 2 * right.largest
+
+
+@each_run
+def test_its_products_are_all_ours(run: Run, answers: dict[Run, Any]) -> None:
+    report = answers[run]["report"]
+    assert report["layers"][run.made.layer] == PRODUCTS
+    assert not report["native_layers"]
+    assert all(ran(answers[run], operator) - {"vendor.wrong"} for operator in run.made.operators)
+
+
+@each_operator
+def test_a_wrong_implementation_changes_what_it_computes(run: Run, operator: str, answers: dict[Run, Any]) -> None:
+    first, *others = (step for step in answers[run]["steps"] if isinstance(step, list))
+    wrong = others[run.made.operators.index(operator)]
+    assert [one["tokens"] for one in wrong] != [one["tokens"] for one in first]
