@@ -41,8 +41,8 @@ def other_weights(model: Path, target: Path, seed: int = 11) -> Path:
     )
 
 
-def with_characters(model: Path, target: Path) -> Path:
-    """A copy whose tokenizer knows every byte, as structured output needs it to spell."""
+def with_characters(model: Path, target: Path, unnamed: int = 0) -> Path:
+    """A copy whose tokenizer knows every byte, as structured output needs it to spell, and not so many last ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def with_characters(model: Path, target: Path) -> Path:
     specials = ["<pad>", "<s>", "</s>", "<unk>"]
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*specials, *letters]
-    tokens += [f"never-{index}" for index in range(VOCABULARY - len(tokens))]
+    tokens += [f"never-{index}" for index in range(VOCABULARY - unnamed - len(tokens))]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

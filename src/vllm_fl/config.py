@@ -43,6 +43,7 @@ ALL2ALL = "allgather_reducescatter"
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
+SPECULATION = ("ngram", *model_runner.DRAFTS)
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -52,7 +53,7 @@ PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Raise ``ValueError`` for the first feature that cannot be served."""
     model = vllm_config.model_config
-    asked = [*_engine_features(vllm_config), *([] if model is None else _model_features(model, device))]
+    asked = [*_engine_features(vllm_config, device), *([] if model is None else _model_features(model, device))]
     for present, feature in asked:
         if present:
             where = "" if model is None else f" (model {model.model})"
@@ -68,13 +69,17 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     compile.refuse_missing_compiler(vllm_config, device)
 
 
-def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
     lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
     cache_dtype = vllm_config.cache_config.cache_dtype
     speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
-        (speculation not in (None, "ngram"), f"speculative decoding with '{speculation}' (only with 'ngram')"),
+        (
+            speculation not in (None, *SPECULATION),
+            f"speculative decoding with '{speculation}' (only with {', '.join(SPECULATION)})",
+        ),
+        *_draft_features(vllm_config, device),
         (cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {cache_dtype}"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
@@ -86,6 +91,17 @@ def _engine_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (vllm_config.lora_config is not None and _has_experts(vllm_config), "LoRA on mixture-of-experts models"),
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
+    ]
+
+
+def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    speculation = vllm_config.speculative_config
+    if speculation is None or speculation.method not in model_runner.DRAFTS:
+        return []
+    runner = model_runner.choice(vllm_config)
+    return [
+        (device.accelerator, "drafts of a model"),
+        (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
     ]
 
 

@@ -861,6 +861,14 @@ REPLACED = (
         since="0.32",
     ),
     HostFact(
+        f"{_WORKER}.gpu.sample.gumbel",
+        ("spec_step_seed(seed, step)",),
+        "reads",
+        "runner_kernels.sampling",
+        "A draft's seed depends on its place where this is.",
+        since="0.33",
+    ),
+    HostFact(
         f"{_WORKER}.gpu.spec_decode.ngram.speculator",
         ("HAS_TRITON",),
         "replaces",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
@@ -67,7 +68,7 @@ class WorkerFL(Worker):
             from . import lora
 
             lora.tell_prompts(self.model_runner)
-        model = self.get_model()
+        model = self.fl_models()
         layers.bind_scopes(model)
         self.fl_weights = linear.Weights(model, compile.is_compiled(self.vllm_config))
         ranks.warn_of_unmatched_scopes()
@@ -76,6 +77,15 @@ class WorkerFL(Worker):
         self.fl_survey.refuse_native_run(get_settings())
         aten.replace(get_settings(), detect_device())
         self._leave_record()
+
+    def fl_models(self) -> nn.Module:
+        """The model; where another one drafts for it, a module that has both, the drafting one's parts as ``draft``."""
+        model = self.get_model()
+        if (draft := self.get_draft_model()) is None:
+            return model
+        both = nn.Module()
+        both._modules.update({"": model, "draft": draft})  # "": the model's own parts keep their names
+        return both
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         kv_layout.refuse_unlike_groups(kv_cache_config)
@@ -97,12 +107,12 @@ class WorkerFL(Worker):
     def _freeze(self) -> None:
         """Fix every choice, before anything is compiled or captured."""
         ranks.agree_on_replaced_operators()
-        model, manifest = self.get_model(), freeze_dispatch(compile.is_compiled(self.vllm_config))
+        model, manifest = self.fl_models(), freeze_dispatch(compile.is_compiled(self.vllm_config))
         ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)
         layers.bind_scopes(model)  # now to the implementations themselves
         self.fl_counts_before = compile.counts()
-        compile.start(model, self.vllm_config)
+        compile.start(self.get_model(), self.vllm_config)
 
     def _finish_start(self) -> None:
         """From now on the ranks run in step, FlagGems tunes nothing more, and random numbers begin anew."""
@@ -113,7 +123,7 @@ class WorkerFL(Worker):
         aten.seal()
         if aten.is_active():
             self._leave_record()  # with what was called
-        self.fl_eager_steps = eager_steps.of_worker(self.vllm_config, self.get_model(), self.model_runner)
+        self.fl_eager_steps = eager_steps.of_worker(self.vllm_config, self.fl_models(), self.model_runner)
         set_random_seed(self.model_config.seed)
 
     def _compiled(self) -> dict[str, Any]:
@@ -136,7 +146,7 @@ class WorkerFL(Worker):
         manager.set_counting(on)
         manager.reset_counts()
         if manager.frozen:
-            layers.bind_scopes(self.get_model(), untraced_only=True)
+            layers.bind_scopes(self.fl_models(), untraced_only=True)
 
     def fl_report(self) -> dict[str, Any]:
         """Report of what runs in this process, as plain data that vLLM can send between processes.

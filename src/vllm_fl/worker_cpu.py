@@ -101,7 +101,7 @@ class CPUWorkerFL(WorkerFL):
         vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. If the model is
         compiled, the batch runs eagerly first: what fails there is out before the choices are fixed.
         """
-        with compile.uncompiled(self.get_model()):
+        with compile.uncompiled(self.fl_models()):
             self._run_dummy_batch(WARM_UP_TOKENS)
         self.fl_weights.try_heads()
         self._compare_ranks()
@@ -117,7 +117,7 @@ class CPUWorkerFL(WorkerFL):
         """Give memory back: the cache's, at level 2 the weights' too, but those that the user keeps."""
         if level == 2:
             kept = getattr(self.model_config, "sleep_preserve_parameter_names", ())
-            self.fl_memory.give_back(sleep.WEIGHTS, sleep.weight_tensors(self.get_model(), kept))
+            self.fl_memory.give_back(sleep.WEIGHTS, sleep.weight_tensors(self.fl_models(), kept))
         self.discard((sleep.CACHE,))
 
     def wake_up(self, tags: list[str] | None = None) -> None:

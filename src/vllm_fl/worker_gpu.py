@@ -71,7 +71,7 @@ class GPUWorkerFL(WorkerFL):
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, as vLLM measures them; compiles the model."""
-        with compile.uncompiled(self.get_model()):
+        with compile.uncompiled(self.fl_models()):
             for tokens in warm_up.token_counts(self.vllm_config):
                 self._run_batch_without_cache(tokens)
         self._compare_ranks()

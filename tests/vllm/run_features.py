@@ -31,6 +31,8 @@ def _prompt(ids: list[int], salt: str | None = None) -> dict[str, Any]:
     return {"prompt_token_ids": ids, **({} if salt is None else {"cache_salt": salt})}
 
 
+GROUP_BYTES = 4
+"""vLLM appends so many to a block's hash, to tell groups of layers apart."""
 _adapters: dict[str, int] = {}
 """Folder → its number, which stays: vLLM keeps an adapter under it."""
 
@@ -99,6 +101,28 @@ def join_and_leave(
     return {"tokens": tokens, "together": together}
 
 
+def embedded(llm: Any, folder: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Tokens for prompts of which the engine gets the embeddings only, from the checkpoint in ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    table = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).get_input_embeddings()
+    with torch.no_grad():
+        asked = [{"prompt_embeds": table(torch.tensor(ids))} for ids in prompts]
+    outputs = llm.generate(asked, _sampling({"max_tokens": max_tokens}), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prioritized(llm: Any, prompts: list[list[int]], priorities: list[int], max_tokens: int) -> list[int]:
+    """The requests, all there before the first step, in the order in which they end."""
+    engine, ended = llm.llm_engine, []
+    for number, (ids, priority) in enumerate(zip(prompts, priorities, strict=True)):
+        engine.add_request(str(number), _prompt(ids), _sampling({"max_tokens": max_tokens}), priority=priority)
+    while engine.has_unfinished_requests():
+        ended += [int(output.request_id) for output in engine.step() if output.finished]
+    return ended
+
+
 def embed(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
     outputs = llm.embed([_prompt(ids) for ids in prompts], use_tqdm=False)
     return [output.outputs.embedding for output in outputs]
@@ -138,6 +162,16 @@ def kv_groups(llm: Any) -> list[list[Any]]:
         [type(group.kv_cache_spec).__name__, len(group.layer_names), group.kv_cache_spec.block_size]
         for group in config.kv_cache_groups
     ]
+
+
+def hashes(llm: Any) -> dict[str, Any]:
+    """The prefix cache's hashes: how many stand for several blocks, and their bytes, without the group's."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    known = pool.cached_block_hash_to_block._cache
+    return {
+        "several": sum(isinstance(blocks, dict) for blocks in known.values()),
+        "bytes": sorted({len(name) - GROUP_BYTES for name in known}),
+    }
 
 
 def sleep(llm: Any, level: int) -> dict[str, int]:
@@ -235,6 +269,8 @@ STEPS: dict[str, Callable[..., Any]] = {
         generate,
         beam_search,
         join_and_leave,
+        embedded,
+        prioritized,
         embed,
         encode_plugin,
         rpc,
@@ -242,6 +278,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         metrics,
         default_sampling,
         kv_groups,
+        hashes,
         sleep,
         wake_up,
         transfer,

@@ -46,17 +46,25 @@ from vllm.v1.worker.gpu.sample import (
 )
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram_speculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar import speculator as separate_drafter
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar import speculator as dependent_drafter
 
 rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))  # the interpreter has none
-masked_load = interpreter.InterpreterBuilder.create_masked_load
 
 
-def load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-    mask.data = mask.data.astype(bool)  # some of the interpreter's masks are integers, which it refuses
-    return masked_load(self, pointers, mask, *rest)
+def with_bool_mask(access: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Some of the interpreter's masks are integers, which it refuses."""
+
+    def run(*arguments: Any) -> Any:
+        arguments[place].data = arguments[place].data.astype(bool)
+        return access(*arguments)
+
+    return run
 
 
-interpreter.InterpreterBuilder.create_masked_load = load
+builder = interpreter.InterpreterBuilder
+builder.create_masked_load = with_bool_mask(builder.create_masked_load, 2)
+builder.create_masked_store = with_bool_mask(builder.create_masked_store, 3)
 CPU = torch.device("cpu")
 SLOTS, VOCABULARY, LONGEST = 6, 1100, 64
 """States of requests, tokens of the vocabulary (two blocks of most kernels), and the longest sequence."""
@@ -428,13 +436,78 @@ def looked_up(draw: Draw) -> Sequence[Any]:
     return found
 
 
+def drafted_from(draw: Draw) -> tuple[SimpleNamespace, SimpleNamespace, Tensor]:
+    """A target's batch, buffers of a drafter, and how many tokens of each request are rejected."""
+    b = batch(draw)
+    total, starts = int(b.starts[-1]), torch.cat((b.starts, torch.full((2,), 77).int()))
+    target = SimpleNamespace(
+        num_reqs=4, idx_mapping=b.idx, query_start_loc=starts, query_start_loc_np=starts.numpy(), seq_lens=b.seq_lens,
+        input_ids=draw.integers(0, 999, total + 2), num_tokens=total,
+    )  # fmt: skip
+    target.positions = draw.integers(0, LONGEST - 1, total + 2, dtype=torch.int64)
+    buffers = SimpleNamespace(query_start_loc=draw.integers(0, 9, SLOTS + 1), seq_lens=draw.integers(0, LONGEST, SLOTS))
+    buffers.input_ids, buffers.positions = (draw.integers(0, LONGEST, 60, dtype=kind) for kind in DRAFTED)
+    return target, buffers, torch.minimum(draw.integers(0, 3, 4), b.lengths - 1)
+
+
+DRAFTED = (torch.int32, torch.int64)
+
+
+def drafts_begin(draw: Draw) -> Sequence[Any]:
+    target, buffers, rejected = drafted_from(draw)
+    last, step = draw.integers(0, 9, SLOTS, dtype=torch.int64), torch.tensor(2)
+    sampled, following = draw.integers(0, 999, SLOTS, 1, dtype=torch.int64), draw.integers(0, 999, 1, SLOTS)
+    count = draw.integers(0, 1, 4)
+    dependent_drafter.prepare_prefill_inputs(last, step, buffers, target, count, rejected, sampled, following, SLOTS)
+    return [last, step, *vars(buffers).values()]
+
+
+def drafts_go_on(draw: Draw) -> Sequence[Any]:
+    found: list[Any] = []
+    for advance, step in ((True, 1), (False, 1), (True, DRAFTS - 1)):
+        target, buffers, rejected = drafted_from(draw)
+        drafts, places = draw.integers(0, 999, SLOTS, DRAFTS, dtype=torch.int64), draw.integers(0, 9, SLOTS)
+        dependent_drafter.prepare_decode_inputs(
+            drafts[:4, 0], target.seq_lens, rejected, buffers, places, 40, SLOTS, advance
+        )
+        found += [places.clone(), *(one.clone() for one in vars(buffers).values())]
+        states, following = draw.normal(7, 5), draw.normal(9, 8)[:, :5]
+        dependent_drafter.update_draft_inputs(
+            draw.integers(0, 999, 4, dtype=torch.int64), torch.tensor(step), states, drafts, following, buffers, places,
+            4, 40, DRAFTS, advance,
+        )  # fmt: skip
+        found += [drafts, following, places, *vars(buffers).values()]
+    return found
+
+
+def drafts_begin_apart(draw: Draw) -> Sequence[Any]:
+    target, buffers, rejected = drafted_from(draw)
+    last, sampled = draw.integers(0, 9, SLOTS, dtype=torch.int64), draw.integers(0, 999, SLOTS, 1, dtype=torch.int64)
+    ids, places = (draw.integers(0, 9, 60, dtype=kind) for kind in DRAFTED)
+    separate_drafter.prepare_prefill_inputs(buffers, target, sampled, rejected, ids, places, last, SLOTS, 20)
+    return [ids, places, last, buffers.query_start_loc, buffers.seq_lens]
+
+
+def drafts_kept(draw: Draw) -> Sequence[Any]:
+    """Drafts are drawn, and their logits kept for the verification: in one column, or one for each row."""
+    found = []
+    for column in (torch.tensor(1), torch.tensor([2, 0, 1, 0, 2])):
+        logits, idx = draw.logits(5).contiguous(), torch.tensor([3, 0, -1, 5, 1]).int()
+        kept = torch.full((SLOTS, DRAFTS, VOCABULARY + 2), -7.0)
+        seeds = draw.integers(-(1 << 62), 1 << 62, SLOTS, dtype=torch.int64)
+        heat, places = torch.tensor([0.0, 1.0, 0.5, 1.7, 0.0, 2.0]), draw.integers(0, 1 << 40, 5, dtype=torch.int64)
+        tokens = gumbel.gumbel_sample(logits, idx, heat, seeds, places, True, True, kept, column)
+        found += [tokens, kept]
+    return found
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
         chosen, likelihoods, prompt_tokens, supports, verified, judged,
-        looked_up, thought, embedded,
+        looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, drafts_kept,
     )
 }  # fmt: skip
 

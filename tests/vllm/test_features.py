@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -35,6 +36,7 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "regex": {"regex": "[a-c]{3}-[0-9]{2}"},
     "schema": {"json": SCHEMA},
 }
+STOPS = {"PYTHONBREAKPOINT": "worker_extension.note_stop"}
 NO_SPACES = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Allowed white space, a random model writes nothing else."""
 LONG = PROMPTS[2]
@@ -94,6 +96,16 @@ def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[st
         "salt b": _generate([LONG], salt="b"),
         "no salt": _generate([LONG]),
         "salt a evicted": _generate([LONG], salt="a"),
+        "reset touched": reset,
+        "touch a": _generate([LONG], salt="a"),
+        "touch b": _generate([LONG], salt="b"),
+        "touch a again": _generate([LONG], salt="a"),
+        "touch c": _generate([LONG], salt="c"),
+        "touched": _generate([LONG], salt="a"),
+        "reset twins": reset,
+        "twins": _generate([PROMPTS[1], PROMPTS[1]]),
+        "hashes": {"do": "hashes"},
+        "breakpoint": {"do": "rpc", "method": "stop_here", "args": []},
         "reset again": reset,
         "poison": {"do": "rpc", "method": "fill_cache_with_nan", "args": []},
         "poisoned": _generate(PROMPTS),
@@ -110,7 +122,7 @@ def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[st
         "num_gpu_blocks_override": BLOCKS,
         "structured_outputs_config": NO_SPACES,
     }
-    (run,) = start_features((model, list(named.values()), engine), **RUNNERS[request.param]).result()["runs"]
+    (run,) = start_features((model, list(named.values()), engine), **RUNNERS[request.param], **STOPS).result()["runs"]
     assert run["report"]["model_runner"] == request.param
     return {**dict(zip(named, run["steps"], strict=True)), "report": run["report"]}
 
@@ -254,6 +266,36 @@ def test_a_salt_shares_a_prefix_with_the_same_salt_only(
 
 def test_the_end_of_the_oldest_prompt_is_evicted_first(results: dict[str, Any]) -> None:
     assert 0 < results["salt a evicted"][0]["cached"] < results["salt a again"][0]["cached"]
+
+
+def test_a_hit_keeps_a_prompt_from_being_the_oldest(results: dict[str, Any]) -> None:
+    assert results["touched"][0]["cached"] == results["touch a again"][0]["cached"] == (len(LONG) - 1) // 16 * 16
+
+
+def test_the_same_block_of_two_requests_stays_twice(
+    results: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert _tokens(results["twins"]) == [expected("qwen3")[1]] * 2
+    assert results["hashes"]["several"] > 0
+
+
+def test_a_block_is_known_by_its_sha_256(results: dict[str, Any]) -> None:
+    assert results["hashes"]["bytes"] == [hashlib.sha256().digest_size]
+
+
+def test_a_breakpoint_in_the_worker_stops_the_process_that_asks(results: dict[str, Any]) -> None:
+    assert results["breakpoint"] == [[results["report"]["pid"], "stop_here"]]
+
+
+def test_layers_with_a_window_and_without_hit_together(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> None:
+    steps = [{"do": "kv_groups"}, _generate([LONG]), _generate([LONG])]
+    (run,) = start_features((checkpoint("gemma3"), steps, {})).result()["runs"]
+    groups, first, second = run["steps"]
+    assert {kind for kind, *_ in groups} == {"SlidingWindowSpec", "FullAttentionSpec"}
+    assert [first[0]["cached"], second[0]["cached"]] == [0, (len(LONG) - 1) // 16 * 16]
+    assert _tokens(first) == _tokens(second) == [expected("gemma3")[2]]
 
 
 def test_no_token_depends_on_what_a_recycled_block_held(

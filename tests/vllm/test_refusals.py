@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "whisper": "WhisperForConditionalGeneration",
     "deepseek_v32": "DeepseekV32ForCausalLM",
@@ -42,6 +43,10 @@ def _describe(family: str) -> Any:
     if family == "whisper":
         heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
         return WhisperConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, **heads)
+    if family == "deepseek_v3":
+        predicting = FAMILIES[family]()
+        predicting.num_nextn_predict_layers = 2
+        return predicting
     return FAMILIES["deepseek_v3" if family == "deepseek_v32" else family]()
 
 
@@ -106,7 +111,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         (
             "qwen3",
             {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},
-            "speculative decoding with 'ngram_gpu' (only with 'ngram')",
+            "speculative decoding with 'ngram_gpu' (only with ngram, draft_model, eagle, eagle3, mtp)",
         ),
     ],
 )
@@ -117,13 +122,20 @@ def test_an_unsupported_feature_is_named(
         configure(family, **arguments)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
-def test_speculation_with_another_model_is_named(
-    method: str, configure: Callable[..., Any], described: Callable[[str], Path]
+def test_drafts_of_a_model_are_refused_in_the_v1_runner(
+    configure: Callable[..., Any], described: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draft = {"method": method, "model": str(described("llama")), **SPECULATION}
-    with pytest.raises(ValueError, match=f"vllm_fl does not support speculative decoding with '{method}'"):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    draft = {"method": "draft_model", "model": str(described("llama")), **SPECULATION}
+    reason = "drafts of a model by the V1 model runner (VLLM_USE_V2_MODEL_RUNNER asks for it)"
+    with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {reason}")):
         configure("llama", speculative_config=draft)
+
+
+def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any]) -> None:
+    reason = "the V1 model runner (V2 lacks drafts of several predictors without Triton)"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        configure("deepseek_v3", speculative_config={"method": "mtp", **SPECULATION})
 
 
 @pytest.mark.parametrize(

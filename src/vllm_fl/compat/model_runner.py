@@ -27,6 +27,8 @@ WORKER = "vllm.v1.worker.gpu_worker"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 VERIFICATIONS = ("", "standard", "synthetic")
 """How drafts are verified by forms; empty without speculation, and in a version that has one way only."""
+DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Speculation by a model whose kernels have forms; by several predictors of one model (MTP) they have none."""
 HOST_AS_DEVICE = "vllm.v1.worker.cpu.shm"
 
 
@@ -109,8 +111,10 @@ def choice(config: VllmConfig) -> Choice:
 def without_forms(config: VllmConfig) -> list[str]:
     """The parts of a configuration that have no PyTorch form, or that V2 has no door for."""
     parallel, speculation = config.parallel_config, config.speculative_config
+    method = getattr(speculation, "method", None)
     asked = {
-        "drafts of a model": speculation is not None and not speculation.use_ngram(),
+        f"drafts by '{method}'": speculation is not None and not speculation.use_ngram() and method not in DRAFTS,
+        "drafts of several predictors": speculation is not None and speculation.use_multi_module_mtp(),
         "drafts verified by blocks": getattr(speculation, "rejection_sample_method", "") not in VERIFICATIONS,
         "watermarks": getattr(config, "watermark_config", None) is not None,
         "sampling divided among ranks": getattr(parallel, "enable_batch_sharded_sampling", False),

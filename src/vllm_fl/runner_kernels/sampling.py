@@ -7,6 +7,7 @@ logarithm.
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .rows import take
 
+GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 WORD = 0xFFFFFFFF
 DRAFT_SALT = 1 << 30
 """Added to a draft's position, so that a draft and its verification draw different noise."""
@@ -50,20 +52,33 @@ def gumbel_sample(
 ) -> None:
     """For each row and block of the vocabulary, the token with the largest noised logit, and that logit.
 
-    Raises:
-        NotImplementedError: a draft's logits are to be kept, which only speculation with a draft model asks.
+    Args:
+        logits_cache: ``[states, columns, vocabulary]``; for drafts. ``logits_cache_source``, the logits before
+            temperature, is written to the column ``logits_cache_col``, one for all rows or one each.
     """
-    if logits_cache is not None:
-        raise NotImplementedError("vllm_fl does not speculate with a draft model in this runner")
     state = idx_mapping.to(torch.int64)
     real, state = state >= 0, state.clamp(min=0)
+    seed = torch.where(real, take(seeds, state), 0)
+    if logits_cache is not None:
+        assert logits_cache_col is not None
+        assert logits_cache_source is not None
+        column = logits_cache_col.to(torch.int64).expand(len(state))
+        logits_cache[state[real], column[real], :size] = logits_cache_source[real, :size]
+        if _mixes_columns():
+            seed = seed ^ (column << 32)
     heat = torch.where(real, take(temperatures, state).float(), 0.0)
     values = logits[:, :size].to(torch.float64 if USE_FP64 else torch.float32)
     if APPLY_TEMPERATURE:
         values = (logits[:, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
     place = positions[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
-    values = noised(values, heat, torch.where(real, take(seeds, state), 0), place)
+    values = noised(values, heat, seed, place)
     best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
+
+
+@cache
+def _mixes_columns() -> bool:
+    """Whether this vLLM mixes a draft's column into its seed."""
+    return hasattr(importlib.import_module(GUMBEL), "spec_step_seed")
 
 
 def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

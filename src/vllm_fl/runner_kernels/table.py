@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import batch, logits, logprobs, ngram, prompts, rotary, sampling, tables, thinking, verification
+from . import batch, drafts, logits, logprobs, ngram, prompts, rotary, sampling, tables, thinking, verification
 
 RUNNER = "vllm.v1.worker.gpu"
 FORMS: Mapping[str, Callable[..., None]] = {
@@ -44,6 +44,10 @@ FORMS: Mapping[str, Callable[..., None]] = {
     "spec_decode.rejection_sampler_utils._rejection_kernel": verification.rejection,
     "spec_decode.rejection_sampler_utils._resample_kernel": verification.resample,
     "spec_decode.rejection_sampler_utils._insert_resampled_kernel": verification.insert_resampled,
+    "spec_decode.standalone_ar.speculator._prepare_prefill_inputs_kernel": drafts.expand_prefill_inputs,
+    "spec_decode.target_dependent_ar.speculator._prepare_prefill_inputs_kernel": drafts.prepare_prefill_inputs,
+    "spec_decode.target_dependent_ar.speculator._prepare_decode_inputs_kernel": drafts.prepare_decode_inputs,
+    "spec_decode.target_dependent_ar.speculator._update_draft_inputs_kernel": drafts.update_draft_inputs,
     "structured_outputs._apply_grammar_bitmask_kernel": logits.apply_grammar_bitmask,
 }
 """Kernel, below :data:`RUNNER` → its form."""

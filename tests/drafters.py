@@ -1,0 +1,102 @@
+"""Draft models for the small checkpoints, whose drafts are right where the target repeats a token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from variants import WEIGHTS, changed
+
+NOISE = 0.02
+
+
+def noisy(model: Path, target: Path) -> Path:
+    """The same model with some noise in its matrices: most of its tokens are the model's."""
+    generator = torch.Generator().manual_seed(3)
+
+    def add(name: str, tensor: Tensor) -> Tensor:
+        if "norm" in name:
+            return tensor
+        return tensor + NOISE * tensor.std() * torch.randn(tensor.shape, generator=generator)
+
+    return changed(model, target, add)
+
+
+def _silent(name: str, tensor: Tensor) -> Tensor:
+    """A layer that adds nothing: its attention and its feed-forward are multiplied with zero at their ends."""
+    return torch.zeros_like(tensor) if name.endswith(("o_proj.weight", "down_proj.weight")) else tensor
+
+
+def _second_half(size: int) -> Tensor:
+    """``[size, 2 * size]``: keeps the hidden state, and drops the embedding before it."""
+    return torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+
+
+def _write(target: Path, model: Path, tensors: dict[str, Tensor], **changes: object) -> Path:
+    target.mkdir(exist_ok=True)
+    config = {**json.loads((model / "config.json").read_text()), **changes}
+    (target / "config.json").write_text(json.dumps(config))
+    kept = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    save_file(kept, target / WEIGHTS, metadata={"format": "pt"})
+    return target
+
+
+def _layer(tensors: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    prefix = f"model.layers.{number}."
+    return {
+        name.removeprefix(prefix): _silent(name, tensor) for name, tensor in tensors.items() if name.startswith(prefix)
+    }
+
+
+def eagle(model: Path, target: Path) -> Path:
+    """An EAGLE head of a Llama: the target's hidden state, of which the target's own head makes logits."""
+    tensors = load_file(model / WEIGHTS)
+    size = tensors["model.norm.weight"].shape[0]
+    layer = {
+        f"layers.0.{name}": tensor for name, tensor in _layer(tensors, 0).items() if name != "input_layernorm.weight"
+    }
+    rest = {"embed_tokens.weight": tensors["model.embed_tokens.weight"], "fc.weight": _second_half(size)}
+    return _write(target, model, {**layer, **rest}, num_hidden_layers=1)
+
+
+def eagle3(model: Path, target: Path) -> Path:
+    """An EAGLE-3 head of a Llama: of three hidden states the last one, the target's norm, and its head."""
+    tensors = load_file(model / WEIGHTS)
+    norm, embeddings = tensors["model.norm.weight"], tensors["model.embed_tokens.weight"]
+    size = norm.shape[0]
+    layer = _layer(tensors, 0)
+    for name in "qkv":  # beside the hidden state they see the embedding
+        layer[f"self_attn.{name}_proj.weight"] = layer[f"self_attn.{name}_proj.weight"].repeat(1, 2)
+    layer["hidden_norm.weight"] = torch.ones(size)
+    first = torch.cat([torch.eye(size), torch.zeros(size, 2 * size)], dim=1)
+    rest = {"fc.weight": first, "norm.weight": norm, "lm_head.weight": tensors["lm_head.weight"]}
+    whole = {
+        **{f"midlayer.{name}": tensor for name, tensor in layer.items()},
+        **rest,
+        "embed_tokens.weight": embeddings,
+    }
+    return _write(target, model, whole, num_hidden_layers=1, architectures=["LlamaForCausalLMEagle3"])
+
+
+def with_mtp(model: Path, target: Path) -> Path:
+    """A DeepSeek-V3 with a layer that predicts one more token, which Hugging Face's class does not load."""
+    tensors = load_file(model / WEIGHTS)
+    norm = tensors["model.norm.weight"]
+    size = norm.shape[0]
+    layer = {
+        **_layer(tensors, 2),
+        "enorm.weight": torch.ones(size),
+        "hnorm.weight": torch.ones(size),
+        "eh_proj.weight": _second_half(size),
+        "shared_head.norm.weight": norm,
+        "shared_head.head.weight": tensors["lm_head.weight"],
+        "embed_tokens.weight": tensors["model.embed_tokens.weight"],
+    }
+    whole = {**tensors, **{f"model.layers.3.{name}": tensor for name, tensor in layer.items()}}
+    shutil.copytree(model, target)
+    return _write(target, model, whole, num_nextn_predict_layers=1)

@@ -1,0 +1,139 @@
+"""Drafts of a model, an EAGLE head or a predictor of one more token change no greedy token, and no distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from engines import MAX_TOKENS, PROMPTS, Runs, start_features
+
+import drafters
+import variants
+from running import reference_network
+from sampling import drawn
+
+
+class Run(NamedTuple):
+    """Who is drafted for, how many tokens, how drafts are chosen, and whether the models are compiled."""
+
+    target: str
+    tokens: int
+    sampled: str = "greedy"
+    compiled: bool = False
+
+
+RUNS = {
+    "draft_model": Run("qwen3", 3, "probabilistic"),
+    "eagle": Run("llama", 3, "greedy", compiled=True),
+    "eagle3": Run("llama", 3, "probabilistic"),
+    "mtp": Run("deepseek_v3", 1),
+}
+DRAWN = drawn(tuple(RUNS), 2, "who drafts")
+TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
+LONG = 48
+SAMPLES, TOP, TEMPERATURE = 1500, 3, 2.0
+SPREAD = {"n": SAMPLES, "temperature": TEMPERATURE, "top_k": TOP, "seed": 3, "max_tokens": 2}
+
+each = pytest.mark.parametrize("method", DRAWN)
+
+
+def _unsure(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Logits a fiftieth as far apart: the same order, and something to draw from."""
+    return tensor * 0.02 if name == "model.norm.weight" else tensor
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Method → the target and what drafts for it."""
+    folder = tmp_path_factory.mktemp("drafters")
+    families = {run.target for run in RUNS.values()}
+    unsure = {name: variants.changed(checkpoint(name), folder / name, _unsure) for name in families}
+    qwen, llama = unsure["qwen3"], unsure["llama"]
+    predicting = drafters.with_mtp(unsure["deepseek_v3"], folder / "mtp")
+    return {
+        "draft_model": (qwen, drafters.noisy(qwen, folder / "noisy")),
+        "eagle": (llama, drafters.eagle(llama, folder / "eagle")),
+        "eagle3": (llama, drafters.eagle3(llama, folder / "eagle3")),
+        "mtp": (predicting, predicting),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(models: dict[str, tuple[Path, Path]]) -> Runs:
+    """The engine with drafts, and the one without."""
+
+    def begin(method: str) -> Any:
+        (target, drafter), run = models[method], RUNS[method]
+        steps = [
+            {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}},
+            {"do": "generate", "prompts": TURNS, "sampling": {"max_tokens": LONG}},
+            {"do": "metrics", "contains": "spec_decode"},
+            {"do": "generate", "prompts": PROMPTS[:1], "sampling": SPREAD},
+        ]
+        how = {"method": method, "model": str(drafter), "num_speculative_tokens": run.tokens}
+        engine = {"enforce_eager": not run.compiled, "max_num_seqs": 64, "max_num_batched_tokens": 256}
+        drafted = {"speculative_config": {**how, "draft_sample_method": run.sampled}, **engine}
+        return start_features((target, steps, drafted), (target, steps[1:2], {}))
+
+    return Runs({method: begin(method) for method in DRAWN})
+
+
+def _tokens(step: list[dict[str, Any]]) -> list[list[int]]:
+    return [output["tokens"][0] for output in step]
+
+
+@each
+def test_greedy_tokens_equal_hugging_face(
+    method: str, results: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    drafted, _ = results[method]["runs"]
+    assert _tokens(drafted["steps"][0]) == expected(RUNS[method].target)
+
+
+@each
+def test_drafts_are_accepted_and_rejected_and_change_no_token(method: str, results: Runs) -> None:
+    drafted, plain = results[method]["runs"]
+    assert _tokens(drafted["steps"][1]) == _tokens(plain["steps"][0])
+    counted = drafted["steps"][2]
+    accepted, made = (counted[f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
+    assert 0 < accepted < made
+
+
+@each
+def test_sampled_tokens_keep_the_targets_distribution(
+    method: str, results: Runs, models: dict[str, tuple[Path, Path]]
+) -> None:
+    network = reference_network(models[method][0], torch.float32)
+    drawn_pairs = torch.tensor(results[method]["runs"][0]["steps"][3][0]["tokens"])
+    first = _best(network, PROMPTS[0])
+    assert max(first.values()) < 0.9
+    pairs = {
+        (one, other): chance * next_chance
+        for one, chance in first.items()
+        for other, next_chance in _best(network, [*PROMPTS[0], one]).items()
+    }
+    expected = torch.tensor(list(pairs.values()))
+    found = (drawn_pairs[:, None] == torch.tensor(list(pairs))).all(-1).float().mean(0)
+    assert len(drawn_pairs) == SAMPLES
+    assert torch.isclose(found.sum(), torch.tensor(1.0))
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / SAMPLES).sqrt()).all(), found.tolist()
+
+
+def _best(network: Any, prompt: list[int]) -> dict[int, float]:
+    """The tokens that may follow, and the probability of each."""
+    with torch.no_grad():
+        best = (network(torch.tensor([prompt])).logits[0, -1] / TEMPERATURE).topk(TOP)
+    return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
+
+
+@each
+def test_the_drafter_runs_our_operators_too(method: str, results: Runs) -> None:
+    drafted, plain = (run["report"] for run in results[method]["runs"])
+    layers = [sum(report["attention"].values()) for report in (drafted, plain)]
+    assert layers[0] > layers[1] > 0
+    assert drafted["native_layers"] == {}
+    assert drafted["model_runner"] == "V2"
+    assert (drafted["compiled"] is not None) == RUNS[method].compiled
