@@ -68,4 +68,13 @@ def forward(
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
     """For commands and for ``/metrics``."""
     model, survey = runner.server_args.model_path, LOADED.of(runner).survey
-    runs.record(f"SGLang {host_version()}", model, survey, undispatched, report.own_rank())
+    chunk = runner.server_args.chunked_prefill_size or -1  # -1: prompts are not divided
+    sizes = runs.Sizes(
+        str(runner.dtype).removeprefix("torch."),
+        get_parallel().tp_size,
+        runner.max_running_requests,
+        chunk if chunk > 0 else runner.server_args.max_prefill_tokens,
+        eager=True,
+    )
+    host = f"SGLang {host_version()}"
+    runs.record(host, model, survey, undispatched, report.own_rank(), sizes=sizes)

@@ -96,8 +96,18 @@ class WorkerFL(Worker):
         parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
         rank = self.rank + parallel.data_parallel_rank * parallel.world_size
         runner = str(model_runner.choice(self.vllm_config))
-        runs.record(host, self.model_config.model, self.fl_survey, {}, rank, runner)
+        runs.record(host, self.model_config.model, self.fl_survey, {}, rank, runner, self._sizes())
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
+
+    def _sizes(self) -> runs.Sizes:
+        scheduler, graphs = self.vllm_config.scheduler_config, self.vllm_config.compilation_config.cudagraph_mode
+        return runs.Sizes(
+            str(self.model_config.dtype).removeprefix("torch."),
+            self.parallel_config.tensor_parallel_size,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            graphs is None or graphs.name == "NONE",
+        )
 
     def _compare_ranks(self) -> None:
         """Refuse to serve if ranks would choose differently. Every rank must call it, after its first batch."""

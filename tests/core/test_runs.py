@@ -328,3 +328,10 @@ def test_a_process_knows_its_ancestors() -> None:
     parents = [pid for pid, _ in processes.ancestors(os.getpid())]
     assert parents[0] == os.getppid()
     assert processes.began(4194304) is None
+
+
+def test_the_sizes_of_a_run_s_steps_are_read_as_they_were_recorded() -> None:
+    sizes = runs.Sizes("bfloat16", 2, 64, 2048, eager=False)
+    runs.record("vLLM 0.32", "tiny", SURVEY, {}, sizes=sizes)
+    (run,) = runs.recorded()
+    assert runs.Sizes(**run.sizes) == sizes

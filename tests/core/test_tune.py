@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +24,13 @@ from fl_dispatch.cli.output import ResultFile
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.evidence.tune.engine import Cell, cells, compared, disagreements, measure, workloads
-from fl_dispatch.evidence.tune.model import Dimensions, dimensions
+from fl_dispatch.evidence.tune.model import Dimensions, dimensions, read_model
 from fl_dispatch.evidence.tune.record import Record, resumed
 from fl_dispatch.evidence.tune.tuning import Plan, steps
 from fl_dispatch.evidence.tune.warmth import compilations
+from fl_dispatch.hosting import runs
+from fl_dispatch.hosting.runs import Sizes
+from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.ops import Place
 from fl_dispatch.types import OpImpl
 
@@ -310,6 +314,47 @@ def test_on_a_chip_with_a_shipped_file_it_runs_beside_the_tuned_one_and_each_att
     assert "shipped file" not in cells(tmp_path / "mine.yaml", None, accelerator=True)
     faster = {"decode": {"shipped file": [11.0, 11.1, 11.2], "tuned": [10.0, 10.1, 10.2]}}
     assert disagreements(compared(faster)) == ["decode: shipped file is 1.099 times as fast as the tuned file"]
+
+
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, sizes: Sizes | None) -> None:
+    """Leave the record of a worker that serves a model, in this process's name."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(runs, "_recorder", runs.Recorder())
+    runs.record("vLLM 0.32", model, Survey("vLLM", {}, {}, {}), {}, sizes=sizes)
+
+
+def test_a_run_gives_the_model_and_the_sizes_that_are_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    serving(tmp_path, monkeypatch, str(folder), Sizes("bfloat16", 2, 6, 4096, eager=True))
+    plans: list[Plan] = []
+    monkeypatch.setattr(command, "_run", lambda plan, *_: plans.append(plan))
+    command.tune(run=str(os.getpid()), out=tmp_path / "chip.yaml")
+    command.tune(run=str(os.getpid()), out=tmp_path / "chip.yaml", dtype="float32", max_batch=2, prefill=[64])
+    as_served, given = plans
+    assert (as_served.place.dtype, as_served.batches, as_served.prefills) == (
+        torch.bfloat16,
+        (1, 2, 4, 6),
+        (2048, 4096),
+    )
+    assert as_served.model == read_model(folder, 2)
+    assert (given.place.dtype, given.batches, given.prefills) == (torch.float32, (1, 2), (64,))
+
+
+def test_a_run_without_sizes_or_with_a_model_that_is_no_folder_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving(tmp_path, monkeypatch, str(tmp_path), None)
+    with pytest.raises(DispatchError, match="its record has no sizes"):
+        command.tune(run=str(os.getpid()))
+    serving(tmp_path, monkeypatch, "someone/model", Sizes("bfloat16", 1, 6, 4096, eager=True))
+    with pytest.raises(DispatchError, match="'someone/model' is no folder here"):
+        command.tune(run=str(os.getpid()))
+    with pytest.raises(DispatchError, match="give one of them"):
+        command.tune(run=str(os.getpid()), model=tmp_path)
 
 
 def test_every_declared_call_of_the_model_has_a_case_that_its_reference_runs() -> None:

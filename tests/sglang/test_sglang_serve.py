@@ -19,6 +19,7 @@ import psutil
 import pytest
 from serving import environment, server_arguments
 
+from fl_dispatch.hosting.runs import Sizes, recorded
 from processes import free_port
 from running import MAX_TOKENS, PROMPTS
 
@@ -153,6 +154,10 @@ def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server
     assert (norms["layer"], norms["count"], norms["host"]) == ("RMSNorm", 13, "forward_native")
     assert (norms["runs"], norms["kept"]) == ("reference.torch", "")
     assert entry["pid"] in [child.pid for child in psutil.Process(server.process.pid).children(True)]
+    (run,) = (run for run in recorded() if run.pid == entry["pid"])
+    sizes = Sizes(**run.sizes)
+    assert (sizes.dtype, sizes.tensor_parallel, sizes.eager) == ("float32", 1, True)
+    assert min(sizes.requests, sizes.step_tokens) > 0
 
 
 def test_on_sigterm_the_server_and_its_processes_end(server: Server) -> None:

@@ -19,6 +19,7 @@ import pytest
 from engines import MAX_TOKENS, PROMPTS, environment, serve_command
 
 import processes
+from fl_dispatch.hosting.runs import Sizes, recorded
 
 READY_WITHIN = 240.0
 SEEN_WITHIN = 20.0
@@ -32,6 +33,7 @@ VARIABLES = {
     "VLLM_FL_SHADOW_ACTION": "ban",
 }
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", "67108864")
+SIZES = ("--max-num-seqs", "3", "--max-num-batched-tokens", "384")
 # Cached prefixes were computed by whoever ran then; here each request shall be computed anew.
 FRESH = ("--no-enable-prefix-caching", "--served-model-name", "tiny", "--host", "127.0.0.1")
 WRONG = {"operator": "silu_and_mul", "implementation": "vendor.long", "rank": "0"}
@@ -44,7 +46,7 @@ class Server:
     def __init__(self, model: Path, log: Path, state: str) -> None:
         self.port = processes.free_port()
         self.log, self.state = log, state
-        arguments = (*serve_command(str(model)), *OPTIONS, *FRESH, "--port", str(self.port))
+        arguments = (*serve_command(str(model)), *OPTIONS, *SIZES, *FRESH, "--port", str(self.port))
         variables = environment(XDG_STATE_HOME=state, **VARIABLES)
         with log.open("wb") as output:
             self.process = processes.Fork(processes.warm(), arguments, variables, output.fileno(), output.fileno())
@@ -144,6 +146,13 @@ def test_explain_and_doctor_speak_of_the_serving_process(server: Server) -> None
     assert ["shadow_action", "ban", "environment variable VLLM_FL_SHADOW_ACTION", "0"] in report["settings"]
     assert report["workers"][0][1] == f"{entry['pid']} (running)"
     assert report["workers"][0][4].startswith("V2, because vLLM prefers it")
+
+
+def test_the_record_has_the_sizes_of_its_steps_for_fl_tune(server: Server) -> None:
+    (run,) = recorded(Path(server.state) / "fl_dispatch" / "runs")
+    sizes = Sizes(**run.sizes)
+    assert (sizes.dtype, sizes.tensor_parallel, sizes.eager) == ("float32", 1, True)
+    assert (sizes.requests, sizes.step_tokens) == (3, 384)
 
 
 def test_a_number_that_is_no_run_is_one_error(server: Server) -> None:

@@ -23,6 +23,8 @@ from ..evidence.tune.race import LEAST_SECONDS, REPEATS
 from ..evidence.tune.record import Record, read_record, resumed, winners_of
 from ..evidence.tune.rules import agreement, merge
 from ..evidence.tune.tuning import Plan, seed, steps
+from ..hosting import runs
+from ..hosting.runs import Sizes
 from ..manager import get_default_manager
 from ..ops import Place
 from ..policy import get_policy
@@ -44,6 +46,10 @@ def tune(
     model: Annotated[
         Path | None, typer.Option(help="A model's folder, or its config.json; no weights are needed.")
     ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help="Instead of --model and sizes: those of a serving process, by its number or its records."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32. Default: the model's.")] = "",
     max_batch: Annotated[
@@ -56,7 +62,7 @@ def tune(
     context: Annotated[
         list[int] | None, typer.Option(help="Keys of a decoding request (repeatable). Default: 1024, 8192; CPU 512.")
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Ranks that share each layer. Default: 1.")] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this operator (repeatable).")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="For engines without graphs: the host's time counts.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = REPEATS,
@@ -84,10 +90,19 @@ def tune(
     if compare is not None:
         _compare(*compare)
         return
+    if run is not None:
+        if model is not None:
+            raise DispatchError("--model and --run both name a model: give one of them")
+        model, sizes = _served(run)
+        dtype, max_batch = dtype or sizes.dtype, max_batch or sizes.requests
+        tensor_parallel, eager = tensor_parallel or sizes.tensor_parallel, eager or sizes.eager
+        prefill = prefill or sorted({min(sizes.step_tokens, most) for most in (*PREFILLS[True], sizes.step_tokens)})
     if model is None:
-        raise DispatchError("--model names the folder of the model whose calls are tuned")
+        raise DispatchError(
+            "--model names the folder of the model whose calls are tuned, or --run an engine that serves"
+        )
     seed()
-    dimensions = read_model(model, tensor_parallel)
+    dimensions = read_model(model, tensor_parallel or 1)
     place = Place(dtype_named(dtype or dimensions.dtype), device_named(device))
     file = out or platforms.tuned_path(device_of(place.device.type))
     if out is None:
@@ -98,6 +113,20 @@ def tune(
     _run(plan, file, evidence, fresh)
     if engine and not confirm(plan, model, file, layers, rounds):
         raise typer.Exit(1)
+
+
+def _served(place: str) -> tuple[Path, Sizes]:
+    """The model of a run and the sizes of its steps.
+
+    Raises:
+        DispatchError: there is no such run, it left no sizes, or its model is no folder.
+    """
+    found = runs.named(place)[0]
+    if not found.sizes:
+        raise DispatchError(f"--run {place}: its record has no sizes; name the model with --model, and the sizes")
+    if not Path(found.model).is_dir():
+        raise DispatchError(f"--run {place}: its model '{found.model}' is no folder here; name one with --model")
+    return Path(found.model), Sizes(**found.sizes)
 
 
 def _plan(

@@ -36,6 +36,25 @@ PAUSE = 2.0
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """The sizes of an engine's steps, from which the shapes of its calls follow.
+
+    Args:
+        dtype: of activations, such as ``bfloat16``.
+        tensor_parallel: ranks that share each layer.
+        requests: the most that a step decodes.
+        step_tokens: the most tokens of a step.
+        eager: nothing is captured.
+    """
+
+    dtype: str
+    tensor_parallel: int
+    requests: int
+    step_tokens: int
+    eager: bool
+
+
+@dataclass(frozen=True)
 class Run:
     """One worker.
 
@@ -56,6 +75,7 @@ class Run:
         runner: which of the host's model runners it has, and why; empty for a host with one.
         choices: what runs, see :func:`~fl_dispatch.hosting.report.run_report`.
         layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.survey.LayerChoice`.
+        sizes: those of :class:`Sizes`; empty in an older record.
     """
 
     host: str
@@ -74,6 +94,7 @@ class Run:
     runner: str = ""
     choices: Choices = field(default_factory=dict)
     layer_choices: list[dict[str, Any]] = field(default_factory=list)
+    sizes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:
@@ -147,7 +168,13 @@ _recorder = Recorder()
 
 
 def record(
-    host: str, model: str, survey: Survey, undispatched: dict[str, list[str]], rank: int = 0, runner: str = ""
+    host: str,
+    model: str,
+    survey: Survey,
+    undispatched: dict[str, list[str]],
+    rank: int = 0,
+    runner: str = "",
+    sizes: Sizes | None = None,
 ) -> None:
     """Leave a file about this process and keep it up to date. That it cannot be written is a WARNING, nothing more."""
     pid = os.getpid()
@@ -159,6 +186,7 @@ def record(
         ancestors=processes.ancestors(pid),
         runner=runner,
         layer_choices=[asdict(choice) for choice in survey.choices],
+        sizes={} if sizes is None else asdict(sizes),
     )  # fmt: skip
     _recorder.begin(run)
     with suppress(OSError):  # another worker may be removing the same

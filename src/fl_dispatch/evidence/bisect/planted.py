@@ -151,13 +151,16 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 def register_builtins(registry: OpRegistry) -> None:
-    """Register ``vendor.planted`` for every operator, right, and ``vendor.planted.NAME`` for each fault."""
+    """Register ``vendor.planted`` for every operator, right, and ``vendor.planted.NAME`` for each fault.
+
+    The faults are opaque, as kernels of other languages are: Dynamo would keep one side of their conditions.
+    """
     registry.register_many(
         OpImpl(impl.op_name, f"vendor.{VENDOR}", BackendImplKind.VENDOR, impl.fn, vendor=VENDOR, priority=1)
         for impl in ReferenceBackend().implementations(BackendImplKind.REFERENCE, "reference.torch", 1)
     )
     registry.register_many(
-        OpImpl(op, f"vendor.{VENDOR}.{name}", BackendImplKind.VENDOR, fn, vendor=VENDOR, priority=0)
+        OpImpl(op, f"vendor.{VENDOR}.{name}", BackendImplKind.VENDOR, fn, vendor=VENDOR, priority=0, opaque=True)
         for name, faults in FAULTS.items()
         for op, fn in faults.items()
     )
