@@ -7,6 +7,7 @@ A mistake whose tests pass is a hole in them: the exit status is the number of t
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -137,6 +138,13 @@ MISTAKES = (
         "tests/vllm/test_shadow_compiled.py",
     ),
     Mistake(
+        "a draft begins behind its request",
+        "vllm_fl/runner_kernels/drafts.py",
+        "    last_token_indices[:requests] = start[:-1] + kept - 1",
+        "    last_token_indices[:requests] = start[:-1] + kept",
+        "tests/vllm/test_runner_kernels.py",
+    ),
+    Mistake(
         "metrics of other servers' workers",
         "fl_dispatch/hosting/runs.py",
         "if mine := [run for run in alive if run.descends_from(root)]",
@@ -178,11 +186,21 @@ def noticed(mistake: Mistake) -> bool:
     return ended.returncode == TESTS_FAILED
 
 
-def main(names: list[str]) -> int:
-    unknown = set(names) - {mistake.name for mistake in MISTAKES}
-    if unknown:
-        sys.exit(f"mistakes.py: no mistake is called '{unknown.pop()}'")
-    missed = 0
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Plant mistakes in copies of the sources, one after the other: each has to turn its test red. "
+        "The exit status is the number of those that were not noticed."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these mistakes; all by default")
+    parser.add_argument("--list", action="store_true", help="print the mistakes and their tests, and plant none")
+    options = parser.parse_args()
+    if options.list:
+        for mistake in MISTAKES:
+            print(f"{mistake.name}: {mistake.test}")
+        return 0
+    names, missed = options.names, 0
+    if unknown := set(names) - {mistake.name for mistake in MISTAKES}:
+        parser.error(f"no mistake is called '{min(unknown)}'; --list prints them")
     for mistake in MISTAKES:
         if names and mistake.name not in names:
             continue
@@ -195,4 +213,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
