@@ -99,9 +99,12 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     if speculation is None or speculation.method not in model_runner.DRAFTS:
         return []
     runner = model_runner.choice(vllm_config)
+    draft, models_of = speculation.draft_model_config, (vllm_config.model_config, speculation.draft_model_config)
     return [
         (device.accelerator, "drafts of a model"),
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
+        (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
+        *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
 
 
@@ -129,6 +132,7 @@ def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
         return []
     name = quantization.SERVED[model.quantization]
     return [
+        (model.use_mla, f"latent attention quantized by '{name}'"),
         (model.is_moe, f"experts quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]

@@ -93,7 +93,7 @@ class Weights:
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
         for layer, *_ in self.declared:
-            if isinstance(layer, HeadLayer):
+            if isinstance(layer, HeadLayer) and layer.fl_runs():
                 weight = _own(layer, "weight")
                 assert weight is not None
                 layer.quant_method.apply(layer, weight.new_zeros(1, weight.shape[1]))

@@ -49,5 +49,7 @@ def test_v2_gets_one_that_chooses_by_slot_and_position_and_leaves_other_rows_alo
     rows = SimpleNamespace(expanded_idx_mapping=torch.tensor([2, 1, 1]), pos=torch.tensor([1, 6, 7]))
     assert processor.apply(logits, rows)[1:].argmax(-1).tolist() == [5, 6]
     assert torch.equal(logits[0], before[0])
+    reading = SimpleNamespace(expanded_idx_mapping=torch.tensor([1]), pos=torch.tensor([2]))  # within its prompt
+    assert processor.apply(before[:1].clone(), reading).argmax(-1).tolist() == [5]
     assert not processor.add_request(1, SamplingParams())  # the slot has a new occupant
     assert torch.equal(processor.apply(before.clone(), rows), before)

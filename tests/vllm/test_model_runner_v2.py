@@ -69,7 +69,8 @@ def test_a_feature_without_forms_is_refused_where_the_user_asks_for_the_runner(
 @pytest.mark.parametrize(
     ("given", "lacking"),
     [
-        (["fl_dispatch.cli.bisect.doors:ForcedTokens"], ["processors of logits that are written for V1"]),
+        (["vllm.v1.sample.logits_processor:AdapterLogitsProcessor"], ["processors of logits that are written for V1"]),
+        (["fl_dispatch.cli.bisect.doors:ForcedTokens"], []),  # it serves both
         (["vllm.v1.worker.gpu.sample.logits_processor:LogitsProcessor"], []),
         (["nobody.has:This"], []),
         (None, []),

@@ -101,6 +101,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
         ),
         ("qwen3_moe", {"hf_overrides": {"quantization_config": FP8}}, "experts quantized by 'fp8'"),
+        ("deepseek_v2", {"hf_overrides": {"quantization_config": FP8}}, "latent attention quantized by 'fp8'"),
         ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         (
@@ -130,6 +131,21 @@ def test_drafts_of_a_model_are_refused_in_the_v1_runner(
     reason = "drafts of a model by the V1 model runner (VLLM_USE_V2_MODEL_RUNNER asks for it)"
     with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {reason}")):
         configure("llama", speculative_config=draft)
+
+
+def test_what_a_draft_is_made_of_is_asked_too(
+    configure: Callable[..., Any], described: Callable[[str], Path], tmp_path: Path
+) -> None:
+    mamba = {"method": "draft_model", "model": str(described("mamba2")), **SPECULATION}
+    with pytest.raises(
+        ValueError, match="does not support a draft with state-space and linear-attention layers on cpu"
+    ):
+        configure("llama", speculative_config=mamba)
+    quantized = json.loads((described("llama") / "config.json").read_text()) | {"quantization_config": FP8}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    draft = {"method": "draft_model", "model": str(tmp_path), **SPECULATION}
+    with pytest.raises(ValueError, match="does not support drafts of a model with quantized weights on cpu"):
+        configure("llama", speculative_config=draft, dtype="bfloat16")
 
 
 def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any]) -> None:

@@ -74,7 +74,7 @@ def tune(
         bool, typer.Option("--engine", help="Then serve with vLLM alone, fixed policies and the file, in turns.")
     ] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of those engines, so that all fit at once.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of those engines.")] = 5,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of those engines.")] = 5,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Say on how many keys two tunings agree, and do nothing else.")
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, re
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class Served:
-    """The part that all have in common: models of any dtype, and dense layers only."""
+    """The part that all have in common: models of any dtype, dense layers only, and logits by a plain product."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -26,6 +28,13 @@ class Served:
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
             raise ValueError(f"vllm_fl does not support quantized experts yet ({prefix})")
+        method = self.fl_method(layer, prefix)
+        if isinstance(layer, ParallelLMHead) and not isinstance(method, (UnquantizedEmbeddingMethod, NoneType)):
+            raise ValueError(f"vllm_fl does not support a quantized head yet ({prefix})")
+        return method
+
+    def fl_method(self, layer: Any, prefix: str) -> Any:
+        """The method of a layer of a kind that is served."""
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
 
@@ -45,8 +54,8 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
 
 class Fp8ConfigFL(Served, fp8.Fp8Config):
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        method = super().get_quant_method(layer, prefix)
+    def fl_method(self, layer: Any, prefix: str) -> Any:
+        method = super().fl_method(layer, prefix)
         return Fp8MethodFL(self) if type(method) is fp8.Fp8LinearMethod else method
 
 
@@ -57,9 +66,7 @@ class GPTQMethodFL(auto_gptq.AutoGPTQLinearMethod):
 
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts):
-            return super().get_quant_method(layer, prefix)
+    def fl_method(self, layer: Any, prefix: str) -> Any:
         return get_linear_quant_method(self, layer, prefix, GPTQMethodFL)
 
 
@@ -72,8 +79,8 @@ class AWQMethodFL(auto_awq.AutoAWQMarlinLinearMethod):
 
 
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        method = super().get_quant_method(layer, prefix)
+    def fl_method(self, layer: Any, prefix: str) -> Any:
+        method = super().fl_method(layer, prefix)
         return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
 
 

@@ -7,6 +7,7 @@ from fl_dispatch.hosting.host_facts import HostFact
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _LINEAR = "vllm.model_executor.kernels.linear"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
+_SCHEMES = f"{_QUANTIZATION}.compressed_tensors.schemes"
 _CONFIGS = "quantization.configs"
 _ASKS = "vLLM's code asks for CUDA's kernels before ours are chosen."
 _CONFIG = ("get_quant_method(layer, prefix)", "get_supported_act_dtypes()")
@@ -38,6 +39,62 @@ FACTS = (
         "reads",
         _CONFIGS,
         "vLLM knows by a class's name how parameters of merged layers load.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.auto_gptq:AutoGPTQLinearMethod",
+        ("__init__(quant_config)",),
+        "overrides",
+        _CONFIGS,
+        _ASKS,
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.auto_awq:AutoAWQMarlinLinearMethod",
+        ("__init__(quant_config)",),
+        "overrides",
+        _CONFIGS,
+        _ASKS,
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.utils.gptq_utils",
+        ("get_linear_quant_method(config, layer, prefix, linear_method_cls)",),
+        "reads",
+        _CONFIGS,
+        "It gives layers of a checkpoint their methods.",
+        since="0.32",
+    ),
+    *(
+        HostFact(
+            f"{_SCHEMES}.{name}",
+            ("process_weights_after_loading(layer)", kernel),
+            "replaces",
+            _CONFIGS,
+            _ASKS,
+            since="0.32",
+        )
+        for name, kernel in (
+            ("compressed_tensors_w8a8_int8:CompressedTensorsW8A8Int8", "kernel"),
+            ("compressed_tensors_wNa16:CompressedTensorsWNA16", "kernel"),
+            ("compressed_tensors_w8a8_fp8:CompressedTensorsW8A8Fp8", "fp8_linear"),
+            ("compressed_tensors_w8a16_fp8:CompressedTensorsW8A16Fp8", "linear_kernel"),
+        )
+    ),
+    HostFact(
+        f"{_LINEAR}.mixed_precision.MPLinearKernel:MPLinearLayerConfig",
+        ("partition_weight_shape", "weight_type", "group_size", "zero_points"),
+        "reads",
+        "quantization.kernels",
+        "What a layer asks of a kernel.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_LINEAR}.scaled_mm.ScaledMMLinearKernel:FP8ScaledMMLinearLayerConfig",
+        ("weight_quant_key", "activation_quant_key", "input_dtype"),
+        "reads",
+        "quantization.kernels",
+        "What a layer asks of a kernel.",
         since="0.32",
     ),
     *(

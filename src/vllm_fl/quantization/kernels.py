@@ -114,8 +114,12 @@ class Fp8Layer(ScaledLayer):
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
         """Not with groups."""
-        if c.weight_quant_key.scale.group_shape.is_per_group():
-            return False, "vllm_fl has groups of fp8 weights in square blocks only"
+        shape = c.weight_quant_key.scale.group_shape
+        if not (shape.is_per_tensor() or shape.is_per_channel()):
+            return (
+                False,
+                f"vllm_fl has fp8 weights with a scale a column or a weight here, not {shape.row} x {shape.col}",
+            )
         return True, None
 
 
@@ -198,6 +202,8 @@ class PackedLayer(QuantizedLayer):
             return False, f"vllm_fl knows no {c.weight_type} without zero points"
         if c.group_size > 0 and inner % c.group_size:
             return False, f"{inner} rows of the weight are no whole number of groups of {c.group_size}"
+        if any(size % (orders.WORD // bits) for size in c.partition_weight_shape):
+            return False, f"a weight of {c.partition_weight_shape} elements fills no whole words"
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:

@@ -47,9 +47,14 @@ def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
         scale: one for each column, for each of the layers that vLLM merged into this one, or for all of it. Only the
             first one is set of merged layers that the checkpoint merged too.
         widths: columns of each of the merged layers.
+
+    Raises:
+        ValueError: there are other numbers of scales.
     """
     scale, columns = scale.float().flatten(), sum(widths)
     if scale.numel() == columns:
         return scale.view(-1, 1).contiguous()
+    if scale.numel() not in (1, len(widths)):
+        raise ValueError(f"{scale.numel()} scales for {columns} columns of {len(widths)} merged layers")
     each = torch.where(scale > UNSET, scale, scale[0]).expand(len(widths))
     return each.repeat_interleave(torch.tensor(widths, device=scale.device)).view(-1, 1)

@@ -73,7 +73,8 @@ class _ForV2(_v2_interface()):  # type: ignore[misc]  # the host is not type-che
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
         for row, (slot, place) in enumerate(zip(ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist(), strict=True)):
             if forced := self._slots.get(slot):
-                _choose(logits[row], forced, place + 1 - int(self._prompt_len.np[slot]))
+                generated = place + 1 - int(self._prompt_len.np[slot])  # negative while the prompt is read
+                _choose(logits[row], forced, max(0, generated))
         return logits
 
 

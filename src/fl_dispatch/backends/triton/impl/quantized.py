@@ -75,7 +75,9 @@ def _scaled(
             factor = tl.load(weight_scale + (b_row // BLOCKS) * SCALES + part)
             acc += tl.dot(a, b) * x_factor[:, None] * factor[None, :]
         else:
-            acc = tl.dot(a, b, acc)
+            acc = tl.dot(
+                a, b, acc, max_num_imprecise_acc=INNER
+            )  # else Hopper sums a whole row in its short accumulator
     y = acc.to(tl.float32)
     if not BLOCKS:
         y = y * tl.load(x_scale + a_row)[:, None] * tl.load(weight_scale + b_row * COLUMN_SCALE)[None, :]
@@ -153,6 +155,11 @@ def _rows_at_once(rows: int) -> int:
     return min(MOST_ROWS, max(FEW_ROWS, power_of_two(rows)))
 
 
+def _refuse_strided(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if any(each is not None and each.numel() and each.stride(-1) != 1 for each in (x, weight, bias)):
+        raise NotSupported("elements of a row, of a column or of the bias that do not lie side by side")
+
+
 def scaled_linear(
     x: Tensor,
     x_scale: Tensor,
@@ -168,8 +175,7 @@ def scaled_linear(
         raise NotSupported("rows and weights of one type, and scales of float32")
     if block_size and (block_size < FEW_ROWS * 2 or block_size & (block_size - 1) or x.dtype is torch.int8):
         raise NotSupported("blocks of fp8, whose side is a power of two from 32 on")
-    if weight.stride(1) != 1:
-        raise NotSupported("elements of a column that do not lie side by side")
+    _refuse_strided(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], columns), dtype=getattr(torch, dtype))
     if not out.numel():
         return out
@@ -197,8 +203,7 @@ def weight_only_linear(
     columns, stored = weight.shape
     if x.dtype is torch.float64:
         raise NotSupported("float64")
-    if weight.stride(1) != 1:
-        raise NotSupported("elements of a column that do not lie side by side")
+    _refuse_strided(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], columns))
     if not out.numel():
         return out

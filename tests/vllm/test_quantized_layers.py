@@ -1,0 +1,52 @@
+"""A quantized layer that the operators cannot compute is refused: by its kernel, or by its configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.scalar_type import scalar_types
+
+from vllm_fl.quantization import kernels, orders
+from vllm_fl.quantization.configs import GPTQConfigFL
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize("layer", [kernels.Fp8Layer, kernels.Fp8WeightLayer])
+def test_scales_of_fp8_are_a_columns_or_a_weights(layer: type[kernels.QuantizedLayer]) -> None:
+    answers = {key: layer.can_implement(SimpleNamespace(weight_quant_key=key))[0] for key in (  # type: ignore[attr-defined]
+        kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym,
+    )}  # fmt: skip
+    assert list(answers.values()) == [True, True, False]
+
+
+def test_scales_that_are_neither_are_not_taken_for_some() -> None:
+    assert orders.scale_of_columns(torch.ones(1), [4, 4]).shape == (8, 1)
+    assert orders.scale_of_columns(torch.tensor([1.0, 2.0]), [1, 2]).flatten().tolist() == [1, 2, 2]
+    with pytest.raises(ValueError, match="6 scales for 8 columns of 2 merged layers"):
+        orders.scale_of_columns(torch.ones(2, 3), [4, 4])
+
+
+@pytest.mark.parametrize(("shape", "fits"), [((64, 48), True), ((60, 48), False), ((64, 44), False)])
+def test_packed_weights_fill_whole_words(shape: tuple[int, int], fits: bool) -> None:
+    asked = SimpleNamespace(
+        weight_type=scalar_types.uint4b8, partition_weight_shape=shape, group_size=-1, zero_points=False
+    )
+    assert kernels.PackedLayer.can_implement(asked)[0] == fits
+
+
+def test_a_quantized_head_is_refused_by_name() -> None:
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    nn.Module.__init__(head)
+    GPTQConfigFL.from_config({**GPTQ, "lm_head": False}).get_quant_method(head, "lm_head")
+    with pytest.raises(ValueError, match=r"vllm_fl does not support a quantized head yet \(lm_head\)"):
+        GPTQConfigFL.from_config({**GPTQ, "lm_head": True}).get_quant_method(head, "lm_head")
