@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -35,8 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     """Workers leave a record of themselves for ``fl doctor``: those of tests not among the user's own.
 
-    Nor do tests read the user's tuned files.
+    Nor do tests read the user's tuned files. Ctrl-C is heard as in a terminal, by this process and those that it
+    starts: one that a script starts in the background is born deaf to it.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fl-state-")
     os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="fl-config-")
 

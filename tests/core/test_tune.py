@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,15 +207,6 @@ def test_an_interrupted_tuning_goes_on_where_it_was_and_repeats_nothing(tmp_path
     assert not resumed([kept], other).cases
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """As in a terminal: a process that a script starts in the background is born deaf to Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_there_is_and_no_platform_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
