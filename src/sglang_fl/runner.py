@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
@@ -68,13 +68,17 @@ def forward(
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
     """For commands and for ``/metrics``."""
     model, survey = runner.server_args.model_path, LOADED.of(runner).survey
-    chunk = runner.server_args.chunked_prefill_size or -1  # -1: prompts are not divided
-    sizes = runs.Sizes(
-        str(runner.dtype).removeprefix("torch."),
-        get_parallel().tp_size,
-        runner.max_running_requests,
-        chunk if chunk > 0 else runner.server_args.max_prefill_tokens,
-        eager=True,
-    )
     host = f"SGLang {host_version()}"
-    runs.record(host, model, survey, undispatched, report.own_rank(), sizes=sizes)
+    runs.record(host, model, survey, undispatched, report.own_rank(), sizes=_sizes(runner))
+
+
+def _sizes(runner: ModelRunner) -> runs.Sizes | None:
+    """Those of its steps, once SGLang has found out how many requests fit."""
+    requests = getattr(runner, "max_running_requests", None)
+    if requests is None:
+        return None
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not divided
+    tokens = chunk if chunk > 0 else schedule.max_prefill_tokens
+    dtype = str(runner.dtype).removeprefix("torch.")
+    return runs.Sizes(dtype, get_parallel().tp_size, requests, tokens, eager=True)
