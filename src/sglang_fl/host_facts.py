@@ -142,6 +142,13 @@ READ = (
         "Which hooks are registered, and which SGLang has applied.",
     ),
     HostFact(
+        "sglang.srt.runtime_context",
+        ("get_parallel()", "get_schedule()"),
+        "reads",
+        "runner",
+        "Ranks, and the sizes of steps for the record of a run.",
+    ),
+    HostFact(
         "sglang.srt.environ:Envs",
         ("SGLANG_FORCE_FUSED_OP_BACKEND",),
         "reads",
