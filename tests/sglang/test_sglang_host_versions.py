@@ -23,7 +23,7 @@ HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 OPERATORS = {
     "qwen3": ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"),
     "qwen3_moe": ("rms_norm", "topk_softmax", "fused_moe", "paged_attention"),
-    "deepseek_v3": ("rms_norm", "grouped_topk", "fused_moe", "mla_decode", "mla_prefill"),
+    "deepseek_v3": ("rms_norm", "grouped_topk", "fused_moe", "mla_decode"),
 }
 FAMILIES = drawn(tuple(OPERATORS), 1, "families of an older SGLang")
 
