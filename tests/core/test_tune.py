@@ -189,6 +189,21 @@ def test_a_candidate_that_raises_or_declines_is_named_with_its_reason() -> None:
     assert "too small" in problems(record, "default.declines")
 
 
+def test_a_candidate_is_never_called_with_what_it_declines() -> None:
+    met: list[int] = []
+
+    def small_ones_only(x: Tensor) -> Tensor:
+        met.append(len(x))  # a compiled kernel might write anywhere
+        return gated(x)
+
+    takes = {"supports": lambda x: len(x) < 3 or "too large"}
+    record = tuned(
+        plan_of(candidate("default.small", small_ones_only, 900, **takes), candidate("default.fast", gated, 800))
+    )
+    assert max(met) < 3
+    assert "too large" in problems(record, "default.small")
+
+
 def test_an_interrupted_tuning_goes_on_where_it_was_and_repeats_nothing(tmp_path: Path) -> None:
     plan = plan_of(candidate("default.fast", gated, 900))
     facts = plan.facts({"device": "a chip", "versions": {"torch": "1"}}, "5")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ... import prepared
-from ...errors import text_of
+from ...errors import NotSupported, text_of
 from ...hosting.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
 from ...ops import OPERATORS, Sample
@@ -129,13 +129,12 @@ def race(
     for impl, outcome in zip(candidates, outcomes, strict=True):
         if outcome.problem:
             continue
-        layout = required_layout(impl)
-        given = laid_out(args, case.op_name, layout)
-        refusal = True if impl.supports is None else impl.supports(*operator.operands(given))
-        if refusal is not True:
-            outcome.problem = f"declines: {refusal or 'its supports says no'}"
+        try:
+            given = accepted(impl, args)
+        except NotSupported as refusal:
+            outcome.problem = f"declines: {refusal}"
             continue
-        sets = shared.setdefault(layout, _Shared(given, moved, clock))
+        sets = shared.setdefault(required_layout(impl), _Shared(given, moved, clock))
         try:
             calls = calls_of(direct_function(manager.state, impl), sets, clock)
             round_, outcome.how = clock.prepared(calls, eager)
@@ -169,6 +168,19 @@ class _Shared:
 def required_layout(impl: OpImpl) -> str:
     """The layout of the KV cache that an implementation requires, or an empty text."""
     return str(impl.requires.get(LAYOUT, ""))
+
+
+def accepted(impl: OpImpl, args: Arguments) -> Arguments:
+    """Arguments of a call as an implementation takes them, with the KV cache in the layout that it requires.
+
+    Raises:
+        NotSupported: it declines them. It must not be called then: a compiled kernel may write anywhere.
+    """
+    given = laid_out(args, impl.op_name, required_layout(impl))
+    refusal = True if impl.supports is None else impl.supports(*OPERATORS[impl.op_name].operands(given))
+    if refusal is not True:
+        raise NotSupported(refusal or "its supports says no")
+    return given
 
 
 def laid_out(args: Arguments, op_name: str, layout: str) -> Arguments:

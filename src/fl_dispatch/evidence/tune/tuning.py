@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..timing import Clock
 from .calls import Key, TunedCase, tuned_cases
 from .model import Dimensions
 from .providers import providers
-from .race import REPEATS, Outcome, is_provable, prove, race
+from .race import REPEATS, Outcome, accepted, is_provable, prove, race
 from .record import Record
 from .warmth import late_compilation, requests_of, start_of
 
@@ -142,6 +143,10 @@ def steps(plan: Plan, record: Record, yardstick: Yardstick) -> Iterator[tuple[st
                 yield tuned.name, CANDIDATES * once, lambda t=tuned: _measure(plan, record, t, yardstick.clock, proofs)  # type: ignore[misc]
 
 
+def _call(impl: OpImpl, function: Callable[..., Any], *args: Any) -> None:
+    function(*accepted(impl, OPERATORS[impl.op_name].bind(args, {})))
+
+
 def _look(plan: Plan, record: Record, op_name: str, cases: list[TunedCase]) -> None:
     """Find out which candidates of an operator compile after a start, and record it."""
     impls = {impl.impl_id: impl for tuned in cases for impl in plan.candidates(tuned.key)}
@@ -150,7 +155,7 @@ def _look(plan: Plan, record: Record, op_name: str, cases: list[TunedCase]) -> N
     for impl_id, impl in impls.items():
         start = start_of(plan.model, op_name, plan.place, sizes, most)
         requests = requests_of(plan.model, op_name, plan.place, sizes, cases)
-        why = late_compilation(direct_function(plan.manager.state, impl), start, requests)
+        why = late_compilation(partial(_call, impl, direct_function(plan.manager.state, impl)), start, requests)
         if why:
             found[impl_id] = why
     record.late[op_name] = found
