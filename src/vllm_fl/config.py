@@ -252,8 +252,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
-    if not device.forks:
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may hold a device context
+    if not device.forks or torch.get_num_threads() > 1:  # a fork loses a device's context, and OpenMP's threads
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if "v2" not in device.model_runners:
         _keep_to_v1(vllm_config)
     if not is_packed(vllm_config):  # else a parent process has said it

@@ -111,12 +111,15 @@ def test_who_asks_for_piecewise_graphs_gets_the_pieces(
 
 
 def test_the_worker_and_how_processes_start_follow_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    for spec, worker, method in (
-        (NIMBUS, config.GPU_WORKER, "spawn"),
-        (replace(NIMBUS, forks=True), config.GPU_WORKER, None),
-        (replace(NIMBUS, workers={"vLLM": "nimbus.Worker"}), "nimbus.Worker", "spawn"),
-        (devices.CPU, config.CPU_WORKER, None),
+    for spec, threads, worker, method in (
+        (NIMBUS, 1, config.GPU_WORKER, "spawn"),
+        (replace(NIMBUS, forks=True), 1, config.GPU_WORKER, None),
+        (replace(NIMBUS, forks=True), 2, config.GPU_WORKER, "spawn"),  # a fork would wait for OpenMP's threads for ever
+        (replace(NIMBUS, workers={"vLLM": "nimbus.Worker"}), 1, "nimbus.Worker", "spawn"),
+        (devices.CPU, 1, config.CPU_WORKER, None),
+        (devices.CPU, 2, config.CPU_WORKER, "spawn"),
     ):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         for name in ("VLLM_WORKER_MULTIPROC_METHOD", "VLLM_USE_V2_MODEL_RUNNER", "OMP_NUM_THREADS"):
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
