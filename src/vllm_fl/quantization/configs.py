@@ -59,10 +59,16 @@ class Fp8ConfigFL(Served, fp8.Fp8Config):
         return Fp8MethodFL(self) if type(method) is fp8.Fp8LinearMethod else method
 
 
-@register_weight_loader_v2_supported_method
-class GPTQMethodFL(auto_gptq.AutoGPTQLinearMethod):
-    def __init__(self, quant_config: auto_gptq.AutoGPTQConfig) -> None:  # vLLM's asks whether Marlin runs
+class WithoutMarlin:
+    """Methods that choose among the registered kernels; vLLM's own ``__init__`` asks whether Marlin runs."""
+
+    def __init__(self, quant_config: Any) -> None:
         self.quant_config, self.quant_type, self.input_dtype = quant_config, quant_config.quant_type, None
+
+
+@register_weight_loader_v2_supported_method
+class GPTQMethodFL(WithoutMarlin, auto_gptq.AutoGPTQLinearMethod):
+    pass
 
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
@@ -71,11 +77,8 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
 
 
 @register_weight_loader_v2_supported_method
-class AWQMethodFL(auto_awq.AutoAWQMarlinLinearMethod):
-    """The method that chooses among registered kernels, whatever its name."""
-
-    def __init__(self, quant_config: auto_awq.AutoAWQConfig) -> None:  # vLLM's asks whether Marlin runs
-        self.quant_config, self.quant_type, self.input_dtype = quant_config, quant_config.quant_type, None
+class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
+    pass
 
 
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):

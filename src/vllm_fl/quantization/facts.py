@@ -41,21 +41,9 @@ FACTS = (
         "vLLM knows by a class's name how parameters of merged layers load.",
         since="0.32",
     ),
-    HostFact(
-        f"{_QUANTIZATION}.auto_gptq:AutoGPTQLinearMethod",
-        ("__init__(quant_config)",),
-        "overrides",
-        _CONFIGS,
-        _ASKS,
-        since="0.32",
-    ),
-    HostFact(
-        f"{_QUANTIZATION}.auto_awq:AutoAWQMarlinLinearMethod",
-        ("__init__(quant_config)",),
-        "overrides",
-        _CONFIGS,
-        _ASKS,
-        since="0.32",
+    *(
+        HostFact(f"{_QUANTIZATION}.{owner}", ("__init__(quant_config)",), "overrides", _CONFIGS, _ASKS, since="0.32")
+        for owner in ("auto_gptq:AutoGPTQLinearMethod", "auto_awq:AutoAWQMarlinLinearMethod")
     ),
     HostFact(
         f"{_QUANTIZATION}.utils.gptq_utils",
