@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import processes
 from fl_dispatch.cli.bisect.selftest import TESTS
 
-LEAST_BLIND = 5
-"""The largest yardstick, in logits: above it a fault could hide."""
+BLIND = {"float32": 0.1, "bfloat16": 20.0}
+"""The largest yardstick, in logits of which the small model's are 80 apart: above it a fault could hide."""
 
 
 def check(host: str, fault: str, environment: Mapping[str, str], *arguments: str) -> None:
@@ -33,4 +33,4 @@ def check(host: str, fault: str, environment: Mapping[str, str], *arguments: str
     (found,) = json.loads(ended.log[ended.log.index("[") :])
     assert found["right"]
     assert found["differs"] == bool(TESTS[fault].op)
-    assert found["yardstick"]["largest"] < LEAST_BLIND
+    assert found["yardstick"]["largest"] < BLIND[TESTS[fault].dtype]

@@ -386,3 +386,40 @@ def test_an_operator_written_otherwise_gets_a_suggestion_everywhere(name: str) -
         assert "did you mean 'silu_and_mul'" in done.stderr
     with pytest.raises(DispatchError, match="did you mean 'silu_and_mul'"):
         call_op(name, torch.ones(2, 4))
+
+
+TERMS = 8192
+
+
+def _long_products() -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, TERMS, generator=generator) for rows in (8, 64))
+    return [Sample("long", (x, weight * TERMS**-0.5, None))]
+
+
+def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A right product, whose sums are rounded at every term."""
+    y = x.new_zeros(len(x), len(weight))
+    for column in range(x.shape[-1]):
+        y.addcmul_(x[:, column : column + 1], weight[:, column])
+    return y
+
+
+def test_a_long_sum_may_have_the_rounding_of_a_long_sum() -> None:
+    found = check(one_by_one, "linear", samples=_long_products())
+    assert found.verdict == "right"
+    assert found.worst.error > found.tolerance.atol  # a short one may not
+
+
+def test_a_long_sum_that_loses_a_term_is_wrong() -> None:
+    def loses_one(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return one_by_one(x[:, 1:], weight[:, 1:])
+
+    assert check(loses_one, "linear", samples=_long_products()).verdict == "wrong"
+
+
+def test_a_long_sum_in_a_half_type_is_wrong() -> None:
+    def half(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (x.bfloat16() @ weight.bfloat16().t()).float()
+
+    assert check(half, "linear", samples=_long_products()).verdict == "wrong"

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.engine
 
 SHOWN = (
     "one_shape",
+    "bfloat16_only",
     "bfloat16_only-float32",
     "beyond_256",
     "leftover",

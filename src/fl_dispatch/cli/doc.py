@@ -9,7 +9,7 @@ import torch
 import typer
 
 from ..errors import DispatchError
-from ..ops import OPERATORS, Access, Operator
+from ..ops import FEW_TERMS, OPERATORS, STANDARD_TOLERANCE, Access, Operator
 from .output import console
 
 ACCESS = {
@@ -52,3 +52,6 @@ def described(operator: Operator) -> Iterator[str]:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         allowed = operator.tolerances[dtype]
         yield f"Tolerance in {str(dtype).removeprefix('torch.')}: {allowed.atol:g} + {allowed.rtol:g} * |expected|."
+    if operator.terms is not None:
+        summed = STANDARD_TOLERANCE[torch.float32].atol
+        yield f"Sums of n terms, n above {FEW_TERMS}: {summed:g} * (sqrt(n / {FEW_TERMS}) - 1) more."

@@ -14,7 +14,7 @@ from .. import prepared
 from ..devices import device_of
 from ..errors import DispatchError
 from ..manager import OpManager
-from ..ops import OPERATORS, Access, Operator, Sample
+from ..ops import OPERATORS, Access, Operator, Sample, Tolerance
 from ..ops.results import flat
 from ..run.plan import direct_function
 from ..settings.names import suggestion
@@ -46,6 +46,7 @@ class Input:
         label: what is special about it.
         serving: a realistic serving shape.
         args: all arguments in the declaration's order.
+        tolerance: the accepted error of results.
         operator: whose they are.
         oracle: the reference.
     """
@@ -53,6 +54,7 @@ class Input:
     label: str
     serving: bool
     args: Arguments
+    tolerance: Tolerance
     operator: Operator
     oracle: Callable[..., Any] = field(repr=False)
     _expected: list[Tensor | None] | None = field(default=None, repr=False)
@@ -111,15 +113,17 @@ class Inputs:
         label: str = "",
     ) -> None:
         self.operator, self.dtype, self.seed = declared(op_name), dtype, seed
-        oracle = _oracle(manager, self.operator)
+        self._oracle = _oracle(manager, self.operator)
         made = _generated(self.operator, dtype, device, seed, probes) if samples is None else samples
-        self._inputs = [
-            Input(sample.label, sample.serving, _poisoned(self.operator, sample), self.operator, oracle)
-            for sample in made
-            if label in sample.label
-        ]
+        self._inputs = [self._input(sample) for sample in made if label in sample.label]
         if label and not self._inputs:
             raise DispatchError(f"no input of '{op_name}' has a label with '{label}' in it")
+
+    def _input(self, sample: Sample) -> Input:
+        operator, args = self.operator, _poisoned(self.operator, sample)
+        is_declared = self.dtype in operator.tolerances
+        tolerance = operator.tolerance(self.dtype, args) if is_declared else Tolerance(0.0, 0.0)
+        return Input(sample.label, sample.serving, args, tolerance, operator, self._oracle)
 
     def compute(self) -> None:
         """Compute what the reference gives for each, now rather than when it is needed."""

@@ -49,7 +49,7 @@ class Verification:
 
     Args:
         op_name, impl_id, dtype: what was verified.
-        tolerance: what is accepted.
+        tolerance: what is accepted where sums have few terms.
         how: ``direct``, or the backend of ``torch.compile`` through which the calls went.
         seed: of the inputs.
         samples: how many inputs were run.
@@ -230,7 +230,7 @@ def _judged(
     state = {f"'{name}'": tensor for name, (access, tensor) in before if access is Access.STATE}
     if problem := strays(state, kept, given.expected):
         return problem, []
-    compared = compare(given.label, kept, given.expected, found.tolerance)
+    compared = compare(given.label, kept, given.expected, given.tolerance)
     if compared.worst is not None and (found.worst is None or not compared.worst.share <= found.worst.share):
         found.worst = compared.worst
     found.rounding += compared.rounding
@@ -276,7 +276,7 @@ def _race(
         if deterministic:
             wrong = not same_bits(first, [one for _, one in got if one is not None])
         else:
-            compared = compare(given.label, got, given.expected, found.tolerance)
+            compared = compare(given.label, got, given.expected, given.tolerance)
             wrong = bool(compared.problem or compared.missing)
         if wrong:
             found.blame(given, f"call {found.calls} under load gives another result for the same input")

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from . import activation, attention, elementwise, linear, mla, moe, normalization, quantization, rotary, routing
 from .declaration import (
+    FEW_TERMS,
     STANDARD_TOLERANCE,
     Access,
     LayerForm,
@@ -44,6 +45,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
 """Every declared operator by name."""
 
 __all__ = [
+    "FEW_TERMS",
     "OPERATORS",
     "STANDARD_TOLERANCE",
     "Access",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -188,6 +189,10 @@ STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 )
 
 
+FEW_TERMS = 128
+"""A sum of so many terms in float32 stays within the absolute part of a tolerance, by ten standard deviations."""
+
+
 def leading_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
     """The first tensor among positional arguments."""
     for arg in args:
@@ -227,7 +232,8 @@ class Operator:
             show: large sizes, strides, NaN in memory that no call may use.
         shapes: those that benchmarks measure; ``None`` for the serving samples.
         aliases: names that the field has for it.
-        tolerances: accepted error for each dtype.
+        tolerances: accepted error for each dtype, where sums have few terms; see :meth:`tolerance`.
+        terms: the terms of the sum behind one element (positional arguments); ``None`` where errors do not add up.
         mean_error: accepted mean error of results in a half type, in units of the last place. Rounding once gives 0.25,
             rounding before a last product 0.3, arithmetic in the half type about 0.45 for a gated activation.
         workload: what a conditional choice sees of a call (positional arguments).
@@ -250,6 +256,7 @@ class Operator:
     shapes: Shapes | None = None
     aliases: tuple[str, ...] = ()
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: STANDARD_TOLERANCE)
+    terms: Callable[..., int] | None = None
     mean_error: float = 0.4
     workload: Callable[..., Workload] = rows_workload
     phases: bool = False
@@ -319,6 +326,23 @@ class Operator:
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a call less the hints; ``args`` in the declaration's order."""
         return args[: len(self.parameters) - len(self.hints)]
+
+    def tolerance(self, dtype: torch.dtype, args: tuple[Any, ...]) -> Tolerance:
+        """The accepted error of a call; ``args`` as :meth:`bind` returns them.
+
+        A sum of ``n`` terms that is rounded at each of them has an error whose standard deviation grows with
+        ``sqrt(n)`` (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), so beyond
+        :data:`FEW_TERMS` the absolute part grows by as much as such a sum in float32 has. In float64 it does likewise.
+
+        Raises:
+            KeyError: no tolerance is declared for the dtype.
+        """
+        given = self.tolerances[dtype]
+        terms = FEW_TERMS if self.terms is None else self.terms(*self.operands(args))
+        if terms <= FEW_TERMS:
+            return given
+        summed = STANDARD_TOLERANCE[torch.promote_types(dtype, torch.float32)].atol
+        return Tolerance(given.rtol, given.atol + summed * (math.sqrt(terms / FEW_TERMS) - 1))
 
     def stay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The tensors of a call that are weights; ``args`` as :meth:`bind` returns them."""

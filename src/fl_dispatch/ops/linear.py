@@ -23,6 +23,10 @@ def _work(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Work:
     return Work(elements * x.element_size(), 2 * rows * weight.numel())
 
 
+def _terms(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    return weight.shape[-1]
+
+
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
@@ -58,6 +62,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     probes=row_probes.linear,
     shapes=shapes.products,
     aliases=("matmul", "gemm", "mm", "dense"),
+    terms=_terms,
     work=_work,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -184,14 +184,15 @@ def _difference(operator: Operator, call: Call, result: Any, second: Call, other
     pairs = [(f"{name} {index}", *pair) for index, pair in enumerate(zip(results, others, strict=True))]
     numbers = [pair for pair in pairs if isinstance(pair[2], Tensor) and pair[2].is_floating_point()]
     worst = Difference(0.0, "")
+    args = call.args
     for where, one, wanted in numbers or pairs:  # beside weights that are equal, equal scores may change places
-        found = _of_tensors(operator, where, one, wanted)
+        found = _of_tensors(operator, args, where, one, wanted)
         if not found.tolerances <= worst.tolerances:
             worst = found
     return worst
 
 
-def _of_tensors(operator: Operator, where: str, one: Any, wanted: Any) -> Difference:
+def _of_tensors(operator: Operator, args: tuple[Any, ...], where: str, one: Any, wanted: Any) -> Difference:
     if not (isinstance(one, Tensor) and isinstance(wanted, Tensor)):
         return Difference(0.0 if one is wanted else math.inf, f"{where} is {type(one).__name__}")
     if one.shape != wanted.shape or one.dtype != wanted.dtype:
@@ -204,7 +205,7 @@ def _of_tensors(operator: Operator, where: str, one: Any, wanted: Any) -> Differ
         return Difference(math.inf if wrong else 0.0, f"{where}: {wrong} of {one.numel()} integers differ")
     wide = wanted.to(torch.float64 if wanted.dtype is torch.float64 else torch.float32)
     size = torch.where(wide.isfinite(), wide, 0.0).square().mean(-1, keepdim=True).sqrt().clamp(min=1.0)
-    share = errors(one, wide, operator.tolerances[_tolerated(one.dtype)], size)[1].flatten()
+    share = errors(one, wide, operator.tolerance(_tolerated(one.dtype), args), size)[1].flatten()
     place = share.argmax()  # of NaN, if there is one
     largest, got, expected = torch.stack(
         (share[place], one.flatten()[place].to(wide.dtype), wide.flatten()[place])

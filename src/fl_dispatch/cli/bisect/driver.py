@@ -9,11 +9,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,7 @@ def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path |
     """Be the driver: start an engine, and do what the investigation asks, until it asks for the end."""
     with suppress(PermissionError):  # it leads one already
         os.setsid()
+    threading.Thread(target=_end_with_investigation, daemon=True).start()
     os.environ.update(variables)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -178,10 +180,7 @@ def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path |
         pipe.send((False, text_of(error)))
         raise
     while True:
-        try:
-            name, arguments = pipe.recv()
-        except EOFError:  # the investigation is gone
-            os.killpg(0, signal.SIGKILL)
+        name, arguments = pipe.recv()
         try:
             answer = getattr(engine, name)(*arguments)
         except BaseException as error:  # likewise
@@ -190,3 +189,11 @@ def drive(pipe: Connection, start: Start, variables: dict[str, str], log: Path |
         if name == "stop":
             os._exit(0)
         pipe.send((True, answer))
+
+
+def _end_with_investigation() -> None:
+    """End this driver and all that it started as soon as the investigation is gone, whatever the engine does then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)

@@ -34,11 +34,11 @@ def one_shape(x: Tensor) -> Tensor:
 def bfloat16_only(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Wrong in bfloat16: the last two columns, half of the last vector, are left as they were."""
+    """Wrong in bfloat16: the last vector of a row, eight columns, is never written."""
     result = normalization.rms_norm(x, residual, weight, epsilon)
     if x.dtype is torch.bfloat16:
-        y, total = result if isinstance(result, tuple) else (result, x)
-        y[..., -2:] = total[..., -2:]
+        y = result[0] if isinstance(result, tuple) else result
+        y[..., -8:] = 0
     return result
 
 
