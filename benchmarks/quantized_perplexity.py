@@ -21,14 +21,13 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "tests/vllm"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "tests")]
 
 import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
-from quantized_network import computed, distance, network, original_scores  # noqa: E402
-
 import scoring  # noqa: E402
 from fl_dispatch.cli import small_model  # noqa: E402
 from fl_dispatch.evidence.perplexity import perplexity  # noqa: E402
+from quantized_network import computed, distance, network, original_scores  # noqa: E402
 from running import PROMPTS  # noqa: E402
 
 UNQUANTIZED = "not quantized"

@@ -18,19 +18,9 @@ from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
 from .host_facts import FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
-from .version import host_version
+from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 logger = get_logger(__name__)
-
-TESTED_HOSTS = ("0.5.23",)
-"""All engine tests run on these."""
-
-SMOKE_TESTED_HOSTS = ("0.5.21",)
-"""On these small models ran on a CPU with right tokens; no other tests.
-
-Older ones are known from their source alone: up to 0.5.16 layers choose their forward when they are made, in
-``MultiPlatformOp.dispatch_forward``.
-"""
 
 
 @cache
@@ -98,16 +88,17 @@ def all_hooks() -> tuple[Hook, ...]:
 
 
 def extend_host() -> None:
-    """Add what SGLang has a place for: our attention backend, and methods that ``Engine.collective_rpc`` can call."""
+    """Add what SGLang has a place for: our attention, methods for ``Engine.collective_rpc``, names of quantization."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
-    from . import attention, report
+    from . import attention, quantization, report
 
     register_attention_backend(ATTENTION)(attention.create)
     AttentionBackendRegistry.register(ATTENTION, attention.absorb_always)
     add_attention_backend_choices([ATTENTION])
     for method in report.SCHEDULER_METHODS:
         setattr(Scheduler, method.__name__, method)
+    quantization.announce()

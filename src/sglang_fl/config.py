@@ -14,7 +14,9 @@ from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
+from . import quantization
 from .host import HOST
+from .version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -29,8 +31,9 @@ PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
 
 
 def _features(args: ServerArgs) -> list[tuple[Any, str]]:
+    asked = args.quantization
     return [
-        (args.quantization, f"quantization '{args.quantization}'"),
+        (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
         (args.kv_cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {args.kv_cache_dtype}"),
         (args.speculative_algorithm, f"speculative decoding with '{args.speculative_algorithm}'"),
         (args.enable_torch_compile, "--enable-torch-compile"),
@@ -63,7 +66,7 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
 
     model = runner.model_config
     asked = [
-        (model.quantization is not None, f"quantization '{model.quantization}'"),
+        *_quantized(runner, device),
         (mambaish_config(model) is not None, "state-space and linear-attention layers"),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
@@ -84,6 +87,17 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
             backend,
             ATTENTION,
         )
+
+
+def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
+    method, version = runner.model_config.quantization, host_version()
+    if method is None:
+        return []
+    return [
+        (method not in quantization.SERVED or device.accelerator, f"quantization '{method}'"),
+        (version not in TESTED_HOSTS, f"quantization '{method}' under SGLang {version}"),
+        (bool(runner.use_mla_backend), f"latent attention quantized by '{method}'"),
+    ]
 
 
 def hosts_own_attention() -> list[str]:

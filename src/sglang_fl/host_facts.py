@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from fl_dispatch.hosting.host_facts import HostFact
 
+from .quantization.facts import FACTS as QUANTIZATION
+
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
@@ -310,6 +312,7 @@ OVERRIDDEN = (
             "get_dispatch_key_name()",
             "get_default_attention_backend()",
             "get_paged_allocator_cls()",
+            "get_quantization_config(quantization)",
             "get_graph_runner_cls()",
             "get_compile_backend(mode=None)",
             "apply_server_args_defaults(server_args)",
@@ -365,4 +368,4 @@ OVERRIDDEN = (
     ),
 )
 
-FACTS = (*HOOKED, *READ, *OVERRIDDEN)
+FACTS = (*HOOKED, *READ, *OVERRIDDEN, *QUANTIZATION)

@@ -18,9 +18,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
-from fl_dispatch import get_default_manager
+from fl_dispatch import get_default_manager, prepared
 from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.bound_layer import bind_for
+from fl_dispatch.hosting.quantized.layers import kernels, weights
 from fl_dispatch.hosting.survey import LayerChoice, Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
@@ -157,6 +158,12 @@ def prepare(model: nn.Module) -> Survey:
         bind_for(bridge, prefixes)
         bridge.place(model, prefixes[0])
         ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    for prefix, _, kernel in kernels(model):
+        kernel.fl_bind(prefix)
+        name = type(kernel).__name__
+        ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    for layer, parameter in weights(model):
+        prepared.declare(getattr(layer, parameter))
     said = tuple(replace(choice, count=count) for choice, count in choices.items())
     return Survey("SGLang", ours, dict(native), dict(attending), said)
 
@@ -190,6 +197,7 @@ class FirstPass:
         claims = {
             prefix: found.fl_operator for prefix, layer in modules.items() if (found := BRIDGE.find(layer)) is not None
         }
+        claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
         if (ours := _ours(backend)) is not None:
             layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))
             claims.update(dict.fromkeys(layers, ours.operator))

@@ -12,6 +12,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from fl_dispatch.devices import detect_device
 
 from . import config, startup
+from .quantization import SERVED, config_class
 from .v0_5_21 import OlderPlatform
 
 DEVICE = detect_device()
@@ -30,7 +31,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
     _enum = PlatformEnum.OOT
     device_name = DEVICE.name
     device_type = DEVICE.torch_type
-    supported_quantization: list[str] = []  # noqa: RUF012  SGLang's type
+    supported_quantization = list(SERVED)  # noqa: RUF012  SGLang's type
 
     # -- the device ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +108,10 @@ class PlatformFL(OlderPlatform, SRTPlatform):
 
     def get_graph_runner_cls(self) -> type:
         raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet")
+
+    def get_quantization_config(self, quantization: str) -> type | None:
+        """Ours for a method that is served; others were refused before a model loads."""
+        return config_class(quantization)
 
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
         return torch.device(DEVICE.place(local_rank))

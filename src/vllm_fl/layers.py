@@ -19,6 +19,7 @@ from torch import nn
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.host_facts import HostFact
+from fl_dispatch.hosting.quantized.layers import KERNEL, kernels
 from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
@@ -27,7 +28,6 @@ from fl_dispatch.types import BackendImplKind
 from . import forwards, linear, moe
 from .compat import layer_classes
 from .forwards import DispatchedLayer
-from .quantization.kernels import KERNEL, kernels
 
 logger = get_logger(__name__)
 

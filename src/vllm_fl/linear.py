@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from fl_dispatch import prepared
 from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.quantized import layers as quantized
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
-from .quantization import kernels as quantized
 
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:

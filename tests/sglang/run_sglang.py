@@ -1,8 +1,9 @@
 """One engine in a process of its own: ``python run_sglang.py job.json result.json``.
 
 A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "steps": [...], "doctor": bool}``, a step
-``{"prompts": token ids, "max_tokens": n, "policy": a policy}``; a policy is the arguments of
-``SelectionPolicy.from_dict``, or null. The first is set in this process before the scheduler's is started. A step's is
+``{"prompts": token ids, "max_tokens": n, "policy": a policy, "scores": bool}``; a policy is the arguments of
+``SelectionPolicy.from_dict``, or null. ``scores`` of the result are the log-probabilities of all tokens but a text's
+first. The first is set in this process before the scheduler's is started. A step's is
 set in the scheduler's, with an empty cache, by the plugin module ``policy_method``. ``doctor`` of the result is what
 ``fl doctor --json`` says while the engine serves.
 """
@@ -48,9 +49,15 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             _flush(engine)
             engine.collective_rpc("set_policy", policy=step["policy"])
         sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}
-        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling)
+        asked = {"return_logprob": True, "logprob_start_len": 0} if step.get("scores") else {}
+        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling, **asked)
+        metas = [output["meta_info"] for output in outputs] if asked else []
         steps.append(
             {
+                "scores": [
+                    [score for score, *_ in (*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"])]
+                    for meta in metas
+                ],
                 "tokens": [output["output_ids"] for output in outputs],
                 "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
             }

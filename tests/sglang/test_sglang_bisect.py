@@ -10,7 +10,15 @@ from sampling import drawn
 
 pytestmark = pytest.mark.engine
 
-SHOWN = ("bfloat16_only-float32",)
+SHOWN = (
+    "one_shape",
+    "bfloat16_only",
+    "bfloat16_only-float32",
+    "beyond_256",
+    "leftover",
+    "dies",
+    "not_exact",
+)
 """Those that were seen to be found, or rightly not blamed; docs/bisect.md has the others."""
 FAULTS = drawn(SHOWN, 1, "planted faults, SGLang")
 

@@ -16,7 +16,7 @@ from serving import environment, start
 from processes import Runs
 from running import ran
 from sampling import drawn
-from sglang_fl.compat import SMOKE_TESTED_HOSTS, TESTED_HOSTS
+from sglang_fl.version import SMOKE_TESTED_HOSTS, TESTED_HOSTS
 
 HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 (VERSION,) = SMOKE_TESTED_HOSTS

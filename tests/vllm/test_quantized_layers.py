@@ -15,14 +15,15 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.scalar_type import scalar_types
 
-from vllm_fl.quantization import kernels, orders
+from fl_dispatch.hosting.quantized import orders
+from vllm_fl.quantization import kernels
 from vllm_fl.quantization.configs import GPTQConfigFL
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
 
 @pytest.mark.parametrize("layer", [kernels.Fp8Layer, kernels.Fp8WeightLayer])
-def test_scales_of_fp8_are_a_columns_or_a_weights(layer: type[kernels.QuantizedLayer]) -> None:
+def test_scales_of_fp8_are_a_columns_or_a_weights(layer: type[kernels.VllmKernel]) -> None:
     answers = {key: layer.can_implement(SimpleNamespace(weight_quant_key=key))[0] for key in (  # type: ignore[attr-defined]
         kFp8StaticTensorSym, kFp8StaticChannelSym, kFp8Static128BlockSym,
     )}  # fmt: skip

@@ -1,6 +1,6 @@
 """Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized linear layers.
 
-:mod:`.kernels` computes, :mod:`.orders` unpacks what a checkpoint packs, :mod:`.configs` keeps vLLM from asking for
+:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` tells vLLM so, :mod:`.configs` keeps it from asking for
 CUDA. Importing this package imports nothing of vLLM; it is registered only where a checkpoint is quantized.
 """
 

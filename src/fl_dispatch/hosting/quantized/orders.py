@@ -1,6 +1,6 @@
 """The orders in which checkpoints store weights, unpacked once into the one form of each operator.
 
-vLLM loads every parameter as the checkpoint has it, a rank's part of it. See docs/quantization.md for the forms.
+Hosts load every parameter as the checkpoint has it, a rank's part of it. See docs/quantization.md for the forms.
 """
 
 from __future__ import annotations
@@ -12,14 +12,28 @@ from torch import Tensor
 
 WORD = 32
 """Bits of an element of a packed parameter; the first number of a word is in its lowest bits."""
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""AWQ: the place in its word of each of eight numbers."""
 UNSET = torch.finfo(torch.float8_e4m3fn).min
-"""vLLM fills scales that it may not load with less than this."""
+"""Scales that may not be loaded are filled with less than this."""
 
 
-def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Numbers of ``bits`` bits, int32, that lie packed along a dimension."""
+def is_unset(values: Tensor) -> bool:
+    """Whether some of a layer's scales were never loaded; other parameters do not show it."""
+    return values.dtype.is_floating_point and values.dtype.itemsize > 1 and bool((values <= UNSET).any())
+
+
+def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = None) -> Tensor:
+    """Numbers of ``bits`` bits, int32, that lie packed along a dimension.
+
+    Args:
+        words: int32.
+        bits: of a number.
+        dim: the dimension.
+        places: the place in its word of each of a word's numbers, where they are not in order.
+    """
     words = words.movedim(dim, -1)
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
+    shifts = torch.tensor(places or range(WORD // bits), dtype=torch.int32, device=words.device) * bits
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2).movedim(-1, dim)
 
@@ -31,8 +45,8 @@ def packed_weight(numbers: Tensor, bits: int) -> Tensor:
     """
     if bits == 8:
         return (numbers - 128).to(torch.int8).contiguous()
-    pairs = numbers.to(torch.uint8).unflatten(-1, (-1, 2))
-    return (pairs[..., 0] | (pairs[..., 1] << 4)).contiguous()
+    small = numbers.to(torch.uint8)
+    return (small[..., ::2] | (small[..., 1::2] << 4)).contiguous()
 
 
 def zero_points(numbers: Tensor, bits: int) -> Tensor:
@@ -44,8 +58,8 @@ def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
     """A scale for each column, ``[columns, 1]``, float32.
 
     Args:
-        scale: one for each column, for each of the layers that vLLM merged into this one, or for all of it. Only the
-            first one is set of merged layers that the checkpoint merged too.
+        scale: one for each column, for each of the layers that the host merged into this one, or for all of it. Only
+            the first one is set of merged layers that the checkpoint merged too.
         widths: columns of each of the merged layers.
 
     Raises:

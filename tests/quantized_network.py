@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quantized_checkpoints import Scheme, is_product
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fl_dispatch.cli import small_model
+from quantized_checkpoints import Scheme, is_product
 from running import reference_network
 
 DRAWS = 8

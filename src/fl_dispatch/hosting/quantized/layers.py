@@ -1,0 +1,194 @@
+"""The quantized product of a linear layer, one class a kind of weights.
+
+A host loads a layer's parameters, calls ``process_weights_after_loading`` once, which puts them into the operator's
+form for good, and ``apply_weights`` for each product. Both hosts know these two names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import bind_op
+from ...ops.quantization import TENSOR
+from ..attached import Attached
+from . import orders
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+class QuantizedLayer:
+    """The part that all kinds share: the operators of one layer, bound for its prefix."""
+
+    fl_operator: str
+    fl_weights: tuple[str, ...]
+    """The layer's parameters that stay from call to call."""
+    fl_call: Callable[..., Tensor]
+    fl_scope: str | None
+
+    def __init__(self) -> None:
+        self.fl_bind(None)
+
+    def fl_bind(self, scope: str | None) -> None:
+        """Bind the operators for the layer with this prefix; ``None`` while it is not known."""
+        self.fl_scope, self.fl_call = scope, bind_op(self.fl_operator, scope)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Put the loaded parameters into the operator's form.
+
+        Raises:
+            ValueError: nobody has loaded one of them.
+        """
+        raise NotImplementedError
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        raise NotImplementedError
+
+    def _keep(self, layer: nn.Module, **parameters: Tensor | None) -> None:
+        """Put a layer's parameters into the operator's form, for good.
+
+        Raises:
+            ValueError: nobody has loaded one of them.
+        """
+        for name, value in parameters.items():
+            if value is not None and orders.is_unset(value):
+                raise ValueError(f"the checkpoint has no '{name}' for a layer that it quantizes ({self.fl_scope})")
+            setattr(layer, name, None if value is None else nn.Parameter(value, requires_grad=False))
+        KERNEL.give(layer, self)
+
+
+KERNEL = Attached[QuantizedLayer]("fl_kernel")
+"""The kernel of ours that computes a layer's product."""
+
+
+class ScaledLayer(QuantizedLayer):
+    """Rows and weights of 8 bits: ``quantize``, then ``scaled_linear``. Rows have a scale each, or a given one."""
+
+    fl_operator = "scaled_linear"
+    fl_weights = ("weight", "weight_scale")
+    fl_type: str
+    fl_block = 0
+    fl_quantize: Callable[..., tuple[Tensor, Tensor]]
+
+    def fl_bind(self, scope: str | None) -> None:
+        super().fl_bind(scope)
+        self.fl_quantize = bind_op("quantize", scope)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """A scale for each column, and at most one for the rows."""
+        rows = getattr(layer, "input_scale", None)
+        self._keep(
+            layer,
+            weight=layer.weight.data.contiguous(),
+            weight_scale=orders.scale_of_columns(layer.weight_scale.data, layer.logical_widths),
+            input_scale=None if rows is None else rows.data.max().view(1),
+        )
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        given, block = layer.input_scale, self.fl_block
+        rows, scales = self.fl_quantize(x, self.fl_type, block if given is None else TENSOR, given)
+        return self.fl_call(rows, scales, layer.weight, layer.weight_scale, bias, DTYPES[x.dtype], block)
+
+
+class Int8Layer(ScaledLayer):
+    """``int8``: rows quantized when they come, or by a scale of the checkpoint."""
+
+    fl_type = "int8"
+
+
+class Fp8Layer(ScaledLayer):
+    """``fp8`` with a scale for each column, merged layer or weight.
+
+    A host may ask for one scale for all rows of a batch; each row gets its own, so that a request's tokens do not
+    depend on the requests beside it.
+    """
+
+    fl_type = "float8_e4m3fn"
+
+
+class Fp8BlockLayer(ScaledLayer):
+    """``fp8`` with a scale for each square block, as DeepSeek-V3 has it; ``fl_block`` is its size."""
+
+    fl_type = "float8_e4m3fn"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """The scales are called ``weight_scale_inv`` in ``fp8`` checkpoints, and by some models ``weight_scale``."""
+        names = [name for name in ("weight_scale_inv", "weight_scale") if hasattr(layer, name)]
+        found = [getattr(layer, name).data for name in names]
+        scale = next((values for values in found if not orders.is_unset(values)), found[0]).float().contiguous()
+        self._keep(
+            layer,
+            weight=layer.weight.data.contiguous(),
+            weight_scale=scale,
+            weight_scale_inv=None,
+            input_scale=None,
+        )
+
+
+class Fp8WeightLayer(QuantizedLayer):
+    """Weights of ``fp8`` for rows as they are, in ``fl_dtype``."""
+
+    fl_operator = "weight_only_linear"
+    fl_weights = ("weight", "weight_scale")
+    fl_dtype: torch.dtype
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """A scale for each column."""
+        scale = orders.scale_of_columns(layer.weight_scale.data, layer.logical_widths)
+        self._keep(layer, weight=layer.weight.data.contiguous(), weight_scale=scale.to(self.fl_dtype))
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        return self.fl_call(x, layer.weight, layer.weight_scale, None, bias)
+
+
+class PackedLayer(QuantizedLayer):
+    """Weights of ``fl_bits``, 4 or 8, packed in words, for rows as they are.
+
+    ``fl_weights`` names the weight, its scales and its zero points, which count if ``fl_zero_points``; ``fl_places``
+    are those of numbers in words.
+    """
+
+    fl_operator = "weight_only_linear"
+    fl_bits: int
+    fl_zero_points: bool
+    fl_places: Sequence[int] | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Unpack words. A parameter whose ``output_dim`` is 1 lies transposed."""
+        weight_name, scale_name, zero_name = self.fl_weights
+        weight, scale = getattr(layer, weight_name), getattr(layer, scale_name).data
+        if weight.output_dim == 1:
+            scale = scale.t()
+        zeros = None
+        if self.fl_zero_points:
+            zeros = orders.zero_points(self._numbers(getattr(layer, zero_name)), self.fl_bits)
+        forms = {weight_name: orders.packed_weight(self._numbers(weight), self.fl_bits), zero_name: zeros}
+        self._keep(layer, **forms, **{scale_name: scale.contiguous()})
+
+    def _numbers(self, packed: Any) -> Tensor:
+        numbers = orders.unpack(packed.data, self.fl_bits, packed.packed_dim, self.fl_places)
+        return numbers.t() if packed.output_dim == 1 else numbers
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        weight, scale, zero = (getattr(layer, name) for name in self.fl_weights)
+        return self.fl_call(x, weight, scale, zero, bias)
+
+
+def kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantizedLayer]]:
+    """The layers of a model whose product is ours: prefix, layer and kernel."""
+    for prefix, module in model.named_modules():
+        if (kernel := KERNEL.find(module)) is not None:
+            yield prefix, module, kernel
+
+
+def weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Those layers, each with the names of the parameters that stay from call to call."""
+    for _, layer, kernel in kernels(model):
+        yield from ((layer, name) for name in kernel.fl_weights if getattr(layer, name, None) is not None)

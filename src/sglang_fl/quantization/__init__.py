@@ -1,0 +1,38 @@
+"""Quantized checkpoints in SGLang: its configurations and loaders, with our quantized linear layers.
+
+:mod:`.configs` reads what a checkpoint says and gives each layer one of the kinds of :mod:`.schemes`; the products are
+those of :mod:`fl_dispatch.hosting.quantized`. Importing this package imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+SERVED: Mapping[str, str] = MappingProxyType(
+    {
+        "awq": "AWQConfigFL",
+        "gptq": "GPTQConfigFL",
+        "compressed-tensors": "CompressedTensorsConfigFL",
+        "fp8": "Fp8ConfigFL",
+    }
+)
+"""The methods that are served, by the names that checkpoints have → the class in :mod:`.configs`."""
+
+
+def config_class(method: str) -> type | None:
+    """The configuration of a method that is served; ``None`` for another one."""
+    if method not in SERVED:
+        return None
+    from . import configs
+
+    found: type = getattr(configs, SERVED[method])
+    return found
+
+
+def announce() -> None:
+    """Add the methods to SGLang's list of those that exist: it lists GPTQ for the platforms alone that it knows."""
+    from sglang.srt.layers import quantization
+
+    for method in SERVED:
+        quantization.QUANTIZATION_METHODS.setdefault(method, config_class(method))

@@ -1,0 +1,144 @@
+"""Names that this package relies on in SGLang, for the table of :mod:`sglang_fl.host_facts`."""
+
+from __future__ import annotations
+
+from fl_dispatch.hosting.host_facts import HostFact
+
+_LAYERS = "sglang.srt.layers"
+_QUANTIZATION = f"{_LAYERS}.quantization"
+_CONFIGS, _SCHEMES = "quantization.configs", "quantization.schemes"
+_ASKED = ("get_quant_method(layer, prefix)", "get_supported_act_dtypes()", "get_min_capability()")
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
+_SINCE = "0.5.23"
+
+FACTS = (
+    HostFact(
+        _QUANTIZATION,
+        ("QUANTIZATION_METHODS",),
+        "reads",
+        "quantization.__init__",
+        "SGLang lists GPTQ for the platforms alone that it knows.",
+        since=_SINCE,
+    ),
+    *(
+        HostFact(owner, _ASKED, "overrides", _CONFIGS, "SGLang's methods are kernels of CUDA's.", since=_SINCE)
+        for owner in (
+            f"{_QUANTIZATION}.fp8:Fp8Config",
+            f"{_QUANTIZATION}.gptq.gptq:GPTQConfig",
+            f"{_QUANTIZATION}.awq.awq:AWQConfig",
+            f"{_COMPRESSED}.compressed_tensors:CompressedTensorsConfig",
+        )
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.fp8:Fp8Config",
+        ("is_checkpoint_fp8_serialized", "use_mxfp8", "ignored_layers", "weight_block_size", "activation_scheme"),
+        "reads",
+        _CONFIGS,
+        "What a checkpoint says.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_COMPRESSED}.compressed_tensors:CompressedTensorsConfig",
+        ("get_scheme_dict(layer, layer_name=None, matched_target=None)", "quant_format", "target_scheme_map", "ignore"),
+        "reads",
+        _CONFIGS,
+        "What a checkpoint says.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_COMPRESSED}.utils",
+        (
+            "check_equal_or_regex_match(layer_name, targets)",
+            "should_ignore_layer(layer_name, ignore=(), fused_mapping={})",
+        ),
+        "reads",
+        _CONFIGS,
+        "What a checkpoint says.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.gptq.gptq:GPTQConfig",
+        ("from_config(config)",),
+        "overrides",
+        _CONFIGS,
+        "SGLang leaves out whether weights are symmetric.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.gptq.gptq:GPTQConfig",
+        ("weight_bits", "group_size", "desc_act", "lm_head_quantized"),
+        "reads",
+        _CONFIGS,
+        "What a checkpoint says.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.awq.awq:AWQConfig",
+        ("weight_bits", "group_size", "zero_point", "modules_to_not_convert"),
+        "reads",
+        _CONFIGS,
+        "What a checkpoint says.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.utils",
+        (
+            "get_dynamic_override(config, layer_name, key=None, default_value=None)",
+            "is_layer_skipped(prefix, ignored_layers, fused_mapping=MappingProxyType({}))",
+        ),
+        "reads",
+        _CONFIGS,
+        "Layers that a checkpoint leaves as they are.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.awq.awq",
+        ("is_layer_skipped_awq(prefix, modules_to_not_convert)",),
+        "reads",
+        _CONFIGS,
+        "Layers that a checkpoint leaves as they are.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.base_config:LinearMethodBase",
+        (
+            "create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, output_size, "
+            "params_dtype, **extra_weight_attrs)",
+            "apply(layer, x, bias=None)",
+        ),
+        "overrides",
+        _SCHEMES,
+        "SGLang asks a layer's method.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.base_config:QuantizeMethodBase",
+        ("process_weights_after_loading(layer)",),
+        "overrides",
+        _SCHEMES,
+        "SGLang asks a layer's method.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_LAYERS}.linear:LinearBase",
+        ("scheme",),
+        "replaces",
+        _CONFIGS,
+        "SGLang asks it which loader the parameters are for (`requires_weight_loader_v2`).",
+        since=_SINCE,
+    ),
+    *(
+        HostFact(f"{_LAYERS}.parameter", (name,), "reads", _SCHEMES, "How parameters are loaded.", since=_SINCE)
+        for name in (
+            "BasevLLMParameter",
+            "BlockQuantScaleParameter",
+            "ChannelQuantScaleParameter",
+            "GroupQuantScaleParameter",
+            "ModelWeightParameter",
+            "PackedColumnParameter",
+            "PackedvLLMParameter",
+            "PerTensorScaleParameter",
+            "RowvLLMParameter",
+        )
+    ),
+)

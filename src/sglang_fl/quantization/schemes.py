@@ -1,0 +1,253 @@
+"""The kinds of quantized layers as SGLang knows them: an object at each layer that makes its parameters.
+
+SGLang asks a layer's ``scheme`` which of its two loaders it wants; the parameters of all kinds are for the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.layers.parameter import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedColumnParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+    RowvLLMParameter,
+)
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
+from torch import Tensor, nn
+
+from fl_dispatch.hosting.quantized import layers, orders
+
+Loader = Callable[..., None]
+CHANNEL, TENSOR = "channel", "tensor"
+"""Whose scale a scale of weights is."""
+
+
+class Scheme(layers.QuantizedLayer):
+    """The part that all kinds share."""
+
+    requires_weight_loader_v2 = True
+
+    def create_weights(
+        self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
+    ) -> None:
+        """Register the parameters that a checkpoint has.
+
+        Args:
+            layer: a linear layer.
+            inner: elements of a row on this rank.
+            parts: columns on this rank, of each of the layers that SGLang merged into this one.
+            all_inner: elements of a row on all ranks.
+            dtype: of the model.
+            loader: the layer's.
+        """
+        raise NotImplementedError
+
+
+class _EightBits(Scheme):
+    """Weights of 8 bits, as they are stored.
+
+    Args:
+        per: whose scale a scale is.
+        given: whether the checkpoint has scales of inputs.
+    """
+
+    stored: torch.dtype
+
+    def __init__(self, per: str, given: bool) -> None:
+        super().__init__()
+        self._per, self._given = per, given
+
+    def create_weights(
+        self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
+    ) -> None:
+        layer.logical_widths = parts
+        stored = torch.empty(sum(parts), inner, dtype=self.stored)
+        weight = ModelWeightParameter(data=stored, input_dim=1, output_dim=0, weight_loader=loader)
+        layer.register_parameter("weight", weight)
+        self._create_scale(layer, inner, parts, all_inner, loader)
+        if self._given:
+            layer.register_parameter("input_scale", _scales_of_layers(parts, loader))
+
+    def _create_scale(self, layer: Any, inner: int, parts: list[int], all_inner: int, loader: Loader) -> None:
+        if self._per == TENSOR:
+            scale = _scales_of_layers(parts, loader)
+        else:
+            scale = ChannelQuantScaleParameter(data=_unset(sum(parts), 1), output_dim=0, weight_loader=loader)
+        layer.register_parameter("weight_scale", scale)
+
+
+def _scales_of_layers(parts: list[int], loader: Loader) -> Any:
+    return PerTensorScaleParameter(data=_unset(len(parts)), weight_loader=loader)
+
+
+def _unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Scales that are not loaded yet."""
+    return torch.full(shape, torch.finfo(dtype).min, dtype=dtype)
+
+
+class Int8Layer(_EightBits, layers.Int8Layer):
+    stored = torch.int8
+
+
+class Fp8Layer(_EightBits, layers.Fp8Layer):
+    stored = torch.float8_e4m3fn
+
+
+class Fp8WeightLayer(_EightBits, layers.Fp8WeightLayer):
+    stored = torch.float8_e4m3fn
+
+    def create_weights(
+        self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
+    ) -> None:
+        self.fl_dtype = dtype
+        super().create_weights(layer, inner, parts, all_inner, dtype, loader)
+
+
+class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
+    """Blocks of ``fl_block`` by ``fl_block``.
+
+    SGLang's Llama loads what ``fp8`` checkpoints call ``weight_scale_inv`` as ``weight_scale``, other models do not.
+    """
+
+    stored = torch.float8_e4m3fn
+
+    def __init__(self, block: int) -> None:
+        super().__init__(CHANNEL, False)
+        self.fl_block = block
+
+    def _create_scale(self, layer: Any, inner: int, parts: list[int], all_inner: int, loader: Loader) -> None:
+        divided = [*parts[:-1], *([inner] if inner != all_inner else ())]
+        if any(size % self.fl_block for size in divided):
+            raise ValueError(f"{parts} columns of {inner} elements are no whole blocks of {self.fl_block}")
+        for name in ("weight_scale", "weight_scale_inv"):
+            scales = _unset(-(-sum(parts) // self.fl_block), -(-inner // self.fl_block))
+            scale = BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=loader)
+            layer.register_parameter(name, scale)
+
+
+class _Packed(Scheme, layers.PackedLayer):
+    """Weights in words.
+
+    Args:
+        bits: of a weight, 4 or 8.
+        group: elements of a row with a scale in common; -1 for all of them.
+        zeros: whether zero points count.
+    """
+
+    def __init__(self, bits: int, group: int, zeros: bool) -> None:
+        super().__init__()
+        self.fl_bits, self.fl_zero_points, self._group = bits, zeros, group
+
+    def create_weights(
+        self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
+    ) -> None:
+        group = inner if self._group == -1 else self._group
+        if inner % group or any(size % (orders.WORD // self.fl_bits) for size in (inner, *parts)):
+            raise ValueError(
+                f"{parts} columns of {inner} elements are no whole words of {self.fl_bits} bits, or no whole groups of "
+                f"{group}"
+            )
+        self._create(layer, inner, sum(parts), group, dtype, loader)
+
+    def _create(self, layer: Any, inner: int, columns: int, group: int, dtype: torch.dtype, loader: Loader) -> None:
+        raise NotImplementedError
+
+    def _words(self, shape: Sequence[int], packed: int, column: int, loader: Loader, of_groups: bool = False) -> Any:
+        """Words of numbers that lie packed along one dimension, and in columns along one.
+
+        Those ``of_groups`` are on every rank if a group is a whole row.
+        """
+        sizes = [-(-size * self.fl_bits // orders.WORD) if dim == packed else size for dim, size in enumerate(shape)]
+        words = torch.zeros(*sizes, dtype=torch.int32)
+        how = {"packed_dim": packed, "packed_factor": orders.WORD // self.fl_bits, "weight_loader": loader}
+        if of_groups and self._group == -1:
+            return PackedColumnParameter(data=words, output_dim=column, **how)
+        return PackedvLLMParameter(data=words, input_dim=1 - column, output_dim=column, **how)
+
+    def _scales(self, shape: Sequence[int], column: int, dtype: torch.dtype, loader: Loader) -> Any:
+        """Scales of groups likewise."""
+        values = _unset(*shape, dtype=dtype)
+        if self._group == -1:
+            return ChannelQuantScaleParameter(data=values, output_dim=column, weight_loader=loader)
+        return GroupQuantScaleParameter(data=values, input_dim=1 - column, output_dim=column, weight_loader=loader)
+
+
+class PackedLayer(_Packed):
+    """As ``compressed-tensors`` packs them."""
+
+    fl_weights = ("weight_packed", "weight_scale", "weight_zero_point")
+
+    def _create(self, layer: Any, inner: int, columns: int, group: int, dtype: torch.dtype, loader: Loader) -> None:
+        shape = columns, inner // group
+        layer.register_parameter("weight_packed", self._words((columns, inner), 1, 0, loader))
+        layer.register_parameter("weight_scale", self._scales(shape, 0, dtype, loader))
+        if self.fl_zero_points:
+            layer.register_parameter("weight_zero_point", self._words(shape, 0, 0, loader, of_groups=True))
+        size = BasevLLMParameter(data=torch.empty(2, dtype=torch.int64), weight_loader=loader)
+        layer.register_parameter("weight_shape", size)
+
+
+class GptqLayer(_Packed):
+    """As ``gptq`` packs them, transposed. Its zero points are all in the middle."""
+
+    fl_weights = ("qweight", "scales", "qzeros")
+
+    def _create(self, layer: Any, inner: int, columns: int, group: int, dtype: torch.dtype, loader: Loader) -> None:
+        shape = inner // group, columns
+        layer.register_parameter("qweight", self._words((inner, columns), 0, 1, loader))
+        layer.register_parameter("scales", self._scales(shape, 1, dtype, loader))
+        layer.register_parameter("qzeros", self._words(shape, 1, 1, loader, of_groups=True))
+        order = torch.empty(inner, dtype=torch.int32)
+        layer.register_parameter("g_idx", RowvLLMParameter(data=order, input_dim=0, weight_loader=loader))
+
+
+class AwqLayer(_Packed):
+    """As ``awq`` packs them, transposed and out of order."""
+
+    fl_weights = ("qweight", "scales", "qzeros")
+    fl_places = orders.AWQ_PLACES
+
+    def _create(self, layer: Any, inner: int, columns: int, group: int, dtype: torch.dtype, loader: Loader) -> None:
+        shape = inner // group, columns
+        layer.register_parameter("qweight", self._words((inner, columns), 1, 1, loader))
+        layer.register_parameter("scales", self._scales(shape, 1, dtype, loader))
+        layer.register_parameter("qzeros", self._words(shape, 1, 1, loader, of_groups=True))
+
+
+class QuantizedMethod(LinearMethodBase):
+    """SGLang's way to a layer's scheme.
+
+    Args:
+        scheme: of one layer.
+    """
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        loader = extra_weight_attrs["weight_loader"]
+        parts = list(output_partition_sizes)
+        self.scheme.create_weights(layer, input_size_per_partition, parts, input_size, params_dtype, loader)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self.scheme.process_weights_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.scheme.apply_weights(layer, x, bias)

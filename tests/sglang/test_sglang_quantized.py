@@ -1,0 +1,133 @@
+"""Quantized checkpoints in SGLang: what the dequantized network computes, within its own rounding, by our operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving import STEP, start
+from torch import Tensor
+
+import quantized_checkpoints as checkpoints
+from quantized_checkpoints import SCHEMES, Scheme
+from quantized_network import Computed, computed, distance, network, original_scores
+from running import MAX_TOKENS, PROMPTS
+from sampling import drawn
+
+pytestmark = pytest.mark.engine
+PLUGINS = {
+    "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method",
+    "SGLANG_FL_DENY_VENDORS": "wrong",
+}
+ASKED: Mapping[str, Any] = {**STEP, "scores": True}
+PRODUCTS = 4 * 4
+"""Those of a layer, merged as SGLang does, in all layers."""
+LAYERS = {"gptq": "GptqLayer", "gptq, 8 bits": "GptqLayer", "awq": "AwqLayer"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """An engine with a checkpoint."""
+
+    scheme: str
+    ranks: int = 1
+
+    @property
+    def made(self) -> Scheme:
+        return SCHEMES[self.scheme]
+
+    @property
+    def layer(self) -> str:
+        return LAYERS.get(self.scheme, self.made.layer)
+
+    def __str__(self) -> str:
+        return self.scheme + (", two ranks" if self.ranks > 1 else "")
+
+
+ALONE = [Run(name) for name in drawn(list(SCHEMES), 2, "quantized checkpoints, SGLang")]
+DIVIDED = ("compressed-tensors W8A8 int8", "compressed-tensors W4A16, zero points", "gptq", "awq", "fp8")
+RUNS = [*ALONE, *(Run(name, 2) for name in drawn(DIVIDED, 1, "quantized, ranks, SGLang"))]
+each_run = pytest.mark.parametrize("run", RUNS, ids=str)
+each_operator = pytest.mark.parametrize(
+    ("run", "operator"), [(run, operator) for run in ALONE for operator in run.made.operators], ids=str
+)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], dict[str, Any]]:
+    """An engine's right pass, and one with a wrong implementation of each operator."""
+    folder = tmp_path_factory.mktemp("quantized")
+
+    @cache
+    def checkpoint(name: str) -> Path:
+        return checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name])
+
+    runs = {}
+    for run in RUNS:
+        orders = [{name: ["impl:vendor.wrong"]} for name in run.made.operators if run in ALONE]
+        wrong = [{**STEP, "policy": {"prefer": "reference", "per_op_order": order}} for order in orders]
+        engine = {"tp_size": run.ranks}
+        runs[run] = start(checkpoint(run.scheme), ASKED, *wrong, variables=PLUGINS, engine=engine)
+    return lambda run: runs[run].result()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Log-probabilities of an engine, and what the dequantized and the original network compute there."""
+
+    got: Tensor
+    right: Computed
+    original: Tensor
+
+
+@pytest.fixture(scope="module")
+def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Comparison]:
+    @cache
+    def compare(run: Run) -> Comparison:
+        step = answers(run)["steps"][0]
+        texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, step["tokens"], strict=True)]
+        got = torch.tensor([score for scores in step["scores"] for score in scores])
+        return Comparison(got, computed(network(run.made, run.ranks), texts), original_scores(texts))
+
+    return compare
+
+
+@each_run
+def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
+    found = compared(run)
+    assert distance(found.got, found.right.scores) <= found.right.rounding
+    assert distance(found.got, found.original) > found.right.rounding, "rounding hides the quantization"
+
+
+@each_run
+def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
+    run: Run, compared: Callable[[Run], Comparison]
+) -> None:
+    right = compared(run).right
+    generated = torch.cat([torch.arange(len(prompt) + MAX_TOKENS - 1) >= len(prompt) - 1 for prompt in PROMPTS])
+    behind = (right.best - right.scores)[generated]
+    assert len(behind) == len(PROMPTS) * MAX_TOKENS
+    assert float(behind.max()) <= 2 * right.largest
+
+
+@each_run
+def test_its_products_are_all_ours(run: Run, answers: Callable[[Run], dict[str, Any]]) -> None:
+    for report in answers(run)["reports"]:
+        assert report["layers"][run.layer] == PRODUCTS
+        assert not report["native_layers"]
+        assert not report["undispatched"]
+        assert {key.split(" ")[0] for key in report["counts"]} >= set(run.made.operators)
+
+
+@each_operator
+def test_a_wrong_implementation_changes_what_it_computes(
+    run: Run, operator: str, answers: Callable[[Run], dict[str, Any]]
+) -> None:
+    first, *others = answers(run)["steps"]
+    assert others[run.made.operators.index(operator)]["tokens"] != first["tokens"]
+    assert answers(run)["report"]["counts"][f"{operator} vendor.wrong"] > 0

@@ -1,0 +1,105 @@
+"""A quantized layer that the operators cannot compute is refused by what the checkpoint says; so is one not loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quantized_checkpoints import AWQ, FP8_CONFIG, GPTQ, SCHEMES, W4, compressed, whole
+
+PREFIX = "model.layers.0.mlp.down_proj"
+TOKEN4 = {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}
+REFUSED = {
+    "gptq of 3 bits": ({**GPTQ, "bits": 3, "group_size": 32}, "'gptq' with 3 bits"),
+    "gptq with zero points": ({**GPTQ, "bits": 4, "group_size": 32, "sym": False}, "'gptq' with zero points"),
+    "gptq out of order": ({**GPTQ, "bits": 4, "group_size": 32, "desc_act": True}, "'gptq' with desc_act in groups"),
+    "awq without zero points": ({**AWQ, "zero_point": False}, "'awq' without zero points"),
+    "fp8 of another checkpoint": ({"quant_method": "other", "activation_scheme": "dynamic"}, "that is not quantized"),
+    "mxfp8": ({**FP8_CONFIG, "quant_method": "mxfp8"}, "'mxfp8'"),
+    "fp8 in oblong blocks": ({**FP8_CONFIG, "weight_block_size": [1, 128]}, "blocks of 1 x 128"),
+    "int4 for inputs of int4": (compressed("int-quantized", W4, TOKEN4), "weights of 4 bits .* for inputs of 4 bits"),
+    "int8 for inputs of fp8": (
+        compressed("int-quantized", whole("int", "channel"), {**whole("float", "token"), "dynamic": True}),
+        "weights of 8 bits",
+    ),
+}
+
+
+def made(config: dict[str, Any]) -> Any:
+    """The configuration of a checkpoint."""
+    from sglang_fl.quantization import config_class
+
+    method = config["quant_method"] if config["quant_method"] in ("gptq", "awq", "compressed-tensors") else "fp8"
+    found = config_class(method)
+    assert found is not None
+    return found.from_config(dict(config))  # type: ignore[attr-defined]
+
+
+def layer_of(cls: type[nn.Module]) -> Any:
+    layer = cls.__new__(cls)
+    nn.Module.__init__(layer)
+    return layer
+
+
+def linear() -> Any:
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    return layer_of(RowParallelLinear)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_in_the_checkpoints_words(host: None, name: str) -> None:
+    config, said = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^sglang_fl does not support .*{said}.* yet$"):
+        made(config).get_quant_method(linear(), PREFIX)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_are_refused(host: None, scheme: str) -> None:
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    with pytest.raises(ValueError, match=r"does not support quantized experts \(experts\) yet"):
+        made(dict(SCHEMES[scheme].config)).get_quant_method(layer_of(FusedMoE), "experts")
+
+
+def test_a_quantized_head_is_refused_and_another_one_is_sglangs(host: None) -> None:
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+    head, gptq = layer_of(ParallelLMHead), {**GPTQ, "bits": 4, "group_size": 32}
+    assert made(gptq).get_quant_method(head, "lm_head") is None
+    named = compressed("pack-quantized", W4, None)
+    assert made({**named, "ignore": []}).get_quant_method(head, "lm_head") is None
+    named["config_groups"]["group_0"]["targets"] = ["Linear", "re:.*lm_head"]
+    for config in ({**gptq, "lm_head": True}, {**named, "ignore": []}):
+        with pytest.raises(ValueError, match=r"does not support a quantized head \(lm_head\) yet"):
+            made(config).get_quant_method(head, "lm_head")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_without_its_scales_is_not_computed(host: None, scheme: str) -> None:
+    layer = linear()
+    method = made(dict(SCHEMES[scheme].config)).get_quant_method(layer, PREFIX)
+    method.create_weights(layer, 128, [128], 128, 128, torch.float32, weight_loader=print)
+    with pytest.raises(ValueError, match=rf"the checkpoint has no '\w*scale\w*' .* \({PREFIX}\)"):
+        method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "said"),
+    [
+        ("gptq", (40, [64]), "no whole words of 4 bits, or no whole groups of 32"),
+        ("awq", (64, [60]), "no whole words of 4 bits"),
+        ("fp8, blocks of 128", (192, [256]), "no whole blocks of 128"),
+        ("fp8, blocks of 128", (256, [64, 64]), "no whole blocks of 128"),
+    ],
+)
+def test_ranks_that_divide_no_whole_groups_are_refused(
+    host: None, scheme: str, sizes: tuple[int, list[int]], said: str
+) -> None:
+    layer, (inner, parts) = linear(), sizes
+    method = made(dict(SCHEMES[scheme].config)).get_quant_method(layer, PREFIX)
+    with pytest.raises(ValueError, match=said):
+        method.create_weights(layer, inner, parts, 2 * inner, sum(parts), torch.float32, weight_loader=print)
