@@ -16,6 +16,7 @@ SHOWN = (
     "bfloat16_only-float32",
     "beyond_256",
     "leftover",
+    "one_rank",
     "dies",
     "not_exact",
 )
