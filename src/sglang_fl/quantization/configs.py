@@ -69,7 +69,7 @@ class Served:
             return UnquantizedLinearMethod()
         scheme.fl_bind(prefix)
         layer.scheme = scheme
-        return QuantizedMethod(scheme)
+        return QuantizedMethod(scheme, self)
 
     def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
         """A layer's kind; ``None`` for one that is not quantized."""

@@ -227,10 +227,11 @@ class QuantizedMethod(LinearMethodBase):
 
     Args:
         scheme: of one layer.
+        quant_config: of the model; SGLang's loaders ask it for the size of blocks.
     """
 
-    def __init__(self, scheme: Scheme) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: Scheme, quant_config: Any) -> None:
+        self.scheme, self.quant_config = scheme, quant_config
 
     def create_weights(
         self,
