@@ -27,7 +27,7 @@ import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
 import scoring  # noqa: E402
 from fl_dispatch.cli import small_model  # noqa: E402
 from fl_dispatch.evidence.perplexity import perplexity  # noqa: E402
-from quantized_network import computed, distance, network, original_scores  # noqa: E402
+from quantized_network import computed, distance, network, scores  # noqa: E402
 from running import PROMPTS  # noqa: E402
 
 UNQUANTIZED = "not quantized"
@@ -66,7 +66,7 @@ def main() -> None:
     if unknown := [name for name in given.schemes if name not in names]:
         parser.error(f"no scheme {unknown[0]!r}; there are {', '.join(names)}")
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
-    original = original_scores(prompts)
+    original = scores(network(None), prompts)
     print(f"| checkpoint | right | vLLM, {given.dtype} | difference | rounding | quantization |")
     print("|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:

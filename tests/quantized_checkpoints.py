@@ -237,8 +237,17 @@ def is_product(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def write_checkpoint(folder: Path, scheme: Scheme) -> Path:
-    """Write a checkpoint of the package's small model, quantized."""
+CACHE_SCALES = ((0.011, 0.0023), (0.017, 0.0031), (0.023, 0.0041), (0.029, 0.0053))
+"""Scales of keys and values for each layer, which cut some of them off."""
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+"""The part of a ``compressed-tensors`` configuration that announces scales of the cache."""
+
+
+def write_checkpoint(folder: Path, scheme: Scheme, cache_scales: str = "") -> Path:
+    """Write a checkpoint of the package's small model, quantized.
+
+    ``cache_scales``: the layer's module that has the scales of a quantized cache, if any.
+    """
     shutil.copytree(small_model.CHECKPOINT, folder)
     stored: Stored = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -247,6 +256,10 @@ def write_checkpoint(folder: Path, scheme: Scheme) -> Path:
             stored.update({name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()})
         else:
             stored[name] = tensor
+    for layer, scales in enumerate(CACHE_SCALES if cache_scales else ()):
+        for letter, scale in zip("kv", scales, strict=True):
+            owner = cache_scales.format(letter)
+            stored[f"model.layers.{layer}.{owner}.{letter}_scale"] = torch.tensor([scale])
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))

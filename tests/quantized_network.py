@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import DynamicCache
 
 from fl_dispatch.cli import small_model
-from quantized_checkpoints import Scheme, is_product
+from quantized_checkpoints import Scheme, is_product, nearest
 from running import reference_network
 
 DRAWS = 8
@@ -32,9 +33,9 @@ DIVIDED = ("o_proj", "down_proj")
 """Products whose input is divided among tensor-parallel ranks, each of which quantizes its own part."""
 
 
-def network(scheme: Scheme | None, ranks: int = 1) -> Any:
+def network(scheme: Scheme | None, ranks: int = 1, dtype: torch.dtype = torch.float32) -> Any:
     """The network, as a scheme makes it; ``None``: as the model was trained."""
-    made = reference_network(small_model.CHECKPOINT, torch.float32)
+    made = reference_network(small_model.CHECKPOINT, dtype)
     if scheme is None:
         return made
     for name, module in _products(made):
@@ -42,6 +43,33 @@ def network(scheme: Scheme | None, ranks: int = 1) -> Any:
         if scheme.rows is not None:
             parts = ranks if name.endswith(DIVIDED) else 1
             module.register_forward_pre_hook(_quantizes_input(scheme.rows, parts))
+    return made
+
+
+class _Fp8Cache(DynamicCache):
+    """Keys and values as float8_e4m3fn leaves them, with a pair of scales for each layer."""
+
+    def __init__(self, scales: Sequence[tuple[float, float]]) -> None:
+        super().__init__()
+        self.scales = scales
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        rounded = (self._rounded(each, scale) for each, scale in zip((key, value), self.scales[layer], strict=True))
+        return super().update(*rounded, layer, *rest, **named)
+
+    @staticmethod
+    def _rounded(x: Tensor, scale: float) -> Tensor:
+        stored = nearest(x.float() / scale, torch.float8_e4m3fn)
+        return (stored.float() * scale).to(x.dtype)
+
+
+def with_fp8_cache(made: Any, scales: Sequence[tuple[float, float]]) -> Any:
+    """The network, so that it attends to keys and values that a quantized cache has stored."""
+
+    def hook(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+        return given, {**named, "past_key_values": _Fp8Cache(scales), "use_cache": True}
+
+    made.register_forward_pre_hook(hook, with_kwargs=True)
     return made
 
 
@@ -97,9 +125,9 @@ def computed(made: Any, texts: Sequence[Sequence[int]]) -> Computed:
     return Computed(scores[0], best, rounding, float(moved.abs().max()))
 
 
-def original_scores(texts: Sequence[Sequence[int]]) -> Tensor:
-    """The log-probabilities by the network that is not quantized."""
-    return _scores(network(None), texts, 1)[0][0]
+def scores(made: Any, texts: Sequence[Sequence[int]]) -> Tensor:
+    """The log-probabilities that a network gives each text's tokens after the first."""
+    return _scores(made, texts, 1)[0][0]
 
 
 def distance(scores: Tensor, others: Tensor) -> float:
@@ -113,7 +141,7 @@ def _scores(made: Any, texts: Sequence[Sequence[int]], copies: int) -> tuple[Ten
     for text in texts:
         tokens = torch.tensor(text)
         with torch.inference_mode():
-            logits = made(tokens.expand(copies, -1)).logits[:, :-1].log_softmax(-1)
+            logits = made(tokens.expand(copies, -1)).logits[:, :-1].float().log_softmax(-1)
         rows.append(logits.gather(-1, tokens[1:].expand(copies, -1)[..., None])[..., 0])
         best.append(logits[0].amax(-1))
     return torch.cat(rows, 1), torch.cat(best)

@@ -158,7 +158,7 @@ class AttentionFLBackend(AttentionBackend):
         metadata = self.forward_metadata
         key_cache, value_cache = self._caches(layer)
         if save_kv_cache and k is not None and v is not None:
-            OPERATORS.of(layer).write(k, v, key_cache, value_cache, forward_batch.out_cache_loc, MAY_SKIP)
+            OPERATORS.of(layer).write(k, v, key_cache, value_cache, forward_batch.out_cache_loc, may_skip=MAY_SKIP)
         window = layer.sliding_window_size  # the tokens before a token's own
         result = OPERATORS.of(layer).attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -176,8 +176,8 @@ class AttentionFLBackend(AttentionBackend):
             layer.logit_cap,
             None,
             sinks,
-            metadata.query_start_loc_host,
-            metadata.seq_lens_host,
+            query_start_loc_host=metadata.query_start_loc_host,
+            seq_lens_host=metadata.seq_lens_host,
         )
         return result.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -235,7 +235,12 @@ class MLAFLBackend(AttentionFLBackend):
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
             OPERATORS.of(layer).write(
-                k[..., :rank], k[..., rank:], rows[..., :rank], rows[..., rank:], forward_batch.out_cache_loc, MAY_SKIP
+                k[..., :rank],
+                k[..., rank:],
+                rows[..., :rank],
+                rows[..., rank:],
+                forward_batch.out_cache_loc,
+                may_skip=MAY_SKIP,
             )
         result: Tensor = OPERATORS.of(layer).attend_latent(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),

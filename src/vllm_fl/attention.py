@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 OPERATORS = ("kv_cache_write", "paged_attention")
+Scales = tuple[float | None, float | None]
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
 
@@ -91,6 +92,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
+        self.fl_quantized = kv_cache_dtype in kv_layout.FP8_DTYPES
+        self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
         self.kv_layout = kv_layout.in_force()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.fl_bind(None)
@@ -121,19 +124,26 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         block_size = kv_cache.shape[2]
         table = torch.zeros(len(queries), -(-longest // block_size), **options)  # type: ignore[call-overload]
         key_cache, value_cache = self._caches(kv_cache)
-        query = torch.zeros(tokens, self.num_heads, self.head_size, dtype=kv_cache.dtype, device=device)
+        dtype = self.fl_dtype if self.fl_quantized else kv_cache.dtype
+        scales: Scales = (1.0, 1.0) if self.fl_quantized else (None, None)
+        query = torch.zeros(tokens, self.num_heads, self.head_size, dtype=dtype, device=device)
         key = query.new_zeros(tokens, self.num_kv_heads, self.head_size)
         value = query.new_zeros(tokens, self.num_kv_heads, value_cache.shape[-1])
-        self.fl_write(key, value, key_cache, value_cache, torch.full((tokens,), -1, device=device))
+        self.fl_write(key, value, key_cache, value_cache, torch.full((tokens,), -1, device=device), *scales)
         rest = (max(queries), longest, self.scale, query.new_empty(*query.shape[:2], value.shape[-1]), True)
         bounds = (self.sliding_window, self.softcap, self.alibi_slopes, self.sinks)
-        self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds)
+        self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds, *scales)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor."""
         if kv_cache is not self._split[0]:
-            self._split = (kv_cache, *kv_layout.split(self.kv_layout, kv_cache, self.head_size))
+            stored = kv_cache.view(torch.float8_e4m3fn) if self.fl_quantized else kv_cache  # vLLM has bytes
+            self._split = (kv_cache, *kv_layout.split(self.kv_layout, stored, self.head_size))
         return self._split[1], self._split[2]
+
+    def _scales(self, layer: AttentionLayer) -> Scales:
+        """Scales of keys and values, which vLLM has loaded or set to 1; none of a cache that is not quantized."""
+        return (layer._k_scale_float, layer._v_scale_float) if self.fl_quantized else (None, None)
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -147,7 +157,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             tokens = slots.shape[0]
             if key.shape[0] != tokens:
                 key, value = key[:tokens], value[:tokens]
-            self.fl_write(key, value, *self._caches(kv_cache), slots, may_skip)
+            self.fl_write(key, value, *self._caches(kv_cache), slots, *self._scales(layer), may_skip)
 
     def forward(
         self,
@@ -168,8 +178,10 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         out = output[:tokens]
         if self.encoder_only:
             key_cache, value_cache = key[:tokens].unsqueeze(1), value[:tokens].unsqueeze(1)
+            scales: Scales = (None, None)
         else:
             key_cache, value_cache = self._caches(kv_cache)
+            scales = self._scales(layer)
         result = self.fl_attend(
             query[:tokens],
             key_cache,
@@ -186,6 +198,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             self.softcap,
             self.alibi_slopes,
             self.sinks,
+            *scales,
             attn_metadata.query_start_loc_host,
             attn_metadata.seq_lens_host,
         )
@@ -201,7 +214,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float32", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES]
 
     @staticmethod
     def get_name() -> str:

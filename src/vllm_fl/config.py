@@ -19,8 +19,8 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, cores, quantization, startup
-from .compat import attention_class, model_runner, models
+from . import compile, cores, kv_layout, quantization, startup
+from .compat import attention_class, model_runner, models, versions
 from .host import HOST
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 SPECULATION = ("ngram", *model_runner.DRAFTS)
-PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -72,7 +71,6 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     parallel, compiled = vllm_config.parallel_config, compile.is_compiled(vllm_config)
     lacking = compile.lacked_by_compiled_models(vllm_config) if compiled else []
-    cache_dtype = vllm_config.cache_config.cache_dtype
     speculation = getattr(vllm_config.speculative_config, "method", None)
     return [
         (
@@ -80,7 +78,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             f"speculative decoding with '{speculation}' (only with {', '.join(SPECULATION)})",
         ),
         *_draft_features(vllm_config, device),
-        (cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {cache_dtype}"),
+        *_cache_features(vllm_config, device),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.enable_dbo, "dual-batch overlap"),
@@ -91,6 +89,19 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (vllm_config.lora_config is not None and _has_experts(vllm_config), "LoRA on mixture-of-experts models"),
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
+    ]
+
+
+def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    cache_type = f"a KV cache of type {cache.cache_dtype}"
+    quantized, version = cache.cache_dtype in kv_layout.FP8_DTYPES, versions.host_version()
+    return [
+        (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES), cache_type),
+        (quantized and device.accelerator, cache_type),
+        (quantized and version not in versions.TESTED_HOSTS, f"{cache_type} with vLLM {version}"),
+        (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
+        (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
     ]
 
 

@@ -550,6 +550,21 @@ OVERRIDDEN = (
         "Such a batch's lengths are still being copied from the device when attention reads them.",
     ),
     HostFact(
+        f"{_ATTENTION}:AttentionLayer",
+        ("_k_scale_float", "_v_scale_float"),
+        "reads",
+        "attention",
+        "The scales of a layer's keys and values in a quantized cache.",
+    ),
+    HostFact(
+        "vllm.config.cache:CacheConfig",
+        ("cache_dtype", "kv_cache_dtype_skip_layers"),
+        "reads",
+        "config",
+        "What a quantized cache is refused for.",
+        since="0.32",
+    ),
+    HostFact(
         f"{_ATTENTION}:AttentionImpl",
         (
             (

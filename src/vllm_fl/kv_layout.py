@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16")
+FP8_DTYPES = ("fp8", "fp8_e4m3")
+"""vLLM's two names of float8_e4m3fn. It hands such a cache over as bytes."""
 DEFAULT = KVLayout.parse("NHD")
 HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
 """First axis of the keys → vLLM's name of the order of its tensor in memory, and the same as a permutation.

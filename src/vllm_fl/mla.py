@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from fl_dispatch import bind_op
 
-from . import warm_up
+from . import kv_layout, warm_up
 from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from .mla_prefill import merge
@@ -141,7 +141,8 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             self._split = (kv_cache, rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
         slots, may_skip = real(slot_mapping.flatten())
         tokens = slots.shape[0]
-        self.fl_write(kv_c_normed[:tokens].unsqueeze(1), k_pe[:tokens], self._split[1], self._split[2], slots, may_skip)
+        latents, unscaled = kv_c_normed[:tokens].unsqueeze(1), (None, None)
+        self.fl_write(latents, k_pe[:tokens], self._split[1], self._split[2], slots, *unscaled, may_skip)
 
     def forward_mqa(
         self,
@@ -226,7 +227,7 @@ class MLAFLBackend(MLACommonBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float32", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(kv_layout.PLAIN_DTYPES)
 
     @staticmethod
     def get_name() -> str:

@@ -57,17 +57,26 @@ def exact_linear(x, weight, bias) -> list[Tensor]:
     return [products if bias is None else products + bias]
 
 
-def exact_quantize(x, dtype, group_size, scale) -> list[Tensor]:
-    """Group by group, to the nearest of all numbers that the type has."""
+def numbers_of(dtype) -> Tensor:
+    """All numbers that a quantized type has."""
     bits = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).double()
-    numbers = bits[bits.isfinite() & (bits > -128 if dtype == "int8" else True)].sort().values
+    return bits[bits.isfinite() & (bits > -128 if dtype == "int8" else True)].sort().values
+
+
+def nearest(x, numbers) -> Tensor:
+    return numbers[(x[..., None] - numbers).abs().argmin(-1)]
+
+
+def exact_quantize(x, dtype, group_size, scale) -> list[Tensor]:
+    """Group by group."""
+    numbers = numbers_of(dtype)
     largest, width = numbers[-1], group_size if group_size > 0 else x.shape[-1]
     result, scales = torch.empty_like(x), []
     for part, into in zip(x.split(width, -1), result.split(width, -1), strict=True):
         highest = part.abs().flatten(0 if group_size < 0 else -1).amax(-1, keepdim=True) if x.numel() else part[..., :1]
         unit = (highest / largest).clamp(min=1e-10) if scale is None else scale
         scales.append(unit.expand(*x.shape[:-1], 1))
-        into.copy_(numbers[(part[..., None] / unit[..., None] - numbers).abs().argmin(-1)])
+        into.copy_(nearest(part / unit, numbers))
     return [result, torch.cat(scales, -1)]
 
 
@@ -198,19 +207,38 @@ def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inpl
     return [rotate(x) for x in (query, key) if x is not None]
 
 
-def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping) -> list[Tensor]:
-    caches = [key_cache.clone(), value_cache.clone()]
+def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping, *scales) -> list[Tensor]:
+    caches, numbers = [key_cache.clone(), value_cache.clone()], numbers_of("float8_e4m3fn")
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            for cache, new in zip(caches, (key, value), strict=True):
-                cache[slot // cache.shape[1], slot % cache.shape[1]] = new[token]
+            for cache, new, scale in zip(caches, (key, value), scales, strict=True):
+                stored = new[token] if scale is None else nearest(new[token] / scale, numbers)
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = stored
     return caches
 
 
 def exact_paged_attention(
-    query, key_cache, value_cache, table, starts, lengths, _, __, scale, out, causal, window, softcap, slopes, sinks
+    query,
+    key_cache,
+    value_cache,
+    table,
+    starts,
+    lengths,
+    _,
+    __,
+    scale,
+    out,
+    causal,
+    window,
+    softcap,
+    slopes,
+    sinks,
+    *units,
 ) -> list[Tensor]:
     """One query at a time, over the keys that it sees."""
+    key_cache, value_cache = (
+        cache * (1 if unit is None else unit) for cache, unit in zip((key_cache, value_cache), units, strict=True)
+    )
     result = query.new_zeros(*query.shape[:2], value_cache.shape[-1]) if out is None else out.clone()
     block, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
     for request, length in enumerate(lengths.tolist()):
@@ -341,6 +369,8 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
     wide = torch.promote_types(dtype, torch.float32)
     if name == "quantize":
         return (getattr(torch, args[1]), wide)[index]
+    if name == "kv_cache_write":
+        return args[2].dtype
     if OPERATORS[name].prototype.__module__.endswith(".routing"):
         return (torch.float32, torch.int32)[index]
     return torch.int32 if name == "moe_align_block_size" else {("mla_prefill", 1): wide}.get((name, index), dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES, Scheme
-from quantized_network import Computed, computed, distance, network, original_scores
+from quantized_network import Computed, computed, distance, network, scores
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
 
@@ -92,7 +92,7 @@ def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Compar
         step = answers(run)["steps"][0]
         texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, step["tokens"], strict=True)]
         got = torch.tensor([score for scores in step["scores"] for score in scores])
-        return Comparison(got, computed(network(run.made, run.ranks), texts), original_scores(texts))
+        return Comparison(got, computed(network(run.made, run.ranks), texts), scores(network(None), texts))
 
     return compare
 

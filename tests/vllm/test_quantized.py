@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quantized_checkpoints as checkpoints
 import torch
 from engines import MAX_TOKENS, PROMPTS, ran, start_features
-from quantized_checkpoints import SCHEMES, Scheme
-from quantized_network import Computed, answered, computed, distance, network, original_scores
 from torch import Tensor
 
+import quantized_checkpoints as checkpoints
+from quantized_checkpoints import SCHEMES, Scheme
+from quantized_network import Computed, answered, computed, distance, network, scores
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -100,7 +100,7 @@ def compared(answers: dict[Run, Any]) -> Callable[[Run], Comparison]:
     @cache
     def compare(run: Run) -> Comparison:
         texts, got = answered(PROMPTS, answers[run]["steps"][0])
-        return Comparison(got, computed(network(run.made, run.ranks), texts), original_scores(texts))
+        return Comparison(got, computed(network(run.made, run.ranks), texts), scores(network(None), texts))
 
     return compare
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,17 +38,19 @@ TOLERANCES = MappingProxyType(
 )
 
 
-def _write_fake(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def _write_fake(*args: object) -> None:
     return None
 
 
 def _write_workload(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
 ) -> Workload:
     return Workload(key.dtype, slot_mapping.shape[0])
 
 
-def _write_work(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> Work:
+def _write_work(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
+) -> Work:
     slots = slot_mapping.shape[0]
     elements = slots * key.shape[1] * (key.shape[2] + value.shape[2])
     read = elements * key.element_size() + slots * slot_mapping.element_size()
@@ -55,23 +58,25 @@ def _write_work(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 
 
 def _in_small_caches(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> tuple[Tensor, ...]:
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
+) -> tuple[Any, ...]:
     """The same call on caches of as many slots as it has tokens, in their order."""
     tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
     blocks = -(-tokens // block_size)
     caches = (cache.new_empty(blocks, *cache.shape[1:]) for cache in (key_cache, value_cache))
     slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
-    return key, value, *caches, torch.where(slot_mapping < 0, slot_mapping, slots)
+    return key, value, *caches, torch.where(slot_mapping < 0, slot_mapping, slots), *scales
 
 
 def _written_slots(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``; zeros for tokens that are skipped."""
+    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in the dtype of ``key``; zeros for tokens
+    that are skipped.
+    """
     slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
     skipped = (slot_mapping < 0)[:, None, None]
-    keys, values = (cache[slots // block_size, slots % block_size] for cache in (key_cache, value_cache))
+    keys, values = (cache[slots // block_size, slots % block_size].to(key.dtype) for cache in (key_cache, value_cache))
     return keys.masked_fill(skipped, 0), values.masked_fill(skipped, 0)
 
 
@@ -94,12 +99,15 @@ def kv_cache_write(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
     may_skip: bool | None = None,
 ) -> None:
     """Store keys and values of new tokens in a paged cache.
 
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
-    slot is skipped. Non-negative slots are distinct.
+    slot is skipped. Non-negative slots are distinct. With scales the cache is quantized: it gets the numbers of
+    float8_e4m3fn nearest to ``key / key_scale`` and ``value / value_scale``, ties to even, those beyond 448 as 448.
 
     Args:
         key: ``[tokens, kv_heads, head_dim]``, floating point, any strides. Rows beyond ``slot_mapping`` are padding.
@@ -108,6 +116,7 @@ def kv_cache_write(
             overwritten.
         value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise.
         slot_mapping: ``[at most tokens]``, int64.
+        key_scale, value_scale: of caches in float8_e4m3fn; ``None`` for caches of another dtype.
         may_skip: hint: ``False`` where the caller knows that no slot is negative.
     """
     raise NotImplementedError
@@ -129,6 +138,8 @@ def _fake(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:2], value_cache.shape[-1])) if out is None else out
 
@@ -162,6 +173,8 @@ def _work(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
 ) -> Work:
     pairs = keys = 0
     starts: list[int] = query_start_loc.tolist()
@@ -211,6 +224,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
     query_start_loc_host: Sequence[int] | None = None,
     seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
@@ -241,6 +256,8 @@ def paged_attention(
         alibi_slopes: ``[heads]``, float32, or ``None``.
         sinks: ``[heads]``, floating point, or ``None``: one more score for each head that takes part in the softmax's
             denominator only (Xiao et al., arXiv 2309.17453).
+        key_scale, value_scale: of caches in float8_e4m3fn: ``k = key_scale * stored``, and values likewise; ``None``
+            for caches of another dtype.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 

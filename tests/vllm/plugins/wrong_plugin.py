@@ -25,7 +25,7 @@ def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=Fals
     return query, key
 
 
-def kv_cache_write(key, value, key_cache, value_cache, slot_mapping):
+def kv_cache_write(key, value, key_cache, value_cache, slot_mapping, key_scale=None, value_scale=None):
     return None
 
 
@@ -45,6 +45,8 @@ def paged_attention(
     softcap=0.0,
     alibi_slopes=None,
     sinks=None,
+    key_scale=None,
+    value_scale=None,
 ):
     return (torch.empty_like(query) if out is None else out).copy_(query)
 

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from ..declaration import Sample
+from .quantized import Settled
 from .source import Source, starts
 
 HIDDEN_BLOCKS = 2
 """Blocks of NaN behind the view of a cache whose unused table entries must not be followed: reading them is no crash,
 because they are memory of the same tensor, and no right answer either.
 """
+FP8 = torch.float8_e4m3fn
+SCALES = (0.03, 0.02)
+"""Scales of the keys and values of a quantized cache, with which its largest numbers are about 13 and 9."""
 
 
 def caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layout: str) -> tuple[Tensor, Tensor]:
@@ -52,18 +56,30 @@ class _Writes(Source):
         consecutive: bool = False,
         skip: Sequence[int] = (),
         padding: int = 0,
+        scales: tuple[float, float] | None = None,
+        exact: bool = False,
         serving: bool = True,
     ) -> Sample:
         value_dim = value_dim or head_dim
         # As hosts have it: key and value are views of one projection.
-        projection = self.normal(tokens + padding, kv_heads, head_dim + value_dim)
+        rows = tokens + padding
+        if scales is None:
+            projection = self.normal(rows, kv_heads, head_dim + value_dim)
+        else:
+            source = Settled(self.dtype, self.device, self.generator, FP8, torch.finfo(FP8).max)
+            draw = source.exact if exact else source.with_scale
+            parts = [draw(rows * kv_heads, *of) for of in zip((head_dim, value_dim), scales, strict=True)]
+            projection = torch.cat(parts, -1).view(rows, kv_heads, head_dim + value_dim)
         key, value = torch.tensor_split(projection, (head_dim,), dim=-1)
         values = self.normal(blocks * kv_heads * block_size, head_dim + value_dim)
+        if scales is not None:
+            values = values.to(FP8)
         key_cache, value_cache = caches(values, kv_heads, head_dim, block_size, layout)
         free = blocks * block_size
         slots = torch.arange(3, 3 + tokens) if consecutive else torch.randperm(free, generator=self.generator)[:tokens]
         slots[list(skip)] = -1
-        return Sample(label, (key, value, key_cache, value_cache, slots.to(self.device)), serving)
+        args = (key, value, key_cache, value_cache, slots.to(self.device))
+        return Sample(label, args if scales is None else (*args, *scales), serving)
 
 
 def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -76,6 +92,12 @@ def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     yield sample("keys transposed, block size 32", 33, 2, 64, block_size=32, layout="keys transposed")
     yield sample("keys transposed, head size 80", 21, 2, 80, layout="keys transposed", skip=(5,), padding=2)
     yield sample("latent cache, 512 and 64 elements", 33, 1, 512, 64)
+    yield sample("fp8 cache, decode", 32, 8, 128, scales=SCALES)
+    yield sample("fp8 cache, token-major", 17, 2, 80, layout="token-major", skip=(3,), padding=2, scales=SCALES)
+    yield sample("fp8 cache, keys transposed", 21, 2, 64, block_size=32, layout="keys transposed", scales=(1.0, 0.5))
+    yield sample("fp8 cache, value narrower than key", 9, 2, 96, 64, scales=SCALES, serving=False)
+    yield sample("fp8 cache, nothing to round", 9, 2, 96, 64, skip=(1,), scales=(0.25, 0.5), exact=True, serving=False)
+    yield sample("fp8 cache, empty batch", 0, 2, 64, scales=SCALES, serving=False)
     yield sample("value narrower than key", 9, 2, 96, 64, serving=False)
     yield sample("block size 1", 9, 2, 64, blocks=32, block_size=1, layout="token-major", serving=False)
     yield sample("one token", 1, 1, 64, serving=False)
@@ -109,6 +131,7 @@ class _Attention(Source):
         softcap: float = 0.0,
         alibi: bool = False,
         sinks: bool = False,
+        scales: tuple[float, float] | None = None,
         spare: int = 0,
         hostile: bool = False,
         serving: bool = True,
@@ -132,10 +155,15 @@ class _Attention(Source):
             row[: len(part)] = part
         tokens = sum(queries) + (padding or 0)
         values = self.normal((free + hidden) * heads[1] * block_size, head_dim + value_dim)
+        if scales is not None:
+            split = torch.tensor([scales[0]] * head_dim + [scales[1]] * value_dim, device=self.device)
+            values = (values.float() / split).to(FP8)
         key_cache, value_cache = caches(values, heads[1], head_dim, block_size, layout)
         if hostile:
             unused = ~used_slots(table, lengths, free + hidden, block_size).to(self.device)
-            key_cache[unused], value_cache[unused] = math.nan, math.nan
+            nowhere = values.new_tensor(math.nan)
+            for cache in (key_cache, value_cache):
+                cache.index_put_(unused.nonzero(as_tuple=True), nowhere)
             key_cache, value_cache = key_cache[:free], value_cache[:free]
             for row, (new, length) in zip(table, requests, strict=True):  # blocks that the window has left
                 row[: max(0, length - new + 1 - (window or length + 1)) // block_size] = free
@@ -156,6 +184,7 @@ class _Attention(Source):
             softcap,
             None if slopes is None else slopes.to(self.device),
             self.normal(heads[0]) if sinks else None,
+            *(scales or ()),
         )
         return Sample(label, args, serving)
 
@@ -196,6 +225,13 @@ def attention_samples(dtype: torch.dtype, device: torch.device, generator: torch
     yield apart("blocks of 128, decode, sliding window 200", decode, (8, 4), 64, window=200)
     yield apart("blocks of 128, sliding window 48", mixed, (8, 8), 64, window=48)
     yield apart("blocks of 128, not causal", mixed[1:4], (4, 2), 64, causal=False, serving=False)
+    quantized = partial(sample, scales=SCALES)
+    yield quantized("fp8 cache, decode", decode, (32, 8), 128)
+    yield quantized("fp8 cache, mixed batch", mixed, (16, 4), 64, layout="token-major", padding=0)
+    yield quantized("fp8 cache, keys transposed", decode[:5], (16, 4), 128, block_size=32, layout="keys transposed")
+    yield quantized("fp8 cache, sliding window 24, softcap 30", mixed, (8, 4), 64, window=24, softcap=30.0)
+    yield quantized("fp8 cache, alibi, sinks", mixed[1:4], (6, 3), 64, alibi=True, sinks=True, serving=False)
+    yield quantized("fp8 cache, value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
     yield sample("not causal", [(20, 20), (7, 7)], (4, 2), 64, causal=False, serving=False)
     yield sample("not causal, sliding window 5", [(20, 20)], (4, 2), 64, causal=False, window=5, serving=False)
     yield sample("value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
@@ -221,4 +257,6 @@ def attention_probes(dtype: torch.dtype, device: torch.device, generator: torch.
                  serving=False)  # fmt: skip
     yield sample("keys transposed, NaN in unused slots", DECODE, (8, 2), 64, block_size=32, layout="keys transposed",
                  padding=0, hostile=True, serving=False)  # fmt: skip
+    yield sample("fp8 cache, 4,100 keys, NaN in unused slots", [(1, 4100), (3, 9)], (4, 1), 64, hostile=True,
+                 scales=SCALES, serving=False)  # fmt: skip
     yield sample("sliding window 32, NaN in unused slots", MIXED, (8, 2), 64, window=32, hostile=True, serving=False)

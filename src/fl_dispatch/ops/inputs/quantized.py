@@ -39,6 +39,11 @@ class Settled(Source):
         x = self.normal(rows, inner, scale=self.largest * scale / 2)
         return self._settled(x, torch.tensor(scale, dtype=torch.float32, device=self.device).double())
 
+    def exact(self, rows: int, inner: int, scale: float) -> Tensor:
+        """Multiples of a scale, a power of two, that need no rounding; some lie beyond the range of the type."""
+        numbers = self.normal(rows, inner, scale=self.largest / 2)
+        return self._rounded(numbers.double()).mul(2 * scale).to(self.dtype)
+
     def apart(self, rows: int, inner: int, gap: int) -> Tensor:
         """Rows that lie ``gap`` elements apart."""
         whole = self.normal(rows, inner + gap)

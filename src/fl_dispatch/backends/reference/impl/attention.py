@@ -5,18 +5,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fl_dispatch.ops.quantization import FP8, LARGEST
+
 SCORES_AT_ONCE = 1 << 25
 """Queries are taken in parts, so that about this many scores exist at a time."""
 
 
-def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def kv_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
+) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens]
     block_size = key_cache.shape[1]
     block, offset = slots // block_size, slots % block_size
-    key_cache[block, offset] = key[tokens].to(key_cache.dtype)
-    value_cache[block, offset] = value[tokens].to(value_cache.dtype)
+    key_cache[block, offset] = _stored(key[tokens], key_scale).to(key_cache.dtype)
+    value_cache[block, offset] = _stored(value[tokens], value_scale).to(value_cache.dtype)
+
+
+def _stored(new: Tensor, scale: float | None) -> Tensor:
+    """New keys or values as a cache with this scale has them."""
+    if scale is None:
+        return new
+    largest = LARGEST["float8_e4m3fn"]
+    return (new.to(torch.promote_types(new.dtype, torch.float32)) / scale).clamp(-largest, largest).to(FP8)
 
 
 def paged_attention(
@@ -35,6 +53,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Waits for the device once, to read the lengths."""
     if out is None:
@@ -50,8 +70,8 @@ def paged_attention(
         page = first // block_size
         blocks = block_table[request, page : -(-length // block_size)]
         visible = slice(first - page * block_size, length - page * block_size)
-        keys = key_cache[blocks].flatten(0, 1)[visible]
-        values = value_cache[blocks].flatten(0, 1)[visible]
+        keys = _read(key_cache[blocks].flatten(0, 1)[visible], key_scale, query.dtype)
+        values = _read(value_cache[blocks].flatten(0, 1)[visible], value_scale, query.dtype)
         step = max(1, SCORES_AT_ONCE // max(1, query.shape[1] * len(keys)))
         for row in range(begin, end, step):
             rows = slice(row, min(row + step, end))
@@ -60,6 +80,11 @@ def paged_attention(
                 query[rows], keys, values, distance, scale, causal, sliding_window, softcap, alibi_slopes, sinks
             )
     return out
+
+
+def _read(stored: Tensor, scale: float | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values of a cache with this scale, for queries of a dtype."""
+    return stored if scale is None else stored.to(torch.promote_types(dtype, torch.float32)) * scale
 
 
 def _distance(rows: slice, shift: int, keys: Tensor) -> Tensor:

@@ -83,6 +83,8 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements."""
     tokens, heads, dim = query.shape
@@ -108,7 +110,8 @@ def paged_attention(
     common = (heads, group, dim, dim_v, block_size, causal, window, softcap > 0, alibi_slopes is not None)
     numbers = (
         *query.stride(), *key_strides, *value_strides, out.stride(0), out.stride(1), block_table.stride(0),
-        scale, softcap, *common, sinks is not None,
+        scale if key_scale is None else scale * key_scale, softcap, 1.0 if value_scale is None else value_scale,
+        *common, sinks is not None, value_scale is not None,
     )  # fmt: skip
     slopes, sink = out if alibi_slopes is None else alibi_slopes, out if sinks is None else sinks
     tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, slopes, sink)

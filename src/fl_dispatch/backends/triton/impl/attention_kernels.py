@@ -39,6 +39,7 @@ def _attention(
     TABLE_ROW,
     SCALE,
     SOFTCAP,
+    VALUE_SCALE,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -49,6 +50,7 @@ def _attention(
     CAPPED: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     LEAST_NEW: tl.constexpr,
     MOST_NEW: tl.constexpr,
     SHORT: tl.constexpr,
@@ -144,6 +146,8 @@ def _attention(
                     DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW,
                     CAPPED, ALIBI, MASKED=span != 1, PRECISION=PRECISION, NARROW=NARROW,
                 )  # fmt: skip
+            if QUANTIZED:
+                acc *= VALUE_SCALE
             inside = valid[:, None] & (dim_v[None, :] < DIM_V)
             if not DIVIDED:
                 result = acc / l_i[:, None]

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.ops.quantization import LARGEST
+
 from .launch import Launcher, power_of_two
+
+
+@triton.jit
+def _quantized(new, SCALE, LARGEST: tl.constexpr):
+    """Numbers as they are stored, but for the rounding; division is that of IEEE 754, because rounding decides."""
+    quotient = tl.div_rn(new.to(tl.float32), SCALE + tl.zeros_like(new).to(tl.float32))
+    return tl.clamp(quotient, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -31,6 +40,8 @@ def _write(
     VALUE_CACHE_HEAD,
     VALUE_CACHE_DIM,
     SLOT_STRIDE,
+    KEY_SCALE,
+    VALUE_SCALE,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -38,7 +49,9 @@ def _write(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
+    """``LARGEST``: the largest number of a quantized cache, or 0 for another one."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -47,6 +60,9 @@ def _write(
     # All loads are under way before the slot is there, and only the stores depend on it.
     new = tl.load(key + token * KEY_TOKEN + head * KEY_HEAD + column * KEY_DIM, mask=inside)
     new_v = tl.load(value + token * VALUE_TOKEN + head * VALUE_HEAD + column_v * VALUE_DIM, mask=inside_v)
+    if LARGEST > 0:
+        new = _quantized(new, KEY_SCALE, LARGEST)
+        new_v = _quantized(new_v, VALUE_SCALE, LARGEST)
     slot = tl.load(slots + token * SLOT_STRIDE).to(tl.int64)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     target = key_cache + block * KEY_BLOCK + place * KEY_SLOT + head * KEY_CACHE_HEAD
@@ -60,7 +76,15 @@ def _write(
 _launch = Launcher(_write)
 
 
-def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def kv_cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
+) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
     tokens = slot_mapping.shape[0]
     if tokens == 0:
@@ -76,6 +100,8 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
             *key_cache.stride(),
             *value_cache.stride(),
             slot_mapping.stride(0),
+            1.0 if key_scale is None else key_scale,
+            1.0 if value_scale is None else value_scale,
             heads,
             dim,
             dim_v,
@@ -83,5 +109,6 @@ def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: T
             power_of_two(heads),
             power_of_two(dim),
             power_of_two(dim_v),
+            0.0 if key_scale is None else LARGEST["float8_e4m3fn"],
         ),
     )

@@ -1,0 +1,164 @@
+"""A KV cache in fp8: an engine computes what Hugging Face's network does whose keys and values fp8 has rounded.
+
+Engines start one after the other in one process. Prompts are read in chunks, and a second pass finds them in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from torch import Tensor
+
+import quantized_checkpoints as checkpoints
+from fl_dispatch.cli import small_model
+from fl_dispatch.cli.half_precision import LARGEST, MEAN
+from quantized_checkpoints import CACHE_SCALES, CACHE_SCHEME, SCHEMES, Scheme
+from quantized_network import Computed, answered, computed, distance, network, scores, with_fp8_cache
+from sampling import drawn
+
+pytestmark = pytest.mark.engine
+PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
+OPERATORS = ("kv_cache_write", "paged_attention")
+SAMPLING = {"max_tokens": MAX_TOKENS, "logprobs": 0}
+ASKED: Mapping[str, Any] = {"do": "generate", "prompts": PROMPTS, "sampling": {**SAMPLING, "prompt_logprobs": 0}}
+AGAIN: Mapping[str, Any] = {"do": "generate", "prompts": PROMPTS, "sampling": SAMPLING}
+"""Prompts whose log-probabilities are asked for are computed anew; these are found."""
+ONES = ((1.0, 1.0),) * len(CACHE_SCALES)
+COMPRESSED = SCHEMES["compressed-tensors W4A16"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """An engine whose cache is quantized.
+
+    Args:
+        name: what is special about it.
+        engine: further arguments of ``LLM``.
+        scheme: the checkpoint's; ``None`` for one that is not quantized.
+        owner: the module of a layer that has the scales in the checkpoint, if any; ``{}`` is ``k`` or ``v``.
+    """
+
+    name: str
+    engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_cache_dtype": "fp8"})
+    scheme: Scheme | None = None
+    owner: str = ""
+
+    @property
+    def scales(self) -> tuple[tuple[float, float], ...]:
+        return CACHE_SCALES if self.owner else ONES
+
+    def checkpoint(self, folder: Path) -> Path:
+        if self.scheme is None:
+            return small_model.CHECKPOINT
+        return checkpoints.write_checkpoint(folder / self.name.replace(" ", "-"), self.scheme, self.owner)
+
+    def right(self, scales: tuple[tuple[float, float], ...], dtype: torch.dtype = torch.float32) -> Any:
+        """Hugging Face's network with a cache of these scales."""
+        return with_fp8_cache(network(self.scheme, dtype=dtype), scales)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+EAGER = Run("eager")
+HALF = Run("bfloat16", {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"})
+SCALED = Run(
+    "scales of a compressed-tensors checkpoint, compiled",
+    {"enforce_eager": False},
+    Scheme({**COMPRESSED.config, "kv_cache_scheme": CACHE_SCHEME}, COMPRESSED.write, COMPRESSED.layer),
+    "self_attn",
+)
+OWN_SCALES = Run("scales of an fp8 checkpoint", scheme=SCHEMES["fp8"], owner="self_attn.{}_proj")
+SINGLE = [EAGER, *drawn((SCALED, OWN_SCALES), 1, "scales of a cache")]
+RUNS = [*SINGLE, HALF]
+single = pytest.mark.parametrize("run", SINGLE, ids=str)
+each_run = pytest.mark.parametrize("run", RUNS, ids=str)
+
+
+def steps(run: Run) -> list[Mapping[str, Any]]:
+    """A right pass, one that finds its prompts in the cache; and one for each operator with a wrong implementation."""
+    made = [ASKED, AGAIN]
+    for operator in OPERATORS if run is EAGER else ():
+        wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator: ["impl:vendor.wrong"]}}
+        made += [{"do": "reset_prefix_cache"}, wrong, ASKED]
+    return made
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
+    folder = tmp_path_factory.mktemp("cache")
+    found = start_features(*((run.checkpoint(folder), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
+    return dict(zip(RUNS, found["runs"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def right(answers: dict[Run, Any]) -> Callable[[Run], tuple[Tensor, Computed, list[list[int]]]]:
+    """A run's log-probabilities, what the network computes there, and the texts."""
+
+    @cache
+    def of(run: Run) -> tuple[Tensor, Computed, list[list[int]]]:
+        texts, got = answered(PROMPTS, answers[run]["steps"][0])
+        return got, computed(run.right(run.scales), texts), texts
+
+    return of
+
+
+@single
+def test_it_computes_what_the_network_with_rounded_keys_and_values_does(run: Run, right: Callable[[Run], Any]) -> None:
+    got, there, texts = right(run)
+    assert distance(got, there.scores) <= there.rounding
+    others = {
+        "not quantized": network(run.scheme),
+        "scales of 2": run.right(((2.0, 2.0),) * len(CACHE_SCALES)),
+        **({"keys' and values' exchanged": run.right(tuple((v, k) for k, v in run.scales))} if run.owner else {}),
+        **({"scales of the layer before": run.right((run.scales[-1], *run.scales[:-1]))} if run.owner else {}),
+    }
+    for other, made in others.items():
+        assert distance(got, scores(made, texts)) > there.rounding, other
+
+
+@single
+def test_its_tokens_are_the_networks_where_rounding_does_not_decide(run: Run, right: Callable[[Run], Any]) -> None:
+    _, there, _ = right(run)
+    generated = torch.cat([torch.arange(len(prompt) + MAX_TOKENS - 1) >= len(prompt) - 1 for prompt in PROMPTS])
+    behind = (there.best - there.scores)[generated]
+    assert len(behind) == len(PROMPTS) * MAX_TOKENS
+    assert float(behind.max()) <= 2 * there.largest
+
+
+def test_in_bfloat16_it_is_as_near_as_hugging_faces_network(right: Callable[[Run], Any]) -> None:
+    got, exact, texts = right(HALF)
+    theirs, ours = scores(HALF.right(ONES, torch.bfloat16), texts), distance(got, exact.scores)
+    assert (got - exact.scores).abs().mean() <= MEAN * (theirs - exact.scores).abs().mean()
+    assert ours <= LARGEST * distance(theirs, exact.scores)
+    assert ours < distance(got, scores(network(None), texts)), "it is nearer to the network that rounds nothing"
+
+
+@each_run
+def test_a_prompt_found_in_the_cache_has_the_same_answer(run: Run, answers: dict[Run, Any]) -> None:
+    first, again = answers[run]["steps"][:2]
+    assert [one["cached"] for one in first] == [0] * len(PROMPTS)
+    assert max(one["cached"] for one in again) >= 320
+    if run is not HALF:
+        assert [one["tokens"] for one in again] == [one["tokens"] for one in first]
+
+
+@each_run
+def test_the_operators_ran_on_a_quantized_cache(run: Run, answers: dict[Run, Any]) -> None:
+    assert all(ran(answers[run], operator) - {"vendor.wrong"} for operator in OPERATORS)
+    assert not answers[run]["report"]["native_layers"]
+    assert not answers[run]["report"]["failed"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_wrong_implementation_changes_the_tokens(operator: str, answers: dict[Run, Any]) -> None:
+    first, _, *others = (step for step in answers[EAGER]["steps"] if isinstance(step, list))
+    wrong = others[OPERATORS.index(operator)]
+    assert [one["tokens"] for one in wrong] != [one["tokens"] for one in first]
