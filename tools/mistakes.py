@@ -138,6 +138,13 @@ MISTAKES = (
         "tests/vllm/test_shadow_compiled.py",
     ),
     Mistake(
+        "windows of a picture see each other",
+        "vllm_fl/encoder_attention.py",
+        "else cu_seqlens.tolist()",
+        "else [0, batch * length]",
+        "tests/vllm/test_encoder_attention.py",
+    ),
+    Mistake(
         "a draft begins behind its request",
         "vllm_fl/runner_kernels/drafts.py",
         "    last_token_indices[:requests] = start[:-1] + kept - 1",

@@ -1,9 +1,10 @@
-"""Makes an installed torchvision importable beside a PyTorch without CUDA. Run by the Makefile in .venv-sglang.
+"""Makes an installed torchvision importable beside a PyTorch without CUDA. Run by the Makefile.
 
-SGLang imports torchvision. Its wheel for the general public is compiled against PyTorch with CUDA, so beside a CPU
-build of PyTorch its library does not load, its operators do not exist, and its Python code fails when it describes them
-to PyTorch. This puts that one module's registrations behind the question whether the operators are there. Nothing
-changes where torchvision and PyTorch fit together, as they do on a machine where pip installed both.
+SGLang imports torchvision, and so do the processors of pictures that vLLM uses. Its wheel for the general public is
+compiled against PyTorch with CUDA, so beside a CPU build of PyTorch its library does not load, its operators do not
+exist, and its Python code fails when it describes them to PyTorch. This puts that one module's registrations behind the
+question whether the operators are there. Nothing changes where torchvision and PyTorch fit together, as they do on a
+machine where pip installed both.
 
     python tools/torchvision_without_operators.py
 """

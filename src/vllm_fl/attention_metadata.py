@@ -10,6 +10,8 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
+from .token_blocks import token_blocks
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -91,7 +93,4 @@ def host_lengths(common: CommonAttentionMetadata) -> tuple[list[int] | None, lis
 
 
 def _token_blocks(common: CommonAttentionMetadata) -> Tensor:
-    """A block table ``[requests, max_query_len]`` int32 for blocks of one token: the batch's tokens in their order."""
-    starts = common.query_start_loc[:-1, None]
-    inside = torch.arange(common.max_query_len, dtype=torch.int32, device=starts.device)
-    return (starts + inside).clamp_(max=max(common.num_actual_tokens - 1, 0))
+    return token_blocks(common.query_start_loc, common.max_query_len, common.num_actual_tokens)

@@ -65,9 +65,7 @@ _LEFT = {
         "Qwen4ExpPLEPinnedHostEmbedding",
     ),
     "makes tables for encoders of images; there is no operator for it": ("VitMropeSetup",),
-    "attention of encoders of images and sound; there is no operator for it": (
-        "MMEncoderAttention",
-        "WhisperEncoderAttention",
+    "attention of encoders with a bias for each pair of positions, or masks; there is no operator for it": (
         "RelPosAttention",
         "CustomQwen2Decoder",
     ),

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.host_facts import HostFact
 from fl_dispatch.hosting.quantized.layers import KERNEL, kernels
@@ -25,7 +26,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
 from fl_dispatch.types import BackendImplKind
 
-from . import forwards, linear, moe
+from . import encoder_attention, forwards, linear, moe
 from .compat import layer_classes
 from .forwards import DispatchedLayer
 
@@ -45,6 +46,7 @@ class LayerClass:
             own code is the reference too, and left as it is it is no gap.
         since: the first version of vLLM that has it in this form; empty for all.
         transformers: it is of vLLM's Transformers backend, which is imported for models that need it only.
+        cpu_only: it is only replaced on CPUs, because nobody has measured kernels of ours for it on other devices.
     """
 
     module: str
@@ -54,6 +56,7 @@ class LayerClass:
     own_kernel: bool = False
     since: str = ""
     transformers: bool = False
+    cpu_only: bool = False
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -88,6 +91,8 @@ class LayerClass:
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
         if self.own_kernel and not any(_has_kernel(operator) for operator in self.operators):
+            return False
+        if self.cpu_only and detect_device().accelerator:
             return False
         return any(settings.registers(self.name, operator) for operator in self.operators)
 
@@ -152,6 +157,13 @@ LAYER_CLASSES = (
     LayerClass(f"{_ROPE}.mrope_interleaved", "MRotaryEmbeddingInterleaved", forwards.ListedMRotaryLayer),
     LayerClass(f"{_ROPE}.ernie45_vl_rope", "Ernie4_5_VLRotaryEmbedding", forwards.ErnieRotaryLayer),
     LayerClass(f"{_ROPE}.bailing_mrope", "BailingMRotaryEmbedding", forwards.BailingRotaryLayer, since="0.32"),
+    *(
+        LayerClass(module, name, encoder_attention.EncoderAttentionLayer, cpu_only=True)
+        for module, name in (
+            (f"{_LAYERS}.attention.mm_encoder_attention", "MMEncoderAttention"),
+            ("vllm.model_executor.models.whisper", "WhisperEncoderAttention"),
+        )
+    ),
     *(LayerClass(f"{_LAYERS}.linear", name, linear.LinearLayer, own_kernel=True) for name in _LINEAR),
     LayerClass(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead", linear.HeadLayer, own_kernel=True),
     LayerClass(f"{_HW}.layernorm", "RMSNorm", forwards.RMSNormLayer, since="0.32"),

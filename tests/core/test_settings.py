@@ -261,6 +261,12 @@ def test_log_level(level: str) -> None:
     assert load(VLLM_FL_LOG_LEVEL=level).log_level == level.upper()
 
 
+def test_log_level_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    assert load(VLLM_LOGGING_LEVEL="error").log_level == "ERROR"
+    assert load(VLLM_LOGGING_LEVEL="ERROR", VLLM_FL_LOG_LEVEL="INFO").log_level == "INFO"
+    assert "ignored" not in caplog.text
+
+
 def test_log_level_refuses_another_word() -> None:
     refused("Invalid log level value 'DEBG'; did you mean DEBUG?", VLLM_FL_LOG_LEVEL="DEBG")
 
@@ -844,8 +850,8 @@ def test_the_table_has_every_field_once() -> None:
     assert sorted([*(item.field for item in ITEMS), *derived]) == sorted(fields)
 
 
-def test_the_hosts_own_variable_is_not_ours() -> None:
-    assert "VLLM_BATCH_INVARIANT" not in variable_names()
+def test_the_hosts_own_variables_are_not_ours() -> None:
+    assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
     assert len(variable_names()) == len(set(variable_names())) == 28
 
 
@@ -882,7 +888,7 @@ def shown(field: str) -> str:
 
 
 def test_the_page_has_no_other_variable() -> None:
-    ours = {*variable_names(), "VLLM_BATCH_INVARIANT"}
+    ours = {*variable_names(), "VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"}
     assert set(re.findall(r"\bVLLM_FL_[A-Z_]+[A-Z]\b", page())) - {"VLLM_FL_PREFFER"} <= ours
     assert set(rows()) == ours | {"op_tuned"}
 

@@ -109,20 +109,24 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
 
 
 def start_features(
-    *runs: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], **variables: str
+    *runs: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], cold: bool = False, **variables: str
 ) -> Future[dict[str, Any]]:
     """Start engines one after the other in one process; ``runs`` of the result has what each one's steps returned.
 
     Args:
         runs: checkpoint, steps of ``run_features``, and further arguments of ``LLM``.
+        cold: whether the process is really started, for variables that are read at an import (see ``processes``).
         variables: of the environment.
     """
     job = {"runs": [{"engine": engine_arguments(model, engine), "steps": steps} for model, steps, engine in runs]}
-    return pool.submit(_finish, "run_features.py", job, variables)
+    return pool.submit(_finish, "run_features.py", job, variables, cold)
 
 
 def start_compiled(
-    engines: Mapping[str, Mapping[str, Any]], after: Future[Any] | None = None, **variables: str
+    engines: Mapping[str, Mapping[str, Any]],
+    after: Future[Any] | None = None,
+    cold: bool = False,
+    **variables: str,
 ) -> dict[str, Future[dict[str, Any]]]:
     """Start compiled engines one after the other in one process; name → what that engine answered.
 
@@ -130,6 +134,7 @@ def start_compiled(
         engines: name → ``model``, ``engine`` (further arguments of ``LLM``), ``policy``, ``afterwards``; see
             ``run_compiled``.
         after: what must have ended before.
+        cold: whether the process is really started, for variables that are read at an import (see ``processes``).
         variables: of the environment.
     """
     job = {}
@@ -140,7 +145,7 @@ def start_compiled(
     def run() -> dict[str, Any]:
         if after is not None:
             after.exception()
-        return _finish("run_compiled.py", {"engines": job, **STEP}, variables)
+        return _finish("run_compiled.py", {"engines": job, **STEP}, variables, cold)
 
     process = pool.submit(run)
     return {name: _part(process, name) for name in engines}

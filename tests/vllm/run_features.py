@@ -212,22 +212,78 @@ class _Client:
         self.llm.finish_weight_update(weight_version)
 
 
-def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any]) -> None:
-    """A trainer sends the weights of Hugging Face's model in each folder, the last one's to stay."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def _trainer(llm: Any, backend: str, network: Any, info: dict[str, Any]) -> Any:
+    """One that sends the weights of a network of Hugging Face's."""
     from vllm.distributed.weight_transfer import ModuleSource
 
     from vllm_fl import weight_transfer
 
     kind = {"fl_shm": weight_transfer.SharedMemoryTrainer, "fl_gloo": weight_transfer.GlooTrainer}[backend]
+    return kind.trainer_init(kind.init_info_cls(rank=0, **info), client=_Client(llm), source=ModuleSource(network))
+
+
+def transfer(llm: Any, backend: str, folders: list[str], info: dict[str, Any]) -> None:
+    """A trainer sends the weights of Hugging Face's model in each folder, the last one's to stay."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     network = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
-    trainer = kind.trainer_init(kind.init_info_cls(rank=0, **info), client=_Client(llm), source=ModuleSource(network))
+    trainer = _trainer(llm, backend, network, info)
     for folder in folders:
         network.load_state_dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict())
         trainer.send_weights()
     trainer.shutdown()
     assert llm.reset_prefix_cache()
+
+
+def train(
+    llm: Any, folder: str, target: str, prompts: list[list[int]], rounds: int, samples: int, max_tokens: int
+) -> dict[str, Any]:
+    """Policy gradients: the engine writes completions, Hugging Face's network learns from them and sends its weights.
+
+    Args:
+        llm: the engine.
+        folder: of the checkpoint.
+        target: a folder for what was learnt.
+        prompts: token ids.
+        rounds: of completions.
+        samples: completions of each prompt in a round.
+        max_tokens: of each completion.
+
+    Returns:
+        For each round the mean ``rewards``, a completion's share of small token ids, and the largest difference
+        (``apart``) between the engine's log-probabilities and the network's.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-2)
+    trainer = _trainer(llm, "fl_shm", network, {})
+    rewards, apart = [], []
+    for turn in range(rounds):
+        sampling = {"max_tokens": max_tokens, "temperature": 1.0, "n": samples, "seed": turn, "logprobs": 0}
+        outputs = llm.generate([_prompt(ids) for ids in prompts], _sampling(sampling), use_tqdm=False)
+        losses, earned, off = [], [], []
+        for ids, output in zip(prompts, outputs, strict=True):
+            written = torch.tensor([sample.token_ids for sample in output.outputs])
+            logits = network(torch.cat((torch.tensor([ids] * samples), written), 1)).logits
+            scores = logits[:, len(ids) - 1 : -1].log_softmax(-1).gather(2, written[..., None]).squeeze(2)
+            told = torch.tensor([[next(iter(_values(step).values())) for step in s.logprobs] for s in output.outputs])
+            off.append((scores.detach() - told).abs().max().item())
+            reward = (written < network.config.vocab_size // 2).float().mean(1)
+            losses.append(-((reward - reward.mean()) * scores.sum(1)).mean())
+            earned.append(reward.mean().item())
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        trainer.send_weights()
+        assert llm.reset_prefix_cache()
+        rewards.append(sum(earned) / len(earned))
+        apart.append(max(off))
+    trainer.shutdown()
+    network.save_pretrained(target)
+    return {"rewards": rewards, "apart": apart}
 
 
 def transcribe(llm: Any, sounds: list[list[float]], rate: int, max_tokens: int) -> list[list[int]]:
@@ -240,6 +296,47 @@ def transcribe(llm: Any, sounds: list[list[float]], rate: int, max_tokens: int) 
     ]
     outputs = llm.generate(asked, _sampling({"max_tokens": max_tokens}), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def look(
+    llm: Any, prompt: str, pictures: list[Any], text: str, max_tokens: int, anew: bool = False
+) -> dict[str, list[Any]]:
+    """Tokens for ``prompt`` with each picture and for ``text``, and how many of a prompt's tokens were known before.
+
+    With ``anew`` none are, and no picture is.
+    """
+    import numpy as np
+    from PIL import Image
+
+    if anew:
+        llm.llm_engine.reset_encoder_cache()
+        llm.llm_engine.reset_mm_cache()
+        assert llm.reset_prefix_cache()
+    images = [Image.fromarray(np.array(pixels, dtype=np.uint8)) for pixels in pictures]
+    asked = [{"prompt": prompt, "multi_modal_data": {"image": image}} for image in images]
+    outputs = llm.generate([*asked, text], _sampling({"max_tokens": max_tokens}), use_tqdm=False)
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+    }
+
+
+def visit(llm: Any, around: list[str], template: str, urls: list[str], max_tokens: int) -> list[Any]:
+    """Tokens for a chat with the picture at each address between two words, or what was said instead of them."""
+    answers: list[Any] = []
+    for url in urls:
+        before, after = ({"type": "text", "text": text} for text in around)
+        content = [before, {"type": "image_url", "image_url": {"url": url}}, after]
+        sampling = _sampling({"max_tokens": max_tokens})
+        try:
+            (output,) = llm.chat(
+                [{"role": "user", "content": content}], sampling, use_tqdm=False, chat_template=template
+            )
+        except Exception as refusal:
+            answers.append(f"{type(refusal).__name__}: {refusal}")
+        else:
+            answers.append(list(output.outputs[0].token_ids))
+    return answers
 
 
 def classify(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
@@ -282,7 +379,10 @@ STEPS: dict[str, Callable[..., Any]] = {
         sleep,
         wake_up,
         transfer,
+        train,
         transcribe,
+        look,
+        visit,
         classify,
         score,
         token_classify,

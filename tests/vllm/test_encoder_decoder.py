@@ -38,6 +38,7 @@ def test_tokens_equal_hugging_face_together_and_alone(run: dict[str, Any], model
 
 def test_the_decoder_attends_to_itself_and_to_the_encoder_through_our_operators(run: dict[str, Any]) -> None:
     assert sum(run["report"]["attention"].values()) == 2 * LAYERS
+    assert run["report"]["layers"]["WhisperEncoderAttention"] == LAYERS
     assert run["report"]["native_layers"] == {}
     operators = {key.split(" ")[0] for key in run["report"]["counts"]}
     assert {"kv_cache_write", "paged_attention"} <= operators

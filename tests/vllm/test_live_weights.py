@@ -17,6 +17,7 @@ from vllm_fl import sleep
 CACHE = 256 << 20
 GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
 WEIGHTS = ["weights"]
+TRAINING = {"rounds": 4, "samples": 16, "max_tokens": 8}
 BACKENDS = ("fl_shm", "fl_gloo")
 
 
@@ -39,7 +40,13 @@ def _info(backend: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint: Callable[[str], Path], other: Path) -> Runs:
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which a trainer leaves what it learnt."""
+    return tmp_path_factory.mktemp("learnt")
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Callable[[str], Path], other: Path, learnt: Path) -> Runs:
     model = checkpoint("qwen3")
     steps = [
         GENERATE,
@@ -61,6 +68,8 @@ def results(checkpoint: Callable[[str], Path], other: Path) -> Runs:
         ]
         how = {"weight_transfer_config": {"backend": backend}}
         jobs.append((model, [GENERATE, send[0], GENERATE, send[1], GENERATE], how))
+    loop = {"do": "train", "folder": str(model), "target": str(learnt), "prompts": PROMPTS[:2], **TRAINING}
+    jobs.append((model, [loop, GENERATE], {"weight_transfer_config": {"backend": "fl_shm"}}))
     return Runs({"sleep": sleeping, "transfer": start_features(*jobs)})
 
 
@@ -111,3 +120,12 @@ def test_a_trainers_weights_reach_the_engine(
     before, changed, back = (_tokens(steps[place]) for place in (0, 2, 4))
     assert changed == expected_tokens(other) != before
     assert before == back == expected("qwen3")
+
+
+def test_a_training_loop_gets_completions_with_its_own_log_probabilities_and_the_engine_learns(
+    results: Runs, learnt: Path, expected: Callable[[str], list[list[int]]]
+) -> None:
+    trained, completions = results["transfer"]["runs"][len(BACKENDS)]["steps"]
+    assert max(trained["apart"]) < 1e-3
+    assert trained["rewards"][-1] > trained["rewards"][0] + 0.2
+    assert _tokens(completions) == expected_tokens(learnt) != expected("qwen3")

@@ -27,6 +27,11 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.model_executor.custom_op import op_registry_oot
 print("registered:", sorted(op_registry_oot))
+from vllm.config import DeviceConfig
+try:
+    print("device:", DeviceConfig().device_type)
+except RuntimeError as error:
+    print(error)
 """
 
 
@@ -75,6 +80,10 @@ def test_without_the_platform_no_layer_of_ours_is_registered(listed: str, result
     finished: Finished = results[listed]
     assert finished.returncode == 0, finished.log
     assert "registered: []" in finished.log
+
+
+def test_without_any_platform_the_host_says_that_it_found_no_device(results: Mapping[str, Any]) -> None:
+    assert "Failed to infer device type" in results["none"].log
 
 
 def test_a_list_names_layers_by_operator_or_by_class(

@@ -32,12 +32,13 @@ KEY = "open-sesame"
 
 @pytest.fixture(scope="module")
 def stat_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that the stat logger of another distribution, beside it, writes."""
+    """The file that the stat logger of another distribution, beside it, writes; the same one adds a route."""
     folder = tmp_path_factory.mktemp("stat_logger")
     info = folder / "fl_stat-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-stat\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.stat_logger_plugins]\nfile = stat_logger:FileStatLogger\n")
+    entries = "[vllm.stat_logger_plugins]\nfile = stat_logger:FileStatLogger\n"
+    (info / "entry_points.txt").write_text(f"{entries}[vllm.endpoint_plugins]\ngreeting = endpoint:Greeting\n")
     return folder / "tokens.txt"
 
 
@@ -108,6 +109,7 @@ def client(
             env=environment(
                 VLLM_ENABLE_V1_MULTIPROCESSING="1",
                 VLLM_SERVER_DEV_MODE="1",
+                VLLM_PLUGINS="fl,file,greeting",
                 VLLM_NO_USAGE_STATS="0",
                 VLLM_USAGE_STATS_SERVER=collector[0],
                 VLLM_CONFIG_ROOT=str(stat_log.parent),
@@ -191,6 +193,10 @@ def test_a_stat_logger_of_another_plugin_counts_the_tokens(client: Any, stat_log
     before = counted()
     client.completions.create(prompt=PROMPTS[0], **ASK)
     assert counted() == before + MAX_TOKENS
+
+
+def test_a_route_of_another_plugin_answers_whoever_asks(client: Any) -> None:
+    assert _ask(client, "greeting", post=False) == {"says": "tiny is served"}
 
 
 # -- development mode -------------------------------------------------------------------------------------------------

@@ -151,9 +151,10 @@ ITEMS: tuple[Item, ...] = (
         "operators or layer classes that are not registered", yaml="oot_blacklist",
     ),
     _flag("native_platform", "VLLM_FL_NATIVE_PLATFORM", "whether the host keeps its own platform for this device"),
-    _item(
-        "log_level", "VLLM_FL_LOG_LEVEL", values.text, str, partial(values.choice, "log level", LEVELS),
-        "how much we log",
+    Item(
+        "log_level",
+        (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.text, ours=False)),
+        None, str, partial(values.choice, "log level", LEVELS), "how much we log",
     ),
     _flag("dispatch_debug", "VLLM_FL_DISPATCH_DEBUG", "every decision is logged with its reasons; calls are counted"),
     _item(

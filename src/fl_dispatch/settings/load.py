@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from logging import DEBUG, INFO
 from pathlib import Path
 from typing import Any, Literal
@@ -201,17 +201,18 @@ def _read_platform(forced: str | None) -> _Found:
 
 def _read_variables(item: Item, environment: _Environment, found: _Found) -> bool:
     """Take an item from its first variable that is set."""
-    hits: list[tuple[Callable[[str, Place], Any], Place, str]] = []
+    hits: list[tuple[Variable, Place, str]] = []
     for variable in item.variables:
         hit = environment.find(variable)
         if hit is not None:
-            hits.append((variable.split, *hit))
+            hits.append((variable, *hit))
     if not hits:
         return False
-    split, place, text = hits[0]
-    found.read(item, split(text, place), place)
-    for _, ignored, _ in hits[1:]:
-        logger.warning("%s is ignored, because the %s is set", ignored.name, place.name)
+    first, place, text = hits[0]
+    found.read(item, first.split(text, place), place)
+    for other, ignored, _ in hits[1:]:
+        if other.ours:
+            logger.warning("%s is ignored, because the %s is set", ignored.name, place.name)
     return True
 
 

@@ -102,8 +102,10 @@ FACTS = (
     HostFact(
         f"{_QUANTIZATION}.base_config:LinearMethodBase",
         (
-            "create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, output_size, "
-            "params_dtype, **extra_weight_attrs)",
+            (
+                "create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, output_size, "
+                "params_dtype, **extra_weight_attrs)"
+            ),
             "apply(layer, x, bias=None)",
         ),
         "overrides",

@@ -60,6 +60,8 @@ def paged_attention(
     if out is None:
         out = query.new_zeros((*query.shape[:2], value_cache.shape[-1]))
     block_size = key_cache.shape[1]
+    plain = not causal and sliding_window is None and softcap == 0 and alibi_slopes is None and sinks is None
+    fused = plain and query.device.type == "cpu" and key_cache.shape[-1] == value_cache.shape[-1]
     numbers: list[int] = torch.cat((query_start_loc, seq_lens)).tolist()
     starts, lengths = numbers[: len(query_start_loc)], numbers[len(query_start_loc) :]
     for request, length in enumerate(lengths):
@@ -72,6 +74,9 @@ def paged_attention(
         visible = slice(first - page * block_size, length - page * block_size)
         keys = _read(key_cache[blocks].flatten(0, 1)[visible], key_scale, query.dtype)
         values = _read(value_cache[blocks].flatten(0, 1)[visible], value_scale, query.dtype)
+        if fused:
+            out[begin:end] = _fused(query[begin:end], keys, values, scale)
+            continue
         step = max(1, SCORES_AT_ONCE // max(1, query.shape[1] * len(keys)))
         for row in range(begin, end, step):
             rows = slice(row, min(row + step, end))
@@ -85,6 +90,14 @@ def paged_attention(
 def _read(stored: Tensor, scale: float | None, dtype: torch.dtype) -> Tensor:
     """Keys or values of a cache with this scale, for queries of a dtype."""
     return stored if scale is None else stored.to(torch.promote_types(dtype, torch.float32)) * scale
+
+
+def _fused(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention of queries that see every key, by PyTorch's own function, which keeps no scores on a CPU."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (each.to(wide).transpose(0, 1)[None] for each in (query, keys, values))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=len(q[0]) != len(k[0]))
+    return attended[0].transpose(0, 1).to(query.dtype)
 
 
 def _distance(rows: slice, shift: int, keys: Tensor) -> Tensor:

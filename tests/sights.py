@@ -1,0 +1,156 @@
+"""Small models with random weights that see, a picture to look at, and what they should write about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import load_file, save_file
+
+from fl_dispatch.cli.checkpoints import SEED
+from variants import WEIGHTS
+
+SIZE = 32
+"""Pixels of a picture's side."""
+TEXT: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def pictures() -> list[Any]:
+    """Two pictures: dark at one end, and bright noise."""
+    from PIL import Image
+
+    side = np.arange(SIZE) * 2
+    gradient = np.stack([np.tile(side, (SIZE, 1)), np.tile(side[:, None], (1, SIZE)), np.full((SIZE, SIZE), 9)], -1)
+    noise = np.random.default_rng(3).integers(120, 256, (SIZE, SIZE, 3))
+    return [Image.fromarray(each.astype(np.uint8)) for each in (gradient, noise)]
+
+
+def _tokenizer() -> Any:
+    """It knows every byte and the words that stand for pictures."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    extra = {"additional_special_tokens": list(SPECIALS[3:])}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **extra)
+
+
+def _llava(tokenizer: Any) -> tuple[Any, Any]:
+    from transformers import CLIPImageProcessor, LlamaConfig, LlavaConfig, LlavaProcessor
+
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    seen = {**vision, "model_type": "clip_vision_model", "image_size": SIZE, "patch_size": 8}
+    text = LlamaConfig(vocab_size=len(tokenizer), **TEXT)
+    config = LlavaConfig(vision_config=seen, text_config=text, image_token_id=3, tie_word_embeddings=False)
+    sizes = {"size": {"shortest_edge": SIZE}, "crop_size": {"height": SIZE, "width": SIZE}}
+    processor = LlavaProcessor(
+        CLIPImageProcessor(**sizes), tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        image_token="<image>", num_additional_image_tokens=1,
+    )  # fmt: skip
+    return config, processor
+
+
+def _qwen(version: str) -> Callable[[Any], tuple[Any, Any]]:
+    def made(tokenizer: Any) -> tuple[Any, Any]:
+        import transformers
+
+        of = {"2": "Qwen2VL", "2.5": "Qwen2_5_VL"}[version]
+        rope = {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 10000.0}
+        text = {**TEXT, "vocab_size": len(tokenizer), "rope_parameters": rope}
+        seen = {
+            "2": {"embed_dim": 64, "hidden_size": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4},
+            "2.5": {
+                "hidden_size": 64, "out_hidden_size": 64, "depth": 2, "num_heads": 4, "intermediate_size": 128,
+                "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+            },
+        }[version]  # fmt: skip
+        ids = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 5}
+        config = getattr(transformers, f"{of}Config")(
+            text_config=text, vision_config=seen, tie_word_embeddings=False, **ids
+        )
+        pixels = {"patch_size": 4, "min_pixels": SIZE * SIZE, "max_pixels": SIZE * SIZE}
+        images = transformers.Qwen2VLImageProcessor(**pixels)
+        videos = transformers.Qwen2VLVideoProcessor(**pixels)
+        return config, getattr(transformers, f"{of}Processor")(images, tokenizer, videos)
+
+    return made
+
+
+KINDS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
+    "llava": _llava,
+    "qwen2_vl": _qwen("2"),
+    "qwen2_5_vl": _qwen("2.5"),
+}
+_SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
+IMAGES = {"llava": "<image>", "qwen2_vl": _SEEN, "qwen2_5_vl": _SEEN}
+"""The words that stand for a picture."""
+PROMPTS = {"llava": "<s>a<image>b", "qwen2_vl": f"a{_SEEN}b", "qwen2_5_vl": f"a{_SEEN}b"}
+ENCODERS = {"llava": ("vision_tower.*", 1), "qwen2_vl": ("visual.*", 2), "qwen2_5_vl": ("visual.*", 2)}
+"""The prefix of the layers that look, and how many of them attend; LLaVA leaves its encoder's last layer out."""
+WITHOUT = "abc"
+"""A prompt without a picture."""
+
+
+def template(kind: str) -> str:
+    """A chat's template, by which its parts are a prompt."""
+    part = "{% if part.type == 'text' %}{{ part.text }}{% else %}IMAGE{% endif %}".replace("IMAGE", IMAGES[kind])
+    return "{% for message in messages %}{% for part in message.content %}" + part + "{% endfor %}{% endfor %}"
+
+
+def build(kind: str, target: Path) -> Path:
+    """Write the checkpoint."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    config, processor = KINDS[kind](_tokenizer())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = AutoModelForImageTextToText.from_config(config)
+        for name, parameter in model.named_parameters():
+            if "norm" not in name and "ln_q" not in name:
+                parameter.data.normal_(0.0, 1.5 * parameter[0].numel() ** -0.5)
+            if "visual" in name and "merger" not in name and parameter.dim() > 1:
+                parameter.data *= 4  # else all pictures look alike
+    model.save_pretrained(target)
+    processor.save_pretrained(target)
+    if kind == "llava":
+        tensors = load_file(target / WEIGHTS).items()
+        published = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors}
+        save_file(published, target / WEIGHTS, metadata={"format": "pt"})
+    return target
+
+
+def expected(model: Path, kind: str, tokens: int) -> list[list[int]]:
+    """The tokens that Hugging Face's network writes greedily about each picture, and for the prompt without one."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(model)
+    asked = [{"text": PROMPTS[kind], "images": picture} for picture in pictures()] + [{"text": WITHOUT}]
+    found = []
+    for ask in asked:
+        inputs = processor(return_tensors="pt", **ask)
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        with torch.no_grad():
+            output = network.generate(**inputs, **length)
+        found.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return found
