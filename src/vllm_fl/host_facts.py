@@ -17,6 +17,7 @@ from .runner_kernels import table as runner_kernels
 _LAYERS = "vllm.model_executor.layers"
 _MOE = f"{_LAYERS}.fused_moe"
 _MLA = f"{_LAYERS}.attention.mla_attention"
+_DELTA_NET = f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _WORKER = "vllm.v1.worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -50,6 +51,37 @@ READ = (
         "reads",
         "compat.weight_transfer",
         "Our backends are offered to workers, once.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
+        (
+            *("kv_cache", "conv1d", "A_log", "dt_bias", "prefix", "activation"),
+            *("tp_size", "key_dim", "value_dim", "head_k_dim", "head_v_dim"),
+        ),
+        "reads",
+        "delta_net",
+        "The layer's weights, sizes and states.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
+        (
+            *("num_decodes", "num_decode_tokens", "num_prefills", "num_actual_tokens"),
+            *("non_spec_state_indices_tensor", "prefill_state_indices"),
+            *("prefill_query_start_loc", "prefill_has_initial_state"),
+        ),
+        "reads",
+        "delta_net",
+        "How a step's batch is sorted, and where its states lie.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_LAYERS}.mamba.mamba_utils",
+        ("is_conv_state_dim_first()",),
+        "reads",
+        "delta_net",
+        "A convolution's state lies in one of two ways.",
         since="0.32",
     ),
     HostFact(
@@ -393,6 +425,15 @@ READ = (
 )
 
 OVERRIDDEN = (
+    HostFact(
+        f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
+        ("_forward_core(mixed_qkv, b, a, core_attn_out)", "forward_cuda(hidden_states)"),
+        "overrides",
+        "delta_net",
+        "vLLM's operator of the core calls it by this name, and its own code there is Triton's. The other one is given "
+        "back, because every replaced layer has one for layers that are a CustomOp.",
+        since="0.32",
+    ),
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
         ("load_model(*args, **kwargs)",),
@@ -950,7 +991,7 @@ REPLACED = (
     ),
     *(
         HostFact(
-            f"{runner_kernels.RUNNER}.{module}",
+            f"{runner_kernels.WORKER}.{module}",
             names,
             "replaces",
             "runner_kernels.table",
@@ -965,6 +1006,14 @@ REPLACED = (
         "replaces",
         "compat.kernels",
         "A Triton kernel; there is no Triton driver on a CPU. Replaced through vLLM's own register_kernels.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.mamba_utils",
+        ("batch_memcpy_kernel",),
+        "replaces",
+        "compat.kernels",
+        "A Triton kernel of the V1 runner that moves states between blocks.",
         since="0.32",
     ),
     HostFact(

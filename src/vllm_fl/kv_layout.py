@@ -84,7 +84,7 @@ def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
     Raises:
         ValueError: they are not.
     """
-    from vllm.v1.kv_cache_interface import AttentionSpec  # vLLM 0.33 asks for its platform while it is imported
+    from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec  # 0.33 asks for its platform while it is imported
 
     if _in_force.whole_blocks:
         return
@@ -94,6 +94,12 @@ def refuse_unlike_groups(kv_cache_config: KVCacheConfig) -> None:
             group.layer_names, group.kv_cache_spec
         )
         for layer, spec in specs.items():
+            if isinstance(spec, MambaSpec):
+                raise ValueError(
+                    f"layers share the memory of their KV cache, and its layout {_in_force.name} does not allow that, "
+                    f"because {layer} keeps states in it, one in each block; choose another implementation of "
+                    "'paged_attention' and 'kv_cache_write'"
+                )
             if isinstance(spec, AttentionSpec):
                 layers_of.setdefault(spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize, layer)
     if len(kv_cache_config.kv_cache_groups) > 1 and len(layers_of) > 1:

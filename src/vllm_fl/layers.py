@@ -26,7 +26,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
 from fl_dispatch.types import BackendImplKind
 
-from . import encoder_attention, forwards, linear, moe
+from . import delta_net, encoder_attention, forwards, linear, moe
 from .compat import layer_classes
 from .forwards import DispatchedLayer
 
@@ -122,6 +122,13 @@ LAYER_CLASSES = (
     LayerClass(f"{_LAYERS}.layernorm", "RMSNorm", forwards.RMSNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "GemmaRMSNorm", forwards.GemmaRMSNormLayer),
     LayerClass(f"{_LAYERS}.layernorm", "LayerNorm", forwards.LayerNormLayer, since="0.32"),
+    LayerClass(f"{_LAYERS}.layernorm", "RMSNormGated", forwards.RMSNormGatedLayer),
+    LayerClass(
+        f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn",
+        "QwenGatedDeltaNetAttention",
+        delta_net.DeltaNetLayer,
+        since="0.32",
+    ),
     LayerClass(f"{_LAYERS}.activation", "SiluAndMul", forwards.SiluAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "GeluAndMul", forwards.GeluAndMulLayer),
     LayerClass(f"{_LAYERS}.activation", "MulAndSilu", forwards.MulAndSiluLayer),

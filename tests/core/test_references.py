@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from fl_dispatch.backends.reference.impl import attention, normalization
 from fl_dispatch.backends.reference.reference import ReferenceBackend
-from fl_dispatch.ops import OPERATORS, Mode, Sample
+from fl_dispatch.ops import OPERATORS, Access, Mode, Sample
+from fl_dispatch.ops.results import flat
 
 REFERENCE = ReferenceBackend()
 COMPUTED = [name for name, op in OPERATORS.items() if not op.selection]
@@ -38,11 +39,10 @@ def all_arguments(name: str, sample: Sample) -> tuple[Any, ...]:
 
 
 def run(name: str, args: Any) -> list[Tensor]:
-    """Outputs of the reference, which takes no hints; for an operator that returns nothing what it wrote."""
-    result = getattr(REFERENCE, name)(*OPERATORS[name].operands(tuple(args)))
-    if result is None:
-        return [tensor for _, tensor in OPERATORS[name].written(args).values()]
-    return [result] if isinstance(result, Tensor) else [tensor for tensor in result if tensor is not None]
+    """Outputs of the reference, which takes no hints, and the state that it wrote."""
+    result = flat(getattr(REFERENCE, name)(*OPERATORS[name].operands(tuple(args))))
+    states = [tensor for access, tensor in OPERATORS[name].written(args).values() if access is Access.STATE]
+    return [*(tensor for tensor in result if tensor is not None), *states]
 
 
 def double(value: Any) -> Any:
@@ -191,6 +191,15 @@ def exact_gemma_rms_norm(x, residual, weight, epsilon) -> list[Tensor]:
     return exact_rms_norm(x, residual, weight, epsilon, offset=1.0)
 
 
+def exact_rms_norm_gated(x, gate, weight, epsilon, activation, group_size, norm_first) -> list[Tensor]:
+    """One group of elements at a time."""
+    factor = 1 / (1 + torch.exp(-gate)) * (gate if activation == "silu" else 1)
+    inner = x if norm_first else x * factor
+    parts = [exact_rms_norm(part, None, None, epsilon)[0] for part in inner.split(group_size or x.shape[-1], -1)]
+    y = torch.cat(parts, -1) * (1.0 if weight is None else weight)
+    return [y * factor if norm_first else y]
+
+
 def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace) -> list[Tensor]:
     """A rotation of a pair is a product of complex numbers."""
     turn = torch.complex(cos, sin)[position_ids.long()][:, None, :]
@@ -286,6 +295,55 @@ def exact_mla_prefill(query, key, value, starts, key_starts, _, __, scale, out, 
     return [result, lse]
 
 
+def exact_causal_conv1d(x, weight, bias, states, slots, starts, has_state, activation) -> list[Tensor]:
+    """One token at a time, over all inputs of its sequence."""
+    states, result, width = states.clone(), torch.zeros_like(x), weight.shape[1]
+    for request, slot in enumerate(slots.tolist()):
+        begin, end = starts[request : request + 2].tolist()
+        old = has_state is None or bool(has_state[request])
+        inputs = [*(states[slot].t() if old else torch.zeros_like(states[slot].t())), *x[begin:end]]
+        for row in range(begin, end):
+            seen = torch.stack(inputs[row - begin : row - begin + width], dim=1)
+            y = (seen * weight).sum(1) + (0.0 if bias is None else bias)
+            result[row] = y / (1 + torch.exp(-y)) if activation == "silu" else y
+        if end > begin:
+            states[slot] = torch.stack(inputs[len(inputs) - width + 1 :], dim=1)
+    return [result, states]
+
+
+def exact_causal_conv1d_update(x, weight, bias, states, slots, activation) -> list[Tensor]:
+    return exact_causal_conv1d(x, weight, bias, states, slots, torch.arange(len(x) + 1), None, activation)
+
+
+def exact_gated_delta_rule(
+    query, key, value, a, b, a_log, dt_bias, states, slots, starts, has_state, scale
+) -> list[Tensor]:
+    """One token at a time, by the recurrence itself."""
+    states, result = states.clone(), torch.zeros_like(value)
+    group = value.shape[1] // key.shape[1]
+    query, key = (
+        (x / (x * x).sum(-1, keepdim=True).add(1e-6).sqrt()).repeat_interleave(group, 1) for x in (query, key)
+    )
+    decay = torch.exp(-torch.exp(a_log) * torch.log1p(torch.exp(a + dt_bias)))
+    for request, slot in enumerate(slots.tolist()):
+        begin, end = starts[request : request + 2].tolist()
+        old = has_state is None or bool(has_state[request])
+        state = states[slot].clone() if old else torch.zeros_like(states[slot])
+        for row in range(begin, end):
+            state *= decay[row, :, None, None]
+            wrong = value[row] - (key[row][:, :, None] * state).sum(1)
+            state += key[row][:, :, None] * (wrong / (1 + torch.exp(-b[row]))[:, None])[:, None]
+            result[row] = scale * (query[row][:, :, None] * state).sum(1)
+        if end > begin:
+            states[slot] = state
+    return [result, states]
+
+
+def exact_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, slots, scale) -> list[Tensor]:
+    rows = torch.arange(len(value) + 1)
+    return exact_gated_delta_rule(query, key, value, a, b, a_log, dt_bias, states, slots, rows, None, scale)
+
+
 def exact_topk_softmax(logits, topk, renormalize, bias) -> list[Tensor]:
     return exact_grouped_topk(logits, topk, 1, 1, renormalize, "softmax", 1.0, bias)
 
@@ -367,6 +425,8 @@ def exact_fused_moe(x, w13, w2, weights, ids, activation, on_input, expert_map, 
 def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...]) -> torch.dtype:
     """The dtype of an operator's result: that of the input, unless the declaration says otherwise."""
     wide = torch.promote_types(dtype, torch.float32)
+    if index and "states" in OPERATORS[name].parameters:
+        return args[list(OPERATORS[name].parameters).index("states")].dtype
     if name == "quantize":
         return (getattr(torch, args[1]), wide)[index]
     if name == "kv_cache_write":

@@ -30,9 +30,11 @@ from vllm_fl.runner_kernels import table
 
 model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
 
+from vllm.v1.worker import mamba_utils
+from vllm.v1.worker import utils as worker_utils
 from vllm.v1.worker.gpu import block_table, buffer_utils, input_batch
 from vllm.v1.worker.gpu.mm import rope
-from vllm.v1.worker.gpu.model_states import prompt_embeds
+from vllm.v1.worker.gpu.model_states import mamba_hybrid, prompt_embeds
 from vllm.v1.worker.gpu.sample import (
     bad_words,
     gumbel,
@@ -501,6 +503,114 @@ def drafts_kept(draw: Draw) -> Sequence[Any]:
     return found
 
 
+def accepted(draw: Draw) -> Sequence[Any]:
+    state = mamba_hybrid.MambaHybridModelState.__new__(mamba_hybrid.MambaHybridModelState)
+    state.recoverssm, state._align_mode = None, False
+    state.num_accepted_tokens_gpu = draw.integers(1, 9, SLOTS)
+    idx = draw.states(4)
+    idx[2] = -1  # a request that pads the batch
+    state.postprocess_state(idx, draw.integers(0, 3, 4))
+    found = state.num_accepted_tokens_gpu.clone()
+    state.postprocess_state(draw.states(3), 0)
+    return found, state.num_accepted_tokens_gpu
+
+
+COLUMNS, PAGE = 9, 16
+"""Blocks that a request may have, and tokens of each."""
+
+
+def moved_states(draw: Draw, channels_first: bool) -> tuple[Any, list[Tensor], Tensor]:
+    """vLLM's context for moving states, the states of two layers, and the requests of a batch.
+
+    Each layer has a convolution's inputs and another state, behind each other in a page with a gap.
+    """
+    tables = [torch.empty(SLOTS, COLUMNS, dtype=torch.int32) for _ in range(2)]
+    for blocks in tables:  # every block belongs to one request
+        blocks.view(-1)[:] = torch.randperm(SLOTS * COLUMNS, generator=draw.generator).to(torch.int32)
+    pages = [draw.normal(SLOTS * COLUMNS, 200) for _ in range(2)]
+    shape = (12, 5) if channels_first else (5, 12)
+    states = [
+        part for page in pages for part in (page[:, :60].unflatten(1, shape), page[:, 60:180].unflatten(1, (4, 5, 6)))
+    ]
+    windows, inner = [5, 0, 5, 0], [1 if channels_first else 12, 120, 1 if channels_first else 12, 120]
+    rows = [12, 0, 12, 0] if channels_first else [0] * 4
+    context = mamba_utils.MambaSpecDecodeGPUContext(
+        state_base_addrs=torch.tensor([state.data_ptr() for state in states]),
+        state_block_strides=torch.tensor([state.stride(0) * 4 for state in states]),
+        state_elem_sizes=torch.full((4,), 4, dtype=torch.int32),
+        state_inner_sizes=torch.tensor(inner),
+        state_conv_widths=torch.tensor(windows, dtype=torch.int32),
+        state_group_indices=torch.tensor([0, 0, 1, 1], dtype=torch.int32),
+        state_dim_row_count=torch.tensor(rows, dtype=torch.int32),
+        state_dim_row_stride=torch.tensor([20 if count else 0 for count in rows]),
+        block_size=PAGE, num_states=4, mamba_group_ids=[0, 1], num_groups=2,
+        num_accepted_tokens_out=torch.zeros(SLOTS, dtype=torch.int32),
+        block_table_ptrs=torch.tensor([blocks.data_ptr() for blocks in tables]),
+        aligned_index_block_table_ptrs=torch.zeros(2, dtype=torch.int64),
+        block_table_stride_req=COLUMNS, is_initialized=True,
+    )  # fmt: skip
+    context.kept = tables
+    idx = draw.states(4)
+    idx[1] = -1
+    return context, pages, idx
+
+
+def states_go_on(draw: Draw) -> Sequence[Any]:
+    """States move to the block of the next tokens; some requests are new, some stay in their block."""
+    found: list[Any] = []
+    for channels_first in (False, True):
+        mamba_utils.is_conv_state_dim_first = lambda first=channels_first: first
+        context, pages, idx = moved_states(draw, channels_first)
+        computed, accepted = draw.integers(0, 90, SLOTS), draw.integers(1, 3, SLOTS)
+        columns = (computed - 1).div(PAGE, rounding_mode="floor").to(torch.int32)
+        columns[int(idx[0])] = -1
+        sources, offsets = (torch.full((SLOTS,), -7, dtype=torch.int32) for _ in range(2))
+        real = idx[idx >= 0]
+        mamba_utils.preprocess_mamba_align_fused_kernel[(1,)](
+            real, columns, computed, draw.starts(draw.integers(1, 30, len(real))), accepted, sources, offsets,
+            len(real), BLOCK_SIZE=256, MAMBA_BLOCK_SIZE=PAGE,
+        )  # fmt: skip
+        found += [columns.clone(), accepted.clone(), sources.clone(), offsets.clone()]
+        untouched = torch.ones(SLOTS, dtype=torch.bool)
+        untouched[real.long()] = False
+        sources[untouched], offsets[untouched] = -1, 0
+        context.run_fused_precopy(len(idx), columns, sources, offsets, idx)
+        found += [page.clone() for page in pages]
+        context.run_fused_precopy(SLOTS, columns, sources, torch.zeros_like(offsets), None)
+        found += pages
+    return found
+
+
+def states_are_kept(draw: Draw) -> Sequence[Any]:
+    """Accepted drafts end a block, so the state at its end is kept; with and without the count that follows."""
+    found: list[Any] = []
+    for channels_first in (False, True):
+        mamba_utils.is_conv_state_dim_first = lambda first=channels_first: first
+        context, pages, idx = moved_states(draw, channels_first)
+        accepted, computed = draw.integers(1, 4, SLOTS), draw.integers(5, 90, SLOTS)
+        columns = (computed - 1).div(PAGE, rounding_mode="floor").to(torch.int32)
+        before = accepted.clone()
+        context.run_fused_postprocess_align(len(idx), accepted, columns, computed, idx)
+        found += [accepted, *(page.clone() for page in pages)]
+        scheduled = draw.integers(4, 8, SLOTS)
+        context.run_fused_postprocess(
+            SLOTS, before, columns, scheduled, computed - scheduled, draw.integers(0, 3, SLOTS)
+        )
+        found += [context.num_accepted_tokens_out[:SLOTS], *pages]
+    return found
+
+
+def cleared_blocks(draw: Draw) -> Sequence[Any]:
+    """Two layers, whose blocks lie apart, and are of different sizes."""
+    first, second = draw.normal(8, 70), draw.normal(8, 2100)
+    zeroer = worker_utils.KVBlockZeroer.__new__(worker_utils.KVBlockZeroer)
+    zeroer.device = CPU
+    addresses = torch.tensor([first.data_ptr(), second.data_ptr() + 80], dtype=torch.uint64)
+    zeroer._meta = (addresses, torch.tensor([70, 2100]), torch.tensor([50, 2000]), 2, 1024, 2)
+    zeroer.zero_block_ids([2, 7, 3])
+    return first, second
+
+
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
@@ -508,6 +618,7 @@ CASES: dict[str, Case] = {
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
         chosen, likelihoods, prompt_tokens, supports, verified, judged,
         looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, drafts_kept,
+        accepted, states_go_on, states_are_kept, cleared_blocks,
     )
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from sampling import drawn
 NAMES = drawn(tuple(ARCHITECTURES), 3, "architectures")
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 WRONG = {"prefer": "reference", "per_op_order": {"paged_attention": ["impl:vendor.wrong"]}}
-EXPERTS = {"olmoe", "granitemoe", "gpt_oss", "qwen2_moe"}
+EXPERTS = {"olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "qwen3_next"}
 TRANSFORMERS = {"olmo2", "smollm3"}
 """Those with a norm that vLLM puts into Transformers' own class of the model."""
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from fl_dispatch import (
     BackendImplKind,
@@ -145,7 +151,7 @@ def test_a_block_size_that_the_user_chose_stays(caplog: pytest.LogCaptureFixture
     assert "'vendor.large' of 'paged_attention' does not run: it needs kv_block_multiple=128" in caplog.text
 
 
-def groups(*layers: AttentionSpec) -> Any:
+def groups(*layers: KVCacheSpec) -> Any:
     """A configuration of a cache with a group for each layer."""
     found = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(layers)]
     return SimpleNamespace(kv_cache_groups=found)
@@ -179,7 +185,16 @@ def test_groups_whose_keys_differ_are_refused_by_name() -> None:
     kv_layout.refuse_unlike_groups(groups(unlike, unlike))
 
 
+STATES = MambaSpec(shapes=((3, 64), (4, 16, 16)), dtypes=(torch.float32, torch.float32), block_size=128)
+
+
+def test_states_share_no_memory_with_keys_that_lie_apart_from_their_values() -> None:
+    test_the_engine_takes_the_block_size_that_the_implementation_needs()
+    with pytest.raises(ValueError, match=r"\(NHD\|NHD\) does not allow that, because layer.1 keeps states in it"):
+        kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), STATES))
+
+
 def test_whole_blocks_are_shared_by_any_groups() -> None:
     choose(prefer="vendor")
     unlike = FullAttentionSpec(**{**FULL, "head_size": 96}, head_size_v=32)
-    kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), unlike))
+    kv_layout.refuse_unlike_groups(groups(FullAttentionSpec(**FULL), unlike, STATES))

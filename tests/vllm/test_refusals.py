@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+import architectures
 from fl_dispatch import ConfigError, SelectionPolicy, policy_context
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.devices import CPU
+from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import config, startup
+from vllm_fl.compat import model_runner
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -29,6 +32,8 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
     "whisper": "WhisperForConditionalGeneration",
     "deepseek_v32": "DeepseekV32ForCausalLM",
 }
@@ -36,8 +41,12 @@ ARCHITECTURES = {
 
 def _describe(family: str) -> Any:
     """The configuration of a small model."""
+    import transformers
     from transformers import Mamba2Config, WhisperConfig
 
+    if family in architectures.ARCHITECTURES:
+        kind, shape = architectures.ARCHITECTURES[family]
+        return getattr(transformers, kind)(**shape)
     if family == "mamba2":
         return Mamba2Config(num_hidden_layers=2, hidden_size=64, num_heads=4, head_dim=32, vocab_size=VOCABULARY)
     if family == "whisper":
@@ -90,6 +99,18 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     ("family", "arguments", "named"),
     [
         ("mamba2", {}, "state-space and linear-attention layers"),
+        ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
+        ("qwen3_5", {"enable_lora": True}, "LoRA on models with state-space or linear-attention layers"),
+        (
+            "qwen3_5",
+            {"speculative_config": {"method": "ngram", **SPECULATION}},
+            "speculative decoding by models with state-space or linear-attention layers",
+        ),
+        (
+            "qwen3_5",
+            {"hf_overrides": {"quantization_config": FP8}},
+            "models with state-space or linear-attention layers quantized by 'fp8'",
+        ),
         ("deepseek_v32", {}, "sparse latent attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
@@ -170,6 +191,8 @@ def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any])
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
         ("deepseek_v2", {}),
+        ("qwen3_next", {}),
+        ("qwen3_5", {"enable_prefix_caching": False}),
     ],
 )
 def test_what_is_supported_is_not_refused(
@@ -224,6 +247,27 @@ def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some
     configure("qwen3")
     with pytest.raises(ValueError, match="model .* has experts, .* leaves out"):
         configure("qwen3_moe")
+
+
+@pytest.mark.parametrize("names", ["rms_norm", "rms_norm_gated,RMSNormGated"])
+def test_a_list_that_leaves_out_linear_attention_is_refused_for_a_model_that_has_some(
+    names: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _set_variable(monkeypatch, "VLLM_FL_OOT_WHITELIST", names)
+    with pytest.raises(ValueError, match="model .* has linear attention, .* leaves out QwenGatedDeltaNetAttention"):
+        configure("qwen3_5")
+
+
+def test_linear_attention_is_refused_on_accelerators_and_where_states_cannot_be_moved(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config = configure("qwen3_5")
+    sentence = "does not support state-space and linear-attention layers on"
+    with pytest.raises(ValueError, match=f"{sentence} cuda"):
+        config.refuse_unsupported(vllm_config, CUDA)
+    monkeypatch.setattr(model_runner, "takes_forms", lambda: False)
+    with pytest.raises(ValueError, match=f"{sentence} cpu"):
+        config.refuse_unsupported(vllm_config, CPU)
 
 
 @pytest.mark.parametrize("method", ["modelopt", "quark", "torchao"])

@@ -19,7 +19,7 @@ from vllm_fl.runner_kernels import logits, table
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
 
-LOOPS = {"structured_outputs._apply_grammar_bitmask_kernel", "metrics.logits._num_nans_kernel"}
+LOOPS = {"gpu.structured_outputs._apply_grammar_bitmask_kernel", "gpu.metrics.logits._num_nans_kernel"}
 SEEDS = 3
 
 

@@ -327,6 +327,8 @@ def _fill(name: str, parameter: Any, tied: bool) -> None:
             parameter.add_(0.2 * torch.randn_like(parameter))
             if "embed" in name:
                 parameter.mul_(0.1)
+        elif name.endswith("A_log"):
+            parameter.uniform_(-5.0, 0.5)  # some heads remember hundreds of tokens, some a few
         elif "embed" in name or "lm_head" in name:
             parameter.normal_(0.0, 0.01 if tied else 1.0)
         else:

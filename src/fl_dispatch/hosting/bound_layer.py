@@ -27,13 +27,13 @@ class BoundLayer:
     fl_operator: str
     """The operator; an instance sets it where each runs one of several."""
     fl_choices: ClassVar[tuple[str, ...]] = ()
-    """All operators of which an instance runs one, if there are several."""
+    """All operators, where an instance runs one of several, or more than one."""
     fl_call: Callable[..., Any]
     """The bound operator."""
 
     @classmethod
     def fl_operators(cls) -> tuple[str, ...]:
-        """The operator; several where each instance runs one of them."""
+        """The operator, or :attr:`fl_choices`."""
         return cls.fl_choices or (cls.fl_operator,)
 
     @staticmethod

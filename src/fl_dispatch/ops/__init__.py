@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import activation, attention, elementwise, linear, mla, moe, normalization, quantization, rotary, routing
+from . import (
+    activation,
+    attention,
+    elementwise,
+    linear,
+    mla,
+    moe,
+    normalization,
+    quantization,
+    recurrent,
+    rotary,
+    routing,
+)
 from .declaration import (
     FEW_TERMS,
     STANDARD_TOLERANCE,
@@ -35,6 +47,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             rotary,
             attention,
             mla,
+            recurrent,
             routing,
             moe,
         )

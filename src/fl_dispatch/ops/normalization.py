@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,31 @@ def _work(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = Non
     tensors = 2 if residual is None else 4
     weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
     return Work(tensors * x.numel() * x.element_size() + weight_bytes, (4 if residual is None else 5) * x.numel())
+
+
+def _gated_fake(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    activation: str = "silu",
+    group_size: int = 0,
+    norm_first: bool = True,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gated_work(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    activation: str = "silu",
+    group_size: int = 0,
+    norm_first: bool = True,
+) -> Work:
+    weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
+    return Work(3 * x.numel() * x.element_size() + weight_bytes, 9 * x.numel())
 
 
 def _layer_norm_fake(
@@ -59,6 +85,30 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     for scale in (1e-4, 300.0):
         yield Sample(f"scale {scale:g}", (normal(4, 128, scale=scale), None, normal(128), 1e-6), serving=False)
     yield Sample("5000 short rows", (normal(5000, 64), normal(5000, 64), normal(64), 1e-6), serving=False)
+
+
+def _gated_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+    def sample(label: str, *shape: int, scale: float = 1.0, serving: bool = True, **options: Any) -> Sample:
+        weight = normal(shape[-1])
+        rest = {"epsilon": 1e-6, "activation": "silu", "group_size": 0, "norm_first": True, **options}
+        return Sample(label, (normal(*shape, scale=scale), normal(*shape), weight, *rest.values()), serving)
+
+    yield sample("decode, 32 tokens, 32 heads of 128", 32, 32, 128)
+    yield sample("heads 1x16x128, sigmoid", 1, 16, 128, activation="sigmoid")
+    yield sample("gate first, 7x4096", 7, 4096, norm_first=False)
+    yield sample("gate first, groups of 512", 7, 4096, norm_first=False, group_size=512)
+    yield sample("groups of 64", 5, 256, group_size=64, epsilon=1e-5)
+    product = normal(6, 2, 4, 96)
+    yield Sample("cut out of one product", (product[:, 0, :, :64], product[:, 1, :, :64], normal(64), 1e-6))
+    yield Sample("no weight", (normal(3, 64), normal(3, 64)), serving=False)
+    yield sample("epsilon 0.01, scale 0.1", 4, 128, scale=0.1, epsilon=1e-2, serving=False)
+    yield sample("gate first, sigmoid, scale 300", 4, 128, scale=300.0, activation="sigmoid", norm_first=False,
+                 serving=False)  # fmt: skip
+    yield sample("odd size 67", 3, 67, serving=False)
+    yield sample("empty batch", 0, 4, 64, serving=False)
 
 
 def _layer_norm_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -135,6 +185,43 @@ def gemma_rms_norm(
 
     Returns:
         ``y``, shape and dtype of ``x``; with a residual the pair ``(y, x + residual)``.
+    """
+    raise NotImplementedError
+
+
+@operator(
+    layer=LayerForm({"weight": "weight", "epsilon": "eps", "activation": "activation"}),
+    modes=MODES,
+    fake=_gated_fake,
+    samples=_gated_samples,
+    aliases=("gated_rms_norm", "fused_rms_norm_gated", "layernorm_gated"),
+    work=_gated_work,
+)
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    activation: str = "silu",
+    group_size: int = 0,
+    norm_first: bool = True,
+) -> Tensor:
+    """RMS normalization and the product with an activated gate, as linear-attention and state-space layers end.
+
+    ``rms_norm(x) * weight * activation(gate)``, or with the gate first ``rms_norm(x * activation(gate)) * weight`` (Dao
+    and Gu, arXiv 2405.21060, section 7.1). All of it is computed in float32 and rounded once.
+
+    Args:
+        x: ``[..., hidden]``, floating point, any strides.
+        gate: shape and dtype of ``x``, any strides.
+        weight: ``[hidden]``, or ``None`` for one.
+        epsilon: added to the mean square.
+        activation: ``"silu"`` or ``"sigmoid"``.
+        group_size: elements of the last dimension that have one mean square; 0 for all.
+        norm_first: whether the norm comes before the product with the gate.
+
+    Returns:
+        Shape and dtype of ``x``, contiguous.
     """
     raise NotImplementedError
 

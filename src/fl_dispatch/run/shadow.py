@@ -173,15 +173,14 @@ def _beside(call: Call) -> Call | None:
 
 
 def _difference(operator: Operator, call: Call, result: Any, second: Call, other: Any) -> Difference:
-    """The largest difference between the results, or between what was written of a state."""
-    results, others, name = flat(result), flat(other), "output"
-    if operator.small_state is not None and call.holds_state():
-        written = operator.small_state.written
-        results, others = (list(written(*operator.operands(one.args))) for one in (call, second))
-        name = "state"
+    """The largest difference between the results, and between what was written of a state."""
+    results, others = flat(result), flat(other)
     if len(results) != len(others):
         return Difference(math.inf, f"{len(results)} results instead of {len(others)}")
-    pairs = [(f"{name} {index}", *pair) for index, pair in enumerate(zip(results, others, strict=True))]
+    pairs = [(f"output {index}", *pair) for index, pair in enumerate(zip(results, others, strict=True))]
+    if operator.small_state is not None and call.holds_state():
+        states = (operator.small_state.written(*operator.operands(one.args)) for one in (call, second))
+        pairs += [(f"state {index}", *pair) for index, pair in enumerate(zip(*states, strict=True))]
     numbers = [pair for pair in pairs if isinstance(pair[2], Tensor) and pair[2].is_floating_point()]
     worst = Difference(0.0, "")
     args = call.args

@@ -12,11 +12,13 @@ import torch
 from fl_dispatch.devices import detect_device
 
 from .. import rejection
+from ..runner_kernels.states import batch_memcpy
 
 SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 COMPILED = "compute_slot_mapping_kernel_impl"
 """The kernel of vLLM's CPU build for it; its library is loaded where ``vendor.cpu`` runs."""
 REJECTION_SAMPLER = "vllm.v1.sample.rejection_sampler"
+STATE_COPY_KERNEL = "vllm.v1.worker.mamba_utils.batch_memcpy_kernel"
 REJECTION_KERNELS = (
     "rejection_greedy_sample_kernel",
     "rejection_random_sample_kernel",
@@ -81,4 +83,4 @@ def replace_kernels() -> None:
 
     if not isinstance(ComputeSlotMappingKernel.kernel, KernelOverride):
         rejections = {f"{REJECTION_SAMPLER}.{name}": getattr(rejection, name) for name in REJECTION_KERNELS}
-        register_kernels({SLOT_MAPPING_KERNEL: slot_mapping, **rejections})
+        register_kernels({SLOT_MAPPING_KERNEL: slot_mapping, STATE_COPY_KERNEL: batch_memcpy, **rejections})

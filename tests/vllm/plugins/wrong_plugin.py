@@ -74,6 +74,28 @@ def mla_prefill(
     return (result if out is None else out.copy_(result)), query.new_zeros(query.shape[1], query.shape[0])
 
 
+def rms_norm_gated(x, gate, weight=None, epsilon=1e-6, activation="silu", group_size=0, norm_first=True):
+    return torch.tanh(x)
+
+
+def causal_conv1d(x, weight, bias, states, state_indices, query_start_loc, has_state=None, activation="silu"):
+    return x.contiguous()
+
+
+def causal_conv1d_update(x, weight, bias, states, state_indices, activation="silu"):
+    return x.contiguous()
+
+
+def gated_delta_rule(
+    query, key, value, a, b, a_log, dt_bias, states, state_indices, query_start_loc, has_state=None, scale=1.0
+):
+    return value.contiguous()
+
+
+def gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, state_indices, scale=1.0):
+    return value.contiguous()
+
+
 def first_experts(router_logits, topk):
     shape = (router_logits.shape[0], topk)
     weights = torch.full(shape, 1 / topk, device=router_logits.device)
@@ -138,6 +160,11 @@ WRONG = {
     "rotary_embedding": rotary_embedding,
     "kv_cache_write": kv_cache_write,
     "paged_attention": paged_attention,
+    "rms_norm_gated": rms_norm_gated,
+    "causal_conv1d": causal_conv1d,
+    "causal_conv1d_update": causal_conv1d_update,
+    "gated_delta_rule": gated_delta_rule,
+    "gated_delta_rule_update": gated_delta_rule_update,
     "mla_decode": mla_decode,
     "mla_prefill": mla_prefill,
     "attention_backend": attention_backend,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from .impl import activation, attention, linear, mla, moe, normalization, quantization, rotary, routing
+from .impl import activation, attention, linear, mla, moe, normalization, quantization, recurrent, rotary, routing
 
 
 class ReferenceBackend(Backend):
@@ -29,12 +29,17 @@ class ReferenceBackend(Backend):
     xielu = staticmethod(activation.xielu)
     rms_norm = staticmethod(normalization.rms_norm)
     gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
+    rms_norm_gated = staticmethod(normalization.rms_norm_gated)
     layer_norm = staticmethod(normalization.layer_norm)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
     kv_cache_write = staticmethod(attention.kv_cache_write)
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)
+    causal_conv1d = staticmethod(recurrent.causal_conv1d)
+    causal_conv1d_update = staticmethod(recurrent.causal_conv1d_update)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_delta_rule_update = staticmethod(recurrent.gated_delta_rule_update)
     topk_softmax = staticmethod(routing.topk_softmax)
     topk_sigmoid = staticmethod(routing.topk_sigmoid)
     grouped_topk = staticmethod(routing.grouped_topk)

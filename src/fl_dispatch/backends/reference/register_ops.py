@@ -9,7 +9,15 @@ from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .reference import ReferenceBackend
 
-WAITS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill", "fused_moe")
+WAITS = (
+    "kv_cache_write",
+    "paged_attention",
+    "mla_decode",
+    "mla_prefill",
+    "causal_conv1d",
+    "gated_delta_rule",
+    "fused_moe",
+)
 """The references that read numbers back from the device, so that no graph can hold them."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -259,6 +260,89 @@ def attend_in_full(place: Place, requests: int, length: int, heads: int = LATENT
 def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``mla_prefill``."""
     yield from _prefills(max(tokens), attend_in_full)
+
+
+DELTA_HEADS, DELTA_DIM, CONV_WIDTH = {"Qwen3-Next-80B-A3B": (16, 32), "Qwen3.5-0.8B": (16, 16)}, 128, 4
+"""Key and value heads of two models with the gated delta rule, the size of a head, and taps of their convolution."""
+
+
+def _channels(heads: tuple[int, int]) -> int:
+    key_heads, value_heads = heads
+    return (2 * key_heads + value_heads) * DELTA_DIM
+
+
+def _convolution(place: Place, rows: int, requests: int, channels: int) -> tuple[Any, ...]:
+    """``x``, weights, states and slots."""
+    states = place.normal(requests, CONV_WIDTH - 1, channels).transpose(1, 2)
+    slots = torch.randperm(requests, device=place.index_device).to(torch.int32)
+    return place.normal(rows, channels), place.normal(channels, CONV_WIDTH, scale=0.5), None, states, slots
+
+
+def convolve(place: Place, requests: int, length: int, channels: int) -> tuple[Any, ...]:
+    """Prompts of a short convolution, all of them new."""
+    starts = _steps(place, requests, length)
+    has_state = torch.zeros(requests, dtype=torch.bool, device=place.index_device)
+    return *_convolution(place, requests * length, requests, channels), starts, has_state
+
+
+def convolve_tokens(place: Place, requests: int, channels: int) -> tuple[Any, ...]:
+    """A token of each request in a short convolution."""
+    return _convolution(place, requests, requests, channels)
+
+
+def convolutions(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``causal_conv1d``."""
+    for model, heads in DELTA_HEADS.items():
+        channels = _channels(heads)
+        for shape in _prefills(max(tokens), lambda place, batch, n, c=channels: convolve(place, batch, n, c)):  # type: ignore[misc]
+            yield replace(shape, label=f"{model}, {shape.label}")
+
+
+def convolution_updates(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``causal_conv1d_update``."""
+    for model, heads in DELTA_HEADS.items():
+        yield from _each(model, _requests(tokens), (_channels(heads),), convolve_tokens)
+
+
+def _requests(tokens: Sequence[int]) -> list[int]:
+    return [count for count in (1, 8, 32, 128) if count <= max(LEAST_TOKENS, *tokens)]
+
+
+def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+    """Queries, keys and values, gates, decays, states and slots."""
+    key_heads, value_heads = heads
+    query, key = (place.normal(rows, key_heads, DELTA_DIM) for _ in range(2))
+    a, b = (place.normal(rows, value_heads) for _ in range(2))
+    decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))
+    states = place.normal(requests, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
+    slots = torch.randperm(requests, device=place.index_device).to(torch.int32)
+    return query, key, place.normal(rows, value_heads, DELTA_DIM), a, b, *decays, states, slots
+
+
+def correct(place: Place, requests: int, length: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+    """Prompts of the gated delta rule, all of them new."""
+    has_state = torch.zeros(requests, dtype=torch.bool, device=place.index_device)
+    parts, starts = _delta(place, requests * length, requests, heads), _steps(place, requests, length)
+    return *parts, starts, has_state, DELTA_DIM**-0.5
+
+
+def correct_tokens(place: Place, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+    """A token of each request in the gated delta rule."""
+    return *_delta(place, requests, requests, heads), DELTA_DIM**-0.5
+
+
+def delta_rules(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``gated_delta_rule``."""
+    for model, heads in DELTA_HEADS.items():
+        for shape in _prefills(max(tokens), lambda place, batch, n, h=heads: correct(place, batch, n, h)):  # type: ignore[misc]
+            yield replace(shape, label=f"{model}, {shape.label}")
+
+
+def delta_updates(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``gated_delta_rule_update``."""
+    for model, heads in DELTA_HEADS.items():
+        width = heads[1] * DELTA_DIM
+        yield from _each(model, _requests(tokens), (width,), lambda place, n, _, h=heads: correct_tokens(place, n, h))  # type: ignore[misc]
 
 
 def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:

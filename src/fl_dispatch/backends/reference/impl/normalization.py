@@ -50,6 +50,28 @@ def gemma_rms_norm(
     return _result(y, total, x, residual)
 
 
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    activation: str = "silu",
+    group_size: int = 0,
+    norm_first: bool = True,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.normalization.rms_norm_gated`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate = gate.to(wide)
+    factor = torch.nn.functional.silu(gate) if activation == "silu" else gate.sigmoid()
+    total = x.to(wide) if norm_first else x.to(wide) * factor
+    size = group_size or x.shape[-1]
+    groups = total.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+    y = (groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + epsilon)).flatten(-2)
+    if weight is not None:
+        y = y * weight.to(wide)
+    return (y * factor if norm_first else y).to(x.dtype).contiguous()
+
+
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5) -> Tensor:
     """See :data:`fl_dispatch.ops.normalization.layer_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The CPU backend, in two parts: attention, which needs a KV cache in the layout of its kernels, and the rest.
+"""The CPU backend, in parts that need different things: a KV cache in the layout of its kernels, certain processors.
 
 It has no ``gemma_rms_norm``, because the kernels round the scale to the input dtype.
 """
@@ -11,7 +11,7 @@ from fl_dispatch.backends.base import Backend
 from fl_dispatch.devices import detect_device
 
 from . import library
-from .impl import activation, attention, linear, normalization, quantization, rotary
+from .impl import activation, attention, linear, normalization, quantization, recurrent, rotary
 
 
 class _Compiled(Backend):
@@ -77,6 +77,19 @@ class CpuAttentionBackend(_Compiled):
     def why_unavailable(self) -> str:
         """Why the kernels are not loaded, or not those that we know."""
         return library.why_unavailable() or _layout_problem()
+
+
+class CpuRecurrentBackend(_Compiled):
+    """Its kernels for layers with a state, where the build for this processor has them."""
+
+    causal_conv1d = staticmethod(recurrent.causal_conv1d)
+    causal_conv1d_update = staticmethod(recurrent.causal_conv1d_update)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    gated_delta_rule_update = staticmethod(recurrent.gated_delta_rule_update)
+
+    def why_unavailable(self) -> str:
+        """Why the kernels are not loaded, or not there."""
+        return library.why_unavailable() or recurrent.missing_kernels()
 
 
 def _elsewhere() -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
-from .cpu import CpuAttentionBackend, CpuBackend, CpuProductsBackend, OneDnnBackend
-from .impl import activation, attention, normalization, quantization, rotary
+from .cpu import CpuAttentionBackend, CpuBackend, CpuProductsBackend, CpuRecurrentBackend, OneDnnBackend
+from .impl import activation, attention, normalization, quantization, recurrent, rotary
 
 
 def register_builtins(registry: Registry) -> None:
@@ -42,6 +42,18 @@ def register_builtins(registry: Registry) -> None:
                     "weight_only_linear": quantization.supports_weight_only_linear,
                 },
                 opaque=True,  # Inductor takes no weight in oneDNN's layout
+            ),
+            *CpuRecurrentBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu",
+                BackendPriority.VENDOR,
+                supports={
+                    "causal_conv1d": recurrent.supports_causal_conv1d,
+                    "causal_conv1d_update": recurrent.supports_causal_conv1d_update,
+                    "gated_delta_rule": recurrent.supports_gated_delta_rule,
+                    "gated_delta_rule_update": recurrent.supports_gated_delta_rule_update,
+                },
+                opaque=True,
             ),
             *CpuAttentionBackend().implementations(
                 BackendImplKind.VENDOR,

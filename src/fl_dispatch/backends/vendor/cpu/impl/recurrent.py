@@ -1,0 +1,212 @@
+"""Layers with a state for each request, in bfloat16: a convolution of four taps, and the gated delta rule.
+
+The kernels of the delta rule keep a state as ``[key_dim, value_dim]``, and compute the length of keys and queries
+themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .limits import problem
+
+WIDTH, CHANNELS = 4, 32
+"""Taps of a convolution, and what the number of its channels is a multiple of."""
+HEADS = (64, 128)
+"""Sizes of keys and values that prompts may have."""
+KERNELS = (
+    "causal_conv1d_fwd_cpu",
+    "causal_conv1d_update_cpu",
+    "fused_gdn_gating_cpu",
+    "chunk_gated_delta_rule_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+)
+LEAST_LENGTH = 1e-6
+SOFTPLUS = (1.0, 20.0)
+"""Its slope, and where it goes over into a straight line; PyTorch's own."""
+
+
+def missing_kernels() -> str:
+    """Which kernels the library for this processor lacks, or an empty string."""
+    missing = [name for name in KERNELS if not hasattr(torch.ops._C, name)]
+    return f"the library for this processor has no {', '.join(missing)}" if missing else ""
+
+
+def supports_causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    activation: str = "silu",
+) -> bool | str:
+    """As :func:`supports_causal_conv1d_update`."""
+    return supports_causal_conv1d_update(x, weight, bias, states, state_indices, activation)
+
+
+def supports_causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    activation: str = "silu",
+) -> bool | str:
+    """Four taps of whole vectors of channels, which lie side by side in the states."""
+    channels, width = weight.shape
+    if why := _halves(x=x, weight=weight, states=states) or _empty(x):
+        return why
+    if width != WIDTH or channels % CHANNELS:
+        return f"{channels} channels of {width} taps are not a multiple of {CHANNELS} of {WIDTH}"
+    return True if states.stride(1) == 1 else "the channels of a state lie apart"
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.causal_conv1d`."""
+    if has_state is None:
+        has_state = torch.ones(len(state_indices), dtype=torch.bool)
+    out: Tensor = torch.ops._C.causal_conv1d_fwd_cpu(
+        x.contiguous().t(),
+        weight,
+        bias,
+        states,
+        query_start_loc,
+        state_indices,
+        has_state,
+        activation == "silu",
+        -1,  # no slot is padding
+        False,
+    )
+    return out.t()
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.causal_conv1d_update`."""
+    out: Tensor = torch.ops._C.causal_conv1d_update_cpu(
+        x.contiguous(), states, weight, bias, activation == "silu", None, state_indices, -1, False
+    )
+    return out
+
+
+def supports_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> bool | str:
+    """As for one token, and keys and values of one size."""
+    if (size := key.shape[-1]) not in HEADS or value.shape[-1] != size:
+        return f"keys of {size} and values of {value.shape[-1]} elements are not both {' or '.join(map(str, HEADS))}"
+    return supports_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, state_indices, scale)
+
+
+def supports_gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> bool | str:
+    """States in float32 or bfloat16, each in one piece, and the scale that belongs to the size of a key."""
+    size, columns = key.shape[-1], value.shape[-1]
+    if why := _halves(query=query, key=key, value=value, a=a, b=b, dt_bias=dt_bias) or _empty(value):
+        return why
+    if a_log.dtype is not torch.float32 or states.dtype not in (torch.float32, torch.bfloat16):
+        return f"a_log is {a_log.dtype}, not torch.float32, or states are {states.dtype}"
+    if states.stride()[1:] != (size * columns, columns, 1):
+        return "the elements of a state lie apart"
+    return True if abs(scale - size**-0.5) < 1e-6 else f"the scale {scale} is not the root of 1 / {size}"
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule`. The kernel begins with what a slot holds."""
+    if has_state is not None:
+        new = ~has_state & (query_start_loc.diff() > 0)
+        states[state_indices[new].long()] = 0.0
+    decay, beta = torch.ops._C.fused_gdn_gating_cpu(a_log, a.contiguous(), b.contiguous(), dt_bias)
+    rows = (tensor.contiguous()[None] for tensor in (query, key, value))
+    out: Tensor
+    out, _ = torch.ops._C.chunk_gated_delta_rule_cpu(
+        *rows, decay, beta, states, True, query_start_loc, False, True, state_indices, LEAST_LENGTH
+    )
+    return out[0]
+
+
+def gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule_update`."""
+    rows = (tensor.contiguous()[None] for tensor in (query, key, value))
+    starts = torch.arange(len(value) + 1, dtype=torch.int32)
+    out: Tensor = torch.ops._C.fused_sigmoid_gating_delta_rule_update_cpu(
+        a_log, dt_bias, *rows, a.contiguous(), b.contiguous(), states, state_indices, starts, True, *SOFTPLUS
+    )
+    return out.view(value.shape)
+
+
+def _halves(**tensors: Tensor) -> str:
+    """Why some tensor is not the kernels', or an empty string."""
+    for name, tensor in tensors.items():
+        if why := problem(name, tensor, contiguous=False):
+            return why
+        if tensor.dtype is not torch.bfloat16:
+            return f"{name} is {tensor.dtype}, not torch.bfloat16"
+    return ""
+
+
+def _empty(tensor: Tensor) -> str:
+    return "" if tensor.numel() else "there are no tokens"

@@ -1,0 +1,269 @@
+"""Inputs of layers with a state for each request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..declaration import Sample
+from .source import Source, starts
+
+SPARE_SLOTS = 3
+"""Slots that no request of a call has."""
+LENGTHS = (64, 5, 1, 130, 17)
+STALE = 100.0
+"""The numbers in the slot of a request that has no state yet."""
+
+
+@dataclass(frozen=True)
+class _States(Source):
+    """States, and which of them a call's requests have."""
+
+    def slots(self, requests: int) -> Tensor:
+        """A slot for each request; slot 0 belongs to nobody, as in hosts."""
+        return (1 + self.order(requests + SPARE_SLOTS - 1)[:requests]).to(self.device)
+
+    def states(
+        self, requests: int, *shape: int, apart: int = 0, scale: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """``[slots, *shape]``; slots lie so many elements further apart than they are long, as in a padded page."""
+        size = math.prod(shape)
+        page = self.normal(requests + SPARE_SLOTS, size + apart, scale=scale).to(dtype or self.dtype)
+        return page.as_strided((len(page), *shape), (size + apart, *_contiguous(shape)))
+
+    def new_requests(self, states: Tensor, slots: Tensor, new: Sequence[int], stale: float) -> Tensor:
+        """``has_state``: those in ``new`` have none, and ``stale`` stands in their slots."""
+        has_state = torch.ones(len(slots), dtype=torch.bool)
+        has_state[list(new)] = False
+        has_state = has_state.to(self.device)
+        states[slots[~has_state].long()] = stale
+        return has_state
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+class _Convolutions(_States):
+    """Makes inputs of ``causal_conv1d`` and ``causal_conv1d_update``."""
+
+    def parts(
+        self, rows: int, requests: int, channels: int, width: int, bias: bool, channels_first: bool, apart: int
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        """``x``, which is cut out of a projection, weights, states and slots."""
+        x = self.normal(rows, channels + 24)[:, :channels]
+        weight = self.normal(channels, width, scale=width**-0.5)
+        if channels_first:
+            states = self.states(requests, channels, width - 1, apart=apart)
+        else:
+            states = self.states(requests, width - 1, channels, apart=apart).transpose(1, 2)
+        return x, weight, self.normal(channels) if bias else None, states, self.slots(requests)
+
+    def sequences(
+        self,
+        label: str,
+        lengths: Sequence[int],
+        channels: int,
+        *,
+        width: int = 4,
+        bias: bool = False,
+        new: Sequence[int] | None = (),
+        channels_first: bool = False,
+        apart: int = 0,
+        activation: str = "silu",
+        padding: int = 0,
+        stale: float = STALE,
+        serving: bool = True,
+    ) -> Sample:
+        """Ragged sequences; those in ``new`` have no state, and with ``None`` nobody says who has one."""
+        rows = sum(lengths) + padding
+        x, weight, bias_, states, slots = self.parts(rows, len(lengths), channels, width, bias, channels_first, apart)
+        has_state = None if new is None else self.new_requests(states, slots, new, stale)
+        args = (x, weight, bias_, states, slots, starts(lengths).to(self.device), has_state, activation)
+        return Sample(label, args, serving)
+
+    def tokens(
+        self,
+        label: str,
+        requests: int,
+        channels: int,
+        *,
+        width: int = 4,
+        bias: bool = False,
+        channels_first: bool = False,
+        apart: int = 0,
+        activation: str = "silu",
+        serving: bool = True,
+    ) -> Sample:
+        """One token of each request."""
+        parts = self.parts(requests, requests, channels, width, bias, channels_first, apart)
+        return Sample(label, (*parts, activation), serving)
+
+
+def conv_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``causal_conv1d``."""
+    sample = _Convolutions(dtype, device, generator).sequences
+    yield sample("5 prompts of 1 to 130 tokens", LENGTHS, 256, new=range(5))
+    yield sample("prompts that go on, and new ones", LENGTHS, 384, new=(1, 3))
+    yield sample("with bias, padded pages", LENGTHS, 128, new=(0,), bias=True, apart=40)
+    yield sample("channels first", LENGTHS, 128, new=(2,), channels_first=True)
+    yield sample("every request has a state", (9, 30), 64, new=None)
+    yield sample("a request without tokens, padded batch", (9, 0, 3), 64, new=(2,), padding=5)
+    yield sample("no activation, width 3", (9, 2), 64, width=3, activation="none", serving=False)
+    yield sample("width 2, one channel", (4,), 1, width=2, serving=False)
+    yield sample("odd number of channels", (6, 1), 67, new=(0,), serving=False)
+    yield sample("empty batch", (), 64, serving=False)
+
+
+def conv_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``causal_conv1d``: long and many sequences."""
+    sample = _Convolutions(dtype, device, generator).sequences
+    yield sample("1,100 and 4,100 tokens", (1100, 4100), 32, new=(0,), serving=False)
+    yield sample("300 sequences of 1 to 5 tokens", [1 + number % 5 for number in range(300)], 32, new=range(0, 300, 7),
+                 serving=False)  # fmt: skip
+    yield sample("8,192 channels", (3, 7), 8192, new=(1,), serving=False)
+    yield sample("NaN in slots of new requests", (9, 1, 3), 64, new=(0, 1), stale=math.nan, serving=False)
+
+
+def conv_update_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``causal_conv1d_update``."""
+    sample = _Convolutions(dtype, device, generator).tokens
+    yield sample("1 request", 1, 8192)
+    yield sample("32 requests", 32, 2048)
+    yield sample("with bias, padded pages", 7, 256, bias=True, apart=40)
+    yield sample("channels first", 5, 128, channels_first=True)
+    yield sample("no activation, width 3", 5, 64, width=3, activation="none", serving=False)
+    yield sample("width 2, one channel", 2, 1, width=2, serving=False)
+    yield sample("odd number of channels", 3, 67, serving=False)
+    yield sample("empty batch", 0, 64, serving=False)
+
+
+def conv_update_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``causal_conv1d_update``: many requests."""
+    sample = _Convolutions(dtype, device, generator).tokens
+    yield sample("520 requests", 520, 96, bias=True, serving=False)
+
+
+class _DeltaRules(_States):
+    """Makes inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
+
+    def rows(
+        self, rows: int, heads: tuple[int, int], dims: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Query, key and value, which are cut out of one product, and both gates."""
+        (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+        keys, values = key_heads * key_dim, value_heads * value_dim
+        product = torch.tensor_split(self.normal(rows, 2 * keys + values, scale=2.0), (keys, 2 * keys), dim=1)
+        query, key = (part.view(rows, key_heads, key_dim) for part in product[:2])
+        a, b = self.normal(rows, 2 * value_heads).chunk(2, dim=1)
+        return query, key, product[2].view(rows, value_heads, value_dim), a, b
+
+    def decays(self, heads: int) -> tuple[Tensor, Tensor]:
+        """``a_log`` and ``dt_bias``: some heads forget in a few tokens, some hardly at all."""
+        return torch.linspace(-4.0, 1.5, heads).to(self.device, self.wide), self.normal(heads)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of ``a_log`` in models, and of most states."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def sequences(
+        self,
+        label: str,
+        lengths: Sequence[int],
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        *,
+        new: Sequence[int] | None = (),
+        apart: int = 0,
+        padding: int = 0,
+        half_states: bool = False,
+        stale: float = STALE,
+        serving: bool = True,
+    ) -> Sample:
+        """``new`` as for a convolution; so many rows more as ``padding``."""
+        rows, dtype = sum(lengths) + padding, self.dtype if half_states else self.wide
+        states = self.states(len(lengths), heads[1], *dims, apart=apart, scale=0.7, dtype=dtype)
+        slots = self.slots(len(lengths))
+        has_state = None if new is None else self.new_requests(states, slots, new, stale)
+        args = (
+            *self.rows(rows, heads, dims),
+            *self.decays(heads[1]),
+            states,
+            slots,
+            starts(lengths).to(self.device),
+            has_state,
+            dims[0] ** -0.5,
+        )
+        return Sample(label, args, serving)
+
+    def tokens(
+        self,
+        label: str,
+        requests: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        *,
+        apart: int = 0,
+        half_states: bool = False,
+        serving: bool = True,
+    ) -> Sample:
+        """One token of each request."""
+        dtype = self.dtype if half_states else self.wide
+        states = self.states(requests, heads[1], *dims, apart=apart, scale=0.7, dtype=dtype)
+        args = (
+            *self.rows(requests, heads, dims),
+            *self.decays(heads[1]),
+            states,
+            self.slots(requests),
+            dims[0] ** -0.5,
+        )
+        return Sample(label, args, serving)
+
+
+def delta_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``gated_delta_rule``."""
+    sample = _DeltaRules(dtype, device, generator).sequences
+    yield sample("5 prompts of 1 to 130 tokens", LENGTHS, (2, 4), (128, 128), new=range(5))
+    yield sample("prompts that go on, and new ones", LENGTHS, (2, 4), (64, 64), new=(1, 3))
+    yield sample("padded pages and batch", (20, 0, 65), (4, 4), (32, 64), new=(0,), apart=48, padding=3)
+    yield sample("every request has a state", (9, 30), (2, 6), (64, 64), new=None)
+    yield sample("states of the model's type", (70, 5), (2, 4), (64, 64), new=(1,), half_states=True)
+    yield sample("key size 24, value size 40, odd heads", (70, 2), (3, 3), (24, 40), new=(0,), serving=False)
+    yield sample("one token", (1,), (1, 1), (32, 32), new=(0,), serving=False)
+    yield sample("empty batch", (), (2, 4), (32, 32), serving=False)
+
+
+def delta_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``gated_delta_rule``: long and many sequences."""
+    sample = _DeltaRules(dtype, device, generator).sequences
+    yield sample("1,100 tokens", (1100,), (1, 2), (32, 32), new=(0,), serving=False)
+    yield sample("lengths around 64 and 128", (63, 64, 65, 127, 128, 129), (1, 2), (16, 16), new=(0, 3), serving=False)
+    yield sample(
+        "NaN in slots of new requests", (9, 1, 70), (1, 2), (64, 64), new=(0, 1), stale=math.nan, serving=False
+    )
+    yield sample("300 sequences of 1 to 5 tokens", [1 + number % 5 for number in range(300)], (1, 1), (16, 16),
+                 new=range(0, 300, 7), serving=False)  # fmt: skip
+
+
+def delta_update_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``gated_delta_rule_update``."""
+    sample = _DeltaRules(dtype, device, generator).tokens
+    yield sample("1 request, 16 and 32 heads", 1, (16, 32), (128, 128))
+    yield sample("8 requests", 8, (2, 4), (128, 128))
+    yield sample("padded pages", 5, (4, 4), (64, 32), apart=48)
+    yield sample("padded pages, head size 64", 5, (2, 4), (64, 64), apart=48)
+    yield sample("states of the model's type", 3, (2, 4), (64, 64), half_states=True)
+    yield sample("key size 24, value size 40, odd heads", 3, (3, 9), (24, 40), serving=False)
+    yield sample("one head", 1, (1, 1), (32, 32), serving=False)
+    yield sample("empty batch", 0, (2, 4), (32, 32), serving=False)
+
+
+def delta_update_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    """Inputs of ``gated_delta_rule_update``: many requests."""
+    sample = _DeltaRules(dtype, device, generator).tokens
+    yield sample("520 requests", 520, (1, 1), (16, 16), serving=False)

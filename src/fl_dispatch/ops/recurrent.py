@@ -1,0 +1,398 @@
+"""Layers that keep a state for each request in place of all its keys and values: short convolution, gated delta rule.
+
+A state is a row of a tensor with a row for every request that may run: a *slot*. An operator for prompts takes ragged
+sequences, one for single tokens takes one row a request, as a host divides its batch.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    STANDARD_TOLERANCE,
+    Access,
+    Mode,
+    SmallState,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
+from .inputs import recurrent, shapes
+
+MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
+STATE = Write(Access.STATE)
+# A state is a sum over all tokens before, in which terms cancel, so errors are those of its largest terms: kernels that
+# multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.
+TOLERANCES = MappingProxyType(
+    {
+        **STANDARD_TOLERANCE,
+        torch.float64: Tolerance(1e-11, 1e-11),
+        torch.float32: Tolerance(5e-5, 3e-5),
+        torch.float16: Tolerance(2e-3, 4e-3),
+        torch.bfloat16: Tolerance(1.6e-2, 3e-2),
+    }
+)
+
+
+def _decode(x: Tensor, *args: object) -> Workload:
+    return Workload(x.dtype, x.shape[0], "decode")
+
+
+def _prefill(x: Tensor, *args: object) -> Workload:
+    return Workload(x.dtype, x.shape[0], "prefill")
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def _states_bytes(states: Tensor, requests: int) -> int:
+    """Bytes of the states of so many requests, read and written."""
+    return 2 * requests * states.shape[1:].numel() * states.element_size()
+
+
+# -- short convolution ------------------------------------------------------------------------------------------------
+
+
+def _conv_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _conv_work(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    activation: str = "silu",
+) -> Work:
+    return _conv_update_work(x, weight, bias, states, state_indices, activation)
+
+
+def _own_conv_states(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
+) -> tuple[object, ...]:
+    """The same call on states of its own, one a request."""
+    return x, weight, bias, *_own(states, state_indices), *rest
+
+
+def _conv_states(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
+) -> tuple[Tensor]:
+    return (states[state_indices.long()],)
+
+
+def _own(states: Tensor, state_indices: Tensor) -> tuple[Tensor, Tensor]:
+    indices = torch.arange(len(state_indices), dtype=state_indices.dtype, device=state_indices.device)
+    return states[state_indices.long()], indices
+
+
+@operator(
+    writes={"states": STATE},
+    small_state=SmallState(_own_conv_states, _conv_states),
+    modes=MODES,
+    fake=_conv_fake,
+    samples=recurrent.conv_samples,
+    probes=recurrent.conv_probes,
+    shapes=shapes.convolutions,
+    aliases=("causal_conv1d_fn",),
+    workload=_prefill,
+    phases=True,
+    work=_conv_work,
+)
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """A short convolution of each channel over the tokens of ragged sequences (Gu and Dao, arXiv 2312.00752, 3.4).
+
+    ``y[t] = activation(bias + sum(weight[:, j] * x[t - width + 1 + j] for j in range(width)))``. The inputs
+    before the first token of a sequence are its state.
+
+    Args:
+        x: ``[tokens, channels]``, floating point, any strides.
+        weight: ``[channels, width]``, dtype of ``x``.
+        bias: ``[channels]``, dtype of ``x``, or ``None``.
+        states: ``[slots, channels, width - 1]``, floating point, a view in any strides: the last inputs of a sequence,
+            the latest one last. Those of the sequences that have tokens are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each sequence. A slot that several name holds any of theirs.
+        query_start_loc: ``[requests + 1]``, int32: first row of each sequence in ``x``, and the end of the last one.
+        has_state: ``[requests]``, bool: whether the slot holds a state already, or ``None`` where all do. Without one
+            the inputs before the first token are zeros, whatever the slot holds, NaN included.
+        activation: ``"silu"``, or ``"none"``.
+
+    Returns:
+        ``[tokens, channels]``, dtype of ``x``. Rows that no sequence covers are unspecified.
+    """
+    raise NotImplementedError
+
+
+def _conv_update_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _conv_update_work(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    activation: str = "silu",
+) -> Work:
+    moved = 2 * _bytes(x) + _bytes(weight, bias) + _states_bytes(states, len(state_indices))
+    return Work(moved, 2 * x.shape[0] * weight.numel())
+
+
+@operator(
+    writes={"states": STATE},
+    small_state=SmallState(_own_conv_states, _conv_states),
+    modes=MODES,
+    fake=_conv_update_fake,
+    samples=recurrent.conv_update_samples,
+    probes=recurrent.conv_update_probes,
+    shapes=shapes.convolution_updates,
+    workload=_decode,
+    phases=True,
+    work=_conv_update_work,
+)
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """``causal_conv1d`` of one more token of each sequence.
+
+    Args:
+        x: ``[requests, channels]``, floating point, any strides.
+        weight: ``[channels, width]``, dtype of ``x``.
+        bias: ``[channels]``, dtype of ``x``, or ``None``.
+        states: ``[slots, channels, width - 1]``, floating point, a view in any strides: the last inputs of a sequence,
+            the latest one last. Those of the requests are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each. A slot that several name holds any of theirs.
+        activation: ``"silu"``, or ``"none"``.
+
+    Returns:
+        ``[requests, channels]``, dtype of ``x``.
+    """
+    raise NotImplementedError
+
+
+# -- gated delta rule -------------------------------------------------------------------------------------------------
+
+
+def _delta_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+def _delta_work(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Work:
+    return _delta_update_work(query, key, value, a, b, a_log, dt_bias, states, state_indices)
+
+
+def _own_delta_states(*args: Tensor) -> tuple[object, ...]:
+    """The same call on states of its own, one a request."""
+    return *args[:7], *_own(*args[7:9]), *args[9:]
+
+
+def _delta_states(*args: Tensor) -> tuple[Tensor]:
+    states, state_indices = args[7:9]
+    return (states[state_indices.long()],)
+
+
+@operator(
+    writes={"states": STATE},
+    small_state=SmallState(_own_delta_states, _delta_states),
+    modes=MODES,
+    fake=_delta_fake,
+    samples=recurrent.delta_samples,
+    probes=recurrent.delta_probes,
+    shapes=shapes.delta_rules,
+    aliases=("chunk_gated_delta_rule",),
+    tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
+    workload=_prefill,
+    phases=True,
+    work=_delta_work,
+)
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """The gated delta rule over ragged sequences (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
+
+    A head's state ``S`` decays, and is corrected by how far it is from giving the value for the key::
+
+        S = exp(-exp(a_log) * softplus(a + dt_bias)) * S
+        S = S + k^T (sigmoid(b) * (v - k S))
+        out = scale * q S
+
+    ``q`` and ``k`` are ``query`` and ``key`` divided by their length, the root of ``sum(x * x) + 1e-6``. Head ``h``
+    reads key head ``h // (heads / key_heads)``.
+
+    Args:
+        query: ``[tokens, key_heads, key_dim]``, floating point, any strides.
+        key: likewise.
+        value: ``[tokens, heads, value_dim]``, likewise.
+        a: ``[tokens, heads]``, likewise: the decay, before its bias.
+        b: ``[tokens, heads]``, likewise: how much is corrected, before the sigmoid.
+        a_log: ``[heads]``, floating point.
+        dt_bias: ``[heads]``, floating point.
+        states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. Those of the sequences
+            that have tokens are overwritten.
+        state_indices: ``[requests]``, int32: the slot of each sequence. A slot that several name holds any of theirs.
+        query_start_loc: ``[requests + 1]``, int32: first row of each sequence, and the end of the last one.
+        has_state: ``[requests]``, bool: whether the slot holds a state already, or ``None`` where all do. Without one
+            ``S`` begins as zero, whatever the slot holds, NaN included.
+        scale: factor of the queries.
+
+    Returns:
+        ``[tokens, heads, value_dim]``, dtype of ``value``. Rows that no sequence covers are unspecified.
+    """
+    raise NotImplementedError
+
+
+def _delta_update_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+def _delta_update_work(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Work:
+    moved = _bytes(query, key, a, b) + 2 * _bytes(value) + _states_bytes(states, len(state_indices))
+    return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
+
+
+@operator(
+    writes={"states": STATE},
+    small_state=SmallState(_own_delta_states, _delta_states),
+    modes=MODES,
+    fake=_delta_update_fake,
+    samples=recurrent.delta_update_samples,
+    probes=recurrent.delta_update_probes,
+    shapes=shapes.delta_updates,
+    aliases=("fused_recurrent_gated_delta_rule", "fused_sigmoid_gating_delta_rule_update"),
+    tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
+    workload=_decode,
+    phases=True,
+    work=_delta_update_work,
+)
+def gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """``gated_delta_rule`` of one more token of each sequence.
+
+    Args:
+        query: ``[requests, key_heads, key_dim]``, floating point, any strides.
+        key: likewise.
+        value: ``[requests, heads, value_dim]``, likewise.
+        a: ``[requests, heads]``, likewise: the decay, before its bias.
+        b: ``[requests, heads]``, likewise: how much is corrected, before the sigmoid.
+        a_log: ``[heads]``, floating point.
+        dt_bias: ``[heads]``, floating point.
+        states: ``[slots, heads, key_dim, value_dim]``, floating point, a view in any strides. Those of the requests are
+            overwritten.
+        state_indices: ``[requests]``, int32: the slot of each. A slot that several name holds any of theirs.
+        scale: factor of the queries.
+
+    Returns:
+        ``[requests, heads, value_dim]``, dtype of ``value``.
+    """
+    raise NotImplementedError

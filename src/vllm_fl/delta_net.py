@@ -1,0 +1,118 @@
+"""Gated delta net in vLLM: its layer with our convolution and delta rule, and the norm behind them.
+
+vLLM's layer projects, calls ``_forward_core`` inside one operator that no compiled graph looks into, and projects back.
+Only the core is ours. vLLM keeps two states for each request in blocks of its KV cache, and sorts a batch: requests
+with one new token and a state first, then prompts.
+
+Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers` has rows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fl_dispatch import bind_op
+
+from .forwards import DispatchedLayer
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+OPERATORS = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated_delta_rule_update")
+
+
+class DeltaNetLayer(DispatchedLayer):
+    """``QwenGatedDeltaNetAttention``: runs four operators, two for prompts and two for single tokens."""
+
+    fl_operator = "gated_delta_rule"
+    fl_choices = OPERATORS
+    fl_traced = False
+    fl_convolve: Callable[..., Tensor]
+    fl_convolve_token: Callable[..., Tensor]
+    fl_correct: Callable[..., Tensor]
+    fl_correct_token: Callable[..., Tensor]
+    prefix: str
+    activation: str
+    tp_size: int
+    key_dim: int
+    value_dim: int
+    head_k_dim: int
+    head_v_dim: int
+    conv1d: Any
+    A_log: Tensor
+    dt_bias: Tensor
+    kv_cache: tuple[Tensor, ...]
+
+    def fl_bind(self, scope: str | None) -> None:
+        self.fl_convolve, self.fl_convolve_token, self.fl_correct, self.fl_correct_token = (
+            bind_op(operator, scope) for operator in OPERATORS
+        )
+
+    def fl_runs(self) -> bool:
+        return True
+
+    def forward_cuda(self, hidden_states: Tensor) -> Tensor:
+        """vLLM's own: its layer calls this one on an out-of-tree platform too."""
+        output: Tensor = super(DispatchedLayer, self).forward_cuda(hidden_states)  # type: ignore[misc]
+        return output
+
+    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+        """Fill ``core_attn_out`` ``[tokens, heads, value_dim]`` as far as the step has tokens.
+
+        Args:
+            mixed_qkv: ``[tokens, channels]``, queries, keys and values.
+            b, a: ``[tokens, heads]``, the gates.
+            core_attn_out: zeros.
+        """
+        step = self._fl_step()
+        if step is None:  # vLLM measures memory before there are states
+            return
+        decodes, single, tokens = step.num_decodes, step.num_decode_tokens, step.num_actual_tokens
+        slots = step.non_spec_state_indices_tensor
+        assert slots is not None
+        inputs, states = self._fl_states()
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        scale = self.head_k_dim**-0.5
+        if decodes:
+            own = slots[:decodes]
+            x = self.fl_convolve_token(mixed_qkv[:single], weight, bias, inputs, own, self.activation)
+            gates = a[:single], b[:single], self.A_log, self.dt_bias
+            core_attn_out[:single] = self.fl_correct_token(*self._fl_heads(x), *gates, states, own, scale)
+        if step.num_prefills:
+            own, starts, has_state = (
+                step.prefill_state_indices,
+                step.prefill_query_start_loc,
+                step.prefill_has_initial_state,
+            )
+            rows = slice(single, tokens)
+            x = self.fl_convolve(mixed_qkv[rows], weight, bias, inputs, own, starts, has_state, self.activation)
+            gates = a[rows], b[rows], self.A_log, self.dt_bias
+            parts = *self._fl_heads(x), *gates, states, own, starts, has_state, scale
+            core_attn_out[rows] = self.fl_correct(*parts)
+
+    def _fl_step(self) -> GDNAttentionMetadata | None:
+        from vllm.forward_context import get_forward_context
+
+        steps = get_forward_context().attn_metadata
+        return steps.get(self.prefix) if isinstance(steps, dict) else None
+
+    def _fl_states(self) -> tuple[Tensor, Tensor]:
+        """Both states as the operators have them; nobody else looks into a delta rule's."""
+        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+        inputs, states = self.kv_cache[:2]
+        slots, heads, value_dim, key_dim = states.shape
+        return (
+            inputs if is_conv_state_dim_first() else inputs.transpose(1, 2),
+            states.view(slots, heads, key_dim, value_dim),
+        )
+
+    def _fl_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head."""
+        key_dim, value_dim = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        query, key, value = x.split((key_dim, key_dim, value_dim), dim=1)
+        by_key, by_value = (-1, self.head_k_dim), (-1, self.head_v_dim)
+        return query.unflatten(1, by_key), key.unflatten(1, by_key), value.unflatten(1, by_value)

@@ -1,0 +1,221 @@
+"""Forms of the kernels that move states of requests between blocks, and clear blocks.
+
+A request's state lies in one block of vLLM's KV cache at a time: when the request grows out of it, the state goes on in
+the next one, and the old block keeps what the prefix cache finds. These kernels get addresses alone, and their forms
+read and write them, so they are for main memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WORD = 4
+"""Bytes of the unit in which vLLM counts what is to be cleared, and of an entry of its block tables."""
+
+
+def scatter_num_accepted(idx_mapping: Tensor, num_sampled: Tensor, num_accepted: Tensor) -> None:
+    """Keep how many tokens of each request were accepted, at least one."""
+    real = idx_mapping >= 0
+    num_accepted[idx_mapping[real].long()] = num_sampled[: len(idx_mapping)][real].clamp(min=1).to(num_accepted.dtype)
+
+
+def fill_num_accepted(idx_mapping: Tensor, num_accepted: Tensor, num_sampled: int) -> None:
+    """Keep the same number for each request."""
+    num_accepted[idx_mapping[idx_mapping >= 0].long()] = num_sampled
+
+
+def zero_kv_blocks(addresses: Tensor, strides: Tensor, sizes: Tensor, blocks: Tensor, **_: Any) -> None:
+    """Clear blocks of each layer's cache; strides and sizes count words."""
+    numbers = blocks.tolist()
+    for address, stride, size in zip(addresses.tolist(), strides.tolist(), sizes.tolist(), strict=True):
+        for block in numbers:
+            ctypes.memset(address + WORD * block * stride, 0, WORD * size)
+
+
+def batch_memcpy(sources: Tensor, targets: Tensor, sizes: Tensor, **_: Any) -> None:
+    """Copy so many bytes from each address to another; both ranges may overlap."""
+    for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+def preprocess_align(
+    idx_mapping: Tensor,
+    state_columns: Tensor,
+    num_computed: Tensor,
+    query_start_loc: Tensor,
+    num_accepted: Tensor,
+    source_columns: Tensor,
+    source_offsets: Tensor,
+    num_reqs: int,
+    *,
+    MAMBA_BLOCK_SIZE: int,
+    **_: Any,
+) -> None:
+    """Note where each request's state lies and advance to the block that the step ends in."""
+    request = idx_mapping[:num_reqs].long()
+    before, accepted = state_columns[request], num_accepted[request]
+    source_columns[request], source_offsets[request] = before, (accepted - 1).clamp(min=0)
+    end = num_computed[request] + query_start_loc[: num_reqs + 1].diff()
+    after = (torch.div(end + MAMBA_BLOCK_SIZE - 1, MAMBA_BLOCK_SIZE, rounding_mode="floor") - 1).to(before.dtype)
+    state_columns[request] = after
+    num_accepted[request] = torch.where((before >= 0) & (before != after), 1, accepted)
+
+
+@dataclass(frozen=True)
+class _State:
+    """One state of one layer: where its blocks lie, in bytes.
+
+    Args:
+        table: address of its group's block table.
+        address, stride: of its first block, and from one to the next.
+        size: bytes of a block that hold it; of one token's inputs for a convolution.
+        window: tokens whose inputs a convolution keeps; 0 for other states.
+        rows, row_stride: where a convolution's channels lie apart, their number and how far.
+    """
+
+    table: int
+    address: int
+    stride: int
+    size: int
+    window: int
+    rows: int
+    row_stride: int
+
+    def move(self, row: int, source: int, target: int, ahead: int) -> None:
+        """Copy the state of a request from one of its blocks to another.
+
+        Args:
+            row: bytes from the first request's row of the table to its own.
+            source, target: columns of the table.
+            ahead: accepted tokens behind the first: a convolution's window moves by them, and each of them has another
+                state's block.
+        """
+        to = self._block(row, target)
+        if not self.window:
+            ctypes.memmove(to, self._block(row, source + ahead), self.size)
+            return
+        of, kept = self._block(row, source) + ahead * self.size, (self.window - ahead) * self.size
+        for channel in range(self.rows or 1):
+            ctypes.memmove(to + channel * self.row_stride, of + channel * self.row_stride, kept)
+
+    def _block(self, row: int, column: int) -> int:
+        number = ctypes.c_int32.from_address(self.table + row + WORD * column).value
+        return self.address + number * self.stride
+
+
+def _states(
+    tables: Tensor,
+    addresses: Tensor,
+    strides: Tensor,
+    element_sizes: Tensor,
+    inner_sizes: Tensor,
+    windows: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    row_strides: Tensor,
+) -> list[_State]:
+    layout = zip(
+        tables[groups.long()].tolist(),
+        addresses.tolist(),
+        strides.tolist(),
+        (element_sizes * inner_sizes).tolist(),
+        windows.tolist(),
+        rows.tolist(),
+        row_strides.tolist(),
+        strict=True,
+    )
+    return [_State(*one) for one in layout]
+
+
+def _requests(idx_mapping: Tensor | None, num_reqs: int) -> Iterator[int]:
+    """The state slot of each request that is real."""
+    if idx_mapping is None:
+        yield from range(num_reqs)
+    else:
+        yield from (request for request in idx_mapping[:num_reqs].tolist() if request >= 0)
+
+
+def precopy_align(
+    state_columns: Tensor,
+    source_columns: Tensor,
+    ahead: Tensor,
+    tables: Tensor,
+    table_stride: int,
+    addresses: Tensor,
+    strides: Tensor,
+    element_sizes: Tensor,
+    inner_sizes: Tensor,
+    windows: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    row_strides: Tensor,
+    idx_mapping: Tensor | None,
+    num_reqs: int,
+    **_: Any,
+) -> None:
+    """Copy the states of requests that go on in another block."""
+    states = None
+    for request in _requests(idx_mapping, num_reqs):
+        source, target = int(source_columns[request]), int(state_columns[request])
+        if source < 0 or source == target:
+            continue
+        states = states or _states(
+            tables, addresses, strides, element_sizes, inner_sizes, windows, groups, rows, row_strides
+        )
+        for state in states:
+            state.move(WORD * request * table_stride, source, target, int(ahead[request]))
+
+
+def postprocess(
+    num_accepted: Tensor,
+    state_columns: Tensor,
+    num_scheduled: Tensor | None,
+    num_computed: Tensor,
+    num_drafts: Tensor | None,
+    tables: Tensor,
+    table_stride: int,
+    addresses: Tensor,
+    strides: Tensor,
+    element_sizes: Tensor,
+    inner_sizes: Tensor,
+    windows: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    row_strides: Tensor,
+    num_accepted_out: Tensor,
+    idx_mapping: Tensor | None,
+    num_reqs: int,
+    *,
+    block_size: int,
+    PRECOMPUTED_NEW_COMPUTED: bool = False,
+    **_: Any,
+) -> None:
+    """Copy the states of requests whose accepted tokens end a block that the step went beyond."""
+    layout = (tables, addresses, strides, element_sizes, inner_sizes, windows, groups, rows, row_strides)
+    states = None
+    for request in _requests(idx_mapping, num_reqs):
+        accepted, source = int(num_accepted[request]), int(state_columns[request])
+        computed = int(num_computed[request])
+        if PRECOMPUTED_NEW_COMPUTED:
+            running = computed - accepted + 1
+        else:
+            assert num_scheduled is not None
+            assert num_drafts is not None
+            running = computed + int(num_scheduled[request]) - int(num_drafts[request])
+            computed = running + accepted - 1
+        aligned = computed // block_size * block_size
+        if aligned < running:
+            continue
+        target, ahead = aligned // block_size - 1, aligned - running
+        if source == target:
+            num_accepted_out[request] = 1
+        if source != target or ahead:
+            states = states or _states(*layout)
+            for state in states:
+                state.move(WORD * request * table_stride, source, target, ahead)
