@@ -21,7 +21,7 @@ PARTS = {
     "settings": ("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"),
     "operators": ("fl_dispatch/ops/**/*.py",),
     "backends": ("fl_dispatch/backends/**/*.py",),
-    "hosting": ("fl_dispatch/hosting/*.py",),
+    "hosting": ("fl_dispatch/hosting/**/*.py",),
     "evidence": ("fl_dispatch/evidence/**/*.py",),
     "command": ("fl_dispatch/cli/**/*.py",),
     "vLLM plugin": ("vllm_fl/**/*.py",),
