@@ -209,6 +209,12 @@ def rows_workload(*args: Any) -> Workload:
     return Workload(tensor.dtype, tensor.shape[:-1].numel())
 
 
+def row_terms(*args: Any) -> int:
+    """Terms of a product of rows with weights: each sum has those of a row."""
+    tensor = leading_tensor(args)
+    return 0 if tensor is None or tensor.dim() == 0 else tensor.shape[-1]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operator:
     """The declaration of one operator.

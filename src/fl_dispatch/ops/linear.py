@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .declaration import LayerForm, Mode, Sample, Work, operator
+from .declaration import LayerForm, Mode, Sample, Work, operator, row_terms
 from .inputs import rows as row_probes
 from .inputs import shapes
 
@@ -21,10 +21,6 @@ def _work(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Work:
     rows = x.shape[:-1].numel()
     elements = rows * (inner + columns) + weight.numel() + (0 if bias is None else bias.numel())
     return Work(elements * x.element_size(), 2 * rows * weight.numel())
-
-
-def _terms(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    return weight.shape[-1]
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -62,7 +58,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     probes=row_probes.linear,
     shapes=shapes.products,
     aliases=("matmul", "gemm", "mm", "dense"),
-    terms=_terms,
+    terms=row_terms,
     work=_work,
 )
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

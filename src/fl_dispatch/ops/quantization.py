@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import Mode, Sample, Tolerance, Work, Workload, operator
+from .declaration import Mode, Sample, Tolerance, Work, Workload, operator, row_terms
 from .inputs import quantized, shapes
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -158,6 +158,7 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     samples=_scaled_samples,
     shapes=shapes.quantized_products,
     aliases=("scaled_mm", "quant_matmul", "w8a8_linear", "block_scaled_mm"),
+    terms=row_terms,
     workload=_scaled_workload,
     work=_scaled_work,
 )
@@ -237,6 +238,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     samples=_weight_only_samples,
     shapes=shapes.packed_products,
     aliases=("wna16_linear", "w4a16", "w8a16", "awq_gemm", "gptq_gemm", "weight_quant_batchmatmul"),
+    terms=row_terms,
     work=_weight_only_work,
 )
 def weight_only_linear(
