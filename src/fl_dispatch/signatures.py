@@ -31,6 +31,7 @@ class Convention:
         takes: the declared parameters that it takes, in its own order (which is the declaration's).
         left_out: the declared parameters that it does not take; a call that gives one has to go elsewhere.
         dropped: the hints that it does not take; a call that gives one does without.
+        operands: what its ``supports`` is called with, in order, besides hints.
         asked: the hints that its ``supports`` takes, by name.
         layer_first: its first parameter is a layer.
         defaults: its function takes a call by name, and with defaults left out, exactly as the declaration does.
@@ -39,6 +40,7 @@ class Convention:
     takes: tuple[str, ...]
     left_out: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
     layer_first: bool = False
     defaults: bool = True
@@ -55,11 +57,10 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         RegistrationError: they do not fit; the message names both.
     """
     declared = operator.parameters
-    asked = _hints_asked(impl, operator)
     # A callable that nobody can look into takes what was declared before there were hints.
-    unchecked = Convention(operator.operands(tuple(declared)), (), operator.hints, asked, defaults=False)
+    everything = operator.operands(tuple(declared))
     if impl.signature == "unchecked":
-        return unchecked
+        return Convention(everything, (), operator.hints, *_asked(impl, operator, ()), defaults=False)
     parameters = _parameters(impl)
     if [parameter.kind for parameter in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         logger.warning(
@@ -67,7 +68,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
             "signature='unchecked' says that this is meant",
             _name(impl),
         )
-        return unchecked
+        return Convention(everything, (), operator.hints, *_asked(impl, operator, ()), defaults=False)
     layer_first = bool(parameters) and parameters[0].name == OBJ and OBJ not in declared
     expected: Mapping[str, Parameter] = declared
     if layer_first:
@@ -78,10 +79,13 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
     taken = _match(impl, operator, parameters, expected)
     # A caller may name parameters, and may leave defaults out: then the function itself cannot stand for the operator.
     ordinary = len(taken) == len(parameters) and all(p.kind is not Parameter.POSITIONAL_ONLY for p in taken.values())
+    left_out = tuple(name for name in expected if name not in taken and name not in operator.hints)
+    operands, asked = _asked(impl, operator, left_out)
     return Convention(
         takes=tuple(taken),
-        left_out=tuple(name for name in expected if name not in taken and name not in operator.hints),
+        left_out=left_out,
         dropped=tuple(name for name in operator.hints if name not in taken),
+        operands=operands,
         asked=asked,
         layer_first=layer_first,
         defaults=ordinary
@@ -89,28 +93,37 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
     )
 
 
-def _hints_asked(impl: OpImpl, operator: Operator) -> tuple[str, ...]:
-    """The hints that ``supports`` takes; it is called with all other arguments positionally, and with those by name.
+def _asked(
+    impl: OpImpl, operator: Operator, left_out: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What ``supports`` is called with: all arguments positionally, and of the hints those that it takes, by name.
+
+    The last arguments that the implementation leaves out may be left out by its ``supports`` too, because a call that
+    gives one of them goes elsewhere; so a parameter that a declaration gets later breaks nobody's.
 
     Raises:
         RegistrationError: it does not take the other arguments.
     """
+    operands = everything = operator.operands(tuple(operator.parameters))
     if impl.supports is None:
-        return ()
+        return everything, ()
     try:
         signature = inspect.signature(impl.supports)
     except (TypeError, ValueError):
-        return ()
-    operands = operator.operands(tuple(operator.parameters))
+        return everything, ()
     asked = tuple(name for name in operator.hints if name in signature.parameters)
-    try:
-        signature.bind(*operands, **dict.fromkeys(asked))
-    except TypeError as error:
-        raise RegistrationError(
-            f"{_name(impl)}: its 'supports' is called with all arguments ({', '.join(operands)}), "
-            f"but takes {signature}: {error}"
-        ) from None
-    return asked
+    while True:
+        try:
+            signature.bind(*operands, **dict.fromkeys(asked))
+        except TypeError as error:
+            if operands and operands[-1] in left_out:
+                operands = operands[:-1]
+                continue
+            raise RegistrationError(
+                f"{_name(impl)}: its 'supports' is called with all arguments ({', '.join(everything)}), "
+                f"but takes {signature}: {error}"
+            ) from None
+        return operands, asked
 
 
 def _match(

@@ -232,3 +232,27 @@ def test_an_operator_that_is_almost_a_declared_one_is_a_warning_when_it_is_regis
         registry.register_many([impl("default.a", op="RMSNorm"), impl("default.a", op="my_own_norm")])
     assert "acme registers 'RMSNorm', which nobody declared; did you mean 'rms_norm'?" in caplog.text
     assert "my_own_norm" not in caplog.text
+
+
+def test_a_predicate_may_lack_the_last_parameters_that_its_implementation_lacks() -> None:
+    """So a parameter that a declaration gets later breaks neither; a call that gives it goes elsewhere."""
+    asked = []
+
+    def few(x: Tensor, residual: Tensor | None, weight: Tensor) -> Any:
+        return right(x, residual, weight)
+
+    def takes(x: Tensor, residual: Tensor | None, weight: Tensor) -> bool:
+        asked.append(x.shape)
+        return True
+
+    registry = OpRegistry()
+    registry.register_impl(impl("default.few", few, op="rms_norm", supports=takes))
+    registry.register_impl(impl("reference.all", right, op="rms_norm"))
+    manager = OpManager(registry, register_builtins=False)
+    manager.set_counting(True)
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    for epsilon in ({}, {"epsilon": 1e-3}):
+        manager.call("rms_norm", x, None, weight, **epsilon)
+    counts = manager.call_counts()
+    assert {key[1]: count for key, count in counts.items()} == {"default.few": 1, "reference.all": 1}
+    assert asked

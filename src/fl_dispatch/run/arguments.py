@@ -65,7 +65,8 @@ class Call:
         if self.operator is None or convention is None:
             return supports(*self.args, **self.kwargs)
         values = dict(zip(self.operator.parameters, self.args, strict=True))
-        return supports(*self.operator.operands(self.args), **{name: values[name] for name in convention.asked})
+        given = (values[name] for name in convention.operands)
+        return supports(*given, **{name: values[name] for name in convention.asked})
 
     def branch(self, decision: Decision) -> Branch:
         """The branch of a decision that this call takes."""

@@ -200,7 +200,7 @@ def _generate(
         # In a trace the answer may be symbolic: neither True itself nor a string.
         lines += [
             "    try:",
-            f"        _fits = _supports({_asked(operator, convention)})",
+            f"        _fits = _supports({_asked(convention)})",
             "        _fits = _fits is True or (not isinstance(_fits, str) and bool(_fits))",
             "    except Exception:",
             "        _fits = False",
@@ -240,9 +240,9 @@ def _predicated(
     return predicated
 
 
-def _asked(operator: Operator, convention: Convention) -> str:
+def _asked(convention: Convention) -> str:
     """The arguments of ``supports``, as source."""
-    return ", ".join([*operator.operands(tuple(operator.parameters)), *(f"{name}={name}" for name in convention.asked)])
+    return ", ".join([*convention.operands, *(f"{name}={name}" for name in convention.asked)])
 
 
 def _at_default(operator: Operator, name: str) -> str:
