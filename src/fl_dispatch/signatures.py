@@ -96,7 +96,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
 def _asked(
     impl: OpImpl, operator: Operator, left_out: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What ``supports`` is called with: all arguments positionally, and of the hints those that it takes, by name.
+    """The arguments of ``supports``: all of the operator's positionally, and of the hints those that it takes, by name.
 
     The last arguments that the implementation leaves out may be left out by its ``supports`` too, because a call that
     gives one of them goes elsewhere; so a parameter that a declaration gets later breaks nobody's.
