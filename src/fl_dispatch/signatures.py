@@ -57,10 +57,8 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
         RegistrationError: they do not fit; the message names both.
     """
     declared = operator.parameters
-    # A callable that nobody can look into takes what was declared before there were hints.
-    everything = operator.operands(tuple(declared))
     if impl.signature == "unchecked":
-        return Convention(everything, (), operator.hints, *_asked(impl, operator, ()), defaults=False)
+        return _unchecked(impl, operator)
     parameters = _parameters(impl)
     if [parameter.kind for parameter in parameters] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
         logger.warning(
@@ -68,7 +66,7 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
             "signature='unchecked' says that this is meant",
             _name(impl),
         )
-        return Convention(everything, (), operator.hints, *_asked(impl, operator, ()), defaults=False)
+        return _unchecked(impl, operator)
     layer_first = bool(parameters) and parameters[0].name == OBJ and OBJ not in declared
     expected: Mapping[str, Parameter] = declared
     if layer_first:
@@ -93,9 +91,14 @@ def convention_of(impl: OpImpl, operator: Operator) -> Convention:
     )
 
 
-def _asked(
-    impl: OpImpl, operator: Operator, left_out: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _unchecked(impl: OpImpl, operator: Operator) -> Convention:
+    """A callable that nobody can look into takes what was declared at first, and no hints."""
+    first = tuple(name for name in operator.operands(tuple(operator.parameters)) if name not in operator.later)
+    asked = _asked(impl, operator, operator.later)
+    return Convention(first, operator.later, operator.hints, *asked, defaults=False)
+
+
+def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arguments of ``supports``: all of the operator's positionally, and of the hints those that it takes, by name.
 
     The last arguments that the implementation leaves out may be left out by its ``supports`` too, because a call that

@@ -90,10 +90,14 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
 
 
 def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]]:
-    method, version = runner.model_config.quantization, host_version()
+    model, version = runner.model_config, host_version()
+    method = model.quantization
     if method is None:
         return []
+    said = (getattr(model.hf_config, name, None) for name in ("quantization_config", "compression_config"))
+    unquantized = method in ("fp8", "compressed-tensors") and not any(said)
     return [
+        (unquantized, f"'{method}' for a checkpoint that is not quantized"),
         (method not in quantization.SERVED or device.accelerator, f"quantization '{method}'"),
         (version not in TESTED_HOSTS, f"quantization '{method}' under SGLang {version}"),
         (bool(runner.use_mla_backend), f"latent attention quantized by '{method}'"),

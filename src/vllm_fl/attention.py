@@ -157,7 +157,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             tokens = slots.shape[0]
             if key.shape[0] != tokens:
                 key, value = key[:tokens], value[:tokens]
-            self.fl_write(key, value, *self._caches(kv_cache), slots, *self._scales(layer), may_skip)
+            self.fl_write(key, value, *self._caches(kv_cache), slots, *self._scales(layer), may_skip=may_skip)
 
     def forward(
         self,
@@ -199,8 +199,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             self.alibi_slopes,
             self.sinks,
             *scales,
-            attn_metadata.query_start_loc_host,
-            attn_metadata.seq_lens_host,
+            query_start_loc_host=attn_metadata.query_start_loc_host,
+            seq_lens_host=attn_metadata.seq_lens_host,
         )
         if result is not out:
             if result.shape != out.shape:

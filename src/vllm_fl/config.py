@@ -109,6 +109,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and version not in versions.TESTED_HOSTS, f"{cache_type} with vLLM {version}"),
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
+        (quantized and _has_states(model), f"{cache_type} for {STATES}"),
     ]
 
 
@@ -133,7 +134,8 @@ def _has_states(model: ModelConfig | None) -> bool:
 
 def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
     """Whether those layers are ours, and vLLM takes forms of the kernels that move their states."""
-    return model.architecture in DELTA_NETS and not device.accelerator and model_runner.takes_forms()
+    tested = versions.host_version() in versions.TESTED_HOSTS and model_runner.takes_forms()
+    return tested and model.architecture in DELTA_NETS and not device.accelerator
 
 
 def _has_experts(vllm_config: VllmConfig) -> bool:
@@ -304,11 +306,8 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         return
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
-    elsewhere = {
-        *ATTENTION_OPERATORS,
-        *LATENT_OPERATORS,
-        *delta_net.OPERATORS,
-    }  # the last ones: no accelerator has them
+    # Gated delta nets are refused on accelerators, so their operators are in no graph.
+    elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *delta_net.OPERATORS}
     elsewhere |= set() if _has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []

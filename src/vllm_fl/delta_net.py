@@ -70,15 +70,17 @@ class DeltaNetLayer(DispatchedLayer):
         step = self._fl_step()
         if step is None:  # vLLM measures memory before there are states
             return
+        if step.spec_sequence_masks is not None:
+            raise ValueError("a gated delta net got a batch with drafts, which are refused for it")
         decodes, single, tokens = step.num_decodes, step.num_decode_tokens, step.num_actual_tokens
         slots = step.non_spec_state_indices_tensor
         assert slots is not None
         inputs, states = self._fl_states()
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        scale = self.head_k_dim**-0.5
+        activation, scale = "silu" if self.activation == "swish" else self.activation, self.head_k_dim**-0.5
         if decodes:
             own = slots[:decodes]
-            x = self.fl_convolve_token(mixed_qkv[:single], weight, bias, inputs, own, self.activation)
+            x = self.fl_convolve_token(mixed_qkv[:single], weight, bias, inputs, own, activation)
             gates = a[:single], b[:single], self.A_log, self.dt_bias
             core_attn_out[:single] = self.fl_correct_token(*self._fl_heads(x), *gates, states, own, scale)
         if step.num_prefills:
@@ -88,7 +90,7 @@ class DeltaNetLayer(DispatchedLayer):
                 step.prefill_has_initial_state,
             )
             rows = slice(single, tokens)
-            x = self.fl_convolve(mixed_qkv[rows], weight, bias, inputs, own, starts, has_state, self.activation)
+            x = self.fl_convolve(mixed_qkv[rows], weight, bias, inputs, own, starts, has_state, activation)
             gates = a[rows], b[rows], self.A_log, self.dt_bias
             parts = *self._fl_heads(x), *gates, states, own, starts, has_state, scale
             core_attn_out[rows] = self.fl_correct(*parts)
@@ -100,7 +102,11 @@ class DeltaNetLayer(DispatchedLayer):
         return steps.get(self.prefix) if isinstance(steps, dict) else None
 
     def _fl_states(self) -> tuple[Tensor, Tensor]:
-        """Both states as the operators have them; nobody else looks into a delta rule's."""
+        """Both states as the operators have them.
+
+        vLLM shapes a delta rule's ``[value_dim, key_dim]`` and only moves its bytes, so its memory holds
+        ``[key_dim, value_dim]``.
+        """
         from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
         inputs, states = self.kv_cache[:2]

@@ -59,13 +59,8 @@ class EncoderAttentionLayer(DispatchedLayer):
             longest,
             longest,
             self.scale,
-            None,
-            False,
-            None,
-            0.0,
-            None,
-            None,
-            host,
-            lengths,
+            causal=False,
+            query_start_loc_host=host,
+            seq_lens_host=lengths,
         )
         return attended.reshape(query.shape)

@@ -141,8 +141,8 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             self._split = (kv_cache, rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
         slots, may_skip = real(slot_mapping.flatten())
         tokens = slots.shape[0]
-        latents, unscaled = kv_c_normed[:tokens].unsqueeze(1), (None, None)
-        self.fl_write(latents, k_pe[:tokens], self._split[1], self._split[2], slots, *unscaled, may_skip)
+        latents = kv_c_normed[:tokens].unsqueeze(1)
+        self.fl_write(latents, k_pe[:tokens], self._split[1], self._split[2], slots, may_skip=may_skip)
 
     def forward_mqa(
         self,

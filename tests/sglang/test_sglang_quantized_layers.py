@@ -8,10 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from quantized_checkpoints import AWQ, FP8_CONFIG, GPTQ, SCHEMES, W4, compressed, whole
+from quantized_checkpoints import (
+    AWQ,
+    CACHE_SCHEME,
+    FP8_CONFIG,
+    GPTQ,
+    SCHEMES,
+    TOKEN8,
+    TOKEN_FP8,
+    W4,
+    compressed,
+    whole,
+)
 
 PREFIX = "model.layers.0.mlp.down_proj"
 TOKEN4 = {"num_bits": 4, "type": "int", "strategy": "token", "dynamic": True}
+SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4", "targets": ["Linear"]}
 REFUSED = {
     "gptq of 3 bits": ({**GPTQ, "bits": 3, "group_size": 32}, "'gptq' with 3 bits"),
     "gptq with zero points": ({**GPTQ, "bits": 4, "group_size": 32, "sym": False}, "'gptq' with zero points"),
@@ -21,6 +33,15 @@ REFUSED = {
     "mxfp8": ({**FP8_CONFIG, "quant_method": "mxfp8"}, "'mxfp8'"),
     "fp8 in oblong blocks": ({**FP8_CONFIG, "weight_block_size": [1, 128]}, "blocks of 1 x 128"),
     "int4 for inputs of int4": (compressed("int-quantized", W4, TOKEN4), "weights of 4 bits .* for inputs of 4 bits"),
+    "int4 for inputs of int8": (compressed("pack-quantized", W4, TOKEN8), "weights of 4 bits .* for inputs of 8 bits"),
+    "columns in groups of their own": (
+        compressed("pack-quantized", {**W4, "actorder": "group"}, None),
+        "compressed-tensors with actorder 'group'",
+    ),
+    "sparse weights": (
+        {**compressed("float-quantized", whole("float", "channel"), TOKEN_FP8), "sparsity_config": SPARSE},
+        "sparse weights",
+    ),
     "int8 for inputs of fp8": (
         compressed("int-quantized", whole("int", "channel"), {**whole("float", "token"), "dynamic": True}),
         "weights of 8 bits",
@@ -55,6 +76,21 @@ def test_what_is_not_served_is_refused_in_the_checkpoints_words(host: None, name
     config, said = REFUSED[name]
     with pytest.raises(ValueError, match=f"^sglang_fl does not support .*{said}.* yet$"):
         made(config).get_quant_method(linear(), PREFIX)
+
+
+@pytest.mark.parametrize("order", [None, "static", "weight"])
+def test_an_order_of_columns_that_is_the_checkpoints_own_is_served(host: None, order: str | None) -> None:
+    config = compressed("pack-quantized", {**W4, "actorder": order}, None)
+    assert made(config).get_quant_method(linear(), PREFIX).scheme.fl_bits == 4
+
+
+def test_a_cache_in_fp8_that_a_checkpoint_asks_for_is_refused(host: None) -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    plain = dict(SCHEMES["compressed-tensors W8A8 fp8"].config)
+    assert made(plain).get_quant_method(layer_of(RadixAttention), "attn") is None
+    with pytest.raises(ValueError, match="does not support a KV cache in fp8"):
+        made({**plain, "kv_cache_scheme": CACHE_SCHEME}).get_quant_method(layer_of(RadixAttention), "attn")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ READY_WITHIN = 240.0
 def nodes(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The two nodes' processes and logs, and where the first one answers."""
     folder, port, master = tmp_path_factory.mktemp("nodes"), free_port(), free_port()
+    assert port != master
     command = [sys.executable, *serve_command(str(checkpoint("qwen3"))), "--served-model-name", "tiny"]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--kv-cache-memory-bytes", "67108864", "--tensor-parallel-size", "2"]
@@ -48,13 +50,13 @@ def nodes(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         yield {"url": url, "processes": started, "logs": logs}
     finally:
         for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
+            process.terminate()
         for process in started:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(20)
-            except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):  # what it has left, too
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait(url: str, started: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
@@ -84,3 +86,7 @@ def test_each_node_has_a_worker_of_ours_which_meets_the_other_at_the_first_ones_
         text = log.read_text()
         assert "layers through fl_dispatch" in text
         assert f"tcp://{ADDRESSES[0]}:" in text
+
+
+def test_the_first_node_has_the_address_that_its_variable_names(nodes: dict[str, Any]) -> None:
+    assert f"mq_connect_ip={ADDRESSES[0]}" in nodes["logs"][0].read_text()

@@ -25,6 +25,7 @@ from .inputs import paged, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
 STATE = Write(Access.STATE)
+SCALES = ("key_scale", "value_scale")
 # The result is a mean of values, so it shrinks with the number of keys: the standard absolute error of the half types
 # would accept anything for a long sequence, while the rounding of weights to the half type costs at most half a unit of
 # the mean magnitude. In float32 an error of a score is a relative error of its weight, and the weighted values cancel.
@@ -82,6 +83,7 @@ def _written_slots(
 
 @operator(
     hints=("may_skip",),
+    later=SCALES,
     writes={"key_cache": STATE, "value_cache": STATE},
     small_state=SmallState(_in_small_caches, _written_slots),
     modes=MODES,
@@ -195,6 +197,7 @@ def _work(
 
 @operator(
     hints=("query_start_loc_host", "seq_lens_host"),
+    later=SCALES,
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_fake,

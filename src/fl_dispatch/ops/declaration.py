@@ -212,7 +212,8 @@ def rows_workload(*args: Any) -> Workload:
 def row_terms(*args: Any) -> int:
     """Terms of a product of rows with weights: each sum has those of a row."""
     tensor = leading_tensor(args)
-    return 0 if tensor is None or tensor.dim() == 0 else tensor.shape[-1]
+    exact = tensor is None or tensor.dim() == 0 or tensor.dtype is torch.int8  # summed in int32
+    return 0 if exact or tensor is None else tensor.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -226,6 +227,8 @@ class Operator:
             lengths as integers on the host beside the tensor that holds them. A call that passes one to an
             implementation without that parameter drops it. Their default is ``None``; they decide nothing: neither the
             kind of the arguments nor an opaque view has them, and ``fake``, ``workload`` and ``work`` do without.
+        later: parameters that were declared after others had implemented it. A callable that nobody can look into is
+            taken to lack them.
         writes: the arguments that a call may write. Anything not named here is only read.
         small_state: how a call that writes a state runs a second time; without it no such call does.
         weights: parameters whose tensors stay from call to call in a model, so an implementation may prepare them
@@ -251,6 +254,7 @@ class Operator:
     name: str
     prototype: Callable[..., Any]
     hints: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
     writes: Mapping[str, Write] = field(default_factory=lambda: MappingProxyType({}))
     small_state: SmallState | None = None
     weights: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from .declaration import (
     Workload,
     Write,
     operator,
+    row_terms,
 )
 from .inputs import rows, shapes
 
@@ -301,6 +302,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     shapes=shapes.mixture,
     aliases=("moe", "fused_experts"),
     tolerances=TOLERANCES,
+    terms=row_terms,
     mean_error=1.5,  # a chain of kernels, each of which may round
     workload=_workload,
     work=_work,

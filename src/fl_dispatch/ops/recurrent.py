@@ -25,7 +25,8 @@ from .declaration import (
 )
 from .inputs import recurrent, shapes
 
-MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
+MODES = frozenset({Mode.EAGER})
+"""A view's first results are what it writes, so none returns something else beside a state."""
 STATE = Write(Access.STATE)
 # A state is a sum over all tokens before, in which terms cancel, so errors are those of its largest terms: kernels that
 # multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ..version import TESTED_HOSTS, host_version
+
 SERVED: Mapping[str, str] = MappingProxyType(
     {
         "awq": "AWQConfigFL",
@@ -34,5 +36,8 @@ def announce() -> None:
     """Add the methods to SGLang's list of those that exist: it lists GPTQ for the platforms alone that it knows."""
     from sglang.srt.layers import quantization
 
+    if host_version() not in TESTED_HOSTS:  # they are refused there
+        return
     for method in SERVED:
-        quantization.QUANTIZATION_METHODS.setdefault(method, config_class(method))
+        if method not in quantization.QUANTIZATION_METHODS:
+            quantization.QUANTIZATION_METHODS[method] = config_class(method)

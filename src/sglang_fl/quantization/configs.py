@@ -15,7 +15,9 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.gptq import GPTQConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.quantization.utils import get_dynamic_override, is_layer_skipped
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from sglang.srt.runtime_context import get_server_args
 
 from .schemes import (
     CHANNEL,
@@ -33,6 +35,8 @@ from .schemes import (
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
+REORDERED = ("group", "dynamic")
+"""The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
 
 
 def refused(what: str) -> ValueError:
@@ -62,6 +66,8 @@ class Served:
             raise refused(f"quantized experts ({prefix})")
         if isinstance(layer, ParallelLMHead) and self.fl_quantizes_head(prefix):
             raise refused(f"a quantized head ({prefix})")
+        if isinstance(layer, RadixAttention) and self.fl_quantizes_cache():
+            raise refused("a KV cache in fp8 that the checkpoint asks for; --kv-cache-dtype may name another type")
         if not isinstance(layer, LinearBase):
             return None
         scheme = self.fl_scheme(layer, prefix)
@@ -76,8 +82,13 @@ class Served:
         raise NotImplementedError
 
     def fl_quantizes_head(self, prefix: str) -> bool:
-        """Whether the product that gives logits is quantized too."""
+        """Whether the product that gives logits is named as quantized too."""
         return False
+
+    def fl_quantizes_cache(self) -> bool:
+        """Whether SGLang will take a cache in fp8, because the checkpoint asks for one and nobody asks for another."""
+        wanted = getattr(self, "kv_cache_quant_algo", None) is not None
+        return wanted and get_server_args().kv_cache_dtype == "auto"
 
 
 class Fp8ConfigFL(Served, Fp8Config):
@@ -101,6 +112,11 @@ class Fp8ConfigFL(Served, Fp8Config):
 class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
     """``compressed-tensors``: weights of 4 bits, and of 8 with inputs of 8 or as they are."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if any(found.format != "dense" for found in self.sparsity_scheme_map.values()):
+            raise refused("sparse weights of compressed-tensors")
+
     def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
         found = self.get_scheme_dict(layer, prefix)
         return None if not found or found["weights"] is None else _compressed(found, self.quant_format, prefix)
@@ -113,13 +129,10 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
 def _compressed(found: Any, usual_format: str, prefix: str) -> Scheme:
     weights, inputs = found["weights"], found["input_activations"]
     form, kind, bits, per = found["format"] or usual_format, weights.type, weights.num_bits, weights.strategy
-    if (
-        form == "pack-quantized"
-        and kind == "int"
-        and bits in BITS
-        and per in (CHANNEL, "group")
-        and not weights.actorder
-    ):
+    packed = form == "pack-quantized" and kind == "int" and bits in BITS and per in (CHANNEL, "group")
+    if packed and inputs is None:
+        if weights.actorder in REORDERED:
+            raise refused(f"compressed-tensors with actorder '{weights.actorder}' ({prefix})")
         return PackedLayer(bits, weights.group_size or -1, not weights.symmetric)
     plain = bits == 8 and weights.symmetric and not weights.dynamic
     given = inputs is not None and not inputs.dynamic
@@ -130,7 +143,9 @@ def _compressed(found: Any, usual_format: str, prefix: str) -> Scheme:
         if kind == "float":
             return Fp8WeightLayer(per, False) if inputs is None else Fp8Layer(per, given)
     if plain and same and kind == "float" and per == "block" and inputs is not None and not given:
-        return Fp8BlockLayer(_square(weights.block_structure))
+        block = _square(weights.block_structure)
+        if inputs.strategy == "group" and inputs.group_size == block:
+            return Fp8BlockLayer(block)
     rows = "as they are" if inputs is None else f"of {inputs.num_bits} bits"
     raise refused(f"weights of {bits} bits ({kind}, {per}, {form}) for inputs {rows} in compressed-tensors ({prefix})")
 

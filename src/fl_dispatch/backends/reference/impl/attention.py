@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fl_dispatch.devices import device_of
 from fl_dispatch.ops.quantization import FP8, LARGEST
 
 SCORES_AT_ONCE = 1 << 25
@@ -61,7 +62,7 @@ def paged_attention(
         out = query.new_zeros((*query.shape[:2], value_cache.shape[-1]))
     block_size = key_cache.shape[1]
     plain = not causal and sliding_window is None and softcap == 0 and alibi_slopes is None and sinks is None
-    fused = plain and query.device.type == "cpu" and key_cache.shape[-1] == value_cache.shape[-1]
+    fused = plain and not device_of(query.device.type).accelerator and key_cache.shape[-1] == value_cache.shape[-1]
     numbers: list[int] = torch.cat((query_start_loc, seq_lens)).tolist()
     starts, lengths = numbers[: len(query_start_loc)], numbers[len(query_start_loc) :]
     for request, length in enumerate(lengths):

@@ -62,6 +62,8 @@ def rms_norm_gated(
     """See :data:`fl_dispatch.ops.normalization.rms_norm_gated`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     gate = gate.to(wide)
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"there is no activation '{activation}' here, only silu and sigmoid")
     factor = torch.nn.functional.silu(gate) if activation == "silu" else gate.sigmoid()
     total = x.to(wide) if norm_first else x.to(wide) * factor
     size = group_size or x.shape[-1]

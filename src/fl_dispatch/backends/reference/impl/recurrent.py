@@ -54,6 +54,8 @@ def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     wide = torch.promote_types(inputs.dtype, torch.float32)
     bias = None if bias is None else bias.to(wide)
     y = functional.conv1d(inputs.to(wide), weight.to(wide)[:, None], bias, groups=len(weight))
+    if activation not in ("silu", "none"):
+        raise ValueError(f"there is no activation '{activation}' here, only silu and none")
     return (functional.silu(y) if activation == "silu" else y).to(inputs.dtype)
 
 
