@@ -39,7 +39,7 @@ def compare(layer: Any, tokens: int, keys: int, batch: int, flat: bool, cuts: li
         inputs = [each.flatten(2) for each in inputs]
     starts = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
     calls, ours = [], layer.fl_call
-    layer.fl_call = lambda *operands: calls.append(1) or ours(*operands)
+    layer.fl_call = lambda *args, **hints: calls.append(1) or ours(*args, **hints)
     torch.testing.assert_close(layer(*inputs, starts), layer.forward_native(*inputs, starts), rtol=1e-5, atol=1e-6)
     return len(calls)
 
