@@ -88,7 +88,7 @@ def test_everything_the_model_asks_for_reaches_the_operator() -> None:
     layer = implementation(alibi_slopes=[1.0, 0.5, 0.25, 0.125], sliding_window=3, logits_soft_cap=30.0, sinks=sinks)
     seen: list[Any] = []
 
-    def attend(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def attend(query: torch.Tensor, *rest: Any, query_start_loc_host: Any, seq_lens_host: Any) -> torch.Tensor:
         seen.extend(rest)
         return rest[8]
 

@@ -247,7 +247,12 @@ def test_a_batch_is_tried_with_its_operator_and_the_cache_keeps_its_contents(
     called = []
     for name, attribute in (("mla_decode", "fl_decode"), ("mla_prefill", "fl_prefill"), ("kv_cache_write", "fl_write")):
         real = getattr(layer, attribute)
-        monkeypatch.setattr(layer, attribute, lambda *args, name=name, real=real: (called.append(name), real(*args))[1])
+
+        def tried(*args: Any, name: str = name, real: Any = real, **hints: Any) -> Any:
+            called.append(name)
+            return real(*args, **hints)
+
+        monkeypatch.setattr(layer, attribute, tried)
     cache = torch.randn(41, BLOCK, RANK + ROPE)
     before = cache.clone()
     layer.fl_try(cache, queries, 40)
@@ -259,7 +264,7 @@ def test_a_batch_is_tried_with_its_operator_and_the_cache_keeps_its_contents(
 def test_nothing_waits_for_the_device(plan: Callable[[int], Any], layer: MLAFLImpl) -> None:
     """On PyTorch's device without memory, where reading a value raises; a captured graph can read none either."""
     layer.kv_b_proj = lambda latent: (latent.new_empty(len(latent), HEADS * (NOPE + VALUE)), None)
-    layer.fl_write = lambda *args: None
+    layer.fl_write = lambda *args, **hints: None
     layer.fl_decode, layer.fl_prefill = OPERATORS["mla_decode"].fake, OPERATORS["mla_prefill"].fake
     part = plan(8)
     metadata = SimpleNamespace(prefill=on_meta(part), prefill_starts=batch(part).prefill_starts)
