@@ -282,7 +282,14 @@ def test_a_resolved_implementation_refuses_what_it_does_not_take() -> None:
 
 def test_a_cache_write_settles_like_any_other_operator() -> None:
     def write(
-        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, may_skip: Any = None
+        key: Any,
+        value: Any,
+        key_cache: Any,
+        value_cache: Any,
+        slot_mapping: Any,
+        key_scale: Any = None,
+        value_scale: Any = None,
+        may_skip: Any = None,
     ) -> None: ...
 
     manager = manager_of(impl("default.a", write, op="kv_cache_write"))

@@ -77,6 +77,7 @@ NORMS: dict[str, list[dict[str, Any]]] = {
     "RMSNorm": [{}, {"eps": 1e-2}],
     "GemmaRMSNorm": [{}],
     "LayerNorm": [{}, {"bias": False}, {"elementwise_affine": False}],
+    "RMSNormGated": [{}, {"norm_before_gate": True}, {"group_size": HEAD_DIM // 2}, {"activation": "sigmoid"}],
 }
 LONG_ROPE = "Phi3LongRoPEScaledRotaryEmbedding"
 
@@ -213,8 +214,8 @@ def test_norms_equal_vllms(name: str, options: dict[str, Any]) -> None:
     layer, calls = make(name, HEAD_DIM, **options)
     for parameter in layer.parameters():
         parameter.data.normal_()
-    x, residual = torch.randn(5, HEAD_DIM), torch.randn(5, HEAD_DIM)
-    for more in ((), (residual,)) if name != "LayerNorm" else ((),):
+    x, second = torch.randn(5, HEAD_DIM), torch.randn(5, HEAD_DIM)  # a residual, or a gate
+    for more in ((), (second,)) if name != "LayerNorm" else ((),):
         expected = layer.forward_native(x.clone(), *(tensor.clone() for tensor in more))
         actual = layer(x.clone(), *(tensor.clone() for tensor in more))
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
