@@ -40,7 +40,8 @@ def all_arguments(name: str, sample: Sample) -> tuple[Any, ...]:
 
 def run(name: str, args: Any) -> list[Tensor]:
     """Outputs of the reference, which takes no hints, and the state that it wrote."""
-    result = flat(getattr(REFERENCE, name)(*OPERATORS[name].operands(tuple(args))))
+    args = OPERATORS[name].bind(tuple(args), {})
+    result = flat(getattr(REFERENCE, name)(*OPERATORS[name].operands(args)))
     states = [tensor for access, tensor in OPERATORS[name].written(args).values() if access is Access.STATE]
     return [*(tensor for tensor in result if tensor is not None), *states]
 
