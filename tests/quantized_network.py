@@ -112,6 +112,11 @@ class Computed:
     rounding: float
     largest: float
 
+    def behind(self, prompts: Sequence[Sequence[int]], new: int) -> Tensor:
+        """How far each of the ``new`` tokens that the engine chose after each prompt lies behind the best one."""
+        chosen = torch.cat([torch.arange(len(prompt) + new - 1) >= len(prompt) - 1 for prompt in prompts])
+        return (self.best - self.scores)[chosen]
+
 
 def computed(made: Any, texts: Sequence[Sequence[int]]) -> Computed:
     """The network's answers for texts, each token given those before it."""
@@ -145,6 +150,27 @@ def _scores(made: Any, texts: Sequence[Sequence[int]], copies: int) -> tuple[Ten
         rows.append(logits.gather(-1, tokens[1:].expand(copies, -1)[..., None])[..., 0])
         best.append(logits[0].amax(-1))
     return torch.cat(rows, 1), torch.cat(best)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An engine with a quantized checkpoint beside the network that it stands for.
+
+    Args:
+        right: that network's answers for the engine's texts.
+        error: the distance of the engine's log-probabilities from them.
+        quantization: the distance from those of the network that is not quantized.
+    """
+
+    right: Computed
+    error: float
+    quantization: float
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], got: Tensor, scheme: Scheme, ranks: int) -> Comparison:
+        """From an engine's texts, and its log-probabilities of every token after the first of each."""
+        right = computed(network(scheme, ranks), texts)
+        return cls(right, distance(got, right.scores), distance(got, scores(network(None), texts)))
 
 
 def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], Tensor]:

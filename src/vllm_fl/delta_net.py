@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_dispatch import bind_op
 
-from .forwards import DispatchedLayer
+from .forwards import DispatchedLayer, activation_of
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
@@ -77,7 +77,7 @@ class DeltaNetLayer(DispatchedLayer):
         assert slots is not None
         inputs, states = self._fl_states()
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        activation, scale = "silu" if self.activation == "swish" else self.activation, self.head_k_dim**-0.5
+        activation, scale = activation_of(self.activation), self.head_k_dim**-0.5
         if decodes:
             own = slots[:decodes]
             x = self.fl_convolve_token(mixed_qkv[:single], weight, bias, inputs, own, activation)

@@ -71,6 +71,11 @@ class GemmaRMSNormLayer(NormLayer):
     fl_operator = "gemma_rms_norm"
 
 
+def activation_of(layers: str) -> str:
+    """An operator's name of an activation that layers call by one of two names."""
+    return "silu" if layers == "swish" else layers
+
+
 class RMSNormGatedLayer(DispatchedLayer):
     """``RMSNormGated``: ``forward(x, z=None)``, where ``z`` is the gate."""
 
@@ -84,7 +89,7 @@ class RMSNormGatedLayer(DispatchedLayer):
     def forward_oot(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         if z is None:
             return self.forward_native(x)
-        activation = "silu" if self.activation == "swish" else self.activation
+        activation = activation_of(self.activation)
         return self.fl_call(x, z, self.weight, self.eps, activation, self.group_size or 0, self.norm_before_gate)
 
 

@@ -264,6 +264,11 @@ def test_log_level(level: str) -> None:
 def test_log_level_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
     assert load(VLLM_LOGGING_LEVEL="error").log_level == "ERROR"
     assert load(VLLM_LOGGING_LEVEL="ERROR", VLLM_FL_LOG_LEVEL="INFO").log_level == "INFO"
+    names = {name: load(VLLM_LOGGING_LEVEL=name).log_level for name in logging.getLevelNamesMapping()}
+    assert names.pop("NOTSET") == "DEBUG"
+    assert {name: getattr(logging, found) for name, found in names.items()} == {
+        name: level for name, level in logging.getLevelNamesMapping().items() if level
+    }
     assert "ignored" not in caplog.text
 
 

@@ -24,7 +24,8 @@ from fl_dispatch import DispatchError, NotSupported, call_op, get_default_manage
 from fl_dispatch.backends.reference.impl.attention import kv_cache_write
 from fl_dispatch.evidence.pytest_plugin import verified
 from fl_dispatch.evidence.verify import Verification, implementations, verify
-from fl_dispatch.ops import OPERATORS, Sample
+from fl_dispatch.ops import FEW_TERMS, OPERATORS, Sample
+from fl_dispatch.ops.results import errors
 
 CPU = torch.device("cpu")
 
@@ -409,6 +410,17 @@ def test_a_long_sum_may_have_the_rounding_of_a_long_sum() -> None:
     found = check(one_by_one, "linear", samples=_long_products())
     assert found.verdict == "right"
     assert found.worst.error > found.tolerance.atol  # a short one may not
+
+
+@pytest.mark.parametrize("terms", [FEW_TERMS, 2048, 16_384])
+def test_the_bound_of_a_sum_is_ten_standard_deviations_of_one_that_is_rounded_at_every_term(terms: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, terms, generator=generator) for rows in (64, 512))
+    weight = weight * terms**-0.5
+    exact, tolerance = x.double() @ weight.double().t(), OPERATORS["linear"].tolerance(torch.float32, (x, weight, None))
+    error, share = errors(one_by_one(x, weight), exact, tolerance)
+    assert 8 < tolerance.atol / float(error.square().mean().sqrt()) < 12
+    assert float(share.max()) < 1
 
 
 def test_a_long_sum_that_loses_a_term_is_wrong() -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from serving import STEP, start
-from torch import Tensor
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES, Scheme
-from quantized_network import Computed, computed, distance, network, scores
+from quantized_network import Comparison
 from running import MAX_TOKENS, PROMPTS
 from sampling import drawn
 
@@ -76,15 +75,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], dict[st
     return lambda run: runs[run].result()
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Log-probabilities of an engine, and what the dequantized and the original network compute there."""
-
-    got: Tensor
-    right: Computed
-    original: Tensor
-
-
 @pytest.fixture(scope="module")
 def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Comparison]:
     @cache
@@ -92,7 +82,7 @@ def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Compar
         step = answers(run)["steps"][0]
         texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, step["tokens"], strict=True)]
         got = torch.tensor([score for scores in step["scores"] for score in scores])
-        return Comparison(got, computed(network(run.made, run.ranks), texts), scores(network(None), texts))
+        return Comparison.of(texts, got, run.made, run.ranks)
 
     return compare
 
@@ -100,8 +90,8 @@ def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Compar
 @each_run
 def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
     found = compared(run)
-    assert distance(found.got, found.right.scores) <= found.right.rounding
-    assert distance(found.got, found.original) > found.right.rounding, "rounding hides the quantization"
+    assert found.error <= found.right.rounding
+    assert found.quantization > found.right.rounding, "rounding hides the quantization"
 
 
 @each_run
@@ -109,9 +99,7 @@ def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
     run: Run, compared: Callable[[Run], Comparison]
 ) -> None:
     right = compared(run).right
-    generated = torch.cat([torch.arange(len(prompt) + MAX_TOKENS - 1) >= len(prompt) - 1 for prompt in PROMPTS])
-    behind = (right.best - right.scores)[generated]
-    assert len(behind) == len(PROMPTS) * MAX_TOKENS
+    assert len(behind := right.behind(PROMPTS, MAX_TOKENS)) == len(PROMPTS) * MAX_TOKENS
     assert float(behind.max()) <= 2 * right.largest
 
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import MAX_TOKENS, PROMPTS, ran, start_features
-from torch import Tensor
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES, Scheme
-from quantized_network import Computed, answered, computed, distance, network, scores
+from quantized_network import Comparison, answered
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -86,21 +84,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
     return dict(zip(RUNS, found["runs"], strict=True))
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Log-probabilities of an engine, and what the dequantized and the original network compute there."""
-
-    got: Tensor
-    right: Computed
-    original: Tensor
-
-
 @pytest.fixture(scope="module")
 def compared(answers: dict[Run, Any]) -> Callable[[Run], Comparison]:
     @cache
     def compare(run: Run) -> Comparison:
-        texts, got = answered(PROMPTS, answers[run]["steps"][0])
-        return Comparison(got, computed(network(run.made, run.ranks), texts), scores(network(None), texts))
+        return Comparison.of(*answered(PROMPTS, answers[run]["steps"][0]), run.made, run.ranks)
 
     return compare
 
@@ -108,8 +96,8 @@ def compared(answers: dict[Run, Any]) -> Callable[[Run], Comparison]:
 @each_run
 def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
     found = compared(run)
-    assert distance(found.got, found.right.scores) <= found.right.rounding
-    assert distance(found.got, found.original) > found.right.rounding, "rounding hides the quantization"
+    assert found.error <= found.right.rounding
+    assert found.quantization > found.right.rounding, "rounding hides the quantization"
 
 
 @each_run
@@ -117,9 +105,7 @@ def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
     run: Run, compared: Callable[[Run], Comparison]
 ) -> None:
     right = compared(run).right
-    generated = torch.cat([torch.arange(len(prompt) + MAX_TOKENS - 1) >= len(prompt) - 1 for prompt in PROMPTS])
-    behind = (right.best - right.scores)[generated]
-    assert len(behind) == len(PROMPTS) * MAX_TOKENS
+    assert len(behind := right.behind(PROMPTS, MAX_TOKENS)) == len(PROMPTS) * MAX_TOKENS
     assert float(behind.max()) <= 2 * right.largest
 
 

@@ -72,9 +72,7 @@ def _in_small_caches(
 def _written_slots(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in the dtype of ``key``; zeros for tokens
-    that are skipped.
-    """
+    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in ``key``'s dtype; zeros where skipped."""
     slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
     skipped = (slot_mapping < 0)[:, None, None]
     keys, values = (cache[slots // block_size, slots % block_size].to(key.dtype) for cache in (key_cache, value_cache))

@@ -212,8 +212,9 @@ def rows_workload(*args: Any) -> Workload:
 def row_terms(*args: Any) -> int:
     """Terms of a product of rows with weights: each sum has those of a row."""
     tensor = leading_tensor(args)
-    exact = tensor is None or tensor.dim() == 0 or tensor.dtype is torch.int8  # summed in int32
-    return 0 if exact or tensor is None else tensor.shape[-1]
+    if tensor is None or tensor.dim() == 0 or tensor.dtype is torch.int8:  # summed in int32, without an error
+        return 0
+    return tensor.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,27 +31,11 @@ def _work(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = Non
     return Work(tensors * x.numel() * x.element_size() + weight_bytes, (4 if residual is None else 5) * x.numel())
 
 
-def _gated_fake(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None = None,
-    epsilon: float = 1e-6,
-    activation: str = "silu",
-    group_size: int = 0,
-    norm_first: bool = True,
-) -> Tensor:
+def _gated_fake(x: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _gated_work(
-    x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None = None,
-    epsilon: float = 1e-6,
-    activation: str = "silu",
-    group_size: int = 0,
-    norm_first: bool = True,
-) -> Work:
+def _gated_work(x: Tensor, gate: Tensor, weight: Tensor | None = None, *rest: object) -> Work:
     weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
     return Work(3 * x.numel() * x.element_size() + weight_bytes, 9 * x.numel())
 

@@ -28,6 +28,8 @@ from .inputs import recurrent, shapes
 MODES = frozenset({Mode.EAGER})
 """A view's first results are what it writes, so none returns something else beside a state."""
 STATE = Write(Access.STATE)
+LEAST_LENGTH = 1e-6
+"""Added to the square of the length of a query or key."""
 # A state is a sum over all tokens before, in which terms cancel, so errors are those of its largest terms: kernels that
 # multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.
 TOLERANCES = MappingProxyType(
@@ -61,30 +63,15 @@ def _states_bytes(states: Tensor, requests: int) -> int:
 # -- short convolution ------------------------------------------------------------------------------------------------
 
 
-def _conv_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
-    activation: str = "silu",
-) -> Tensor:
+def _conv_fake(x: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _conv_work(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
-    activation: str = "silu",
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
 ) -> Work:
-    return _conv_update_work(x, weight, bias, states, state_indices, activation)
+    moved = 2 * _bytes(x) + _bytes(weight, bias) + _states_bytes(states, len(state_indices))
+    return Work(moved, 2 * x.shape[0] * weight.numel())
 
 
 def _own_conv_states(
@@ -151,40 +138,17 @@ def causal_conv1d(
     raise NotImplementedError
 
 
-def _conv_update_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    activation: str = "silu",
-) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _conv_update_work(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
-    activation: str = "silu",
-) -> Work:
-    moved = 2 * _bytes(x) + _bytes(weight, bias) + _states_bytes(states, len(state_indices))
-    return Work(moved, 2 * x.shape[0] * weight.numel())
-
-
 @operator(
     writes={"states": STATE},
     small_state=SmallState(_own_conv_states, _conv_states),
     modes=MODES,
-    fake=_conv_update_fake,
+    fake=_conv_fake,
     samples=recurrent.conv_update_samples,
     probes=recurrent.conv_update_probes,
     shapes=shapes.convolution_updates,
     workload=_decode,
     phases=True,
-    work=_conv_update_work,
+    work=_conv_work,
 )
 def causal_conv1d_update(
     x: Tensor,
@@ -214,38 +178,14 @@ def causal_conv1d_update(
 # -- gated delta rule -------------------------------------------------------------------------------------------------
 
 
-def _delta_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
-    scale: float = 1.0,
-) -> Tensor:
+def _delta_fake(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
     return value.new_empty(value.shape)
 
 
-def _delta_work(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
-    scale: float = 1.0,
-) -> Work:
-    return _delta_update_work(query, key, value, a, b, a_log, dt_bias, states, state_indices)
+def _delta_work(*args: Tensor) -> Work:
+    query, key, value, a, b, _, _, states, state_indices = args[:9]
+    moved = _bytes(query, key, a, b) + 2 * _bytes(value) + _states_bytes(states, len(state_indices))
+    return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
 
 
 def _own_delta_states(*args: Tensor) -> tuple[object, ...]:
@@ -320,42 +260,11 @@ def gated_delta_rule(
     raise NotImplementedError
 
 
-def _delta_update_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_indices: Tensor,
-    scale: float = 1.0,
-) -> Tensor:
-    return value.new_empty(value.shape)
-
-
-def _delta_update_work(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    a: Tensor,
-    b: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    states: Tensor,
-    state_indices: Tensor,
-    scale: float = 1.0,
-) -> Work:
-    moved = _bytes(query, key, a, b) + 2 * _bytes(value) + _states_bytes(states, len(state_indices))
-    return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
-
-
 @operator(
     writes={"states": STATE},
     small_state=SmallState(_own_delta_states, _delta_states),
     modes=MODES,
-    fake=_delta_update_fake,
+    fake=_delta_fake,
     samples=recurrent.delta_update_samples,
     probes=recurrent.delta_update_probes,
     shapes=shapes.delta_updates,
@@ -364,7 +273,7 @@ def _delta_update_work(
     mean_error=SEVERAL_ROUNDINGS,
     workload=_decode,
     phases=True,
-    work=_delta_update_work,
+    work=_delta_work,
 )
 def gated_delta_rule_update(
     query: Tensor,

@@ -153,7 +153,7 @@ ITEMS: tuple[Item, ...] = (
     _flag("native_platform", "VLLM_FL_NATIVE_PLATFORM", "whether the host keeps its own platform for this device"),
     Item(
         "log_level",
-        (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.text, ours=False)),
+        (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.host_level, ours=False)),
         None, str, partial(values.choice, "log level", LEVELS), "how much we log",
     ),
     _flag("dispatch_debug", "VLLM_FL_DISPATCH_DEBUG", "every decision is logged with its reasons; calls are counted"),

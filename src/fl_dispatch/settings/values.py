@@ -25,6 +25,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_
 PHASES = ("prefill", "decode")
 SHADOW_ACTIONS = ("log", "ban")
 _NAME = re.compile(r"[^\s=|;,@]+")
+_LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL", "NOTSET": "DEBUG"}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -86,6 +87,11 @@ def _type_error(error: ValidationError, place: Place) -> ConfigError:
 def text(text: str, place: Place) -> str:
     """The text itself."""
     return text
+
+
+def host_level(text: str, place: Place) -> str:
+    """A level by one of the names that Python has and we do not, by ours."""
+    return _LEVELS.get(text.upper(), text)
 
 
 def boolean(text: str, place: Place) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..declaration import Sample
+from ..quantization import FP8
 from .quantized import Settled
 from .source import Source, starts
 
@@ -17,7 +18,6 @@ HIDDEN_BLOCKS = 2
 """Blocks of NaN behind the view of a cache whose unused table entries must not be followed: reading them is no crash,
 because they are memory of the same tensor, and no right answer either.
 """
-FP8 = torch.float8_e4m3fn
 SCALES = (0.03, 0.02)
 """Scales of the keys and values of a quantized cache, with which its largest numbers are about 13 and 9."""
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fl_dispatch.ops.recurrent import LEAST_LENGTH
+
 CHUNK = 64
 """Tokens of a sequence that the delta rule takes at a time."""
-LEAST_LENGTH = 1e-6
 
 
 def causal_conv1d(

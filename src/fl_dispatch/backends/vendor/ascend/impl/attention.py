@@ -47,13 +47,7 @@ def attention_backend(use_mla: bool = False) -> str:
 
 
 def supports_kv_cache_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> bool | str:
     """One dtype; two contiguous caches, or the two parts of contiguous latent rows."""
     kernel = "npu_scatter_pa_kv_cache"
@@ -133,8 +127,6 @@ def supports_paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
 ) -> bool | str:
     """Half types, contiguous caches of one shape, blocks of 128 to 512 tokens; no soft cap, ALiBi or sinks."""
     kernel = "npu_fused_infer_attention_score"

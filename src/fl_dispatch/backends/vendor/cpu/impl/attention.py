@@ -70,13 +70,7 @@ def _layout_refusal(
 
 
 def supports_kv_cache_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> bool | str:
     """One dtype, the layout of the kernels, and rows that lie side by side."""
     if why := problem("key", key, contiguous=False):
@@ -123,8 +117,6 @@ def supports_paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
 ) -> bool | str:
     """One dtype and the layout of the kernels; windows, soft caps, ALiBi and sinks are all covered."""
     if why := problem("query", query, contiguous=False):

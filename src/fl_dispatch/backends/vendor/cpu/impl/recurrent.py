@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fl_dispatch.ops.recurrent import LEAST_LENGTH
+
 from .limits import problem
 
 WIDTH, CHANNELS = 4, 32
@@ -22,7 +24,6 @@ KERNELS = (
     "chunk_gated_delta_rule_cpu",
     "fused_sigmoid_gating_delta_rule_update_cpu",
 )
-LEAST_LENGTH = 1e-6
 SOFTPLUS = (1.0, 20.0)
 """Its slope, and where it goes over into a straight line; PyTorch's own."""
 

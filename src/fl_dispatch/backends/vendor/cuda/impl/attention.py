@@ -19,13 +19,7 @@ def _one(device: torch.device) -> Tensor:
 
 
 def supports_kv_cache_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> bool | str:
     """One dtype, one size for keys and values, heads that lie side by side, and caches with the same strides."""
     if why := problem("key", key, contiguous=False):
@@ -67,8 +61,6 @@ def supports_paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
 ) -> bool | str:
     """Half types, one head size of at most 256 elements, blocks of at least 16 tokens, no ALiBi."""
     if why := problem("query", query, contiguous=False):
