@@ -103,7 +103,7 @@ READ = (
         "vllm.config.speculative:SpeculativeConfig",
         ("draft_model_config",),
         "reads",
-        "config",
+        "refusals",
         "The model that drafts, which is asked as the other one is.",
     ),
     HostFact(
@@ -601,7 +601,7 @@ OVERRIDDEN = (
         "vllm.config.cache:CacheConfig",
         ("cache_dtype", "kv_cache_dtype_skip_layers"),
         "reads",
-        "config",
+        "refusals",
         "What a quantized cache is refused for.",
         since="0.32",
     ),

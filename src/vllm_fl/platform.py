@@ -16,7 +16,7 @@ from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
-from . import compile, config, quantization, startup
+from . import compile, config, quantization, refusals, startup
 from .compat import accelerator, kernels
 from .host import HOST
 
@@ -88,7 +88,7 @@ class Dispatching:
         startup.activate()
         if not config.is_packed(vllm_config):  # else a parent process has said it
             startup.warn_of_unverified_device()
-        config.refuse_unsupported(vllm_config, DEVICE)
+        refusals.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE, native=cls.native)
         config.pack_settings(vllm_config)
 

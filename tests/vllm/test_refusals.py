@@ -22,7 +22,7 @@ from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.devices import CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.settings import Settings, reset_settings
-from vllm_fl import config, startup
+from vllm_fl import config, refusals, startup
 from vllm_fl.compat import model_runner
 
 ARCHITECTURES = {
@@ -209,7 +209,7 @@ def test_flagcx_is_refused_for_compiled_models_on_several_ranks(
     vllm_config = configure(tensor_parallel_size=2, compilation_config=COMPILED)
     _set_variable(monkeypatch, "FLAGCX_PATH", str(tmp_path))
     with pytest.raises(ValueError, match="FlagCX in compiled models"):
-        config.refuse_unsupported(vllm_config, CPU)
+        refusals.refuse_unsupported(vllm_config, CPU)
 
 
 def test_a_flagcx_library_that_does_not_load_is_refused_before_the_model_loads(
@@ -220,7 +220,7 @@ def test_a_flagcx_library_that_does_not_load_is_refused_before_the_model_loads(
     with pytest.raises(
         ConfigError, match=f"FLAGCX_PATH: {tmp_path}: no libflagcx.so is there; .* or unset FLAGCX_PATH"
     ):
-        config.refuse_unsupported(vllm_config, CPU)
+        refusals.refuse_unsupported(vllm_config, CPU)
 
 
 def _set_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -264,10 +264,10 @@ def test_linear_attention_is_refused_on_accelerators_and_where_states_cannot_be_
     vllm_config = configure("qwen3_5")
     sentence = "does not support state-space and linear-attention layers on"
     with pytest.raises(ValueError, match=f"{sentence} cuda"):
-        config.refuse_unsupported(vllm_config, CUDA)
+        refusals.refuse_unsupported(vllm_config, CUDA)
     monkeypatch.setattr(model_runner, "takes_forms", lambda: False)
     with pytest.raises(ValueError, match=f"{sentence} cpu"):
-        config.refuse_unsupported(vllm_config, CPU)
+        refusals.refuse_unsupported(vllm_config, CPU)
 
 
 @pytest.mark.parametrize("method", ["modelopt", "quark", "torchao"])
@@ -340,9 +340,9 @@ def test_anything_else_under_our_key_is_refused(configure: Callable[..., Any], g
 def test_an_attention_class_that_does_not_exist_is_named_with_its_implementation() -> None:
     startup.activate()
     with pytest.raises(ValueError, match=r"'default\.fl' of 'attention_backend' names 'no\.such\.Class'"):
-        config._check_attention_class("no.such.Class")
+        refusals._check_attention_class("no.such.Class")
     with pytest.raises(ValueError, match="no AttentionBackend"):
-        config._check_attention_class("builtins.int")
+        refusals._check_attention_class("builtins.int")
 
 
 def test_a_cache_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
