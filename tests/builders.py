@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, set_global_policy
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.run.plan import direct_function, direct_refusal
 
 KINDS = {"default": BackendImplKind.DEFAULT, "vendor": BackendImplKind.VENDOR, "reference": BackendImplKind.REFERENCE}
 
@@ -23,6 +27,20 @@ def manager_of(*impls: OpImpl, policy: SelectionPolicy | None = None) -> OpManag
     registry = OpRegistry()
     registry.register_many(impls)
     return OpManager(registry, register_builtins=False)
+
+
+def as_called(register: Callable[[OpRegistry], None], op_name: str, impl_id: str) -> OpImpl:
+    """A backend's implementation with the operator's parameters: it is called and asked as the core does it."""
+    registry = OpRegistry()
+    register(registry)
+    found = registry.get_implementation(op_name, impl_id)
+    assert found is not None
+    state, operator = OpManager(registry, register_builtins=False).state, OPERATORS[op_name]
+
+    def supports(*args: Any, **kwargs: Any) -> bool | str:
+        return direct_refusal(state, found, operator.bind(args, kwargs)) or True
+
+    return replace(found, fn=direct_function(state, found), supports=supports)
 
 
 def failing(error: BaseException) -> Any:

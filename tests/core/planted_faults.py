@@ -37,7 +37,7 @@ class Fault:
     def implementation(self) -> Callable[..., Any]:
         """The faulty implementation, with any parameters."""
         operator, right = OPERATORS[self.op], getattr(REFERENCE, self.op)
-        names = operator.operands(tuple(operator.parameters))
+        names = [name for name in operator.operands(tuple(operator.parameters)) if name not in operator.later]
 
         def call(given: SimpleNamespace) -> Any:
             return right(*(getattr(given, name) for name in names))

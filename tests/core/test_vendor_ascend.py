@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from builders import as_called
 from fl_dispatch import call_op
 from fl_dispatch.backends.vendor.ascend.impl import (
     attention,
@@ -27,7 +28,6 @@ from fl_dispatch.backends.vendor.ascend.impl import (
 )
 from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.errors import NotSupported
-from fl_dispatch.registry import OpRegistry
 from fl_dispatch.types import OpImpl
 
 HALF = torch.float16
@@ -87,11 +87,7 @@ def batch(starts: list[int], lengths: list[int], padding: int = 0, **options: An
 
 
 def implementation(name: str) -> OpImpl:
-    registry = OpRegistry()
-    register_builtins(registry)
-    found = registry.get_implementation(name, "vendor.ascend")
-    assert found is not None
-    return found
+    return as_called(register_builtins, name, "vendor.ascend")
 
 
 def answer(name: str, **arguments: Any) -> bool | str:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from builders import as_called
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.cpu import CpuAttentionBackend
 from fl_dispatch.backends.vendor.cpu.impl import attention
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
-from fl_dispatch.registry import OpRegistry
 from fl_dispatch.types import OpImpl
 
 MISSING = library.why_unavailable()
@@ -28,11 +28,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, tor
 
 
 def implementation(name: str) -> OpImpl:
-    registry = OpRegistry()
-    register_builtins(registry)
-    found = registry.get_implementation(name, "vendor.cpu")
-    assert found is not None
-    return found
+    return as_called(register_builtins, name, "vendor.cpu")
 
 
 def answer(impl: OpImpl, args: tuple[Any, ...]) -> bool | str:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from builders import as_called
 from fl_dispatch import prepared
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
-from fl_dispatch.registry import OpRegistry
 from fl_dispatch.types import OpImpl
 
 MISSING = library.why_unavailable()
@@ -28,12 +28,7 @@ each_kernel = pytest.mark.parametrize(("name", "implementation", "dtypes"), KERN
 
 
 def found(name: str, implementation: str) -> OpImpl:
-    registry = OpRegistry()
-    register_builtins(registry)
-    impl = registry.get_implementation(name, implementation)
-    assert impl is not None
-    assert impl.supports is not None
-    return impl
+    return as_called(register_builtins, name, implementation)
 
 
 def samples(name: str, dtype: torch.dtype) -> Iterator[Sample]:

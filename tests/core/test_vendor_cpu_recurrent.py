@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from builders import as_called
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.cpu import CpuRecurrentBackend
 from fl_dispatch.backends.vendor.cpu.impl import recurrent
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
-from fl_dispatch.registry import OpRegistry
 from fl_dispatch.types import OpImpl
 
 MISSING = library.why_unavailable() or recurrent.missing_kernels()
@@ -25,12 +25,7 @@ each_operator = pytest.mark.parametrize("name", NAMES)
 
 
 def implementation(name: str) -> OpImpl:
-    registry = OpRegistry()
-    register_builtins(registry)
-    found = registry.get_implementation(name, "vendor.cpu")
-    assert found is not None
-    assert found.supports is not None
-    return found
+    return as_called(register_builtins, name, "vendor.cpu")
 
 
 def samples(name: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[Sample]:

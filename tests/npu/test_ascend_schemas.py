@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from builders import as_called
 from fl_dispatch.backends.vendor.ascend.impl import attention_mask
 from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
@@ -81,11 +82,7 @@ class Recording(TorchDispatchMode):
 
 
 def implementation(name: str) -> OpImpl:
-    registry = OpRegistry()
-    register_builtins(registry)
-    found = registry.get_implementation(name, "vendor.ascend")
-    assert found is not None
-    return found
+    return as_called(register_builtins, name, "vendor.ascend")
 
 
 def supported(name: str, dtype: torch.dtype) -> Iterator[Sample]:

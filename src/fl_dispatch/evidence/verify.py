@@ -19,7 +19,8 @@ from ..errors import DispatchError, text_of
 from ..manager import OpManager
 from ..ops import OPERATORS, Access, Sample, Tolerance
 from ..ops.results import broken_promise, flat
-from ..run.plan import direct_function
+from ..run.plan import direct_function, direct_refusal
+from ..state import State
 from ..types import OpImpl
 from .arguments import (
     UNTOUCHED,
@@ -133,7 +134,7 @@ def verify(
     deterministic = bool(impl.properties.get("deterministic", True))
     stable: list[tuple[Input, list[Tensor]]] = []
     for given in inputs:
-        if not _takes(found, impl, given):
+        if not _takes(found, manager.state, impl, given):
             continue
         function = compiled_function(impl, compiled) if compiled else direct
         first = _verify_input(found, given, function, repeats, deterministic, bool(compiled))
@@ -147,18 +148,16 @@ def verify(
     return found
 
 
-def _takes(found: Verification, impl: OpImpl, given: Input) -> bool:
+def _takes(found: Verification, state: State, impl: OpImpl, given: Input) -> bool:
     """Whether the implementation takes an input; if not, the reason is recorded."""
-    if impl.supports is None:
-        return True
     try:
-        answer = impl.supports(*copied(given.operator.operands(given.args)))
+        refusal = direct_refusal(state, impl, copied(given.args))
     except Exception as error:  # a stranger's code: whatever it raises is the finding
         found.blame(given, f"its 'supports' raised {text_of(error)}")
         return False
-    if answer is not True:
-        found.declined[given.label] = answer or "its 'supports' says no"
-    return answer is True
+    if refusal:
+        found.declined[given.label] = refusal
+    return not refusal
 
 
 def _verify_input(

@@ -11,6 +11,7 @@ from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Operator
 from ..selection.decision import Branch, Decision
 from ..signatures import Convention
+from ..types import OpImpl
 from . import generated as entries
 from .snapshot import mutable_parts
 
@@ -60,8 +61,20 @@ class Call:
         layer = entries.stand_in(self.operator, values) if self.layer is None else self.layer
         return fn(layer, *taken)
 
-    def ask(self, supports: Callable[..., bool | str], convention: Convention | None) -> bool | str:
-        """The answer of an implementation's ``supports``."""
+    def refusal(self, impl: OpImpl, convention: Convention | None) -> str:
+        """Why an implementation declines these arguments; empty when it takes them.
+
+        Raises:
+            Exception: whatever its ``supports`` raises.
+        """
+        if convention is not None and (name := self.given(convention.left_out)):
+            return f"it does not take '{name}'"
+        answer = True if impl.supports is None else self._ask(impl.supports, convention)
+        if isinstance(answer, str):
+            return answer or "it does not support these arguments"
+        return "" if answer else "it does not support these arguments"
+
+    def _ask(self, supports: Callable[..., bool | str], convention: Convention | None) -> bool | str:
         if self.operator is None or convention is None:
             return supports(*self.args, **self.kwargs)
         values = dict(zip(self.operator.parameters, self.args, strict=True))

@@ -6,7 +6,7 @@ scopes of an operator, and so is what compiled code traces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ def build(
 
 
 def direct_function(state: State, impl: OpImpl) -> Function:
-    """One implementation as a function with the operator's parameters: no fallback, ``supports`` is not asked."""
+    """One implementation as a function with the operator's parameters, without fallback; ``supports`` is not asked."""
 
     def otherwise(*args: Any, **kwargs: Any) -> Any:
         raise NotSupported(f"'{impl.impl_id}' of '{impl.op_name}' does not take all of these parameters")
@@ -80,6 +80,16 @@ def direct_function(state: State, impl: OpImpl) -> Function:
     operator = OPERATORS.get(impl.op_name)
     convention = state.registry.convention(impl)
     return generated.direct(operator, impl, convention, generated.CALL, impl.fn, otherwise, ask=False)
+
+
+def direct_refusal(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
+    """Why an implementation declines the operator's arguments, as a call finds it; empty when it takes them.
+
+    Raises:
+        Exception: whatever its ``supports`` raises.
+    """
+    call = Call(impl.op_name, OPERATORS.get(impl.op_name), None, tuple(args), {})
+    return call.refusal(impl, state.registry.convention(impl))
 
 
 def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -> Function:

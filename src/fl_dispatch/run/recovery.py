@@ -19,7 +19,6 @@ from ..logger_manager import get_logger
 from ..ops.results import broken_promise
 from ..selection.decision import Decision
 from ..settings.selection_policy import SelectionPolicy
-from ..signatures import Convention
 from ..state import State
 from ..types import OpImpl
 from .arguments import Call
@@ -125,30 +124,13 @@ def refusal(state: State, impl: OpImpl, call: Call) -> str:
         return banned
     if not impl.takes_device(call.kind.device):
         return f"it takes tensors on {', '.join(impl.device_types or ())}, not on {call.kind.device}"
-    convention = state.registry.convention(impl)
-    if convention is not None:
-        given = call.given(convention.left_out)
-        if given:
-            return f"it does not take '{given}'"
-    answer = _supports(impl, convention, call)
-    if isinstance(answer, Exception):
-        reason = f"its 'supports' raised {text_of(answer)}"
-        if state.failures.tell_once(impl, type(answer).__name__):
+    try:
+        return call.refusal(impl, state.registry.convention(impl))
+    except Exception as error:  # of a stranger's 'supports'
+        reason = f"its 'supports' raised {text_of(error)}"
+        if state.failures.tell_once(impl, type(error).__name__):
             logger.warning("Implementation '%s' is left out of op '%s': %s", impl.impl_id, impl.op_name, reason)
         return reason
-    if isinstance(answer, str):
-        return answer or "it does not support these arguments"
-    return "" if answer else "it does not support these arguments"
-
-
-def _supports(impl: OpImpl, convention: Convention | None, call: Call) -> bool | str | Exception:
-    if impl.supports is None:
-        return True
-    try:
-        answer = call.ask(impl.supports, convention)
-        return answer if isinstance(answer, str) else bool(answer)
-    except Exception as error:
-        return error
 
 
 def _attempt(

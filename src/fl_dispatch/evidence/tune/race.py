@@ -15,7 +15,8 @@ from ...errors import NotSupported, text_of
 from ...hosting.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
 from ...ops import OPERATORS, Sample
-from ...run.plan import direct_function
+from ...run.plan import direct_function, direct_refusal
+from ...state import State
 from ...types import OpImpl
 from ..arguments import Arguments
 from ..bench import calls_of, rotated
@@ -130,9 +131,12 @@ def race(
         if outcome.problem:
             continue
         try:
-            given = accepted(impl, args)
+            given = accepted(manager.state, impl, args)
         except NotSupported as refusal:
             outcome.problem = f"declines: {refusal}"
+            continue
+        except Exception as error:  # a stranger's code: whatever it raises is the finding
+            outcome.problem = f"its 'supports' raised {text_of(error)}"
             continue
         sets = shared.setdefault(required_layout(impl), _Shared(given, moved, clock))
         try:
@@ -170,16 +174,15 @@ def required_layout(impl: OpImpl) -> str:
     return str(impl.requires.get(LAYOUT, ""))
 
 
-def accepted(impl: OpImpl, args: Arguments) -> Arguments:
+def accepted(state: State, impl: OpImpl, args: Arguments) -> Arguments:
     """Arguments of a call as an implementation takes them, with the KV cache in the layout that it requires.
 
     Raises:
         NotSupported: it declines them. It must not be called then: a compiled kernel may write anywhere.
     """
     given = laid_out(args, impl.op_name, required_layout(impl))
-    refusal = True if impl.supports is None else impl.supports(*OPERATORS[impl.op_name].operands(given))
-    if refusal is not True:
-        raise NotSupported(refusal or "its supports says no")
+    if refusal := direct_refusal(state, impl, given):
+        raise NotSupported(refusal)
     return given
 
 

@@ -16,6 +16,7 @@ from ...ops import OPERATORS, Place, Workload
 from ...run.plan import direct_function
 from ...selection.decision import select
 from ...settings.selection_policy import SelectionPolicy
+from ...state import State
 from ...types import OpImpl
 from ..bench import expected_seconds
 from ..rates import Yardstick
@@ -143,8 +144,8 @@ def steps(plan: Plan, record: Record, yardstick: Yardstick) -> Iterator[tuple[st
                 yield tuned.name, CANDIDATES * once, lambda t=tuned: _measure(plan, record, t, yardstick.clock, proofs)  # type: ignore[misc]
 
 
-def _call(impl: OpImpl, function: Callable[..., Any], *args: Any) -> None:
-    function(*accepted(impl, OPERATORS[impl.op_name].bind(args, {})))
+def _call(state: State, impl: OpImpl, *args: Any) -> None:
+    direct_function(state, impl)(*accepted(state, impl, OPERATORS[impl.op_name].bind(args, {})))
 
 
 def _look(plan: Plan, record: Record, op_name: str, cases: list[TunedCase]) -> None:
@@ -155,7 +156,7 @@ def _look(plan: Plan, record: Record, op_name: str, cases: list[TunedCase]) -> N
     for impl_id, impl in impls.items():
         start = start_of(plan.model, op_name, plan.place, sizes, most)
         requests = requests_of(plan.model, op_name, plan.place, sizes, cases)
-        why = late_compilation(partial(_call, impl, direct_function(plan.manager.state, impl)), start, requests)
+        why = late_compilation(partial(_call, plan.manager.state, impl), start, requests)
         if why:
             found[impl_id] = why
     record.late[op_name] = found
