@@ -30,7 +30,8 @@ def found(op: str, function: Any, dtype: torch.dtype, **options: Any) -> Verific
 def test_a_planted_fault_is_found(fault: Fault) -> None:
     result = found(fault.op, fault.implementation(), fault.dtype)
     assert result.verdict == "wrong"
-    assert not any(f"it raised {error}" in problem for problem in result.problems for error in ("TypeError", "ValueError"))
+    unrelated = ("it raised TypeError", "it raised ValueError")
+    assert not any(text in problem for problem in result.problems for text in unrelated)
 
 
 @pytest.mark.parametrize("op", sorted({fault.op for fault in FAULTS}))
