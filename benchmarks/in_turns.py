@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,10 @@ from typing import Any
 
 from cpu_engine import PROMPT, PROMPTS, WORKLOADS
 
+from fl_dispatch.evidence.child import Child
+from fl_dispatch.evidence.intervals import interval
+
+CONFIDENCE = 0.95
 Pair = Mapping[str, Mapping[str, str]]
 """Engine → its own variables; the ratio is the second one's over the first one's."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -30,60 +32,24 @@ TURNS_OF_A_PREFILL = 8
 """One prefill for so many turns of a decode."""
 
 
-class Process:
-    """An engine's process.
-
-    Args:
-        own: its own variables.
-        options: arguments of ``vllm.LLM``.
-        threads: of the model.
-    """
-
-    def __init__(self, own: Mapping[str, str], options: dict[str, Any], threads: int) -> None:
-        variables = {
-            **own,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "VLLM_FL_LOG_LEVEL": "WARNING",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(threads),
-        }
-        self.child = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("cpu_engine.py")), json.dumps(options)],
-            env={**os.environ, **variables},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def answer(self) -> Any:
-        """Its next answer; the first has its facts, when it serves."""
-        assert self.child.stdout is not None
-        line = self.child.stdout.readline()
-        if not line:
-            raise SystemExit(f"the engine ended with status {self.child.wait()}; its messages are above")
-        return json.loads(line)
-
-    def ask(self, what: str, **arguments: int) -> Any:
-        """Have a method of :class:`cpu_engine.Engine` run; its result."""
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-        self.child.stdin.flush()
-        return self.answer()
-
-    def close(self) -> None:
-        """Let it go."""
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        self.child.wait()
+def _engine(name: str, own: Mapping[str, str], options: dict[str, Any], threads: int) -> Child:
+    """A process of ``cpu_engine.py`` with its own variables, arguments of ``vllm.LLM`` and threads of the model."""
+    variables = {
+        **own,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_FL_LOG_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [sys.executable, str(Path(__file__).with_name("cpu_engine.py")), json.dumps(options)]
+    return Child(name, command, {**os.environ, **variables})
 
 
-def interval(values: list[float], resamples: int = 2000) -> tuple[float, float]:
-    """The 95 % interval of a median, by resampling."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples))
-    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
+def _ask(engine: Child, what: str, **arguments: int) -> Any:
+    """Have a method of :class:`cpu_engine.Engine` run; its result."""
+    return engine.ask({"do": what, **arguments})
 
 
 def compare(
@@ -105,20 +71,20 @@ def compare(
         with its interval.
     """
     engines = {
-        (mode, name): Process(own, {"model": str(model), "dtype": dtype, **MODES[mode]}, threads)
+        (mode, name): _engine(name, own, {"model": str(model), "dtype": dtype, **MODES[mode]}, threads)
         for mode in modes
         for name, own in pair.items()
     }
     facts = {key: engine.answer() for key, engine in engines.items()}
     speeds = {workload: _in_turns(engines, requests, turns) for workload, requests in WORKLOADS.items()}
     profiles = {
-        (*key, title): engine.ask("profile", count=count)
+        (*key, title): _ask(engine, "profile", count=count)
         for title, count in (("the last workload", STEPS), ("a prefill", 0))
         for key, engine in engines.items()
         if profile
     }
     for engine in engines.values():
-        engine.close()
+        engine.stop()
     return [
         {
             "dtype": dtype,
@@ -145,15 +111,15 @@ def compare(
 Key = tuple[str, str]
 
 
-def _in_turns(engines: dict[Key, Process], requests: int, turns: int) -> dict[Key, list[tuple[float, ...]]]:
+def _in_turns(engines: dict[Key, Child], requests: int, turns: int) -> dict[Key, list[tuple[float, ...]]]:
     """Tokens a second of each engine in each turn, by both clocks."""
     found: dict[Key, list[tuple[float, ...]]] = {key: [] for key in engines}
     untimed, tokens = (0, requests) if requests else (1, PROMPTS * PROMPT)
     for engine in engines.values() if requests else ():
-        engine.ask("begin", requests=requests, count=(turns + 1) * STEPS)
+        _ask(engine, "begin", requests=requests, count=(turns + 1) * STEPS)
     for turn in range(-untimed, turns if requests else max(1, turns // TURNS_OF_A_PREFILL)):
         for key in list(engines)[:: 1 if turn % 2 else -1]:
-            steps = engines[key].ask("steps", count=STEPS) if requests else engines[key].ask("prefill")
+            steps = _ask(engines[key], "steps", count=STEPS) if requests else _ask(engines[key], "prefill")
             if turn >= 0:
                 found[key].append(tuple(tokens / statistics.median(clock) for clock in zip(*steps, strict=True)))
         said = ", ".join(f"{' '.join(key)} {values[-1][0]:.1f}" for key, values in found.items() if values)
@@ -163,7 +129,7 @@ def _in_turns(engines: dict[Key, Process], requests: int, turns: int) -> dict[Ke
 
 def _row(found: dict[str, list[float]]) -> dict[str, Any]:
     ratios = [second / first for first, second in zip(*found.values(), strict=True)]
-    low, high = interval(ratios)
+    low, high = interval(ratios, CONFIDENCE)
     medians = {name: round(statistics.median(values), 1) for name, values in found.items()}
     return {**medians, "ratio": round(statistics.median(ratios), 3), "interval": [round(low, 3), round(high, 3)]}
 

@@ -26,7 +26,6 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -243,34 +242,18 @@ class Engine:
                 "torch_profiler_with_stack": False,
                 "torch_profiler_dump_cuda_time_total": False,
             }
-        self.process = subprocess.Popen(
+        from fl_dispatch.evidence.child import Child  # not above: vanilla engines run this file too
+
+        self.child = Child(
+            name,
             [sys.executable, __file__, "--serve", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            text=True,
-            env={**kept, **fixed, **caches, **cell.variables},
+            {**kept, **fixed, **caches, **cell.variables},
+            self.log,
         )
-
-    def answer(self) -> Any:
-        """The next line of its output.
-
-        Raises:
-            RuntimeError: it ended.
-        """
-        line = self.process.stdout.readline()  # type: ignore[union-attr]
-        if not line:
-            raise RuntimeError(f"{self.name} ended with {self.process.wait()}; its log is {self.log}")
-        return json.loads(line)
 
     def run(self, work: Workload, new: int | None = None, profiled: bool = False) -> float:
         """Seconds for a workload."""
-        print(
-            json.dumps([work.batch, work.prompt, new or work.new, self.temperature, profiled]),
-            file=self.process.stdin,
-            flush=True,
-        )
-        return float(self.answer())
+        return float(self.child.ask([work.batch, work.prompt, new or work.new, self.temperature, profiled]))
 
     def profile(self, work: Workload) -> dict[str, Any]:
         """The GPU's work in a workload, of which at most :data:`PROFILED_STEPS` steps run."""
@@ -283,14 +266,6 @@ class Engine:
     def late_compilations(self) -> int:
         """How often its log says that a kernel was compiled or tuned after the engine was ready."""
         return self.log.read_text(errors="replace").count(" during inference: ")
-
-    def stop(self) -> None:
-        """End it."""
-        self.process.stdin.close()  # type: ignore[union-attr]
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -308,6 +283,8 @@ def measure(
     parallel: int,
 ) -> dict[str, Any]:
     """Start every cell, let them take turns, and return what was measured."""
+    from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
+
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
     cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
     longest = max(work.prompt + work.new for work in workloads)
@@ -317,10 +294,10 @@ def measure(
     started: dict[str, Any] = {}
     for engine in list(engines):
         try:
-            started[engine.name] = engine.answer()
+            started[engine.name] = engine.child.answer()
             if not engine.name.startswith(VANILLA) and started[engine.name]["report"] is None:
-                raise RuntimeError(f"{engine.name} runs without the plugin; its log is {engine.log}")
-        except RuntimeError as error:
+                raise DispatchError(f"{engine.name} runs without the plugin; its log is {engine.log}")
+        except DispatchError as error:
             print(error, file=sys.stderr, flush=True)
             engines.remove(engine)
     print("ready:", {name: round(data["start_s"]) for name, data in started.items()}, flush=True)
@@ -336,7 +313,7 @@ def measure(
     late = {engine.name: engine.late_compilations() for engine in engines}
     profiles = {e.name: {work.name: e.profile(work) for work in workloads} for e in engines} if profiled else {}
     for engine in engines:
-        engine.stop()
+        engine.child.stop()
     return {"rates": rates, "started": started, "late_compilations": late, "profiles": profiles}
 
 

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from ...errors import DispatchError
 from ...settings import variable_names
+from ..child import Child
 from ..intervals import interval
 
 VANILLA, TUNED, SHIPPED = "vanilla", "tuned", "shipped file"
@@ -102,47 +102,19 @@ class Engine:
     def __init__(self, name: str, cell: Cell, arguments: Mapping[str, Any], logs: Path) -> None:
         self.name, self.cell = name, cell
         plain = re.sub(r"\W+", "-", name)
-        self.log = logs / f"{plain}.log"
         ours = set(variable_names())
         kept = {key: value for key, value in os.environ.items() if key not in ours and key != "VLLM_PLUGINS"}
         offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(logs / f"cache-{plain}")}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps({**arguments, **cell.arguments})],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**kept, **offline, **cell.variables},
-            )
-
-    def answer(self) -> Any:
-        """The next line of its output.
-
-        Raises:
-            DispatchError: it ended.
-        """
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            status = self.process.wait()
-            last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise DispatchError(f"the engine '{self.name}' ended with {status}: {' '.join(last)} (its log: {self.log})")
-        return json.loads(line)
+        self.child = Child(
+            name,
+            [sys.executable, "-m", __name__, json.dumps({**arguments, **cell.arguments})],
+            {**kept, **offline, **cell.variables},
+            logs / f"{plain}.log",
+        )
 
     def run(self, work: Workload) -> float:
         """Tokens a second of a workload."""
-        print(json.dumps([work.batch, work.prompt, work.new]), file=self.process.stdin, flush=True)
-        return work.tokens / float(self.answer())
-
-    def stop(self) -> None:
-        """End it."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        return work.tokens / float(self.child.ask([work.batch, work.prompt, work.new]))
 
 
 def measure(
@@ -164,7 +136,7 @@ def measure(
     try:
         for engine in list(engines):
             try:
-                say(f"{engine.name}: ready after {engine.answer():.0f} s")
+                say(f"{engine.name}: ready after {engine.child.answer():.0f} s")
             except DispatchError as error:
                 if engine.name == TUNED:
                     raise
@@ -186,7 +158,7 @@ def measure(
         return {work: {one.name: of_cell[one.name] for one in engines} for work, of_cell in rates.items()}
     finally:
         for engine in engines:
-            engine.stop()
+            engine.child.stop()
 
 
 def _warm_up(engines: Sequence[Engine], work: Workload) -> dict[str, float]:

@@ -1,0 +1,85 @@
+"""A process that answers lines: one line of JSON when it is ready, and one for each that it is given.
+
+Engines that are compared live in such processes, take turns, and wait in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DispatchError
+
+PATIENCE = 30.0
+"""Seconds that a process has to end by itself."""
+
+
+class Child:
+    """A process that answers lines.
+
+    Args:
+        name: in messages.
+        command: what runs.
+        environment: its variables, all of them.
+        log: gets what it says beside its answers; without one that goes where this process's errors go.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+    ) -> None:
+        self.name, self.log = name, log
+        errors = None if log is None else log.open("w")
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+        finally:
+            if errors is not None:
+                errors.close()
+
+    def answer(self) -> Any:
+        """Its next answer.
+
+        Raises:
+            DispatchError: it ended, or said what is no JSON.
+        """
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise DispatchError(f"the engine '{self.name}' ended with {self._process.wait()}{self._last_words()}")
+        try:
+            return json.loads(line)
+        except ValueError:
+            raise DispatchError(f"the engine '{self.name}' said {line.strip()!r} in place of an answer") from None
+
+    def ask(self, question: Any) -> Any:
+        """Its answer to a question.
+
+        Raises:
+            DispatchError: it ended.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the missing answer says more
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def stop(self) -> None:
+        """End it: its input ends, and if that is not enough it is killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        if self.log is None:
+            return "; its messages are above"
+        last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+        return f": {' '.join(last)} (its log: {self.log})"
