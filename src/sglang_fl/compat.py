@@ -71,13 +71,14 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 @cache
 def all_hooks() -> tuple[Hook, ...]:
     """Every hook of this package."""
-    from . import distributed, layers, metrics, own_choice, runner
+    from . import distributed, layers, lora, metrics, own_choice, runner
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
         _hook("sglang.kernels.fused_op.set_fused_op_backend", own_choice.force, "around"),
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
+        _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
         _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),
         _hook("sglang.srt.utils.common.add_prometheus_middleware", metrics.join_metrics, "after"),
         _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),

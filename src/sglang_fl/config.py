@@ -14,7 +14,7 @@ from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
-from . import quantization
+from . import lora, quantization
 from .host import HOST
 from .version import TESTED_HOSTS, host_version
 
@@ -30,14 +30,14 @@ ATTENTION = "fl"
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
 
 
-def _features(args: ServerArgs) -> list[tuple[Any, str]]:
+def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
     asked = args.quantization
     return [
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
         (args.kv_cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {args.kv_cache_dtype}"),
         (args.speculative_algorithm, f"speculative decoding with '{args.speculative_algorithm}'"),
         (args.enable_torch_compile, "--enable-torch-compile"),
-        (args.enable_lora or args.lora_paths, "LoRA"),
+        ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
         (args.enable_dp_attention, "--enable-dp-attention"),
         (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
@@ -50,7 +50,7 @@ def _features(args: ServerArgs) -> list[tuple[Any, str]]:
 
 def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
     """Raise ``ValueError`` for the first feature that cannot be served."""
-    for present, feature in _features(args):
+    for present, feature in _features(args, device):
         if present:
             raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path})")
     collectives.refuse_missing_library(device.torch_type)
@@ -132,6 +132,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
+        _set(args, "lora_backend", lora.BACKEND, "the others are Triton kernels")
         _cpu_defaults(args)
 
 

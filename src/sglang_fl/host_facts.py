@@ -47,6 +47,7 @@ HOOKED = (
         since="0.5.20",
     ),
     HostFact(RUNNER, ("load_model(*args, **kwargs)",), "replaces", "runner", "layers would not know their prefix"),
+    HostFact(RUNNER, ("init_lora_manager()",), "replaces", "lora", "SGLang pins the memory of adapters without asking"),
     HostFact(
         RUNNER,
         ("forward(forward_batch, *args, **kwargs)",),

@@ -1,11 +1,11 @@
 """One engine in a process of its own: ``python run_sglang.py job.json result.json``.
 
 A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "steps": [...], "doctor": bool}``, a step
-``{"prompts": token ids, "max_tokens": n, "policy": a policy, "scores": bool}``; a policy is the arguments of
-``SelectionPolicy.from_dict``, or null. ``scores`` of the result are the log-probabilities of all tokens but a text's
-first. The first is set in this process before the scheduler's is started. A step's is
-set in the scheduler's, with an empty cache, by the plugin module ``policy_method``. ``doctor`` of the result is what
-``fl doctor --json`` says while the engine serves.
+``{"prompts": token ids, "max_tokens": n, "policy": a policy, "scores": bool, "load": the name and folder of an adapter,
+"lora": the adapter of each prompt}``; a policy is the arguments of ``SelectionPolicy.from_dict``, or null. ``scores``
+of the result are the log-probabilities of all tokens but a text's first. The first policy is set in this process before
+the scheduler's is started. A step's is set in the scheduler's, with an empty cache, by the plugin module
+``policy_method``. ``doctor`` of the result is what ``fl doctor --json`` says while the engine serves.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             engine.collective_rpc("set_policy", policy=step["policy"])
         sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}
         asked = {"return_logprob": True, "logprob_start_len": 0} if step.get("scores") else {}
-        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling, **asked)
+        adapters = {"lora_path": step["lora"]} if "lora" in step else {}
+        if "load" in step:
+            engine.load_lora_adapter(*step["load"])
+        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling, **asked, **adapters)
         metas = [output["meta_info"] for output in outputs] if asked else []
         steps.append(
             {

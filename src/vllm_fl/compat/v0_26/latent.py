@@ -9,19 +9,13 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from fl_dispatch.hosting.unpinned import unpinned
 
 from ...mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from ...mla_prefill import MLAFLPrefillBackend
 
 MLA = "vllm.model_executor.layers.attention.mla_attention"
-
-
-class _Unpinned(TorchFunctionMode):
-    """PyTorch's functions as if nobody had asked for pinned memory."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def plan_context_unpinned() -> None:
@@ -31,12 +25,7 @@ def plan_context_unpinned() -> None:
     if hasattr(plan, "__wrapped__"):
         return
 
-    @wraps(plan)
-    def unpinned(**arguments: Any) -> Any:
-        with _Unpinned():
-            return plan(**arguments)
-
-    module.build_mla_chunked_context_metadata = unpinned
+    module.build_mla_chunked_context_metadata = unpinned(plan)
 
 
 # -- chunks -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""LoRA under SGLang on a CPU: adapters give the tokens of the merged weights, alone and mixed in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import start
+
+import variants
+from running import MAX_TOKENS, PROMPTS, expected_tokens
+
+pytest.importorskip("sglang")
+
+ADAPTERS = {"one": 1, "two": 2, "late": 3}
+"""Name → seed; the last is loaded while the engine serves."""
+MIXED = ["one", "two", None]
+BACKEND = {"lora_backend": "triton", "max_loras_per_batch": 3, "max_lora_rank": 8, "max_running_requests": 6}
+"""A backend in Triton is replaced."""
+
+
+@pytest.fixture(scope="module")
+def merged(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Name → the adapter, and Hugging Face's tokens of the weights merged with it."""
+    model, folder = checkpoint("qwen3"), tmp_path_factory.mktemp("adapters")
+    paths = {name: variants.adapter(model, folder / name, seed) for name, seed in ADAPTERS.items()}
+    return {
+        name: (path, expected_tokens(variants.merged(model, path, folder / f"merged {name}")))
+        for name, path in paths.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint: Callable[[str], Path], merged: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
+    paths = {name: str(path) for name, (path, _) in merged.items()}
+    late, step = paths.pop("late"), {"max_tokens": MAX_TOKENS}
+    steps = [
+        {**step, "prompts": PROMPTS, "lora": ["one"] * len(PROMPTS)},
+        {**step, "prompts": PROMPTS * 3, "lora": [name for name in MIXED for _ in PROMPTS]},
+        {**step, "prompts": PROMPTS, "lora": ["late"] * len(PROMPTS), "load": ["late", late]},
+    ]
+    return start(checkpoint("qwen3"), *steps, engine={"lora_paths": paths, **BACKEND}).result()
+
+
+def test_an_adapter_gives_the_tokens_of_the_merged_weights(
+    result: dict[str, Any], merged: dict[str, tuple[Path, Any]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert result["steps"][0]["tokens"] == merged["one"][1]
+    different = [expected("qwen3"), *(tokens for _, tokens in merged.values())]
+    assert all(one != other for place, one in enumerate(different) for other in different[:place])
+
+
+def test_adapters_and_none_mix_in_one_batch(
+    result: dict[str, Any], merged: dict[str, tuple[Path, Any]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    wanted = [expected("qwen3") if name is None else merged[name][1] for name in MIXED]
+    assert result["steps"][1]["tokens"] == [tokens for of_adapter in wanted for tokens in of_adapter]
+
+
+def test_an_adapter_is_loaded_while_the_engine_serves(
+    result: dict[str, Any], merged: dict[str, tuple[Path, Any]]
+) -> None:
+    assert result["steps"][2]["tokens"] == merged["late"][1]
+
+
+def test_our_operators_ran_around_the_adapted_projections(result: dict[str, Any]) -> None:
+    operators = {key.split(" ")[0] for key in result["report"]["counts"]}
+    assert {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"} <= operators
+    assert "lora_backend: torch_native instead of triton, because the others are Triton kernels" in result["log"]
+
+
+@pytest.mark.parametrize(
+    ("family", "what"), [("qwen3_moe", "a model with experts"), ("deepseek_v3", "latent attention")]
+)
+def test_layers_whose_adapters_are_triton_only_are_refused(
+    family: str, what: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = variants.adapter(checkpoint(family), tmp_path / "adapter", 1)
+    with pytest.raises(AssertionError, match=f"sglang_fl does not support LoRA of {what} on cpu yet"):
+        start(checkpoint(family), engine={"lora_paths": {"one": str(adapter)}, **BACKEND}).result()
