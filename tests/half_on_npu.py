@@ -4,6 +4,9 @@ The kernels of the chip take float16 and bfloat16 and heads of 128, so the famil
 choice may fall the other way in half precision. So two things are compared: the log-probabilities at every generated
 token, by the bounds of :mod:`fl_dispatch.cli.half_precision`, and the tokens up to the first choice of Hugging Face's,
 in float32, that half precision could turn: one that leads by less than twice what it moves its own logits by.
+
+Quantized checkpoints are those of the package's small model, whose heads have 128 elements too. The distance is that of
+the log-probabilities of all tokens of a text from the dequantized network's in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from typing import Any
 
 import torch
 
-from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
+from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, LARGEST, MEAN, exact, table, within
+from quantized_checkpoints import SCHEMES, Scheme
+from quantized_network import distance, network, scores
 from running import reference_network
 
 HEADS: Mapping[str, Any] = {"head_dim": 128}
@@ -44,6 +49,26 @@ DTYPES = {
     "deepseek_v3": "bfloat16",
 }
 """vLLM refuses float16 for Gemma 3; the chip's kernel for the prefill of latent attention takes bfloat16 alone."""
+
+W8A8 = "compressed-tensors W8A8 int8"
+INTEGER_SCHEMES = [name for name, scheme in SCHEMES.items() if not scheme.layer.startswith("Fp8") and name != W8A8]
+"""The other quantized checkpoints of integers: the chip has no fp8."""
+
+
+def quantized_kernels(scheme: str) -> tuple[str, ...]:
+    """The kernels of the chip that a scheme's operators run, in their order."""
+    if SCHEMES[scheme].rows is None:
+        return ("npu_weight_quant_batchmatmul",)
+    return "npu_quantize" if scheme.endswith("static") else "npu_dynamic_quant", "npu_quant_matmul"
+
+
+def as_near_as_dequantized(scheme: Scheme, texts: Sequence[Sequence[int]], got: torch.Tensor) -> bool:
+    """Whether an engine's log-probabilities in float16 are as near to those of the network that a checkpoint stands
+    for, in float32, as Hugging Face's in float16; and nearer than to those of the network that is not quantized."""
+    single, half = (scores(network(scheme, dtype=dtype), texts) for dtype in (torch.float32, torch.float16))
+    mean = (got - single).abs().mean() / (half - single).abs().mean()
+    ours, theirs, plain = (distance(got, single), distance(half, single), distance(got, scores(network(None), texts)))
+    return bool(mean <= MEAN) and ours <= LARGEST * theirs and ours < plain
 
 
 def as_near_as_hugging_face(

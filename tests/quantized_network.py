@@ -34,12 +34,15 @@ DIVIDED = ("o_proj", "down_proj")
 
 
 def network(scheme: Scheme | None, ranks: int = 1, dtype: torch.dtype = torch.float32) -> Any:
-    """The network, as a scheme makes it; ``None``: as the model was trained."""
+    """The network, as a scheme makes it; ``None``: as the model was trained.
+
+    With a narrower ``dtype`` than float32 the dequantized weights and inputs are rounded to it.
+    """
     made = reference_network(small_model.CHECKPOINT, dtype)
     if scheme is None:
         return made
     for name, module in _products(made):
-        module.weight.data = scheme.write(module.weight.data.float())[1]
+        module.weight.data = scheme.write(module.weight.data.float())[1].to(dtype)
         if scheme.rows is not None:
             parts = ranks if name.endswith(DIVIDED) else 1
             module.register_forward_pre_hook(_quantizes_input(scheme.rows, parts))
@@ -79,7 +82,8 @@ def _products(made: nn.Module) -> list[tuple[str, Any]]:
 
 def _quantizes_input(change: Any, parts: int) -> Any:
     def hook(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        return (torch.cat([change(part) for part in given[0].chunk(parts, -1)], -1),)
+        changed = torch.cat([change(part.float()) for part in given[0].chunk(parts, -1)], -1)
+        return (changed.to(given[0].dtype),)
 
     return hook
 

@@ -98,7 +98,7 @@ def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]
     unquantized = method in ("fp8", "compressed-tensors") and not any(said)
     return [
         (unquantized, f"'{method}' for a checkpoint that is not quantized"),
-        (method not in quantization.SERVED or device.accelerator, f"quantization '{method}'"),
+        (method not in quantization.SERVED or HOST.name not in device.quantized, f"quantization '{method}'"),
         (version not in TESTED_HOSTS, f"quantization '{method}' under SGLang {version}"),
         (bool(runner.use_mla_backend), f"latent attention quantized by '{method}'"),
     ]

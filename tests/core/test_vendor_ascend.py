@@ -23,6 +23,7 @@ from fl_dispatch.backends.vendor.ascend.impl import (
     linear,
     mla,
     normalization,
+    quantization,
     rotary,
     routing,
 )
@@ -400,6 +401,104 @@ def test_weights_are_scores_whatever_the_kernel_says_they_are(npu: Calls) -> Non
 def test_a_dtype_that_the_documentation_does_not_name_is_declined_by_name() -> None:
     x = torch.zeros(2, 4, dtype=torch.bfloat16)
     assert linear.supports_linear(x, x) == "x is bfloat16; npu_linear takes float32 or float16"
+
+
+# -- quantization -----------------------------------------------------------------------------------------------------
+
+
+def test_groups_and_all_rows_are_rows_of_their_own_for_the_kernel(npu: Calls) -> None:
+    npu.results["npu_dynamic_quant"] = lambda x: (x.to(torch.int8), torch.arange(1.0, 1 + len(x)))
+    x = torch.ones(2, 3, 8, dtype=HALF)
+    for group, rows, scales in ((0, 6, [1.0]), (4, 12, [1.0, 2.0]), (-1, 1, [1.0])):
+        q, found = quantization.quantize(x, "int8", group)
+        assert npu.made[-1].args[0].shape == (rows, 48 // rows)
+        assert q.shape == x.shape
+        assert found.shape == (2, 3, len(scales))
+        assert found[0, 0].tolist() == scales
+
+
+def test_a_row_of_zeros_has_the_least_scale(npu: Calls) -> None:
+    npu.results["npu_dynamic_quant"] = lambda x: (x.to(torch.int8), torch.zeros(len(x)))
+    _, scales = quantization.quantize(torch.zeros(2, 8, dtype=HALF), "int8")
+    assert scales.tolist() == [[pytest.approx(1e-10)]] * 2
+
+
+def test_a_given_scale_divides_float32_and_nothing_becomes_minus_128(npu: Calls) -> None:
+    npu.results["npu_quantize"] = lambda x, *_: torch.full(x.shape, -128, dtype=torch.int8)
+    q, scales = quantization.quantize(torch.ones(2, 8, dtype=HALF), "int8", -1, torch.tensor([0.5]))
+    x, scale, zeros, dtype, axis, divides = npu.made[0].args
+    assert (x.dtype, scale.tolist(), zeros, dtype, axis, divides) == (torch.float32, [0.5], None, torch.qint8, -1, True)
+    assert (q == -127).all()
+    assert scales.tolist() == [[0.5], [0.5]]
+
+
+def test_a_scaled_product_has_the_weight_transposed_and_its_bias_in_float32(npu: Calls) -> None:
+    npu.results["npu_quant_matmul"] = lambda x, weight, *_, **__: x.new_ones(len(x), weight.shape[1])
+    x, weight = torch.ones(2, 3, 8, dtype=torch.int8), torch.ones(4, 8, dtype=torch.int8)
+    quantization.scaled_linear(
+        x, torch.ones(2, 3, 1), weight, torch.ones(1, 1), torch.ones(4, dtype=torch.bfloat16), "bfloat16"
+    )
+    (call,) = npu.made
+    assert [one.shape for one in call.args] == [(6, 8), (8, 4), (1,)]
+    assert call.args[1].data_ptr() == weight.data_ptr(), "a copy of the weight"
+    assert call.pertoken_scale.shape == (6,)
+    assert (call.bias.dtype, call.output_dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("zero", [None, torch.tensor([[3, 15], [8, 0]], dtype=torch.int8)], ids=["middle", "zeros"])
+def test_four_bits_become_int8_and_zero_points_offsets(npu: Calls, zero: Tensor | None) -> None:
+    npu.results["npu_weight_quant_batchmatmul"] = lambda x, weight, *_, **__: x.new_ones(len(x), weight.shape[1])
+    x, packed = torch.ones(3, 64, dtype=HALF), torch.arange(64, dtype=torch.uint8).view(2, 32)
+    quantization.weight_only_linear(x, packed, torch.ones(2, 2, dtype=HALF), zero)
+    (call,) = npu.made
+    numbers = [number - (8 if zero is None else 0) for byte in range(32) for number in (byte & 15, byte >> 4)]
+    assert call.args[1].dtype is torch.int8
+    assert call.args[1][:, 0].tolist() == numbers
+    assert call.antiquant_group_size == 32
+    offsets = None if zero is None else [[-3, -8], [-15, 0]]
+    assert (None if call.antiquant_offset is None else call.antiquant_offset.tolist()) == offsets
+
+
+def test_one_group_is_a_scale_for_each_column(npu: Calls) -> None:
+    npu.results["npu_weight_quant_batchmatmul"] = lambda x, weight, *_, **__: x.new_ones(len(x), weight.shape[1])
+    x = torch.ones(3, 64, dtype=torch.bfloat16)
+    scale, bias = torch.ones(5, 1, dtype=x.dtype), torch.ones(5, dtype=x.dtype)
+    quantization.weight_only_linear(x, torch.ones(5, 64, dtype=torch.int8), scale, None, bias)
+    (call,) = npu.made
+    assert (call.args[2].shape, call.antiquant_group_size, call.bias.dtype) == ((1, 5), 0, torch.float32)
+
+
+INT8, FP8, ONE = torch.int8, torch.float8_e4m3fn, torch.ones(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments", "why"),
+    [
+        ("quantize", (torch.ones(2, 8, dtype=HALF), "float8_e4m3fn"), "quantize to int8, not to float8_e4m3fn"),
+        ("quantize", (torch.ones(2, 8), "int8"), "x is float32; npu_dynamic_quant takes float16 or bfloat16"),
+        ("quantize", (torch.ones(2, 8, dtype=HALF), "int8", 3), "a shorter last group of 3"),
+        ("scaled_linear", (torch.ones(2, 8).to(FP8), ONE, torch.ones(4, 8).to(FP8), ONE), "x is float8_e4m3fn"),
+        ("scaled_linear", (*[torch.ones(2, 8).to(INT8), ONE] * 2, None, "float32"), "makes float16 or bfloat16"),
+        ("scaled_linear", (*[torch.ones(2, 8).to(INT8), ONE] * 2, None, "float16", 128), "there are blocks of 128"),
+        ("scaled_linear", (torch.ones(1, 65536).to(INT8), ONE, torch.ones(1, 65536).to(INT8), ONE), "1 x 65536"),
+        ("weight_only_linear", (torch.ones(2, 8), torch.ones(2, 8).to(INT8), ONE), "x is float32"),
+        ("weight_only_linear", (torch.ones(2, 8).half(), torch.ones(2, 8).to(FP8), ONE), "weight is float8_e4m3fn"),
+        (
+            "weight_only_linear",
+            (torch.ones(2, 32).half(), torch.ones(1, 32).to(INT8), torch.ones(1, 2).half()),
+            "a group has 16 elements; npu_weight_quant_batchmatmul takes multiples of 32",
+        ),
+    ],
+)
+def test_what_the_documentation_does_not_quantize_is_declined_by_name(
+    operator: str, arguments: tuple[Any, ...], why: str
+) -> None:
+    supports = implementation(operator).supports
+    assert supports is not None
+    assert why in str(supports(*arguments))
+
+
+# -- availability -----------------------------------------------------------------------------------------------------
 
 
 def test_without_torch_npu_nothing_is_available_and_the_reason_says_so() -> None:

@@ -2,7 +2,8 @@
 
 A job is ``{"engine": arguments of LLM, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n, "wrong": the
 ``npu::`` operator whose kernel is wrong, "reset": whether the prefix cache is emptied before, "adapters": the folder of
-each prompt's LoRA adapter, or null, "while": a file that exists during the step}``.
+each prompt's LoRA adapter, or null, "while": a file that exists during the step, "scores": whether the result has the
+log-probabilities of the prompts' and the generated tokens, and no others}``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,19 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    """A prompt's tokens and log-probabilities, as the other engines' scripts have them."""
+
+    def values(rows: Any) -> list[Any]:
+        return [row and {token: value.logprob for token, value in row.items()} for row in rows or ()]
+
+    return {
+        "tokens": [list(output.outputs[0].token_ids)],
+        "logprobs": [values(output.outputs[0].logprobs)],
+        "prompt_logprobs": values(output.prompt_logprobs),
+    }
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
@@ -32,18 +46,20 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             Path(step["while"]).touch()
         emulated_npu.reset_calls()
         emulated_npu.reset_waits()
-        sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, logprobs=VOCABULARY)
+        wanted = {"logprobs": 0, "prompt_logprobs": 0} if step.get("scores") else {"logprobs": VOCABULARY}
+        sampling = SamplingParams(temperature=0.0, max_tokens=step["max_tokens"], ignore_eos=True, **wanted)
         folders = step.get("adapters", [])
         adapters = [folder and LoRARequest(folder, 1 + folders.index(folder), folder) for folder in folders]
         prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
         outputs = llm.generate(prompts, sampling, lora_request=adapters or None, use_tqdm=False)
         if "while" in step:
             Path(step["while"]).unlink()
-        rows = [row for output in outputs for row in output.outputs[0].logprobs]
+        answers = [_answer(output) for output in outputs]
         steps.append(
             {
-                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-                "rows": [{token: value.logprob for token, value in row.items()} for row in rows],
+                "tokens": [answer["tokens"][0] for answer in answers],
+                "rows": [row for answer in answers for row in answer["logprobs"][0]],
+                "answers": answers if step.get("scores") else [],
                 "cached": [output.num_cached_tokens for output in outputs],
                 "kernels": emulated_npu.calls(),
                 "waits": emulated_npu.waits(),

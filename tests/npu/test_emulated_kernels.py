@@ -271,6 +271,34 @@ def test_a_quantized_product_is_near_the_exact_one(normal: Numbers) -> None:
     close(made, x.float() @ weight, atol=0.3, rtol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group", [0, 32], ids=["columns", "groups"])
+def test_a_quantized_weight_is_moved_and_scaled_before_the_product(
+    dtype: torch.dtype, group: int, normal: Numbers
+) -> None:
+    x, numbers = normal(3, 80, dtype=dtype), torch.arange(80 * 16).view(80, 16) % 255 - 127
+    shape = (3 if group else 1, 16)  # the last group is shorter
+    scale, offset = (normal(*shape).abs() + 0.5).to(dtype), torch.arange(shape[0] * 16).view(shape).to(dtype)
+    bias = normal(16, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    made = torch_npu.npu_weight_quant_batchmatmul(
+        x.npu(), numbers.t().contiguous().to(torch.int8).npu().t(), scale.npu(), offset.npu(), bias=bias.npu(),
+        antiquant_group_size=group,
+    )  # fmt: skip
+    row = torch.arange(80) // 32 if group else torch.zeros(80, dtype=torch.int64)
+    matrix = (numbers + offset.double()[row]) * scale.double()[row]
+    close(made, x.double() @ matrix + bias.double(), atol=1.0, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_given_scale_divides_rounds_and_cuts_off(dtype: torch.dtype) -> None:
+    x = npu([[0.0, 0.75, -0.75, 1.25], [1000.0, -1000.0, 63.5, -64.0]], dtype)
+    made = torch_npu.npu_quantize(x, npu([0.5], dtype), None, torch.qint8, -1, True)
+    assert made.dtype == torch.int8
+    assert made.tolist() == [[0, 2, -2, 2], [127, -128, 127, -128]]
+    made = torch_npu.npu_quantize(x, npu([1.0, 0.25, 1.0, 0.5], dtype), None, torch.qint8, axis=1)
+    assert made.tolist() == [[0, 3, -1, 2], [127, -128, 64, -128]]
+
+
 def test_a_format_changes_no_value(normal: Numbers) -> None:
     x = normal(32, 16)
     close(torch_npu.npu_format_cast(x.npu(), 29), x)

@@ -51,6 +51,31 @@ def grouped(**changed: Any) -> Any:
     return torch_npu.npu_grouped_matmul(arguments.pop("x"), arguments.pop("weight"), **arguments)
 
 
+def scaled(**changed: Any) -> Any:
+    single = torch.float32
+    arguments = {
+        "x1": ones(3, 16, dtype=torch.int8), "x2": ones(16, 8, dtype=torch.int8), "scale": ones(8, dtype=single),
+        "pertoken_scale": ones(3, dtype=single), "output_dtype": torch.float16,
+    } | changed  # fmt: skip
+    return torch_npu.npu_quant_matmul(**arguments)
+
+
+def weight_only(**changed: Any) -> Any:
+    arguments = {
+        "x": ones(3, 64), "weight": ones(64, 8, dtype=torch.int8), "antiquant_scale": ones(2, 8),
+        "antiquant_group_size": 32,
+    } | changed  # fmt: skip
+    return torch_npu.npu_weight_quant_batchmatmul(**arguments)
+
+
+def quantized(kind: torch.dtype = torch.float32, **changed: Any) -> Any:
+    arguments = {
+        "input": ones(3, 8, dtype=kind), "scales": ones(1, dtype=torch.float32), "zero_points": None,
+        "dtype": torch.qint8, "axis": -1,
+    } | changed  # fmt: skip
+    return torch_npu.npu_quantize(**arguments)
+
+
 def update(dim: int) -> Any:
     return torch_npu.npu_attention_update([ones(3, dtype=torch.float32)], [ones(3, dim)], 0)
 
@@ -123,6 +148,34 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch_npu.npu_top_k_top_p(ones(1, 8), ones(1), ints([1], torch.int64)), "k is torch.int64, not int32"),
     (lambda: torch_npu.npu_top_k_top_p(ones(1, 2000), ones(1), ints([1025])), "from 1 to 1024"),
     (lambda: torch_npu.npu_dynamic_quant(ones(2, 8, dtype=torch.float32)), "float32, not one of"),
+    (lambda: torch_npu.npu_dynamic_quant(ones(8)), "more than one dimension"),
+    (lambda: torch_npu.npu_dynamic_quant(ones(2, 8), dst_type=torch.float8_e4m3fn), "is not emulated; int8 is"),
+    (lambda: scaled(x1=ones(3, 16)), "int8 is emulated"),
+    (lambda: scaled(x1=ones(0, 16, dtype=torch.int8)), "must not be empty"),
+    (lambda: scaled(scale=ones(1, 8, dtype=torch.float32)), "scale is (1, 8), not [1] or [8]"),
+    (lambda: scaled(pertoken_scale=None), "wants pertoken_scale"),
+    (lambda: scaled(pertoken_scale=ones(3)), "not float32"),
+    (lambda: scaled(bias=ones(8)), "bias is torch.float16 for an output of"),
+    (lambda: scaled(bias=ones(8, dtype=torch.bfloat16)), "bias is bfloat16 for an output of"),
+    (lambda: scaled(output_dtype=torch.float32), "is not emulated"),
+    (lambda: weight_only(x=ones(3, 64, dtype=torch.float32)), "x has dtype float32"),
+    (lambda: weight_only(x=ones(0, 64)), "must not be empty"),
+    (lambda: weight_only(x=ones(1, 3, 64)), "3 and 2 dimensions, not 2"),
+    (lambda: weight_only(weight=ones(64, 1, dtype=torch.int32)), "int8 is emulated"),
+    (lambda: weight_only(weight=ones(32, 8, dtype=torch.int8)), "(3, 64) @ (32, 8)"),
+    (lambda: weight_only(antiquant_scale=ones(2, 8, dtype=torch.bfloat16)), "dtypes must be equal"),
+    (lambda: weight_only(antiquant_offset=ones(2, 8, dtype=torch.bfloat16)), "dtypes must be equal"),
+    (lambda: weight_only(antiquant_offset=ones(1, 8)), "antiquant_offset is (1, 8)"),
+    (lambda: weight_only(antiquant_group_size=16), "antiquant_group_size=16 for K of 64"),
+    (lambda: weight_only(antiquant_group_size=64), "antiquant_group_size=64 for K of 64"),
+    (lambda: weight_only(antiquant_group_size=0), "antiquant_scale is (2, 8), not one of"),
+    (lambda: weight_only(bias=ones(8, dtype=torch.float32)), "bias is torch.float32; for an x of torch.float16"),
+    (lambda: weight_only(bias=ones(16)[::2]), "bias must be contiguous"),
+    (lambda: quantized(torch.float16), "scales cannot be of that dtype"),
+    (lambda: quantized(torch.bfloat16), "dtypes must be equal"),
+    (lambda: quantized(scales=ones(3, dtype=torch.float32)), "[1] or the axis's size"),
+    (lambda: quantized(axis=2), "axis=2 of 2 dimensions"),
+    (lambda: quantized(dtype=torch.quint8), "is not emulated; qint8 is"),
     (lambda: torch_npu.npu_format_cast(ones(8), 29), "needs two dimensions"),
 ]
 
@@ -135,7 +188,7 @@ def test_what_the_documentation_excludes_is_refused(number: int) -> None:
     assert emulated_npu.calls() == {}, "a refused call is not counted"
 
 
-@pytest.mark.parametrize("call", [attend, scatter, grouped, lambda: update(16)])
+@pytest.mark.parametrize("call", [attend, scatter, grouped, scaled, weight_only, quantized, lambda: update(16)])
 def test_the_calls_that_are_changed_are_right(call: Callable[[], Any]) -> None:
     call()
     assert sum(emulated_npu.calls().values()) == 1

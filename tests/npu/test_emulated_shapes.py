@@ -122,6 +122,9 @@ CASES: list[Case] = [
     ("npu_dynamic_quant", (ones(2, 3, 8),), {}),
     ("npu_quant_matmul", (ones(3, 16, dtype=INT8), ones(16, 8, dtype=INT8), ones(8, dtype=torch.float32)),
      {"pertoken_scale": ones(3, dtype=torch.float32), "output_dtype": torch.bfloat16}),
+    ("npu_weight_quant_batchmatmul", (ones(3, 64), ones(64, 8, dtype=INT8), ones(2, 8)), {"antiquant_group_size": 32}),
+    ("npu_weight_quant_batchmatmul", (ones(3, 64), ones(8, 64, dtype=INT8).t(), ones(8)), {}),
+    ("npu_quantize", (ones(3, 16, dtype=torch.float32), ones(1, dtype=torch.float32), None, torch.qint8, -1, True), {}),
 ]  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 A job is ``{"engine": arguments of sglang.Engine, "steps": [...]}``, a step ``{"prompts": token ids, "max_tokens": n,
 "wrong": the ``npu::`` operator whose kernel is wrong, with an emptied cache, "while": a file that exists during the
-step, with an emptied cache}``.
+step, with an emptied cache, "scores": whether the result has the log-probabilities of all tokens but a text's first,
+and no others}``.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         if "wrong" in step:
             engine.collective_rpc("set_wrong_kernel", name=step["wrong"])
         sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}
-        scores = {"return_logprob": True, "top_logprobs_num": VOCABULARY}
+        scores = {"logprob_start_len": 0} if step.get("scores") else {"top_logprobs_num": VOCABULARY}
         if "while" in step:
             Path(step["while"]).touch()
-        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling, **scores)
+        outputs = engine.generate(input_ids=step["prompts"], sampling_params=sampling, return_logprob=True, **scores)
         if "while" in step:
             Path(step["while"]).unlink()
-        rows = [row for output in outputs for row in output["meta_info"]["output_top_logprobs"]]
+        metas = [output["meta_info"] for output in outputs]
+        tops = [] if step.get("scores") else [row for meta in metas for row in meta["output_top_logprobs"]]
+        given = [[*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]] for meta in metas]
         steps.append(
             {
                 "tokens": [output["output_ids"] for output in outputs],
-                "rows": [{token: logprob for logprob, token, _ in row} for row in rows],
-                "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
+                "rows": [{token: logprob for logprob, token, _ in row} for row in tops],
+                "scores": [[score for score, *_ in text] for text in given] if step.get("scores") else [],
+                "cached": [meta["cached_tokens"] for meta in metas],
             }
         )
     reports = report.collect(engine)

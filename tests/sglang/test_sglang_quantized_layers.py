@@ -93,6 +93,16 @@ def test_a_cache_in_fp8_that_a_checkpoint_asks_for_is_refused(host: None) -> Non
         made({**plain, "kv_cache_scheme": CACHE_SCHEME}).get_quant_method(layer_of(RadixAttention), "attn")
 
 
+@pytest.mark.parametrize("scheme", [name for name, kind in SCHEMES.items() if kind.layer.startswith("Fp8")])
+def test_fp8_is_refused_on_a_chip_without_it(host: None, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch.devices import ASCEND
+    from fl_dispatch.hosting.quantized import layers
+
+    monkeypatch.setattr(layers, "detect_device", lambda: ASCEND)
+    with pytest.raises(ValueError, match=rf"the weights of {PREFIX} \(ascend has no float8_e4m3fn\) yet"):
+        made(dict(SCHEMES[scheme].config)).get_quant_method(linear(), PREFIX)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_are_refused(host: None, scheme: str) -> None:
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE

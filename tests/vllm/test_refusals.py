@@ -277,6 +277,26 @@ def test_a_quantization_is_named_as_the_checkpoint_does(method: str, configure: 
         configure(dtype="bfloat16", hf_overrides=quantized)
 
 
+def test_a_quantization_on_a_chip_that_does_not_serve_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_fl import quantization
+
+    monkeypatch.setattr(quantization, "detect_device", lambda: CUDA)
+    with pytest.raises(ValueError, match=r"'fp8' on cuda yet \(only on ascend, cpu\)"):
+        quantization.verify("fp8")
+
+
+def test_kernels_of_fp8_are_not_for_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch.devices import ASCEND
+    from fl_dispatch.hosting.quantized import layers
+    from vllm_fl.quantization import kernels
+
+    floats = (kernels.Fp8Layer, kernels.Fp8BlockLayer, kernels.Fp8WeightLayer)
+    assert {kind.is_supported() for kind in (*floats, kernels.Int8Layer, kernels.PackedLayer)} == {(True, None)}
+    monkeypatch.setattr(layers, "detect_device", lambda: ASCEND)
+    assert {kind.is_supported() for kind in floats} == {(False, "ascend has no float8_e4m3fn")}
+    assert {kind.is_supported() for kind in (kernels.Int8Layer, kernels.PackedLayer)} == {(True, None)}
+
+
 def test_a_quantization_on_an_untested_host_is_named_as_the_checkpoint_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_fl.compat import versions
     from vllm_fl.platform import PlatformFL

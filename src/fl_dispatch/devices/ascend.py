@@ -23,6 +23,7 @@ ASCEND = DeviceSpec(
     host_questions={"SGLang": "sglang.srt.utils.common:is_npu"},
     pin_memory=True,
     flagcx_stream=stream_handle("npu", "npu_stream"),
+    quantized=("vLLM", "SGLang"),
     graphs=True,
     graph_class="NPUGraph",
     model_runners=("v1",),  # V2's PyTorch forms make the host wait for the device, and graphs crashed with them

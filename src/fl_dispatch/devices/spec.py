@@ -57,6 +57,8 @@ class DeviceSpec:
         accelerator: whether it is a device beside the host: with an index, memory, streams and events of its own.
         dtypes: of the models that it runs.
         float64: whether it computes in float64.
+        float8: whether PyTorch has float8_e4m3fn on it; layers with such weights are refused elsewhere.
+        quantized: hosts whose plugin serves quantized checkpoints on it.
         pin_memory: whether pinned host memory helps.
         dist_backend: the ``torch.distributed`` backend of its collectives.
         flagcx_stream: the handle of the current stream in the device's own runtime, such as an ``aclrtStream``, which
@@ -118,6 +120,8 @@ class DeviceSpec:
     accelerator: bool = True
     dtypes: tuple[torch.dtype, ...] = DTYPES
     float64: bool = False
+    float8: bool = False
+    quantized: tuple[str, ...] = ()
     pin_memory: bool = False
     flagcx_stream: Callable[[], int | None] | None = None
     triton: bool = True

@@ -60,7 +60,7 @@ class Served:
         """The method of a layer, bound for its prefix; ``None`` for SGLang's own.
 
         Raises:
-            ValueError: quantized experts, a quantized head, or a scheme that is not served.
+            ValueError: quantized experts, a quantized head, or a scheme that is not served, or not on this device.
         """
         if isinstance(layer, FusedMoE):
             raise refused(f"quantized experts ({prefix})")
@@ -73,6 +73,8 @@ class Served:
         scheme = self.fl_scheme(layer, prefix)
         if scheme is None:
             return UnquantizedLinearMethod()
+        if lacking := scheme.fl_lacking():
+            raise refused(f"the weights of {prefix} ({lacking})")
         scheme.fl_bind(prefix)
         layer.scheme = scheme
         return QuantizedMethod(scheme, self)

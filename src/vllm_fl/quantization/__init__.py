@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from fl_dispatch.devices import detect_device
+from fl_dispatch.devices import detect_device, device_specs
 
 SERVED: Mapping[str, str] = MappingProxyType(
     {"auto_awq": "awq", "auto_gptq": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8"}
@@ -34,6 +34,7 @@ def verify(method: str) -> None:
         method: vLLM's name of it.
     """
     from ..compat.versions import TESTED_HOSTS, host_version
+    from ..host import HOST
 
     device, version, name = detect_device(), host_version(), SERVED.get(method, method)
     if method not in SERVED and method in SERVED.values():
@@ -41,8 +42,9 @@ def verify(method: str) -> None:
     if method not in SERVED:
         known = ", ".join(SERVED.values())
         raise ValueError(f"vllm_fl does not support quantization '{name}' yet (only {known})")
-    if device.accelerator:
-        raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on a CPU)")
+    if HOST.name not in device.quantized:
+        where = ", ".join(spec.name for spec in device_specs() if HOST.name in spec.quantized)
+        raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on {where})")
     if version not in TESTED_HOSTS:
         tested = ", ".join(TESTED_HOSTS)
         raise ValueError(f"vllm_fl does not support quantization '{name}' on vLLM {version} yet (only on {tested})")

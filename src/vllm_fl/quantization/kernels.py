@@ -15,7 +15,7 @@ Answer = tuple[bool, str | None]
 
 
 class VllmKernel(layers.QuantizedLayer):
-    """The part that all kinds share: they run everywhere, and quantize rows themselves."""
+    """The part that all kinds share: they quantize rows themselves."""
 
     def __init__(self, config: Any, layer_param_names: Sequence[str] = ()) -> None:
         super().__init__()
@@ -23,8 +23,9 @@ class VllmKernel(layers.QuantizedLayer):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On every device: the reference runs where nothing else does."""
-        return True, None
+        """On every device that has the type: the reference runs where nothing else does."""
+        lacking = cls.fl_lacking()
+        return not lacking, lacking or None
 
     def input_quant_key(self) -> None:
         """Rows are quantized here, not by the layer before."""

@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
-from . import HALF, kernel, require, require_default, require_dtype
+from . import FLOAT, HALF, kernel, require, require_contiguous, require_default, require_dtype, require_same_dtype
 from .matmul import dtype_of
+
+QINT8 = 12
+"""The number of ``torch.qint8``."""
+LARGEST = 65535
+"""The largest last dimension of a product's matrices."""
 
 
 @kernel("npu_dynamic_quant")
@@ -55,14 +60,16 @@ def quant_matmul(
     """int8 @ int8 with scales, to float16, bfloat16 or int8. Source: op-plugin's page, table 2 (Atlas A2).
 
     Refused: dtypes and their combinations that the table lacks: bfloat16 wants scales of float32 or bfloat16, float16
-    wants float32 with pertoken_scale, an offset is for int8, and scales must be [1] or [n]. Assumed: float32 for the
-    scaling of exact integers; rounding to even. int4 and int64 scales are not emulated.
+    wants float32 with pertoken_scale, an offset is for int8, and scales must be [1] or [n]; by the Meta kernel a bias
+    of bfloat16 for another result; empty tensors. Assumed: float32 for the scaling of exact integers; rounding to even.
+    int4 and int64 scales are not emulated, nor is a bias of float16, which the page's list has and its table has not.
     """
     require_default(**others)
     require(x1.dtype == x2.dtype == torch.int8, f"x1 and x2 are {x1.dtype} and {x2.dtype}; int8 is emulated")
     require(2 <= x1.dim() <= 6 and 2 <= x2.dim() <= 6, "x1 and x2 must have two to six dimensions")
     m, n = x1.shape[-2], x2.shape[-1]
-    require(x1.shape[-1] <= 65535 and n <= 65535, "the last dimensions must not exceed 65535")
+    require(bool(x1.numel() and x2.numel() and scale.numel()), "x1, x2 and scale must not be empty")
+    require(x1.shape[-1] <= LARGEST and n <= LARGEST, f"the last dimensions must not exceed {LARGEST}")
     made = torch.int8 if output_dtype is None else dtype_of(output_dtype)
     require(made in (torch.int8, torch.float16, torch.bfloat16), f"output_dtype {made} is not emulated")
     require(scale.shape in ((1,), (n,)), f"scale is {tuple(scale.shape)}, not [1] or [{n}]")
@@ -79,6 +86,7 @@ def quant_matmul(
             bias.dtype == torch.int32 or (floats and bias.dtype in (torch.float32, torch.bfloat16)),
             f"bias is {bias.dtype} for an output of {made}",
         )
+        require(bias.dtype != torch.bfloat16 or made == torch.bfloat16, f"bias is bfloat16 for an output of {made}")
         if bias.dtype == torch.int32:
             product, bias = product + bias, None
     result = product.float() * scale.float()
@@ -93,6 +101,91 @@ def quant_matmul(
     if offset is not None:
         result = result + offset.float()
     return torch.round(result).clamp(-128, 127).to(torch.int8)
+
+
+@kernel("npu_weight_quant_batchmatmul")
+def weight_quant_batchmatmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    antiquant_scale: torch.Tensor,
+    antiquant_offset: torch.Tensor | None = None,
+    quant_scale: torch.Tensor | None = None,
+    quant_offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    antiquant_group_size: int = 0,
+    inner_precise: int = 0,
+    weight_dtype: int | None = None,
+) -> torch.Tensor:
+    """x @ ((weight + offset) * scale) + bias, [M, N]. Source: op-plugin's page (Atlas A2).
+
+    A scale for the weight, [1] or [1, 1], for each column, [N] or [1, N], or for each group of rows of a column,
+    [ceil(K / group size), N]. Refused: empty tensors; other than matrices up to 65535 x 65535; an x beside float16 and
+    bfloat16; scales and offsets of another dtype than x, and offsets of another shape than scales; groups that are no
+    multiple of 32 from 32 to K - 1; a bias that is not contiguous, or of other than float32 for an x of bfloat16 and
+    float16 for float16. Assumed: float32 inside. Weights of int32 (which carry int4), scales of int64, quantized
+    results and inner_precise are not emulated.
+    """
+    require_default(
+        quant_scale=quant_scale, quant_offset=quant_offset, inner_precise=inner_precise, weight_dtype=weight_dtype
+    )
+    require_dtype("x", x, HALF)
+    require(weight.dtype == torch.int8, f"weight is {weight.dtype}; int8 is emulated")
+    require(x.dim() == weight.dim() == 2, f"x and weight have {x.dim()} and {weight.dim()} dimensions, not 2")
+    (k, n), group = weight.shape, antiquant_group_size
+    require(x.shape[1] == k, f"{tuple(x.shape)} @ {tuple(weight.shape)}")
+    require(bool(x.numel() and weight.numel()), "x and weight must not be empty")
+    require(k <= LARGEST and n <= LARGEST, f"K and N are {k} and {n}, above {LARGEST}")
+    require_same_dtype(x=x, antiquant_scale=antiquant_scale)
+    scale, shapes = antiquant_scale, [(1,), (1, 1), (n,), (1, n)]
+    if group:
+        require(group % 32 == 0 and 32 <= group < k, f"antiquant_group_size={group} for K of {k}")
+        shapes = [(-(-k // group), n)]
+    require(scale.shape in shapes, f"antiquant_scale is {tuple(scale.shape)}, not one of {shapes}")
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.float().repeat_interleave(group, 0)[:k] if group else values.float()
+
+    matrix = weight.float()
+    if antiquant_offset is not None:
+        require_same_dtype(antiquant_scale=scale, antiquant_offset=antiquant_offset)
+        require(antiquant_offset.shape == scale.shape, f"antiquant_offset is {tuple(antiquant_offset.shape)}")
+        matrix = matrix + spread(antiquant_offset)
+    made = x.float() @ (matrix * spread(scale))
+    if bias is not None:
+        wanted = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+        require(bias.dtype == wanted, f"bias is {bias.dtype}; for an x of {x.dtype} it is {wanted}")
+        require(bias.shape in ((n,), (1, n)), f"bias is {tuple(bias.shape)}, not [{n}]")
+        require_contiguous(bias=bias)
+        made = made + bias.float()
+    return made.to(x.dtype)
+
+
+@kernel("npu_quantize")
+def quantize(
+    input: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    dtype: int,
+    axis: int = 1,
+    div_mode: bool = True,
+) -> torch.Tensor:
+    """round(input / scales), int8. Source: the wheel's docstring; CANN's page of aclnnQuantize for round and shapes.
+
+    Refused: scales of other than one dimension, of one element or of the axis's; dtypes but float32 with scales of
+    float32 and bfloat16 with bfloat16, which are those that both sources allow. Assumed: rounding to even; what does
+    not fit becomes -128 or 127. Zero points, multiplication and results beside qint8 are not emulated.
+    """
+    require_default(zero_points=zero_points)
+    require(div_mode, "div_mode=False is not emulated")
+    require(dtype == QINT8, f"dtype={dtype} is not emulated; qint8 is")
+    require_dtype("input", input, FLOAT)
+    require(input.dtype != torch.float16, "input is float16, and scales cannot be of that dtype")
+    require_same_dtype(input=input, scales=scales)
+    require(1 <= input.dim() <= 8, f"input has {input.dim()} dimensions, not 1 to 8")
+    require(-input.dim() <= axis < input.dim(), f"axis={axis} of {input.dim()} dimensions")
+    require(scales.shape in ((1,), (input.shape[axis],)), f"scales is {tuple(scales.shape)}; [1] or the axis's size")
+    sizes = [-1 if one == axis % input.dim() else 1 for one in range(input.dim())]
+    return torch.round(input.float() / scales.float().view(sizes)).clamp(-128, 127).to(torch.int8)
 
 
 @kernel("npu_format_cast")

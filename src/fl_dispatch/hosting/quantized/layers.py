@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import bind_op
+from ...devices import detect_device
 from ...ops.quantization import TENSOR
 from ..attached import Attached
 from . import orders
@@ -26,11 +27,19 @@ class QuantizedLayer:
     fl_operator: str
     fl_weights: tuple[str, ...]
     """The layer's parameters that stay from call to call."""
+    fl_float8 = False
+    """Whether weights are float8_e4m3fn."""
     fl_call: Callable[..., Tensor]
     fl_scope: str | None
 
     def __init__(self) -> None:
         self.fl_bind(None)
+
+    @classmethod
+    def fl_lacking(cls) -> str:
+        """Why no layer of this kind runs on this device, or an empty string."""
+        device = detect_device()
+        return f"{device.name} has no float8_e4m3fn" if cls.fl_float8 and not device.float8 else ""
 
     def fl_bind(self, scope: str | None) -> None:
         """Bind the operators for the layer with this prefix; ``None`` while it is not known."""
@@ -109,12 +118,14 @@ class Fp8Layer(ScaledLayer):
     """
 
     fl_type = "float8_e4m3fn"
+    fl_float8 = True
 
 
 class Fp8BlockLayer(ScaledLayer):
     """``fp8`` with a scale for each square block, as DeepSeek-V3 has it; ``fl_block`` is its size."""
 
     fl_type = "float8_e4m3fn"
+    fl_float8 = True
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """The scales are called ``weight_scale_inv`` in ``fp8`` checkpoints, and by some models ``weight_scale``."""
@@ -135,6 +146,7 @@ class Fp8WeightLayer(QuantizedLayer):
 
     fl_operator = "weight_only_linear"
     fl_weights = ("weight", "weight_scale")
+    fl_float8 = True
     fl_dtype: torch.dtype
 
     def process_weights_after_loading(self, layer: Any) -> None:

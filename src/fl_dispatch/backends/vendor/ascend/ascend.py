@@ -12,7 +12,7 @@ import importlib.util
 from fl_dispatch.backends.base import Backend
 from fl_dispatch.devices import ASCEND, detect_device
 
-from .impl import activation, attention, experts, linear, mla, normalization, rotary, routing
+from .impl import activation, attention, experts, linear, mla, normalization, quantization, rotary, routing
 
 
 class _Kernels(Backend):
@@ -56,6 +56,9 @@ class AscendBackend(_Kernels):
     layer_norm = staticmethod(normalization.layer_norm)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
     linear = staticmethod(linear.linear)
+    quantize = staticmethod(quantization.quantize)
+    scaled_linear = staticmethod(quantization.scaled_linear)
+    weight_only_linear = staticmethod(quantization.weight_only_linear)
     topk_softmax = staticmethod(routing.topk_softmax)
     topk_sigmoid = staticmethod(routing.topk_sigmoid)
     grouped_topk = staticmethod(routing.grouped_topk)

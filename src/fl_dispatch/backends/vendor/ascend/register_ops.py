@@ -8,7 +8,7 @@ from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .ascend import AscendAttentionKernels, AscendBackend
-from .impl import activation, attention, experts, linear, mla, normalization, rotary, routing
+from .impl import activation, attention, experts, linear, mla, normalization, quantization, rotary, routing
 
 OUTSIDE_GRAPHS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill")
 """Their kernels take a batch's lengths as integers, which a graph would repeat, or wait for the device."""
@@ -29,6 +29,9 @@ def register_builtins(registry: Registry) -> None:
             "layer_norm": normalization.supports_layer_norm,
             "rotary_embedding": rotary.supports_rotary_embedding,
             "linear": linear.supports_linear,
+            "quantize": quantization.supports_quantize,
+            "scaled_linear": quantization.supports_scaled_linear,
+            "weight_only_linear": quantization.supports_weight_only_linear,
             **dict.fromkeys(("topk_softmax", "topk_sigmoid"), routing.supports_topk),
             "grouped_topk": routing.supports_grouped_topk,
             "fused_moe": experts.supports_fused_moe,
