@@ -30,7 +30,7 @@ STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 """vLLM's model runners, and the variables that ask for each."""
-OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray"), 1, "other hosts")
+OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray", "TRL"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
 
 
@@ -213,9 +213,9 @@ def start_on_ray(model: Path, library: Path, **variables: str) -> Future[dict[st
     return pool.submit(_finish, "run_ray.py", {"engine": engine, "steps": [STEP]}, {**fixed, **variables})
 
 
-def start_script(script: str, job: Mapping[str, Any], **variables: str) -> Future[dict[str, Any]]:
-    """Run a script of this folder on a job; the result is what it answers, and the log."""
-    return pool.submit(_finish, script, job, variables)
+def start_script(script: str, job: Mapping[str, Any], cold: bool = False, **variables: str) -> Future[dict[str, Any]]:
+    """Run a script of this folder on a job; the result is what it answers, and the log. ``cold``: see ``processes``."""
+    return pool.submit(_finish, script, job, variables, cold)
 
 
 def background(*arguments: str, cold: bool = False, **variables: str) -> Future[Finished]:

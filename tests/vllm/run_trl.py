@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from run_features import weight_bytes
+
 PROMPTS = ["the river runs", "cold white snow"]
 COMPLETIONS, MAX_TOKENS = 8, 8
 
@@ -17,7 +19,8 @@ COMPLETIONS, MAX_TOKENS = 8, 8
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """The mean reward of each step, and how far the engine's log-probabilities were from the trainer's.
 
-    A completion's reward is its share of token ids in the lower half of the vocabulary.
+    A completion's reward is its share of token ids in the lower half of the vocabulary. ``weights`` are the bytes that
+    the engine's weights take in the end.
     """
     from datasets import Dataset
     from transformers import AutoConfig
@@ -62,8 +65,8 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "rewards": [entry["reward"] for entry in steps],
         "apart": [entry["sampling/sampling_logp_difference/mean"] for entry in steps],
+        "weights": llm.collective_rpc(weight_bytes)[0],
         "report": llm.collective_rpc("fl_report")[0],
-        "log": steps,
     }
 
 

@@ -22,7 +22,7 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     },
     "partition": {"use_inductor_graph_partition": True, "backend": "inductor"},
 }
-"""Two kinds of dynamic shapes, the first without a cache and the second with one to read; and cuts by Inductor."""
+"""Two kinds of dynamic shapes, the second with a cache to read; and cuts by Inductor, without a cache."""
 DRAWN = drawn(tuple(ENGINES), 1, "compiled model to debug")
 
 
@@ -43,7 +43,7 @@ def results(checkpoint: Callable[[str], Path], folder: Path) -> Mapping[str, Any
         engine = {"enforce_eager": False, "compilation_config": compilation}
         variables = {"VLLM_CACHE_ROOT": str(folder / name / "cache"), "TORCH_TRACE": str(folder / name / "trace")}
         variables |= {"TORCH_LOGS": "graph_code", "TORCH_LOGS_OUT": str(folder / f"{name}.txt")}
-        if name == "unbacked":
+        if name == "partition":
             variables["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         job = {name: {"model": checkpoint("llama"), "engine": engine, "policy": {}}}
         started |= start_compiled(job, cold=True, **variables)
@@ -76,9 +76,9 @@ def test_the_log_the_page_of_the_trace_and_the_dump_name_our_operators(
         assert "fl_dispatch/backends/reference/impl/normalization.py" in written  # one that is traced into
 
 
-@only("unbacked")
+@only("partition")
 def test_without_a_cache_nothing_is_saved(results: Mapping[str, Any]) -> None:
-    assert results["unbacked"]["report"]["compiled"]["saved"] == 0
+    assert results["partition"]["report"]["compiled"]["saved"] == 0
 
 
 @only("oblivious")

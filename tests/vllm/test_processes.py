@@ -28,8 +28,8 @@ MORE = {
 }
 """More than two ranks of a kind, or of both."""
 DRAWN = drawn(tuple(MORE), 1, "more than two ranks")
-INTERFACES = ("lo", "absent0")
-"""A network interface that every machine has, and one that none has."""
+OVER_LOOPBACK, ABSENT = "tensor-fork", "absent0"
+"""The case whose ranks meet over the interface ``lo``; the name of an interface that no machine has."""
 FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_FL_PREFER": "reference"}
 RULES = [f"rms_norm@model.layers.{number}.*" for number in (0, LAYERS - 1, LAYERS)]
 """Rules for a layer of the first stage, of the last one, of none."""
@@ -45,18 +45,17 @@ def runs(checkpoint: Callable[[str], Path]) -> Runs:
     def share(case: str) -> Future[dict[str, Any]]:
         shape, _, method = case.partition("-")
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "VLLM_FL_PREFER": "reference"}
+        if case == OVER_LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
         rules = {"VLLM_FL_PER_OP": ";".join(f"{rule}=reference" for rule in RULES)} if shape == "pipeline" else {}
         return start(model, engine=SHAPES[shape], variables={**variables, **rules}, cold=case == COLD)
-
-    def over(interface: str) -> Future[dict[str, Any]]:
-        return start(model, engine=SHAPES["tensor"], variables={**FORK, "GLOO_SOCKET_IFNAME": interface})
 
     return Runs(
         {
             **{case: share(case) for case in CASES},
             "data": start_data_parallel(model),
             **{case: start(model, engine=MORE[case], variables=FORK) for case in DRAWN},
-            **{interface: over(interface) for interface in INTERFACES},
+            ABSENT: start(model, engine=SHAPES["tensor"], variables={**FORK, "GLOO_SOCKET_IFNAME": ABSENT}),
             "experts": start_data_parallel(checkpoint("qwen3_moe"), enable_expert_parallel=True),
             **{case: start_on_ray(model, RAY, **ON_RAY) for case in WITH_RAY},
         }
@@ -94,9 +93,9 @@ def test_more_than_two_ranks_give_the_same_tokens(
 def test_ranks_meet_over_the_interface_that_gloos_variable_names(
     runs: Runs, expected: Callable[[str], list[list[int]]]
 ) -> None:
-    assert runs["lo"]["steps"][0]["tokens"] == expected("qwen3")
-    with pytest.raises(AssertionError, match="absent0"):
-        runs["absent0"]
+    assert runs[OVER_LOOPBACK]["steps"][0]["tokens"] == expected("qwen3")
+    with pytest.raises(AssertionError, match=ABSENT):
+        runs[ABSENT]
 
 
 @pytest.mark.parametrize("method", METHODS)

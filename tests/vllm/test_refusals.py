@@ -175,7 +175,7 @@ def test_batch_invariance_is_refused_until_an_attention_declares_it(
     with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {nobody}")):
         refusals.refuse_unsupported(vllm_config, CPU)
     declared = OpImpl(
-        "attention_backend", "vendor.exact", BackendImplKind.VENDOR, lambda **_: "", "exact",
+        "attention_backend", "vendor.exact", BackendImplKind.VENDOR, lambda use_mla=False: "", "exact",
         properties={"batch_invariant": True}, available=lambda: False,
     )  # fmt: skip
     get_default_manager().registry.register_many([declared])
