@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fl_dispatch import get_default_manager
+from fl_dispatch import get_default_manager, get_policy
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives
 from fl_dispatch.settings import get_settings
@@ -82,7 +82,7 @@ def _is_never_invariant() -> bool:
     manager = get_default_manager()
     manager.ensure_initialized()
     known = manager.registry.get_implementations("attention_backend")
-    return get_settings().policy.batch_invariant and not any(impl.properties.get("batch_invariant") for impl in known)
+    return get_policy().batch_invariant and not any(impl.properties.get("batch_invariant") for impl in known)
 
 
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

@@ -166,24 +166,22 @@ def test_the_host_itself_refuses_balanced_experts_by_the_platforms_name(configur
         configure("qwen3_moe", **sharded, enable_eplb=True)
 
 
-def test_batch_invariance_is_refused_until_an_attention_declares_it(
-    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_invariance_is_refused_until_an_attention_declares_it(configure: Callable[..., Any]) -> None:
     vllm_config = configure()
-    _set_variable(monkeypatch, "VLLM_BATCH_INVARIANT", "1")
     nobody = "VLLM_BATCH_INVARIANT=1 (no implementation of attention declares batch_invariant) on cpu yet (model "
-    with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {nobody}")):
-        refusals.refuse_unsupported(vllm_config, CPU)
     declared = OpImpl(
-        "attention_backend", "vendor.exact", BackendImplKind.VENDOR, lambda use_mla=False: "", "exact",
-        properties={"batch_invariant": True}, available=lambda: False,
+        "attention_backend", "vendor.exact", BackendImplKind.VENDOR, lambda use_mla=False: "nowhere.Attention", "exact",
+        properties={"batch_invariant": True},
     )  # fmt: skip
-    get_default_manager().registry.register_many([declared])
-    try:
-        with pytest.raises(Exception, match="No available implementation for op='attention_backend'"):
+    with policy_context(SelectionPolicy(batch_invariant=True)):
+        with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {nobody}")):
             refusals.refuse_unsupported(vllm_config, CPU)
-    finally:
-        reset_default_manager()
+        get_default_manager().registry.register_many([declared])
+        try:
+            with pytest.raises(ValueError, match=r"'vendor\.exact' of 'attention_backend' names 'nowhere\.Attention'"):
+                refusals.refuse_unsupported(vllm_config, CPU)
+        finally:
+            reset_default_manager()
 
 
 def test_drafts_of_a_model_are_refused_in_the_v1_runner(
