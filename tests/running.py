@@ -22,6 +22,8 @@ def reference_network(model: Path, dtype: Any) -> Any:
             module.gelu_impl = torch.nn.GELU()
     if network.config.model_type == "cohere2":  # vLLM's window has the token itself beside it, as in training
         network.config.sliding_window += 1
+    if network.config.model_type == "gemma3n_text":  # vLLM's class without pictures adds no embeddings to each layer
+        network.model.get_per_layer_inputs = lambda *_: None
     return network
 
 

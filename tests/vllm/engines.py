@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
+import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,11 +24,13 @@ __all__ = ["AT_ONCE", "MAX_TOKENS", "PROMPTS", "Finished", "Runs", "expected_tok
 HERE = Path(__file__).parent
 PLUGINS = HERE / "plugins"
 
+READY_WITHIN = 240.0
+"""Seconds within which a server answers."""
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
 
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 """vLLM's model runners, and the variables that ask for each."""
-OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray"), 1, "other hosts")
+OTHER_HOSTS = drawn(("vLLM 0.26", "vLLM 0.33", "Ray", "TRL"), 1, "other hosts")
 """Those that ``make hosts`` brings and this run tests."""
 
 
@@ -94,6 +99,18 @@ def serve_command(model: str) -> tuple[str, ...]:
     except importlib.metadata.PackageNotFoundError:
         return ("-m", "vllm.entrypoints.openai.api_server", "--model", model)
     return ("-m", "vllm.entrypoints.cli.main", "serve", model)
+
+
+def wait_until_served(url: str, servers: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
+    """Wait for an HTTP server at ``url``, as long as all its processes live; else fail with the ends of their logs."""
+    deadline = time.monotonic() + READY_WITHIN
+    while time.monotonic() < deadline and all(server.poll() is None for server in servers):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError("the server did not start:\n" + "\n".join(log.read_text()[-4000:] for log in logs))
 
 
 def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:
@@ -194,6 +211,11 @@ def start_on_ray(model: Path, library: Path, **variables: str) -> Future[dict[st
     path = os.pathsep.join((str(library), environment()["PYTHONPATH"]))
     fixed = {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     return pool.submit(_finish, "run_ray.py", {"engine": engine, "steps": [STEP]}, {**fixed, **variables})
+
+
+def start_script(script: str, job: Mapping[str, Any], cold: bool = False, **variables: str) -> Future[dict[str, Any]]:
+    """Run a script of this folder on a job; the result is what it answers, and the log. ``cold``: see ``processes``."""
+    return pool.submit(_finish, script, job, variables, cold)
 
 
 def background(*arguments: str, cold: bool = False, **variables: str) -> Future[Finished]:

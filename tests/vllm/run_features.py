@@ -174,15 +174,16 @@ def hashes(llm: Any) -> dict[str, Any]:
     }
 
 
+def weight_bytes(worker: Any) -> int:
+    """Bytes that a worker's weights take now."""
+    return sum(parameter.untyped_storage().nbytes() for parameter in worker.get_model().parameters())
+
+
 def sleep(llm: Any, level: int) -> dict[str, int]:
     """Bytes of this process's memory before and after, and of the weights' storages while the engine sleeps."""
-
-    def weights(worker: Any) -> int:
-        return sum(parameter.untyped_storage().nbytes() for parameter in worker.get_model().parameters())
-
     before = _resident()
     llm.sleep(level=level)
-    return {"before": before, "after": _resident(), "weights": llm.collective_rpc(weights)[0]}
+    return {"before": before, "after": _resident(), "weights": llm.collective_rpc(weight_bytes)[0]}
 
 
 def _resident() -> int:

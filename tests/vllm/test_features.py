@@ -40,6 +40,9 @@ STOPS = {"PYTHONBREAKPOINT": "worker_extension.note_stop"}
 NO_SPACES = {"backend": "xgrammar", "disable_any_whitespace": True}
 """Allowed white space, a random model writes nothing else."""
 LONG = PROMPTS[2]
+CROWD = [LONG[7 * place :][:185] for place in range(4)]
+"""Prompts of 12 blocks each, no two blocks alike: there is room for all of them, but not for their completions."""
+CROWDED = {"max_tokens": 40}
 
 
 def _generate(prompts: list[list[int]], sampling: Any = GREEDY, **options: Any) -> dict[str, Any]:
@@ -103,6 +106,12 @@ def results(request: pytest.FixtureRequest, model: Path, other: Path) -> dict[st
         "touch c": _generate([LONG], salt="c"),
         "touched": _generate([LONG], salt="a"),
         "reset twins": reset,
+        **{f"alone {place}": _generate([prompt], CROWDED) for place, prompt in enumerate(CROWD)},
+        "reset crowd": reset,
+        "calm": {"do": "metrics", "contains": "preemptions"},
+        "crowd": _generate(CROWD, CROWDED),
+        "preemptions": {"do": "metrics", "contains": "preemptions"},
+        "reset crowded": reset,
         "twins": _generate([PROMPTS[1], PROMPTS[1]]),
         "hashes": {"do": "hashes"},
         "breakpoint": {"do": "rpc", "method": "stop_here", "args": []},
@@ -250,6 +259,14 @@ def test_requests_that_join_and_leave_keep_every_token(
     assert left == whole[1][: len(left)]
     sizes = {len(running) for running in results["joined"]["together"]}
     assert {1, 2} <= sizes
+
+
+def test_requests_that_had_to_give_their_blocks_away_keep_every_token(results: dict[str, Any]) -> None:
+    assert set(results["calm"].values()) == {0}
+    assert max(results["preemptions"].values()) > 0
+    alone = [_tokens(results[f"alone {place}"])[0] for place in range(len(CROWD))]
+    assert _tokens(results["crowd"]) == alone
+    assert len(set(map(tuple, alone))) == len(CROWD)
 
 
 # -- prefix cache -----------------------------------------------------------------------------------------------------

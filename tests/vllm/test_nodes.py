@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, environment, serve_command
+from engines import MAX_TOKENS, PROMPTS, environment, serve_command, wait_until_served
 
 from processes import free_port
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
-READY_WITHIN = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def nodes(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         started.append(process)
     try:
         url = f"http://{ADDRESSES[0]}:{port}"
-        _wait(f"{url}/health", started, logs)
+        wait_until_served(url, started, logs)
         yield {"url": url, "processes": started, "logs": logs}
     finally:
         for process in started:
@@ -57,17 +55,6 @@ def nodes(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
             with suppress(ProcessLookupError):  # what it has left, too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _wait(url: str, started: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
-    deadline = time.monotonic() + READY_WITHIN
-    while time.monotonic() < deadline and all(process.poll() is None for process in started):
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError("\n".join(log.read_text()[-3000:] for log in logs))
 
 
 def test_the_tokens_are_those_of_hugging_face(

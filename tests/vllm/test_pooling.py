@@ -5,16 +5,21 @@ So do classes of texts and of tokens, and the scores of a cross-encoder.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import PROMPTS, environment, start_features
+from engines import PROMPTS, environment, serve_command, start_features, wait_until_served
 
 import variants
+from processes import free_port
 
 TOLERANCE = 1e-5
 LAYERS, LABELS = 3, 3
@@ -99,6 +104,32 @@ def test_an_encoder_attends_through_our_operator_and_writes_no_cache(runs: dict[
 def test_an_io_processor_runs_beside_us(runs: dict[str, Any]) -> None:
     assert runs["decoder"]["steps"][-1] == {"texts": 2, "dimensions": [64, 64]}
     assert runs["decoder"]["report"]["layers"]["RMSNorm"] > 0
+
+
+def test_an_io_processor_runs_behind_the_http_server_too(
+    models: dict[str, Path], distribution: str, tmp_path: Path
+) -> None:
+    port, log = free_port(), tmp_path / "log.txt"
+    command = [sys.executable, *serve_command(str(models["decoder"])), "--runner", "pooling", "--dtype", "float32"]
+    command += ["--io-processor-plugin", "shape", "--max-model-len", "512", "--kv-cache-memory-bytes", "67108864"]
+    variables = environment(PYTHONPATH=distribution, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*command, "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)],
+            env=variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until_served(f"http://127.0.0.1:{port}", [server], [log])
+        body = json.dumps({"model": str(models["decoder"]), "data": {"texts": [WORDS, "hello", "hello"]}}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/pooling", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.loads(answer.read())["data"] == {"texts": 3, "dimensions": [64, 64, 64]}
+    finally:
+        server.terminate()
+        server.wait(30)
+    assert "layers through fl_dispatch" in log.read_text()
 
 
 # -- classes and scores -----------------------------------------------------------------------------------------------

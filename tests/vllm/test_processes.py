@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from engines import OTHER_HOSTS, Runs, ran, start, start_data_parallel, start_on_ray
+
+from sampling import drawn
 
 RAY = Path(__file__).parents[2] / ".venv-hosts/ray"
 WITH_RAY = ["ray"] if "Ray" in OTHER_HOSTS and RAY.exists() else []
@@ -18,6 +21,16 @@ METHODS = ("spawn", "fork")
 COLD = "tensor-spawn"
 """Its processes are really started, as a user's."""
 CASES = [f"{shape}-{method}" for shape in SHAPES for method in METHODS]
+MORE = {
+    "four ranks": {"tensor_parallel_size": 4},  # more than there are heads of keys
+    "three stages": {"pipeline_parallel_size": 3},
+    "two stages of two ranks": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+"""More than two ranks of a kind, or of both."""
+DRAWN = drawn(tuple(MORE), 1, "more than two ranks")
+OVER_LOOPBACK, ABSENT = "tensor-fork", "absent0"
+"""The case whose ranks meet over the interface ``lo``; the name of an interface that no machine has."""
+FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_FL_PREFER": "reference"}
 RULES = [f"rms_norm@model.layers.{number}.*" for number in (0, LAYERS - 1, LAYERS)]
 """Rules for a layer of the first stage, of the last one, of none."""
 OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
@@ -32,6 +45,8 @@ def runs(checkpoint: Callable[[str], Path]) -> Runs:
     def share(case: str) -> Future[dict[str, Any]]:
         shape, _, method = case.partition("-")
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "VLLM_FL_PREFER": "reference"}
+        if case == OVER_LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
         rules = {"VLLM_FL_PER_OP": ";".join(f"{rule}=reference" for rule in RULES)} if shape == "pipeline" else {}
         return start(model, engine=SHAPES[shape], variables={**variables, **rules}, cold=case == COLD)
 
@@ -39,6 +54,8 @@ def runs(checkpoint: Callable[[str], Path]) -> Runs:
         {
             **{case: share(case) for case in CASES},
             "data": start_data_parallel(model),
+            **{case: start(model, engine=MORE[case], variables=FORK) for case in DRAWN},
+            ABSENT: start(model, engine=SHAPES["tensor"], variables={**FORK, "GLOO_SOCKET_IFNAME": ABSENT}),
             "experts": start_data_parallel(checkpoint("qwen3_moe"), enable_expert_parallel=True),
             **{case: start_on_ray(model, RAY, **ON_RAY) for case in WITH_RAY},
         }
@@ -61,6 +78,24 @@ def test_each_worker_is_a_process_and_runs_every_operator_of_ours(case: str, run
         assert {key.split(" ")[0] for key in report["counts"]} == OPERATORS
         assert report["native_layers"] == {}
         assert report["failed"] == {}
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_more_than_two_ranks_give_the_same_tokens(
+    case: str, runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    reports, shape = runs[case]["reports"], MORE[case]
+    assert runs[case]["steps"][0]["tokens"] == expected("qwen3")
+    assert len({report["pid"] for report in reports}) == math.prod(shape.values())
+    assert all({key.split(" ")[0] for key in report["counts"]} == OPERATORS for report in reports)
+
+
+def test_ranks_meet_over_the_interface_that_gloos_variable_names(
+    runs: Runs, expected: Callable[[str], list[list[int]]]
+) -> None:
+    assert runs[OVER_LOOPBACK]["steps"][0]["tokens"] == expected("qwen3")
+    with pytest.raises(AssertionError, match=ABSENT):
+        runs[ABSENT]
 
 
 @pytest.mark.parametrize("method", METHODS)

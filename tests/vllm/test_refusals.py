@@ -17,7 +17,15 @@ import pytest
 import torch
 
 import architectures
-from fl_dispatch import ConfigError, SelectionPolicy, policy_context
+from fl_dispatch import (
+    BackendImplKind,
+    ConfigError,
+    OpImpl,
+    SelectionPolicy,
+    get_default_manager,
+    policy_context,
+    reset_default_manager,
+)
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.devices import CPU
 from fl_dispatch.devices.cuda import CUDA
@@ -148,6 +156,32 @@ def test_an_unsupported_feature_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {named} on cpu yet (model ")):
         configure(family, **arguments)
+
+
+def test_the_host_itself_refuses_balanced_experts_by_the_platforms_name(configure: Callable[..., Any]) -> None:
+    sharded = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    assert configure("qwen3_moe", **sharded).parallel_config.enable_expert_parallel
+    only = "Expert parallelism load balancing is only supported on CUDA devices or ROCm devices or XPU devices now."
+    with pytest.raises(ValueError, match=re.escape(only)):
+        configure("qwen3_moe", **sharded, enable_eplb=True)
+
+
+def test_batch_invariance_is_refused_until_an_attention_declares_it(configure: Callable[..., Any]) -> None:
+    vllm_config = configure()
+    nobody = "VLLM_BATCH_INVARIANT=1 (no implementation of attention declares batch_invariant) on cpu yet (model "
+    declared = OpImpl(
+        "attention_backend", "vendor.exact", BackendImplKind.VENDOR, lambda use_mla=False: "nowhere.Attention", "exact",
+        properties={"batch_invariant": True},
+    )  # fmt: skip
+    with policy_context(SelectionPolicy(batch_invariant=True)):
+        with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {nobody}")):
+            refusals.refuse_unsupported(vllm_config, CPU)
+        get_default_manager().registry.register_many([declared])
+        try:
+            with pytest.raises(ValueError, match=r"'vendor\.exact' of 'attention_backend' names 'nowhere\.Attention'"):
+                refusals.refuse_unsupported(vllm_config, CPU)
+        finally:
+            reset_default_manager()
 
 
 def test_drafts_of_a_model_are_refused_in_the_v1_runner(

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment, expected_tokens, serve_command
+from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment, expected_tokens, serve_command, wait_until_served
 
 import variants
 from processes import free_port
 
 openai = pytest.importorskip("openai")
-READY_WITHIN = 240.0
 KEY = "open-sesame"
 
 
@@ -122,7 +120,7 @@ def client(
             stderr=subprocess.STDOUT,
         )
         try:
-            _wait(f"http://127.0.0.1:{port}/health", server, log)
+            wait_until_served(f"http://127.0.0.1:{port}", [server], [log])
             yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY)
         finally:
             server.send_signal(signal.SIGINT)
@@ -130,19 +128,6 @@ def client(
                 server.wait(30)
             except subprocess.TimeoutExpired:
                 server.kill()
-
-
-def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_WITHIN
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-4000:]}")
 
 
 ASK: dict[str, Any] = {

@@ -1,0 +1,65 @@
+"""TRL's GRPO with an engine of ours in the trainer's process: the reward rises, awake and with sleep mode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import HOSTS, OTHER_HOSTS, Runs, environment, ran, start_script
+
+import variants
+from processes import free_port
+from sampling import drawn
+
+TRL = HOSTS / "trl/site-packages"
+STEPS = 6
+SLEEPS = {"awake": False, "asleep": True}
+DRAWN = drawn(tuple(SLEEPS), 1, "TRL")
+
+pytestmark = [
+    pytest.mark.skipif("TRL" not in OTHER_HOSTS, reason="another of the hosts that make hosts brings was drawn"),
+    pytest.mark.skipif(not TRL.exists(), reason="TRL is not installed: make hosts"),
+]
+
+
+def _flatten(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Logits a fiftieth as far apart, so that completions differ and there is something to learn from."""
+    return tensor * 0.02 if name == "model.norm.weight" else tensor
+
+
+@pytest.fixture(scope="module")
+def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    path, folder = os.pathsep.join((str(TRL), environment()["PYTHONPATH"])), tmp_path_factory.mktemp("trl")
+    unsure = variants.changed(checkpoint("qwen3"), folder / "unsure", _flatten)
+
+    def train(case: str) -> Future[dict[str, Any]]:
+        job = {"model": str(unsure), "output": str(folder / case), "steps": STEPS, "sleep": SLEEPS[case]}
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # else all processes take one port
+        return start_script("run_trl.py", job, cold=True, PYTHONPATH=path, **meet)
+
+    return Runs({case: train(case) for case in DRAWN})
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_the_reward_rises(case: str, results: Mapping[str, Any]) -> None:
+    rewards = results[case]["rewards"]
+    assert len(rewards) == STEPS
+    assert rewards[-1] > rewards[0] + 0.2
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_the_engine_has_the_trainers_weights_and_our_operators(case: str, results: Mapping[str, Any]) -> None:
+    """In bfloat16 log-probabilities are near the trainer's in float32; of old weights they are far away."""
+    assert max(results[case]["apart"]) < 0.1
+    assert ran(results[case], "paged_attention")
+    assert results[case]["report"]["native_layers"] == {}
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_an_engine_that_sleeps_has_given_its_weights_back(case: str, results: Mapping[str, Any]) -> None:
+    assert (results[case]["weights"] == 0) == SLEEPS[case]
