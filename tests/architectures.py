@@ -110,6 +110,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             **_MAMBA,
             **_EXPERTS,
             "mamba_n_groups": 1,
+            "mamba_d_state": 8,
             "num_hidden_layers": 4,
             "layer_types": 2 * ["mamba", "attention"],
             "shared_intermediate_size": 96,

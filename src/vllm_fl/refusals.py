@@ -102,6 +102,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
+        (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
     ]
 
 
@@ -115,6 +116,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (device.accelerator, "drafts of a model"),
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
+        (_has_states(draft), "a draft whose layers keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
 
@@ -134,7 +136,7 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
     return [
         (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
         *_quantization_features(model),
-        (_has_states(model) and not _serves_states(model, device), "state-space and linear-attention layers"),
+        (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
             models.is_unbalanced(model),
