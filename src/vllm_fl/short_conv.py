@@ -47,10 +47,11 @@ class ShortConvLayer(StateLayer):
         x, inputs, weight, bias = before * x, self.fl_inputs(), self.conv.weight.squeeze(1), self.conv.bias
         parts = []
         if step.num_decodes:
-            own = step.state_indices_tensor_d[:, 0]
+            own = step.state_indices_tensor_d[:, 0].contiguous()
             parts.append(self.fl_convolve_token(x[:single], weight, bias, inputs, own, "none"))
         if step.num_prefills:
-            own, starts, has_state = step.state_indices_tensor_p, step.query_start_loc_p, step.has_initial_states_p
+            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
+            has_state = step.has_initial_states_p
             parts.append(self.fl_convolve(x[single:], weight, bias, inputs, own, starts, has_state, "none"))
         output[:tokens] = self.out_proj(behind * torch.cat(parts))[0]
         output[tokens:].zero_()

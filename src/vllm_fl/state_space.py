@@ -74,16 +74,12 @@ class StateSpaceLayer(StateLayer):
         inputs, states = self.fl_inputs(), self.kv_cache[1]
         weight, bias, activation = self.conv1d.weight.squeeze(1), self.conv1d.bias, activation_of(self.activation)
         if step.num_decodes:
-            own = step.state_indices_tensor_d[:, 0]
+            own = step.state_indices_tensor_d[:, 0].contiguous()
             x = self.fl_convolve_token(mixed[:single], weight, bias, inputs, own, activation)
             output[:single] = self.fl_update(*self._fl_operands(x, dt[:single]), states, own).flatten(1)
         if step.num_prefills:
-            own, starts, has_state = (
-                step.state_indices_tensor_p,
-                step.query_start_loc_p,
-                step.has_initial_states_p,
-            )
-            rows = slice(single, tokens)
+            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
+            has_state, rows = step.has_initial_states_p, slice(single, tokens)
             x = self.fl_convolve(mixed[rows], weight, bias, inputs, own, starts, has_state, activation)
             operands = self._fl_operands(x, dt[rows])
             output[rows] = self.fl_scan(*operands, states, own, starts, has_state).flatten(1)
@@ -92,16 +88,8 @@ class StateSpaceLayer(StateLayer):
         """The operands before the states: a convolution's channels are those of the heads, and of both groups."""
         keys = self.groups_ssm_state_size // self.tp_size
         tokens, b, c = x.split((self.tped_intermediate_size, keys, keys), dim=1)
-        by_group = -1, self.ssm_state_size
-        parameters = self.D, self.dt_bias
-        return (
-            tokens.unflatten(1, (-1, self.head_dim)),
-            dt,
-            self.A,
-            b.unflatten(1, by_group),
-            c.unflatten(1, by_group),
-            *parameters,
-        )
+        b, c = (part.unflatten(1, (-1, self.ssm_state_size)) for part in (b, c))
+        return tokens.unflatten(1, (-1, self.head_dim)), dt, self.A, b, c, self.D, self.dt_bias
 
 
 class StateSpaceNormLayer(DispatchedLayer):

@@ -259,7 +259,9 @@ def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some
     ("family", "layer"),
     [("qwen3_5", "QwenGatedDeltaNetAttention"), ("granitemoehybrid", "MambaMixer2"), ("lfm2", "ShortConv")],
 )
-@pytest.mark.parametrize("names", ["rms_norm,fused_moe,topk_softmax", "rms_norm_gated,RMSNormGated,MoERunner,fused_moe"])
+@pytest.mark.parametrize(
+    "names", ["rms_norm,fused_moe,topk_softmax", "rms_norm_gated,RMSNormGated,MoERunner,fused_moe"]
+)
 def test_a_list_that_leaves_out_layers_with_a_state_is_refused_for_a_model_that_has_some(
     names: str, family: str, layer: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,9 +27,7 @@ MISTAKES = {
         *((operator, "vendor.forgetful") for operator in state_space.OPERATORS),
         ("selective_state_update@model.layers.2.mamba", "vendor.wrong"),
     ],
-    CONVOLUTIONS: [
-        (operator, f"vendor.{how}") for operator in short_conv.OPERATORS for how in ("wrong", "forgetful")
-    ],
+    CONVOLUTIONS: [(operator, f"vendor.{how}") for operator in short_conv.OPERATORS for how in ("wrong", "forgetful")],
 }
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"enforce_eager": False},

@@ -19,9 +19,7 @@ class _StateSpaces(States):
     def rows(
         self, rows: int, heads: tuple[int, int], dims: tuple[int, int], bare: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """``x``, ``b`` and ``c``, cut out of one product, the step, and a head's parameters; ``bare``: without those
-        that may be missing.
-        """  # fmt: skip
+        """The operands before the states: ``x``, ``b`` and ``c`` are cut out of one product."""
         (count, groups), (head_dim, state_size) = heads, dims
         values, keys = count * head_dim, groups * state_size
         x, b, c = torch.tensor_split(self.normal(rows, values + 2 * keys), (values, values + keys), dim=1)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
-from .cpu import CpuAttentionBackend, CpuBackend, CpuProductsBackend, CpuRecurrentBackend, CpuStateSpaceBackend, OneDnnBackend
+from .cpu import (
+    CpuAttentionBackend,
+    CpuBackend,
+    CpuProductsBackend,
+    CpuRecurrentBackend,
+    CpuStateSpaceBackend,
+    OneDnnBackend,
+)
 from .impl import activation, attention, normalization, quantization, recurrent, rotary, state_space
 
 

@@ -107,7 +107,7 @@ def selective_state_update(
     """See :data:`fl_dispatch.ops.state_space.selective_state_update`."""
     _, heads, head_dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype)
-    slots = state_indices[:, None]
+    slots = state_indices.contiguous()[:, None]
     torch.ops._C.selective_state_update_cpu(
         states,
         x.contiguous(),
