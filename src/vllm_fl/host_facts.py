@@ -58,7 +58,7 @@ READ = (
     HostFact(
         f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
         (
-            *("kv_cache", "conv1d", "A_log", "dt_bias", "prefix", "activation"),
+            *("kv_cache", "conv1d", "A_log", "dt_bias", "activation"),
             *("tp_size", "key_dim", "value_dim", "head_k_dim", "head_v_dim"),
         ),
         "reads",
@@ -69,7 +69,7 @@ READ = (
     HostFact(
         _MIXER,
         (
-            *("kv_cache", "conv1d", "A", "D", "dt_bias", "prefix", "activation", "tp_size", "head_dim"),
+            *("kv_cache", "conv1d", "A", "D", "dt_bias", "activation", "tp_size", "head_dim"),
             *("ssm_state_size", "groups_ssm_state_size"),
             *("tped_intermediate_size", "tped_conv_size", "tped_dt_size"),
         ),
@@ -88,11 +88,22 @@ READ = (
     ),
     HostFact(
         _SHORT_CONV,
-        ("kv_cache", "conv", "in_proj", "out_proj", "prefix"),
+        ("conv", "in_proj", "out_proj"),
         "reads",
         "short_conv",
         "The layer's weights and state.",
         since="0.32",
+    ),
+    *(
+        HostFact(
+            owner,
+            ("kv_cache", "prefix"),
+            "reads",
+            "states",
+            "The layer's states, and the name by which it finds a step's batch.",
+            since="0.32",
+        )
+        for owner in (f"{_DELTA_NET}:QwenGatedDeltaNetAttention", _MIXER, _SHORT_CONV)
     ),
     HostFact(
         "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",

@@ -52,7 +52,7 @@ class StateSpaceLayer(StateLayer):
         """vLLM's, but for states that a step would have to put aside in the midst of a prompt: it ends there."""
         from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-        return MambaBase.get_kv_cache_spec(self, vllm_config)  # type: ignore[arg-type]
+        return MambaBase.get_kv_cache_spec(self, vllm_config)
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         """Fill ``output`` ``[tokens, heads * head_dim]`` as far as the step has tokens, and with zeros behind them.
