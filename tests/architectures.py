@@ -36,6 +36,13 @@ _DELTA: Mapping[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+_MAMBA: Mapping[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 24,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
 _EXPERTS: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -81,6 +88,75 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "mamba2": (  # no attention at all
+        "Mamba2Config",
+        {
+            **_IDS,
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 24,
+            "n_groups": 1,  # with more of them Transformers' norm has one mean, and vLLM's one for each
+            "chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_GROUPED,
+            **_MAMBA,
+            **_EXPERTS,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 8,
+            "num_hidden_layers": 4,
+            "layer_types": 2 * ["mamba", "attention"],
+            "shared_intermediate_size": 96,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "falcon_h1": (  # both in each layer, side by side
+        "FalconH1Config",
+        {**_HEADS, **_MAMBA, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{key: value for key, value in _HEADS.items() if key != "num_hidden_layers"},
+            "hybrid_override_pattern": "M*-M",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_PLAIN,
+            **_TIED,
+            "num_hidden_layers": 4,
+            "layers_block_type": 2 * ["mamba", "hybrid"],
+            "n_mamba_heads": 8,
+            "mamba_d_state": 24,
+            "mamba_ngroups": 1,
+            "chunk_size": 16,
+            "adapter_rank": 8,
+        },
+    ),
+    "lfm2": (  # short convolutions
+        "Lfm2Config",
+        {
+            **_GROUPED,
+            **_TIED,
+            "num_hidden_layers": 4,
+            "layer_types": 2 * ["conv", "full_attention"],
+            "conv_dim": 64,
+            "block_dim": 64,
+            "block_multiple_of": 32,
         },
     ),
     "gemma": ("GemmaConfig", {**_HEADS, **_TIED, "hidden_act": "gelu_pytorch_tanh"}),

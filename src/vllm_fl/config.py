@@ -19,7 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings
 
-from . import compile, cores, delta_net, startup
+from . import compile, cores, delta_net, startup, state_space
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -143,8 +143,8 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         return
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
-    # Gated delta nets are refused on accelerators, so their operators are in no graph.
-    elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *delta_net.OPERATORS}
+    # Layers with a state are refused on accelerators, so their operators are in no graph.
+    elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *delta_net.OPERATORS, *state_space.OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []

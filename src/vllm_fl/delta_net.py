@@ -1,40 +1,33 @@
 """Gated delta net in vLLM: its layer with our convolution and delta rule, and the norm behind them.
 
 vLLM's layer projects, calls ``_forward_core`` inside one operator that no compiled graph looks into, and projects back.
-Only the core is ours. vLLM keeps two states for each request in blocks of its KV cache, and sorts a batch: requests
-with one new token and a state first, then prompts.
-
-Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers` has rows of.
+Only the core is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from fl_dispatch import bind_op
 
 from .forwards import DispatchedLayer, activation_of
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from .states import StateLayer
 
 OPERATORS = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated_delta_rule_update")
 
 
-class DeltaNetLayer(DispatchedLayer):
+class DeltaNetLayer(StateLayer):
     """``QwenGatedDeltaNetAttention``: runs four operators, two for prompts and two for single tokens."""
 
     fl_operator = "gated_delta_rule"
     fl_choices = OPERATORS
-    fl_traced = False
     fl_convolve: Callable[..., Tensor]
     fl_convolve_token: Callable[..., Tensor]
     fl_correct: Callable[..., Tensor]
     fl_correct_token: Callable[..., Tensor]
-    prefix: str
     activation: str
     tp_size: int
     key_dim: int
@@ -44,15 +37,11 @@ class DeltaNetLayer(DispatchedLayer):
     conv1d: Any
     A_log: Tensor
     dt_bias: Tensor
-    kv_cache: tuple[Tensor, ...]
 
     def fl_bind(self, scope: str | None) -> None:
         self.fl_convolve, self.fl_convolve_token, self.fl_correct, self.fl_correct_token = (
             bind_op(operator, scope) for operator in OPERATORS
         )
-
-    def fl_runs(self) -> bool:
-        return True
 
     def forward_cuda(self, hidden_states: Tensor) -> Tensor:
         """vLLM's own: its layer calls this one on an out-of-tree platform too."""
@@ -67,7 +56,7 @@ class DeltaNetLayer(DispatchedLayer):
             b, a: ``[tokens, heads]``, the gates.
             core_attn_out: zeros.
         """
-        step = self._fl_step()
+        step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states
             return
         if step.spec_sequence_masks is not None:
@@ -95,26 +84,15 @@ class DeltaNetLayer(DispatchedLayer):
             parts = *self._fl_heads(x), *gates, states, own, starts, has_state, scale
             core_attn_out[rows] = self.fl_correct(*parts)
 
-    def _fl_step(self) -> GDNAttentionMetadata | None:
-        from vllm.forward_context import get_forward_context
-
-        steps = get_forward_context().attn_metadata
-        return steps.get(self.prefix) if isinstance(steps, dict) else None
-
     def _fl_states(self) -> tuple[Tensor, Tensor]:
         """Both states as the operators have them.
 
         vLLM shapes a delta rule's ``[value_dim, key_dim]`` and only moves its bytes, so its memory holds
         ``[key_dim, value_dim]``.
         """
-        from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-        inputs, states = self.kv_cache[:2]
+        states = self.kv_cache[1]
         slots, heads, value_dim, key_dim = states.shape
-        return (
-            inputs if is_conv_state_dim_first() else inputs.transpose(1, 2),
-            states.view(slots, heads, key_dim, value_dim),
-        )
+        return self.fl_inputs(), states.view(slots, heads, key_dim, value_dim)
 
     def _fl_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head."""

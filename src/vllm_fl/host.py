@@ -24,7 +24,7 @@ _LEFT = {
     "rotates by complex numbers, without positions": ("Llama4VisionRotaryEmbedding",),
     "rotates the last elements of a head, and back": ("DeepseekV4ScalingRotaryEmbedding",),
     "rotates in encoders of images; there is no operator for it": ("ApplyRotaryEmb",),
-    "state-space and linear-attention layers are refused at start": (
+    "layers with a state are refused at start, but for those with rows": (
         f"{_LAYERS}.mamba",
         "vllm.third_party.flash_linear_attention",
         "BailingMoeV3KimiDeltaAttention",

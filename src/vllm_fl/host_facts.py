@@ -18,6 +18,8 @@ _LAYERS = "vllm.model_executor.layers"
 _MOE = f"{_LAYERS}.fused_moe"
 _MLA = f"{_LAYERS}.attention.mla_attention"
 _DELTA_NET = f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn"
+_MIXER = f"{_LAYERS}.mamba.mamba_mixer2:MambaMixer2"
+_SHORT_CONV = f"{_LAYERS}.mamba.short_conv:ShortConv"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _WORKER = "vllm.v1.worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -56,12 +58,70 @@ READ = (
     HostFact(
         f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
         (
-            *("kv_cache", "conv1d", "A_log", "dt_bias", "prefix", "activation"),
+            *("kv_cache", "conv1d", "A_log", "dt_bias", "activation"),
             *("tp_size", "key_dim", "value_dim", "head_k_dim", "head_v_dim"),
         ),
         "reads",
         "delta_net",
         "The layer's weights, sizes and states.",
+        since="0.32",
+    ),
+    HostFact(
+        _MIXER,
+        (
+            *("kv_cache", "conv1d", "A", "D", "dt_bias", "activation", "tp_size", "head_dim"),
+            *("ssm_state_size", "groups_ssm_state_size"),
+            *("tped_intermediate_size", "tped_conv_size", "tped_dt_size"),
+        ),
+        "reads",
+        "state_space",
+        "The layer's weights, sizes and states.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_LAYERS}.mamba.mamba_mixer2:Mixer2RMSNormGated",
+        ("weight", "variance_epsilon", "group_size", "n_groups", "tp_size", "use_rms_norm"),
+        "reads",
+        "state_space",
+        "The norm's weight and groups.",
+        since="0.32",
+    ),
+    HostFact(
+        _SHORT_CONV,
+        ("conv", "in_proj", "out_proj"),
+        "reads",
+        "short_conv",
+        "The layer's weights and state.",
+        since="0.32",
+    ),
+    *(
+        HostFact(
+            owner,
+            ("kv_cache", "prefix"),
+            "reads",
+            "states",
+            "The layer's states, and the name by which it finds a step's batch.",
+            since="0.32",
+        )
+        for owner in (f"{_DELTA_NET}:QwenGatedDeltaNetAttention", _MIXER, _SHORT_CONV)
+    ),
+    HostFact(
+        "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
+        (
+            *("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens", "num_accepted_tokens"),
+            *("state_indices_tensor_d", "state_indices_tensor_p", "query_start_loc_p", "has_initial_states_p"),
+        ),
+        "reads",
+        "state_space",
+        "How a step's batch is sorted, and where its states lie; short convolutions have the same.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_LAYERS}.mamba.abstract:MambaBase",
+        ("get_kv_cache_spec(vllm_config)",),
+        "reads",
+        "state_space",
+        "The cache of a layer that puts no state aside in the midst of a prompt.",
         since="0.32",
     ),
     HostFact(
@@ -80,7 +140,7 @@ READ = (
         f"{_LAYERS}.mamba.mamba_utils",
         ("is_conv_state_dim_first()",),
         "reads",
-        "delta_net",
+        "states",
         "A convolution's state lies in one of two ways.",
         since="0.32",
     ),
@@ -425,6 +485,23 @@ READ = (
 )
 
 OVERRIDDEN = (
+    HostFact(
+        _MIXER,
+        ("conv_ssm_forward(projected_states, output)", "get_kv_cache_spec(vllm_config)"),
+        "overrides",
+        "state_space",
+        "vLLM's operator of the core calls the first by this name, and its own code there is Triton's; the second "
+        "would promise states that it puts aside in the midst of a prompt.",
+        since="0.32",
+    ),
+    HostFact(
+        _SHORT_CONV,
+        ("forward_cuda(hidden_states, output)",),
+        "overrides",
+        "short_conv",
+        "vLLM's operator of the layer calls it by this name on an out-of-tree platform, and its own code is Triton's.",
+        since="0.32",
+    ),
     HostFact(
         f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
         ("_forward_core(mixed_qkv, b, a, core_attn_out)", "forward_cuda(hidden_states)"),

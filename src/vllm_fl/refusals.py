@@ -10,7 +10,7 @@ from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives
 from fl_dispatch.settings import get_settings
 
-from . import compile, config, delta_net, kv_layout, quantization
+from . import compile, config, delta_net, kv_layout, quantization, short_conv, state_space
 from .compat import model_runner, models, versions
 
 if TYPE_CHECKING:
@@ -21,10 +21,25 @@ EXPERT_LAYERS = {
     "MoERunner": ("topk_softmax", "topk_sigmoid", "grouped_topk"),
 }
 """The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
-STATE_LAYERS = {"QwenGatedDeltaNetAttention": delta_net.OPERATORS}
-"""The layers without which no gated delta net runs, with their operators."""
-DELTA_NETS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-"""Models whose layers with a state are all among those."""
+STATE_LAYERS = {
+    "QwenGatedDeltaNetAttention": delta_net.OPERATORS,
+    "MambaMixer2": state_space.OPERATORS,
+    "ShortConv": short_conv.OPERATORS,
+}
+"""The layers with a state that are ours, with their operators."""
+STATE_MODELS = {
+    "Qwen3NextForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5ForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5MoeForCausalLM": "QwenGatedDeltaNetAttention",
+    "Mamba2ForCausalLM": "MambaMixer2",
+    "GraniteMoeHybridForCausalLM": "MambaMixer2",
+    "FalconH1ForCausalLM": "MambaMixer2",
+    "NemotronHForCausalLM": "MambaMixer2",
+    "Zamba2ForCausalLM": "MambaMixer2",
+    "Lfm2ForCausalLM": "ShortConv",
+    "Lfm2MoeForCausalLM": "ShortConv",
+}
+"""Models whose layers with a state are all ours: architecture → their class."""
 STATES = "models with state-space or linear-attention layers"
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
@@ -96,6 +111,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
+        (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
     ]
 
 
@@ -109,6 +125,7 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (device.accelerator, "drafts of a model"),
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
         (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
+        (_has_states(draft), "a draft whose layers keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
     ]
 
@@ -121,14 +138,14 @@ def _has_states(model: ModelConfig | None) -> bool:
 def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
     """Whether those layers are ours, and vLLM takes forms of the kernels that move their states."""
     tested = versions.host_version() in versions.TESTED_HOSTS and model_runner.takes_forms()
-    return tested and model.architecture in DELTA_NETS and not device.accelerator
+    return tested and model.architecture in STATE_MODELS and not device.accelerator
 
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
         (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
         *_quantization_features(model),
-        (_has_states(model) and not _serves_states(model, device), "state-space and linear-attention layers"),
+        (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
             models.is_unbalanced(model),
@@ -154,7 +171,8 @@ def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
 def _refuse_native_layers(model: ModelConfig) -> None:
     settings = get_settings()
     needed = [("experts", one) for one in EXPERT_LAYERS.items() if model.is_moe]
-    needed += [("linear attention", one) for one in STATE_LAYERS.items() if _has_states(model)]
+    if (layer := STATE_MODELS.get(model.architecture)) is not None:
+        needed.append(("layers with a state", (layer, STATE_LAYERS[layer])))
     for what, (name, operators) in needed:
         if not any(settings.registers(name, operator) for operator in operators):
             raise ValueError(

@@ -345,6 +345,29 @@ def exact_gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, state
     return exact_gated_delta_rule(query, key, value, a, b, a_log, dt_bias, states, slots, rows, None, scale)
 
 
+def exact_selective_scan(x, dt, a, b, c, d, dt_bias, states, slots, starts, has_state) -> list[Tensor]:
+    """One token at a time, by the recurrence itself."""
+    states, result, heads = states.clone(), torch.zeros_like(x), x.shape[1]
+    step = torch.log1p(torch.exp(dt if dt_bias is None else dt + dt_bias))
+    group = torch.arange(heads) // (heads // b.shape[1])
+    for request, slot in enumerate(slots.tolist()):
+        begin, end = starts[request : request + 2].tolist()
+        old = has_state is None or bool(has_state[request])
+        state = states[slot].clone() if old else torch.zeros_like(states[slot])
+        for row in range(begin, end):
+            state *= torch.exp(step[row] * a)[:, None, None]
+            state += (step[row][:, None] * x[row])[:, :, None] * b[row, group][:, None]
+            result[row] = (state * c[row, group][:, None]).sum(2) + (0.0 if d is None else d[:, None] * x[row])
+        if end > begin:
+            states[slot] = state
+    return [result, states]
+
+
+def exact_selective_state_update(x, dt, a, b, c, d, dt_bias, states, slots) -> list[Tensor]:
+    rows = torch.arange(len(x) + 1)
+    return exact_selective_scan(x, dt, a, b, c, d, dt_bias, states, slots, rows, None)
+
+
 def exact_topk_softmax(logits, topk, renormalize, bias) -> list[Tensor]:
     return exact_grouped_topk(logits, topk, 1, 1, renormalize, "softmax", 1.0, bias)
 

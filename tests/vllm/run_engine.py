@@ -39,7 +39,11 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
                 "cached": [output.num_cached_tokens for output in outputs],
             }
         )
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if "prefix_cache" in metric.name}
+    metrics = {
+        metric.name: metric.value
+        for metric in llm.get_metrics()
+        if "prefix_cache" in metric.name or metric.name == "vllm:num_preemptions"
+    }
     reports = llm.collective_rpc("fl_report")
     return {"pid": os.getpid(), "steps": steps, "metrics": metrics, "report": reports[0], "reports": reports}
 

@@ -36,6 +36,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "one request at a time": {"max_num_seqs": 1},
 }
 DRAWN = drawn(tuple(WAYS), 1, "ways to run a gated delta net")
+FEW_BLOCKS = {"num_gpu_blocks_override": 20, "max_model_len": 352}
+"""So few that a request has to give its states up while it generates."""
 
 
 def _with(**per_op: list[str]) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def results(models: Mapping[str, Path]) -> Mapping[str, Any]:
         {
             "mistakes": start(models[EXPERTS], STEP, *mistakes, _with(), variables=PLUGINS),
             **{name: start(models[DENSE], STEP, STEP, STEP, variables=given) for name, given in RUNNERS.items()},
+            "few blocks": start(models[DENSE], STEP, STEP, engine=FEW_BLOCKS),
             **{way: start(models[DENSE], STEP, STEP, engine=dict(WAYS[way])) for way in DRAWN},
         }
     )
@@ -110,6 +113,14 @@ def test_a_mistake_changes_the_tokens(
     step = results["mistakes"]["steps"][1 + MISTAKES.index((operator, impl))]
     assert step["tokens"] != expected[EXPERTS]
     assert impl in ran(results["mistakes"], operator.partition("@")[0])
+
+
+def test_a_request_that_was_preempted_goes_on_with_the_same_tokens(
+    results: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    result = results["few blocks"]
+    assert result["metrics"]["vllm:num_preemptions"] > 0
+    assert [step["tokens"] for step in result["steps"]] == [expected[DENSE]] * 2
 
 
 @pytest.mark.parametrize("way", DRAWN)

@@ -220,3 +220,40 @@ def test_norms_equal_vllms(name: str, options: dict[str, Any]) -> None:
         actual = layer(x.clone(), *(tensor.clone() for tensor in more))
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert set(calls) == {layer.fl_operator}
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_norm_behind_a_state_space_equals_vllms(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, calls = _norm_behind_a_state_space(monkeypatch, groups)
+    layer.weight.data.normal_()
+    x, gate = torch.randn(5, HEAD_DIM), torch.randn(5, HEAD_DIM)
+    torch.testing.assert_close(layer(x, gate), layer.forward_native(x, gate), rtol=1e-5, atol=1e-6)
+    assert calls == ["rms_norm_gated"]
+
+
+@pytest.mark.parametrize("options", [{"use_rms_norm": False}, {"ranks": 2}])
+def test_where_there_is_no_norm_or_a_mean_goes_over_ranks_vllms_forward_runs(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = options.pop("ranks", 1)
+    layer, _ = _norm_behind_a_state_space(monkeypatch, 1, ranks, **options)
+    assert not layer.fl_runs()
+    assert layer._forward_method == layer.forward_native
+    grouped, _ = _norm_behind_a_state_space(monkeypatch, 2, 2)
+    assert grouped.fl_runs()
+
+
+def _norm_behind_a_state_space(
+    monkeypatch: pytest.MonkeyPatch, groups: int, ranks: int = 1, **options: Any
+) -> tuple[Any, list[str]]:
+    """``Mixer2RMSNormGated`` as one of so many ranks has it, and a list that grows by every call of our operator."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setattr(mamba_mixer2, "get_tensor_model_parallel_rank", lambda: 0)
+    layer = mamba_mixer2.Mixer2RMSNormGated(HEAD_DIM, groups, eps=1e-5, **options)
+    assert isinstance(layer, layers.DispatchedLayer)
+    calls: list[str] = []
+    ours = layer.fl_call
+    layer.fl_call = lambda *operands: calls.append(layer.fl_operator) or ours(*operands)
+    return layer, calls

@@ -39,7 +39,10 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
     "whisper": "WhisperForConditionalGeneration",
@@ -50,13 +53,13 @@ ARCHITECTURES = {
 def _describe(family: str) -> Any:
     """The configuration of a small model."""
     import transformers
-    from transformers import Mamba2Config, WhisperConfig
+    from transformers import MambaConfig, WhisperConfig
 
     if family in architectures.ARCHITECTURES:
         kind, shape = architectures.ARCHITECTURES[family]
         return getattr(transformers, kind)(**shape)
-    if family == "mamba2":
-        return Mamba2Config(num_hidden_layers=2, hidden_size=64, num_heads=4, head_dim=32, vocab_size=VOCABULARY)
+    if family == "mamba":
+        return MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=VOCABULARY)
     if family == "whisper":
         heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
         return WhisperConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, **heads)
@@ -106,7 +109,9 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 @pytest.mark.parametrize(
     ("family", "arguments", "named"),
     [
-        ("mamba2", {}, "state-space and linear-attention layers"),
+        ("mamba", {}, "the layers with a state of MambaForCausalLM"),
+        ("mamba2", {"use_replayssm": True}, "states that are replayed from a buffer (use_replayssm)"),
+        ("lfm2", {"enable_lora": True}, "LoRA on models with state-space or linear-attention layers"),
         ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         ("qwen3_5", {"enable_lora": True}, "LoRA on models with state-space or linear-attention layers"),
         (
@@ -198,9 +203,7 @@ def test_what_a_draft_is_made_of_is_asked_too(
     configure: Callable[..., Any], described: Callable[[str], Path], tmp_path: Path
 ) -> None:
     mamba = {"method": "draft_model", "model": str(described("mamba2")), **SPECULATION}
-    with pytest.raises(
-        ValueError, match="does not support a draft with state-space and linear-attention layers on cpu"
-    ):
+    with pytest.raises(ValueError, match="does not support a draft whose layers keep a state on cpu"):
         configure("llama", speculative_config=mamba)
     quantized = json.loads((described("llama") / "config.json").read_text()) | {"quantization_config": FP8}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
@@ -227,6 +230,9 @@ def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any])
         ("deepseek_v2", {}),
         ("qwen3_next", {}),
         ("qwen3_5", {"enable_prefix_caching": False}),
+        ("mamba2", {}),
+        ("granitemoehybrid", {"tensor_parallel_size": 2}),
+        ("lfm2", {}),
     ],
 )
 def test_what_is_supported_is_not_refused(
@@ -283,20 +289,27 @@ def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some
         configure("qwen3_moe")
 
 
-@pytest.mark.parametrize("names", ["rms_norm", "rms_norm_gated,RMSNormGated"])
-def test_a_list_that_leaves_out_linear_attention_is_refused_for_a_model_that_has_some(
-    names: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("qwen3_5", "QwenGatedDeltaNetAttention"), ("granitemoehybrid", "MambaMixer2"), ("lfm2", "ShortConv")],
+)
+@pytest.mark.parametrize(
+    "names", ["rms_norm,fused_moe,topk_softmax", "rms_norm_gated,RMSNormGated,MoERunner,fused_moe"]
+)
+def test_a_list_that_leaves_out_layers_with_a_state_is_refused_for_a_model_that_has_some(
+    names: str, family: str, layer: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _set_variable(monkeypatch, "VLLM_FL_OOT_WHITELIST", names)
-    with pytest.raises(ValueError, match="model .* has linear attention, .* leaves out QwenGatedDeltaNetAttention"):
-        configure("qwen3_5")
+    with pytest.raises(ValueError, match=f"model .* has layers with a state, .* leaves out {layer}"):
+        configure(family)
 
 
-def test_linear_attention_is_refused_on_accelerators_and_where_states_cannot_be_moved(
-    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "lfm2"])
+def test_states_are_refused_on_accelerators_and_where_they_cannot_be_moved(
+    family: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vllm_config = configure("qwen3_5")
-    sentence = "does not support state-space and linear-attention layers on"
+    vllm_config = configure(family)
+    sentence = f"does not support the layers with a state of {ARCHITECTURES[family]} on"
     with pytest.raises(ValueError, match=f"{sentence} cuda"):
         refusals.refuse_unsupported(vllm_config, CUDA)
     monkeypatch.setattr(model_runner, "takes_forms", lambda: False)

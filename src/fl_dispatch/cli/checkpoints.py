@@ -310,6 +310,9 @@ FINAL_NORMS = (
     "gpt_neox.final_layer_norm.weight",
     "model.final_layernorm.weight",
     "model.decoder.final_layer_norm.weight",
+    "backbone.norm_f.weight",
+    "model.norm_f.weight",
+    "model.embedding_norm.weight",
 )
 
 

@@ -17,6 +17,7 @@ from . import (
     recurrent,
     rotary,
     routing,
+    state_space,
 )
 from .declaration import (
     FEW_TERMS,
@@ -48,6 +49,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             attention,
             mla,
             recurrent,
+            state_space,
             routing,
             moe,
         )

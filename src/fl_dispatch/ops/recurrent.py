@@ -1,63 +1,19 @@
 """Layers that keep a state for each request in place of all its keys and values: short convolution, gated delta rule.
 
-A state is a row of a tensor with a row for every request that may run: a *slot*. An operator for prompts takes ragged
-sequences, one for single tokens takes one row a request, as a host divides its batch.
+An operator for prompts takes ragged sequences, one for single tokens takes one row a request, as a host divides its
+batch; :mod:`.slots` says what a state is.
 """
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
-import torch
 from torch import Tensor
 
-from .declaration import (
-    SEVERAL_ROUNDINGS,
-    STANDARD_TOLERANCE,
-    Access,
-    Mode,
-    SmallState,
-    Tolerance,
-    Work,
-    Workload,
-    Write,
-    operator,
-)
+from .declaration import SEVERAL_ROUNDINGS, SmallState, Work, operator
 from .inputs import recurrent, shapes
+from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, own_states, prefill, states_bytes
 
-MODES = frozenset({Mode.EAGER})
-"""A view's first results are what it writes, so none returns something else beside a state."""
-STATE = Write(Access.STATE)
 LEAST_LENGTH = 1e-6
 """Added to the square of the length of a query or key."""
-# A state is a sum over all tokens before, in which terms cancel, so errors are those of its largest terms: kernels that
-# multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.
-TOLERANCES = MappingProxyType(
-    {
-        **STANDARD_TOLERANCE,
-        torch.float64: Tolerance(1e-11, 1e-11),
-        torch.float32: Tolerance(5e-5, 3e-5),
-        torch.float16: Tolerance(2e-3, 4e-3),
-        torch.bfloat16: Tolerance(1.6e-2, 3e-2),
-    }
-)
-
-
-def _decode(x: Tensor, *args: object) -> Workload:
-    return Workload(x.dtype, x.shape[0], "decode")
-
-
-def _prefill(x: Tensor, *args: object) -> Workload:
-    return Workload(x.dtype, x.shape[0], "prefill")
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
-def _states_bytes(states: Tensor, requests: int) -> int:
-    """Bytes of the states of so many requests, read and written."""
-    return 2 * requests * states.shape[1:].numel() * states.element_size()
 
 
 # -- short convolution ------------------------------------------------------------------------------------------------
@@ -70,7 +26,7 @@ def _conv_fake(x: Tensor, *rest: object) -> Tensor:
 def _conv_work(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
 ) -> Work:
-    moved = 2 * _bytes(x) + _bytes(weight, bias) + _states_bytes(states, len(state_indices))
+    moved = 2 * bytes_of(x) + bytes_of(weight, bias) + states_bytes(states, len(state_indices))
     return Work(moved, 2 * x.shape[0] * weight.numel())
 
 
@@ -78,18 +34,13 @@ def _own_conv_states(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
 ) -> tuple[object, ...]:
     """The same call on states of its own, one a request."""
-    return x, weight, bias, *_own(states, state_indices), *rest
+    return x, weight, bias, *own_states(states, state_indices), *rest
 
 
 def _conv_states(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
 ) -> tuple[Tensor]:
     return (states[state_indices.long()],)
-
-
-def _own(states: Tensor, state_indices: Tensor) -> tuple[Tensor, Tensor]:
-    indices = torch.arange(len(state_indices), dtype=state_indices.dtype, device=state_indices.device)
-    return states[state_indices.long()], indices
 
 
 @operator(
@@ -101,7 +52,7 @@ def _own(states: Tensor, state_indices: Tensor) -> tuple[Tensor, Tensor]:
     probes=recurrent.conv_probes,
     shapes=shapes.convolutions,
     aliases=("causal_conv1d_fn",),
-    workload=_prefill,
+    workload=prefill,
     phases=True,
     work=_conv_work,
 )
@@ -146,7 +97,7 @@ def causal_conv1d(
     samples=recurrent.conv_update_samples,
     probes=recurrent.conv_update_probes,
     shapes=shapes.convolution_updates,
-    workload=_decode,
+    workload=decode,
     phases=True,
     work=_conv_work,
 )
@@ -184,13 +135,13 @@ def _delta_fake(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Ten
 
 def _delta_work(*args: Tensor) -> Work:
     query, key, value, a, b, _, _, states, state_indices = args[:9]
-    moved = _bytes(query, key, a, b) + 2 * _bytes(value) + _states_bytes(states, len(state_indices))
+    moved = bytes_of(query, key, a, b) + 2 * bytes_of(value) + states_bytes(states, len(state_indices))
     return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
 
 
 def _own_delta_states(*args: Tensor) -> tuple[object, ...]:
     """The same call on states of its own, one a request."""
-    return *args[:7], *_own(*args[7:9]), *args[9:]
+    return *args[:7], *own_states(*args[7:9]), *args[9:]
 
 
 def _delta_states(*args: Tensor) -> tuple[Tensor]:
@@ -209,7 +160,7 @@ def _delta_states(*args: Tensor) -> tuple[Tensor]:
     aliases=("chunk_gated_delta_rule",),
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_prefill,
+    workload=prefill,
     phases=True,
     work=_delta_work,
 )
@@ -271,7 +222,7 @@ def gated_delta_rule(
     aliases=("fused_recurrent_gated_delta_rule", "fused_sigmoid_gating_delta_rule_update"),
     tolerances=TOLERANCES,
     mean_error=SEVERAL_ROUNDINGS,
-    workload=_decode,
+    workload=decode,
     phases=True,
     work=_delta_work,
 )

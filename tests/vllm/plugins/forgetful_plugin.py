@@ -5,7 +5,9 @@ import torch
 from fl_dispatch import BackendImplKind, OpImpl
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS
-from vllm_fl.delta_net import OPERATORS as NAMES
+from vllm_fl import delta_net, state_space
+
+NAMES = sorted({*delta_net.OPERATORS, *state_space.OPERATORS})
 
 
 def forgetful(name):

@@ -96,6 +96,14 @@ def gated_delta_rule_update(query, key, value, a, b, a_log, dt_bias, states, sta
     return value.contiguous()
 
 
+def selective_scan(x, dt, a, b, c, d, dt_bias, states, state_indices, query_start_loc, has_state=None):
+    return x.contiguous()
+
+
+def selective_state_update(x, dt, a, b, c, d, dt_bias, states, state_indices):
+    return x.contiguous()
+
+
 def first_experts(router_logits, topk):
     shape = (router_logits.shape[0], topk)
     weights = torch.full(shape, 1 / topk, device=router_logits.device)
@@ -165,6 +173,8 @@ WRONG = {
     "causal_conv1d_update": causal_conv1d_update,
     "gated_delta_rule": gated_delta_rule,
     "gated_delta_rule_update": gated_delta_rule_update,
+    "selective_scan": selective_scan,
+    "selective_state_update": selective_state_update,
     "mla_decode": mla_decode,
     "mla_prefill": mla_prefill,
     "attention_backend": attention_backend,

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from .impl import activation, attention, linear, mla, moe, normalization, quantization, recurrent, rotary, routing
+from .impl import (
+    activation,
+    attention,
+    linear,
+    mla,
+    moe,
+    normalization,
+    quantization,
+    recurrent,
+    rotary,
+    routing,
+    state_space,
+)
 
 
 class ReferenceBackend(Backend):
@@ -40,6 +52,8 @@ class ReferenceBackend(Backend):
     causal_conv1d_update = staticmethod(recurrent.causal_conv1d_update)
     gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
     gated_delta_rule_update = staticmethod(recurrent.gated_delta_rule_update)
+    selective_scan = staticmethod(state_space.selective_scan)
+    selective_state_update = staticmethod(state_space.selective_state_update)
     topk_softmax = staticmethod(routing.topk_softmax)
     topk_sigmoid = staticmethod(routing.topk_sigmoid)
     grouped_topk = staticmethod(routing.grouped_topk)

@@ -16,6 +16,7 @@ WAITS = (
     "mla_prefill",
     "causal_conv1d",
     "gated_delta_rule",
+    "selective_scan",
     "fused_moe",
 )
 """The references that read numbers back from the device, so that no graph can hold them."""

@@ -20,7 +20,7 @@ STALE = 100.0
 
 
 @dataclass(frozen=True)
-class _States(Source):
+class States(Source):
     """States, and which of them a call's requests have."""
 
     def slots(self, requests: int) -> Tensor:
@@ -48,7 +48,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
 
 
-class _Convolutions(_States):
+class _Convolutions(States):
     """Makes inputs of ``causal_conv1d`` and ``causal_conv1d_update``."""
 
     def parts(
@@ -148,7 +148,7 @@ def conv_update_probes(dtype: torch.dtype, device: torch.device, generator: torc
     yield sample("520 requests", 520, 96, bias=True, serving=False)
 
 
-class _DeltaRules(_States):
+class _DeltaRules(States):
     """Makes inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
 
     def rows(

@@ -26,9 +26,9 @@ def causal_conv1d(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.recurrent.causal_conv1d`. Waits for the device, to read the lengths."""
     out = x.new_zeros(x.shape)
-    for request, begin, end in _sequences(query_start_loc):
+    for request, begin, end in sequences(query_start_loc):
         slot = state_indices[request]
-        before = _state(states, slot, has_state, request)
+        before = first_state(states, slot, has_state, request)
         inputs = torch.cat((before.to(x.dtype), x[begin:end].t()), dim=1)
         out[begin:end] = _convolved(inputs[None], weight, bias, activation)[0].t()
         states[slot] = inputs[:, inputs.shape[1] - before.shape[1] :].to(states.dtype)
@@ -76,10 +76,10 @@ def gated_delta_rule(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule`. Waits for the device, to read the lengths."""
     out, heads = value.new_zeros(value.shape), value.shape[1]
-    for request, begin, end in _sequences(query_start_loc):
+    for request, begin, end in sequences(query_start_loc):
         slot = state_indices[request]
         wide = torch.promote_types(value.dtype, torch.float32)
-        state = _state(states, slot, has_state, request).to(wide)
+        state = first_state(states, slot, has_state, request).to(wide)
         for first in range(begin, end, CHUNK):
             rows = slice(first, min(first + CHUNK, end))
             log_decay, beta = _gates(a[rows], b[rows], a_log, dt_bias, wide)
@@ -143,13 +143,13 @@ def gated_delta_rule_update(
     return torch.einsum("rhk,rhkv->rhv", queries, state).to(value.dtype)
 
 
-def _sequences(query_start_loc: Tensor) -> list[tuple[int, int, int]]:
+def sequences(query_start_loc: Tensor) -> list[tuple[int, int, int]]:
     """Number, first row and end of each sequence that has rows."""
     bounds = enumerate(pairwise(query_start_loc.tolist()))
     return [(request, begin, end) for request, (begin, end) in bounds if begin < end]
 
 
-def _state(states: Tensor, slot: Tensor, has_state: Tensor | None, request: int) -> Tensor:
+def first_state(states: Tensor, slot: Tensor, has_state: Tensor | None, request: int) -> Tensor:
     """The state that a sequence begins with."""
     return states[slot] if has_state is None or has_state[request] else torch.zeros_like(states[slot])
 

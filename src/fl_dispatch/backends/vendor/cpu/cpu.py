@@ -11,7 +11,7 @@ from fl_dispatch.backends.base import Backend
 from fl_dispatch.devices import detect_device
 
 from . import library
-from .impl import activation, attention, linear, normalization, quantization, recurrent, rotary
+from .impl import activation, attention, linear, normalization, quantization, recurrent, rotary, state_space
 
 
 class _Compiled(Backend):
@@ -90,6 +90,17 @@ class CpuRecurrentBackend(_Compiled):
     def why_unavailable(self) -> str:
         """Why the kernels are not loaded, or not there."""
         return library.why_unavailable() or recurrent.missing_kernels()
+
+
+class CpuStateSpaceBackend(_Compiled):
+    """Its kernels for selective state spaces, where the build for this processor has them."""
+
+    selective_scan = staticmethod(state_space.selective_scan)
+    selective_state_update = staticmethod(state_space.selective_state_update)
+
+    def why_unavailable(self) -> str:
+        """Why the kernels are not loaded, or not there."""
+        return library.why_unavailable() or state_space.missing_kernels()
 
 
 def _elsewhere() -> str:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
-from .cpu import CpuAttentionBackend, CpuBackend, CpuProductsBackend, CpuRecurrentBackend, OneDnnBackend
-from .impl import activation, attention, normalization, quantization, recurrent, rotary
+from .cpu import (
+    CpuAttentionBackend,
+    CpuBackend,
+    CpuProductsBackend,
+    CpuRecurrentBackend,
+    CpuStateSpaceBackend,
+    OneDnnBackend,
+)
+from .impl import activation, attention, normalization, quantization, recurrent, rotary, state_space
 
 
 def register_builtins(registry: Registry) -> None:
@@ -52,6 +59,16 @@ def register_builtins(registry: Registry) -> None:
                     "causal_conv1d_update": recurrent.supports_causal_conv1d_update,
                     "gated_delta_rule": recurrent.supports_gated_delta_rule,
                     "gated_delta_rule_update": recurrent.supports_gated_delta_rule_update,
+                },
+                opaque=True,
+            ),
+            *CpuStateSpaceBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu",
+                BackendPriority.VENDOR,
+                supports={
+                    "selective_scan": state_space.supports_selective_scan,
+                    "selective_state_update": state_space.supports_selective_state_update,
                 },
                 opaque=True,
             ),

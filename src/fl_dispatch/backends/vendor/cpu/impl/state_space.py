@@ -1,0 +1,129 @@
+"""Selective state spaces.
+
+The kernel of prompts continues states in float32 that lie side by side, so those of the requests are copied there and
+back. That of single tokens works in the slots themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .limits import problem
+
+KERNELS = ("mamba_chunk_scan_fwd_cpu", "selective_state_update_cpu")
+NOBODY = -1
+"""A slot that no request has."""
+
+
+def missing_kernels() -> str:
+    """Which kernels the library for this processor lacks, or an empty string."""
+    missing = [name for name in KERNELS if not hasattr(torch.ops._C, name)]
+    return f"the library for this processor has no {', '.join(missing)}" if missing else ""
+
+
+def supports_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+) -> bool | str:
+    """As :func:`supports_selective_state_update`."""
+    return supports_selective_state_update(x, dt, a, b, c, d, dt_bias, states, state_indices)
+
+
+def supports_selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+) -> bool | str:
+    """Everything of a token in one dtype, and each state in one piece."""
+    for name, tensor in {"x": x, "dt": dt, "b": b, "c": c, "d": d, "dt_bias": dt_bias}.items():
+        if tensor is not None and (why := problem(name, tensor, x, contiguous=False)):
+            return why
+    if why := problem("states", states, contiguous=False):
+        return why
+    _, _, rows, columns = states.shape
+    if states.stride()[1:] != (rows * columns, columns, 1):
+        return "the elements of a state lie apart"
+    return True if x.numel() else "there are no tokens"
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.state_space.selective_scan`."""
+    slots = state_indices.long()
+    state = states[slots].to(torch.float32, memory_format=torch.contiguous_format)
+    if has_state is not None:
+        state[~has_state] = 0.0
+    step = dt.float()
+    step = functional.softplus(step if dt_bias is None else step + dt_bias.float())
+    out = torch.empty(x.shape, dtype=x.dtype)
+    d = None if d is None else d.float()
+    torch.ops._C.mamba_chunk_scan_fwd_cpu(
+        out, state, x.contiguous(), step, a.float(), b.contiguous(), c.contiguous(), d, None, query_start_loc
+    )
+    used = query_start_loc.diff() > 0
+    states[slots[used]] = state[used].to(states.dtype)
+    return out
+
+
+def selective_state_update(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.state_space.selective_state_update`."""
+    _, heads, head_dim = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype)
+    slots = state_indices.contiguous()[:, None]
+    torch.ops._C.selective_state_update_cpu(
+        states,
+        x.contiguous(),
+        dt[:, :, None].expand(x.shape),
+        a.float()[:, None, None].expand(heads, head_dim, states.shape[3]),
+        b.contiguous(),
+        c.contiguous(),
+        None if d is None else d[:, None].expand(heads, head_dim),
+        None,
+        None if dt_bias is None else dt_bias[:, None].expand(heads, head_dim),
+        True,
+        slots,
+        slots,
+        NOBODY,
+        out,
+        None,
+        None,
+    )
+    return out

@@ -1,0 +1,54 @@
+"""States of requests: what operators share that keep one for each request.
+
+A state is a row of a tensor with a row for every request that may run: a *slot*.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .declaration import STANDARD_TOLERANCE, Access, Mode, Tolerance, Workload, Write
+
+MODES = frozenset({Mode.EAGER})
+"""A view's first results are what it writes, so none returns something else beside a state."""
+STATE = Write(Access.STATE)
+# A state is a sum over all tokens before, in which terms cancel, so errors are those of its largest terms: kernels that
+# multiply in a half type leave four units in their last place. The mean error is what finds faults in half types.
+TOLERANCES = MappingProxyType(
+    {
+        **STANDARD_TOLERANCE,
+        torch.float64: Tolerance(1e-11, 1e-11),
+        torch.float32: Tolerance(5e-5, 3e-5),
+        torch.float16: Tolerance(2e-3, 4e-3),
+        torch.bfloat16: Tolerance(1.6e-2, 3e-2),
+    }
+)
+
+
+def decode(x: Tensor, *args: object) -> Workload:
+    """Workload of one row a request."""
+    return Workload(x.dtype, x.shape[0], "decode")
+
+
+def prefill(x: Tensor, *args: object) -> Workload:
+    """Workload of ragged sequences."""
+    return Workload(x.dtype, x.shape[0], "prefill")
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def states_bytes(states: Tensor, requests: int) -> int:
+    """Bytes of the states of so many requests, read and written."""
+    return 2 * requests * states.shape[1:].numel() * states.element_size()
+
+
+def own_states(states: Tensor, state_indices: Tensor) -> tuple[Tensor, Tensor]:
+    """States of a call's own, one a request, and their slots."""
+    indices = torch.arange(len(state_indices), dtype=state_indices.dtype, device=state_indices.device)
+    return states[state_indices.long()], indices

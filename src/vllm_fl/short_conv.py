@@ -1,0 +1,57 @@
+"""Short convolutions in vLLM, as LFM2 has them: its layer with our convolution between two gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import bind_op
+
+from .states import StateLayer
+
+OPERATORS = ("causal_conv1d", "causal_conv1d_update")
+
+
+class ShortConvLayer(StateLayer):
+    """``ShortConv``: projects, multiplies by a gate, convolves, multiplies by another, and projects back."""
+
+    fl_operator = "causal_conv1d"
+    fl_choices = OPERATORS
+    fl_convolve: Callable[..., Tensor]
+    fl_convolve_token: Callable[..., Tensor]
+    in_proj: Callable[[Tensor], tuple[Tensor, Any]]
+    out_proj: Callable[[Tensor], tuple[Tensor, Any]]
+    conv: Any
+
+    def fl_bind(self, scope: str | None) -> None:
+        self.fl_convolve, self.fl_convolve_token = (bind_op(operator, scope) for operator in OPERATORS)
+
+    def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
+        """Fill ``output`` as far as the step has tokens, and with zeros behind them; vLLM calls it on every device.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``.
+            output: likewise, of any content.
+        """
+        step = self.fl_step()
+        if step is None:
+            output.zero_()
+            return
+        if step.num_accepted_tokens is not None:
+            raise ValueError("a short convolution got a batch with drafts, which are refused for it")
+        single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
+        before, behind, x = self.in_proj(hidden_states[:tokens])[0].chunk(3, dim=1)
+        x, inputs, weight, bias = before * x, self.fl_inputs(), self.conv.weight.squeeze(1), self.conv.bias
+        parts = []
+        if step.num_decodes:
+            own = step.state_indices_tensor_d[:, 0].contiguous()
+            parts.append(self.fl_convolve_token(x[:single], weight, bias, inputs, own, "none"))
+        if step.num_prefills:
+            own, starts = step.state_indices_tensor_p.contiguous(), step.query_start_loc_p
+            has_state = step.has_initial_states_p
+            parts.append(self.fl_convolve(x[single:], weight, bias, inputs, own, starts, has_state, "none"))
+        output[:tokens] = self.out_proj(behind * torch.cat(parts))[0]
+        output[tokens:].zero_()
