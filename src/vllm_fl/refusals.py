@@ -136,7 +136,6 @@ def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
     name = quantization.SERVED[model.quantization]
     return [
         (model.use_mla, f"latent attention quantized by '{name}'"),
-        (model.is_moe, f"experts quantized by '{name}'"),
         (_has_states(model), f"{STATES} quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]

@@ -14,6 +14,7 @@ from . import (
     moe,
     normalization,
     quantization,
+    quantized_moe,
     recurrent,
     rotary,
     routing,
@@ -50,6 +51,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             recurrent,
             routing,
             moe,
+            quantized_moe,
         )
         for declared in vars(module).values()
         if isinstance(declared, Operator)

@@ -17,6 +17,8 @@ WAITS = (
     "causal_conv1d",
     "gated_delta_rule",
     "fused_moe",
+    "scaled_moe",
+    "weight_only_moe",
 )
 """The references that read numbers back from the device, so that no graph can hold them."""
 
