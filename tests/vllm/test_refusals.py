@@ -127,7 +127,6 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
             {"all2all_backend": "deepep_v2"},
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
         ),
-        ("qwen3_moe", {"hf_overrides": {"quantization_config": FP8}}, "experts quantized by 'fp8'"),
         ("deepseek_v2", {"hf_overrides": {"quantization_config": FP8}}, "latent attention quantized by 'fp8'"),
         ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),

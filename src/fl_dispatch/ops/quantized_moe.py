@@ -76,7 +76,9 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
         yield source(kind, ", scales of the rows given", static=True)("9 tokens", 9, 8, 2, 64, 32)
     blocks = source(FP8, " in blocks of 128", block=128)
     yield blocks("17 tokens", 17, 8, 2, 256, 128)
-    yield source(FP8, " in blocks of 32", block=32)("short last ones, biases", 5, 4, 2, 72, 48, biases=True, serving=False)
+    yield source(FP8, " in blocks of 32", block=32)(
+        "short last ones, biases", 5, 4, 2, 72, 48, biases=True, serving=False
+    )
 
 
 @operator(
@@ -130,8 +132,8 @@ def scaled_moe(
         expert_map: as for ``fused_moe``.
         w13_bias: ``[local experts, rows of w13]``, floating point, or ``None``.
         w2_bias: ``[local experts, hidden]``, likewise.
-        x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None`` for one
-            for each row, or for ``block_size`` elements of it. Only without blocks.
+        x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None``, and
+            each row has one, or ``block_size`` elements of it. Only without blocks.
         x2_scale: of the second product's rows, likewise.
         block_size: as for ``scaled_linear``.
         out: as for ``fused_moe``.

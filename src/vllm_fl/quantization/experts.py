@@ -129,7 +129,8 @@ class Fp8Method(QuantizedMethod, fp8.Fp8MoEMethod):
     def __init__(self, quant_config: Any, moe: Any) -> None:
         block = quant_config.weight_block_size
         if block and block[0] != block[1]:
-            raise ValueError(f"vllm_fl does not support experts quantized by 'fp8' in blocks of {block[0]} x {block[1]} yet")
+            shape = f"{block[0]} x {block[1]}"
+            raise ValueError(f"vllm_fl does not support experts quantized by 'fp8' in blocks of {shape} yet")
         self.fl_begin(moe, experts.Fp8BlockExperts(block[0]) if block else experts.Fp8Experts())
         self.quant_config, self.weight_block_size, self.moe_block_shape = quant_config, block, block
         self.block_quant, self.weight_scale_refine = block is not None, None
@@ -182,7 +183,7 @@ class AWQMethod(QuantizedMethod, auto_awq.AutoAWQMoEMethod):
     """``awq``, with zero points."""
 
     def __init__(self, quant_config: Any, moe: Any) -> None:
-        if quant_config.weight_bits != 4 or not quant_config.zero_point:
-            raise ValueError("vllm_fl supports experts quantized by 'awq' with 4 bits and zero points only")
+        if not quant_config.zero_point:
+            raise ValueError("vllm_fl does not support experts quantized by 'awq' without zero points yet")
         self.fl_begin(moe, experts.PackedExperts(experts.AWQ, 4, zero_points=True))
         self.quant_config, self.input_dtype = quant_config, None

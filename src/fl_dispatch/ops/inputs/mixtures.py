@@ -26,7 +26,7 @@ def choose(tokens: int, experts: int, topk: int, generator: torch.Generator) -> 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a sample says of a mixture besides the numbers.
+    """A mixture of experts, as a sample has it, but for the numbers.
 
     Args:
         tokens: rows.
@@ -137,7 +137,13 @@ class Scaled:
         return Settled(self.dtype, torch.device("cpu"), self.generator, self.quantized, largest)
 
     def _settle(
-        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, given: Sequence[Tensor | None], routing: Any
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        given: Sequence[Tensor | None],
+        routing: Any,
     ) -> None:
         """Write zeros into ``weight`` and ``bias`` until no number between the products is undecided."""
         topk_weights, topk_ids, activation, on_input, expert_map = routing
