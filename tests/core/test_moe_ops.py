@@ -166,7 +166,9 @@ def test_rounding_cannot_change_how_a_sample_is_quantized(dtype: torch.dtype, se
     generator = torch.Generator().manual_seed(seed)
     for sample in OPERATORS["scaled_moe"].samples(dtype, torch.device("cpu"), generator):
         *args, out = sample.args
-        wide = [arg.double() if isinstance(arg, Tensor) and arg.dtype in (dtype, torch.float32) else arg for arg in args]
+        wide = [
+            arg.double() if isinstance(arg, Tensor) and arg.dtype in (dtype, torch.float32) else arg for arg in args
+        ]
         exact = moe.scaled_moe(*wide, None)
         single = moe.scaled_moe(args[0].float(), *args[1:], None)
         torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5, msg=sample.label)

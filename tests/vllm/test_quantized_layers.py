@@ -95,7 +95,7 @@ def mixture() -> Any:
             r"weights of 8 bits \(float, block, float-quantized\) and inputs of 8 bits with a scale a group",
         ),
         ("int-quantized", W4, TOKEN, r"weights of 4 bits \(int, group, int-quantized\) and inputs of 8 bits"),
-        ("pack-quantized", {**W4, "actorder": "group"}, None, "weights of 4 bits .* and inputs as they are"),
+        ("pack-quantized", {**W4, "num_bits": 2}, None, r"weights of 2 bits \(int, group, pack-quantized\)"),
     ],
 )
 def test_a_scheme_of_experts_is_named(form: str, weights: Any, inputs: Any, named: str) -> None:

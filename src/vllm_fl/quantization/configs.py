@@ -20,8 +20,6 @@ from . import experts
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
-REORDERED = ("group", "dynamic")
-"""The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
 
 
 class Served:
@@ -145,7 +143,7 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
 
     def _experts_method(self, found: Any, layer: Any, prefix: str) -> Any:
         weights, rows, form = found["weights"], found["input_activations"], found["format"]
-        packed = form == "pack-quantized" and weights.num_bits in BITS and weights.actorder not in REORDERED
+        packed = form == "pack-quantized" and weights.num_bits in BITS
         if self._is_wNa16_group_channel(weights, rows) and packed:
             return experts.CompressedPackedMethod(weights, layer.moe_config)
         inputs = "as they are"
@@ -155,9 +153,9 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             if same and plain and (weights.strategy, rows.strategy) == ("channel", "token"):
                 method = experts.CompressedInt8Method if weights.type == "int" else experts.CompressedFp8Method
                 return method(weights, rows, layer.moe_config)
-            scale = "a scale of the checkpoint" if not rows.dynamic else f"a scale a {rows.strategy.value}"
+            scale = "a scale of the checkpoint" if not rows.dynamic else f"a scale a {rows.strategy}"
             inputs = f"of {rows.num_bits} bits with {scale}"
-        kind = f"{weights.num_bits} bits ({weights.type.value}, {weights.strategy.value}, {form})"
+        kind = f"{weights.num_bits} bits ({weights.type}, {weights.strategy}, {form})"
         raise ValueError(
             f"vllm_fl does not support experts with weights of {kind} and inputs {inputs} in compressed-tensors yet "
             f"({prefix})"

@@ -157,16 +157,18 @@ FACTS = (
     ),
     HostFact(
         f"{_MOE}.routed_experts:RoutedExperts",
-        (
-            "_expert_routing_tables()",
-            "_loaded_expert_biases",
-            "ckpt_gate_proj_name",
-            "ckpt_up_proj_name",
-            "ckpt_down_proj_name",
-        ),
+        ("_expert_routing_tables()", "_loaded_expert_biases"),
         "reads",
         _EXPERTS,
-        "What a kernel is built from, and the checkpoint's names of an expert's products.",
+        "The modular kernel around our experts, and whether a checkpoint has biases.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_MOE}.routed_experts:RoutedExperts",
+        ("ckpt_gate_proj_name", "ckpt_up_proj_name", "ckpt_down_proj_name", "moe_config"),
+        "reads",
+        _CONFIGS,
+        "A checkpoint's names of an expert's products.",
         since="0.32",
     ),
     HostFact(
