@@ -60,7 +60,7 @@ class QuantizedMethod:
 
     def fl_begin(self, moe: Any, kernel: experts.QuantizedExperts) -> None:
         """Instead of vLLM's ``__init__``."""
-        FusedMoEMethodBase.__init__(self, moe)  # type: ignore[arg-type]
+        FusedMoEMethodBase.__init__(self, moe)
         if (reason := refusal(moe)) is not None:
             raise ValueError(f"vllm_fl does not support {reason} in a mixture of experts yet")
         self.fl_kernel = kernel
