@@ -1,4 +1,4 @@
-"""Checkpoints of the package's small model, quantized here in the formats of the libraries that people use.
+"""Checkpoints of small models, quantized here in the formats of the libraries that people use.
 
 :mod:`quantized_network` has what they should compute.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,12 +243,26 @@ CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric
 """The part of a ``compressed-tensors`` configuration that announces scales of the cache."""
 
 
-def write_checkpoint(folder: Path, scheme: Scheme, cache_scales: str = "") -> Path:
-    """Write a checkpoint of the package's small model, quantized.
+def _with_plain_routers(quantization: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """A quantization that leaves the routers of experts alone, in the words of its method; ``names``: of tensors."""
+    routers = [name.removesuffix(".weight") for name in names if name.endswith(".mlp.gate.weight")]
+    if not routers:
+        return quantization
+    if quantization["quant_method"] == "compressed-tensors":
+        return {**quantization, "ignore": [*quantization["ignore"], *routers]}
+    if quantization["quant_method"] == "gptq":
+        return {**quantization, "dynamic": {r"-:.*\.mlp\.gate$": {}}}
+    return {**quantization, "modules_to_not_convert": routers}
+
+
+def write_checkpoint(
+    folder: Path, scheme: Scheme, cache_scales: str = "", model: Path = small_model.CHECKPOINT
+) -> Path:
+    """Write a checkpoint of a model, by default the package's small one, quantized.
 
     ``cache_scales``: the layer's module that has the scales of a quantized cache, if any.
     """
-    shutil.copytree(small_model.CHECKPOINT, folder)
+    shutil.copytree(model, folder)
     stored: Stored = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if is_product(name):
@@ -262,5 +276,6 @@ def write_checkpoint(folder: Path, scheme: Scheme, cache_scales: str = "") -> Pa
             stored[f"model.layers.{layer}.{owner}.{letter}_scale"] = torch.tensor([scale])
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))
+    config["quantization_config"] = _with_plain_routers(scheme.config, stored)
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,12 +34,43 @@ DIVIDED = ("o_proj", "down_proj")
 """Products whose input is divided among tensor-parallel ranks, each of which quantizes its own part."""
 
 
-def network(scheme: Scheme | None, ranks: int = 1, dtype: torch.dtype = torch.float32) -> Any:
-    """The network, as a scheme makes it; ``None``: as the model was trained.
+class _Mixture(nn.Module):
+    """A mixture of experts of Hugging Face's Qwen3-MoE whose experts are layers: each computes all tokens."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.gate, fused = block.gate, block.experts
+        self.experts = nn.ModuleList(_Expert(*parts) for parts in zip(fused.gate_up_proj, fused.down_proj, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, weights, chosen = self.gate(x)
+        every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights).view(*x.shape[:-1], -1)
+        return sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts))
+
+
+class _Expert(nn.Module):
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        for name, weight in zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True):
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            layer.weight = nn.Parameter(weight.detach().clone())
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def network(
+    scheme: Scheme | None, ranks: int = 1, dtype: torch.dtype = torch.float32, model: Path = small_model.CHECKPOINT
+) -> Any:
+    """The network of a model, as a scheme makes it; ``None``: as the model was trained.
 
     With a narrower ``dtype`` than float32 the dequantized weights and inputs are rounded to it.
     """
-    made = reference_network(small_model.CHECKPOINT, dtype)
+    made = reference_network(model, dtype)
+    for layer in made.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = _Mixture(layer.mlp)
     if scheme is None:
         return made
     for name, module in _products(made):
@@ -171,10 +203,17 @@ class Comparison:
     quantization: float
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], got: Tensor, scheme: Scheme, ranks: int) -> Comparison:
+    def of(
+        cls,
+        texts: Sequence[Sequence[int]],
+        got: Tensor,
+        scheme: Scheme,
+        ranks: int,
+        model: Path = small_model.CHECKPOINT,
+    ) -> Comparison:
         """From an engine's texts, and its log-probabilities of every token after the first of each."""
-        right = computed(network(scheme, ranks), texts)
-        return cls(right, distance(got, right.scores), distance(got, scores(network(None), texts)))
+        right = computed(network(scheme, ranks, model=model), texts)
+        return cls(right, distance(got, right.scores), distance(got, scores(network(None, model=model), texts)))
 
 
 def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], Tensor]:

@@ -72,10 +72,22 @@ class ExpertsFL(mk.FusedMoEExpertsModular):
     ) -> None:
         if apply_router_weight_on_input:  # vLLM's prepare step has done it
             topk_weights = torch.ones_like(topk_weights)
+        self.fl_compute(w1, w2, hidden_states, topk_weights, topk_ids, activation.value, expert_map, output)
+
+    def fl_compute(
+        self,
+        w1: Tensor,
+        w2: Tensor,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: str,
+        expert_map: Tensor | None,
+        output: Tensor,
+    ) -> None:
+        """Call the operator, which writes ``output``."""
         biases = (self.w1_bias, self.w2_bias)
-        self.fl_call(
-            hidden_states, w1, w2, topk_weights, topk_ids, activation.value, False, expert_map, *biases, output
-        )
+        self.fl_call(hidden_states, w1, w2, topk_weights, topk_ids, activation, False, expert_map, *biases, output)
 
 
 def refusal(moe: FusedMoEConfig) -> str | None:

@@ -268,8 +268,9 @@ def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
     for prefix, module in _attention_layers(model):
         if isinstance(module.impl, Bindable):
             module.impl.fl_bind(getattr(module, "layer_name", prefix))
-    for prefix, _, kernel in () if untraced_only else kernels(model):
-        kernel.fl_bind(prefix)
+    for prefix, _, kernel in kernels(model):
+        if not (untraced_only and kernel.fl_traced):
+            kernel.fl_bind(prefix.removesuffix(".routed_experts"))
 
 
 def survey(model: nn.Module) -> Survey:

@@ -144,7 +144,7 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
         (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
-        *_quantization_features(model),
+        *_quantization_features(model, device),
         (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),
         (
@@ -154,7 +154,7 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
     ]
 
 
-def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
+def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     from vllm.platforms import current_platform
 
     if model.quantization is None or not current_platform.is_out_of_tree():  # vLLM's own platform has its own kernels
@@ -162,7 +162,7 @@ def _quantization_features(model: ModelConfig) -> list[tuple[bool, str]]:
     name = quantization.SERVED[model.quantization]
     return [
         (model.use_mla, f"latent attention quantized by '{name}'"),
-        (model.is_moe, f"experts quantized by '{name}'"),
+        (model.is_moe and device.accelerator, f"experts quantized by '{name}'"),
         (_has_states(model), f"{STATES} quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]

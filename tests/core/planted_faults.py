@@ -240,6 +240,26 @@ def _(right: Any, a: SimpleNamespace) -> Any:
     return truncated(y) if isinstance(y, Tensor) else tuple(map(truncated, y))
 
 
+@planted("an expert has the scales of the one before", "scaled_moe", "weight_only_moe")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    a.w2_scale = a.w2_scale.roll(1, 0)
+    return right(a)
+
+
+@planted("zero points are those of the group before", "weight_only_moe")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    a.w13_zero = None if a.w13_zero is None else a.w13_zero.roll(1, -1)
+    return right(a)
+
+
+@planted("all rows of an expert have one scale", "scaled_moe")
+def _(right: Any, a: SimpleNamespace) -> Any:
+    if a.x13_scale is None and not a.block_size and len(a.hidden_states):
+        largest = 127.0 if a.w13.dtype is torch.int8 else 448.0
+        a.x13_scale = (a.hidden_states.abs().max() / largest).expand(len(a.w13))
+    return right(a)
+
+
 @planted("all arithmetic in bfloat16", "rms_norm", dtype=torch.bfloat16)
 def _(right: Any, a: SimpleNamespace) -> Any:
     s = a.x if a.residual is None else a.x + a.residual

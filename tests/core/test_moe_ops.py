@@ -159,6 +159,21 @@ def test_halves_of_each_expert_sum_up_to_the_whole() -> None:
     torch.testing.assert_close(sum(parts), moe.fused_moe(x, w13, w2, weights, ids))
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_cannot_change_how_a_sample_is_quantized(dtype: torch.dtype, seed: int) -> None:
+    """Between the products of an expert; a changed number would move the result by a whole step of int8 or fp8."""
+    generator = torch.Generator().manual_seed(seed)
+    for sample in OPERATORS["scaled_moe"].samples(dtype, torch.device("cpu"), generator):
+        args = sample.args[:-1]
+        wide = [
+            arg.double() if isinstance(arg, Tensor) and arg.dtype in (dtype, torch.float32) else arg for arg in args
+        ]
+        exact = moe.scaled_moe(*wide, None)
+        single = moe.scaled_moe(args[0].float(), *args[1:], None)
+        torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-5, msg=sample.label)
+
+
 def test_only_experts_that_are_chosen_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[Any] = []
     real = moe.functional.linear

@@ -417,30 +417,69 @@ def exact_moe_sum(x, out) -> list[Tensor]:
     return [torch.einsum("tkh->th", x)]
 
 
-def exact_fused_moe(x, w13, w2, weights, ids, activation, on_input, expert_map, b13, b2, out) -> list[Tensor]:
-    """One token and expert at a time."""
+EXACT_ACTIVATIONS = {
+    "silu": exact_silu_and_mul,
+    "swigluoai": lambda h: exact_swigluoai_and_mul(h, 1.702, 7.0),
+    "gelu": lambda h: exact_gelu_and_mul(h, "none"),
+    "gelu_tanh": lambda h: exact_gelu_and_mul(h, "tanh"),
+    "silu_no_mul": lambda h: [h / (1 + torch.exp(-h))],
+    "gelu_no_mul": lambda h: exact_gelu(h, "none"),
+    "gelu_tanh_no_mul": lambda h: exact_gelu(h, "tanh"),
+    "relu2_no_mul": exact_relu2,
+}
+
+
+def exact_mixture(x, weights, ids, activation, on_input, expert_map, first, second) -> list[Tensor]:
+    """One token and expert at a time; ``first`` and ``second``: expert and row → product."""
     total = torch.zeros_like(x)
-    act = {
-        "silu": exact_silu_and_mul,
-        "swigluoai": lambda h: exact_swigluoai_and_mul(h, 1.702, 7.0),
-        "gelu": lambda h: exact_gelu_and_mul(h, "none"),
-        "gelu_tanh": lambda h: exact_gelu_and_mul(h, "tanh"),
-        "silu_no_mul": lambda h: [h / (1 + torch.exp(-h))],
-        "gelu_no_mul": lambda h: exact_gelu(h, "none"),
-        "gelu_tanh_no_mul": lambda h: exact_gelu(h, "tanh"),
-        "relu2_no_mul": exact_relu2,
-    }[activation]
     for token, choice in itertools.product(*map(range, ids.shape)):
         expert = int(ids[token, choice])
         expert = expert if expert_map is None or expert < 0 else int(expert_map[expert])
         if expert >= 0:
             weight = weights[token, choice]
-            inner = w13[expert] @ (x[token] * weight if on_input else x[token])
-            (active,) = act(inner if b13 is None else inner + b13[expert])
-            outer = w2[expert] @ active
-            outer = outer if b2 is None else outer + b2[expert]
+            (active,) = EXACT_ACTIVATIONS[activation](first(expert, x[token] * weight if on_input else x[token]))
+            outer = second(expert, active)
             total[token] += outer if on_input else outer * weight
     return [total]
+
+
+def exact_fused_moe(x, w13, w2, weights, ids, activation, on_input, expert_map, b13, b2, out) -> list[Tensor]:
+    def product(weight, bias) -> Any:
+        return lambda expert, row: weight[expert] @ row + (0 if bias is None else bias[expert])
+
+    return exact_mixture(x, weights, ids, activation, on_input, expert_map, product(w13, b13), product(w2, b2))
+
+
+def exact_scaled_moe(
+    x, w13, s13, w2, s2, weights, ids, activation, on_input, expert_map, b13, b2, x13, x2, block, out
+) -> list[Tensor]:
+    kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"
+
+    def product(weight, scale, bias, given) -> Any:
+        def of(expert: int, row: Tensor) -> Tensor:
+            how = (block, None) if given is None else (-1, given[expert])
+            rows = exact_quantize(row[None], kind, *how)
+            added = None if bias is None else bias[expert]
+            return exact_scaled_linear(*rows, weight[expert], scale[expert], added, None, block)[0][0]
+
+        return of
+
+    products = product(w13, s13, b13, x13), product(w2, s2, b2, x2)
+    return exact_mixture(x, weights, ids, activation, on_input, expert_map, *products)
+
+
+def exact_weight_only_moe(
+    x, w13, s13, w2, s2, weights, ids, activation, on_input, expert_map, b13, b2, z13, z2, out
+) -> list[Tensor]:
+    def product(weight, scale, bias, zero) -> Any:
+        def of(expert: int, row: Tensor) -> Tensor:
+            zeros, added = (None if one is None else one[expert] for one in (zero, bias))
+            return exact_weight_only_linear(row[None], weight[expert], scale[expert], zeros, added)[0][0]
+
+        return of
+
+    products = product(w13, s13, b13, z13), product(w2, s2, b2, z2)
+    return exact_mixture(x, weights, ids, activation, on_input, expert_map, *products)
 
 
 # ---- right

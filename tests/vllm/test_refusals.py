@@ -140,7 +140,6 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
             {"all2all_backend": "deepep_v2"},
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
         ),
-        ("qwen3_moe", {"hf_overrides": {"quantization_config": FP8}}, "experts quantized by 'fp8'"),
         ("deepseek_v2", {"hf_overrides": {"quantization_config": FP8}}, "latent attention quantized by 'fp8'"),
         ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
@@ -330,6 +329,13 @@ def test_a_quantization_on_a_chip_that_does_not_serve_it_is_refused(monkeypatch:
     monkeypatch.setattr(quantization, "detect_device", lambda: CUDA)
     with pytest.raises(ValueError, match=r"'fp8' on cuda yet \(only on ascend, cpu\)"):
         quantization.verify("fp8")
+
+
+def test_quantized_experts_are_refused_on_accelerators(configure: Callable[..., Any]) -> None:
+    vllm_config = configure("qwen3_moe")
+    vllm_config.model_config.quantization = "auto_gptq"
+    with pytest.raises(ValueError, match="does not support experts quantized by 'gptq' on cuda yet"):
+        refusals.refuse_unsupported(vllm_config, CUDA)
 
 
 def test_kernels_of_fp8_are_not_for_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from . import (
     moe,
     normalization,
     quantization,
+    quantized_moe,
     recurrent,
     rotary,
     routing,
@@ -52,6 +53,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             state_space,
             routing,
             moe,
+            quantized_moe,
         )
         for declared in vars(module).values()
         if isinstance(declared, Operator)

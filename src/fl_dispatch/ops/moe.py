@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from .declaration import (
     operator,
     row_terms,
 )
-from .inputs import rows, shapes
+from .inputs import mixtures, rows, shapes
+from .inputs.mixtures import Mixture
 
 OUTPUT = MappingProxyType({"out": Write(Access.OUTPUT)})
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -35,13 +37,10 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: Tolerance(1.6e-2, 8e-3),
     }
 )
+CHAIN = 1.5
+"""The mean error of a chain of kernels, each of which may round."""
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 PLAIN_ACTIVATIONS = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
-
-
-def _choose(tokens: int, experts: int, topk: int, generator: torch.Generator) -> Tensor:
-    """Distinct experts for each token, ``[tokens, topk]``, int32."""
-    return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :topk].int()
 
 
 # -- alignment for grouped matrix products ----------------------------------------------------------------------------
@@ -82,7 +81,7 @@ def _align_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
         padding: int = 0,
         serving: bool = True,
     ) -> Sample:
-        ids = _choose(tokens, experts, topk, generator)
+        ids = mixtures.choose(tokens, experts, topk, generator)
         ids[tokens - padding :] = -1
         expert_map = None
         if local is not None:
@@ -206,8 +205,18 @@ def _fake(
     return hidden_states.new_empty(hidden_states.shape) if out is None else out
 
 
-def _workload(hidden_states: Tensor, *args: object) -> Workload:
+def tokens_workload(hidden_states: Tensor, *args: object) -> Workload:
+    """Workload of a mixture of experts."""
     return Workload(hidden_states.dtype, hidden_states.shape[0])
+
+
+def read_experts(topk_ids: Tensor, expert_map: Tensor | None) -> tuple[int, int]:
+    """The choices that this rank computes, and how many experts they name."""
+    local = topk_ids[topk_ids >= 0].long()
+    if expert_map is not None:
+        local = expert_map[local]
+        local = local[local >= 0]
+    return len(local), len(torch.unique(local))
 
 
 def _work(
@@ -221,59 +230,29 @@ def _work(
     expert_map: Tensor | None = None,
     *args: object,
 ) -> Work:
-    local = topk_ids[topk_ids >= 0].long()
-    if expert_map is not None:
-        local = expert_map[local]
-        local = local[local >= 0]
-    expert = (
-        w13.shape[1] * w13.shape[2] + w2.shape[1] * w2.shape[2]
-    )  # weights of one expert: a multiplication and an addition each
-    read = 2 * hidden_states.numel() + expert * len(torch.unique(local))
+    chosen, distinct = read_experts(topk_ids, expert_map)
+    # weights of one expert: a multiplication and an addition each
+    expert = w13.shape[1] * w13.shape[2] + w2.shape[1] * w2.shape[2]
+    read = 2 * hidden_states.numel() + expert * distinct
     choices = topk_ids.numel() * (topk_weights.element_size() + topk_ids.element_size())
-    return Work(read * hidden_states.element_size() + choices, 2 * expert * len(local))
+    return Work(read * hidden_states.element_size() + choices, 2 * expert * chosen)
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
 
-    def sample(
-        label: str,
-        tokens: int,
-        experts: int,
-        topk: int,
-        hidden: int,
-        inner: int,
-        activation: str = "silu",
-        *,
-        on_input: bool = False,
-        local: Sequence[int] | None = None,
-        padding: int = 0,
-        biases: bool = False,
-        out: bool = False,
-        serving: bool = True,
-    ) -> Sample:
-        """``local`` names the experts that are here; the last ``padding`` tokens have expert -1."""
-        here = experts if local is None else len(local)
-        rows = inner if activation in PLAIN_ACTIVATIONS else 2 * inner
-        expert_map = None
-        if local is not None:
-            expert_map = torch.full((experts,), -1, dtype=torch.int32)
-            expert_map[list(local)] = torch.arange(here, dtype=torch.int32)
-        ids = _choose(tokens, experts, topk, generator)
-        ids[tokens - padding :] = -1
+    def sample(label: str, *sizes: int | str, serving: bool = True, **rest: Any) -> Sample:
+        mixture = Mixture(*sizes, **rest)  # type: ignore[arg-type]
+        here, inputs, hidden, inner = mixture.here, mixture.inputs, mixture.hidden, mixture.inner
         args = (
-            normal(tokens, hidden),
-            normal(here, rows, hidden, scale=hidden**-0.5),
+            normal(mixture.tokens, hidden),
+            normal(here, inputs, hidden, scale=hidden**-0.5),
             normal(here, hidden, inner, scale=inner**-0.5),
-            torch.randn(tokens, topk, generator=generator).softmax(-1).to(device),
-            ids.to(device),
-            activation,
-            on_input,
-            None if expert_map is None else expert_map.to(device),
-            normal(here, rows, scale=0.25) if biases else None,
-            normal(here, hidden, scale=0.25) if biases else None,
-            normal(tokens, hidden) if out else None,
+            *mixture.routing(device, generator),
+            normal(here, inputs, scale=0.25) if mixture.biases else None,
+            normal(here, hidden, scale=0.25) if mixture.biases else None,
+            normal(mixture.tokens, hidden) if mixture.out else None,
         )
         return Sample(label, args, serving)
 
@@ -303,8 +282,8 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     aliases=("moe", "fused_experts"),
     tolerances=TOLERANCES,
     terms=row_terms,
-    mean_error=1.5,  # a chain of kernels, each of which may round
-    workload=_workload,
+    mean_error=CHAIN,
+    workload=tokens_workload,
     work=_work,
 )
 def fused_moe(

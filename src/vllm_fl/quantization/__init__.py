@@ -1,7 +1,8 @@
-"""Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized linear layers.
+"""Quantized checkpoints in vLLM: its configurations and loaders, with our kernels of quantized layers.
 
-:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` tells vLLM so, :mod:`.configs` keeps it from asking for
-CUDA. Importing this package imports nothing of vLLM; it is registered only where a checkpoint is quantized.
+:mod:`fl_dispatch.hosting.quantized` computes, :mod:`.kernels` and :mod:`.experts` tell vLLM so, :mod:`.configs` keeps
+it from asking for CUDA. Importing this package imports nothing of vLLM; it is registered only where a checkpoint is
+quantized.
 """
 
 from __future__ import annotations

@@ -7,19 +7,23 @@ from types import NoneType
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
+from . import experts
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+BITS = (4, 8)
 
 
 class Served:
-    """The part that all have in common: models of any dtype, dense layers only, and logits by a plain product."""
+    """The part that all have in common: models of any dtype, and logits by a plain product."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -27,7 +31,7 @@ class Served:
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            raise ValueError(f"vllm_fl does not support quantized experts yet ({prefix})")
+            return self.fl_experts(layer, prefix)
         method = self.fl_method(layer, prefix)
         if isinstance(layer, ParallelLMHead) and not isinstance(method, (UnquantizedEmbeddingMethod, NoneType)):
             raise ValueError(f"vllm_fl does not support a quantized head yet ({prefix})")
@@ -36,6 +40,10 @@ class Served:
     def fl_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer of a kind that is served."""
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+
+    def fl_experts(self, layer: Any, prefix: str) -> Any:
+        """The method of a layer's experts."""
+        raise NotImplementedError
 
 
 @register_weight_loader_v2_supported_method
@@ -58,6 +66,13 @@ class Fp8ConfigFL(Served, fp8.Fp8Config):
         method = super().fl_method(layer, prefix)
         return Fp8MethodFL(self) if type(method) is fp8.Fp8LinearMethod else method
 
+    def fl_experts(self, layer: Any, prefix: str) -> Any:
+        if _skipped(self, prefix, self.ignored_layers, self.ignored_layers_match_mode):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if self.store_dtype is not None:
+            raise ValueError(f"vllm_fl does not support experts quantized by '{self.store_dtype}' yet ({prefix})")
+        return experts.Fp8Method(self, layer.moe_config)
+
 
 class WithoutMarlin:
     """Methods that choose among the registered kernels; vLLM's own ``__init__`` asks whether Marlin runs."""
@@ -75,6 +90,9 @@ class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
     def fl_method(self, layer: Any, prefix: str) -> Any:
         return get_linear_quant_method(self, layer, prefix, GPTQMethodFL)
 
+    def fl_experts(self, layer: Any, prefix: str) -> Any:
+        return auto_gptq.get_moe_quant_method(self, layer, prefix, experts.GPTQMethod)
+
 
 @register_weight_loader_v2_supported_method
 class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
@@ -85,6 +103,11 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
     def fl_method(self, layer: Any, prefix: str) -> Any:
         method = super().fl_method(layer, prefix)
         return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
+
+    def fl_experts(self, layer: Any, prefix: str) -> Any:
+        if _skipped(self, prefix, self.modules_to_not_convert or [], "substring"):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        return experts.AWQMethod(self, layer.moe_config)
 
 
 SCHEMES: dict[type, str] = {
@@ -107,6 +130,42 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, SCHEMES[type(scheme)])
         return scheme
+
+    def fl_experts(self, layer: Any, prefix: str) -> Any:
+        self._add_fused_moe_to_target_scheme_map()
+        names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        found, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None)
+        if any(other != found for other in others):
+            raise ValueError(f"vllm_fl does not support experts whose products differ in their scheme yet ({prefix})")
+        if found is None:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        return self._experts_method(found, layer, prefix)
+
+    def _experts_method(self, found: Any, layer: Any, prefix: str) -> Any:
+        weights, rows, form = found["weights"], found["input_activations"], found["format"]
+        packed = form == "pack-quantized" and weights.num_bits in BITS
+        if self._is_wNa16_group_channel(weights, rows) and packed:
+            return experts.CompressedPackedMethod(weights, layer.moe_config)
+        inputs = "as they are"
+        if rows is not None:
+            same = weights.num_bits == rows.num_bits == 8 and weights.type == rows.type and rows.dynamic
+            plain = weights.symmetric and rows.symmetric and not weights.dynamic
+            if same and plain and (weights.strategy, rows.strategy) == ("channel", "token"):
+                method = experts.CompressedInt8Method if weights.type == "int" else experts.CompressedFp8Method
+                return method(weights, rows, layer.moe_config)
+            scale = "a scale of the checkpoint" if not rows.dynamic else f"a scale a {rows.strategy}"
+            inputs = f"of {rows.num_bits} bits with {scale}"
+        kind = f"{weights.num_bits} bits ({weights.type}, {weights.strategy}, {form})"
+        raise ValueError(
+            f"vllm_fl does not support experts with weights of {kind} and inputs {inputs} in compressed-tensors yet "
+            f"({prefix})"
+        )
+
+
+def _skipped(config: Any, prefix: str, names: list[str], match_mode: Any) -> bool:
+    """Whether a checkpoint's configuration leaves a layer as it is."""
+    mapping = config.packed_modules_mapping
+    return bool(is_layer_skipped(prefix, names, mapping, match_mode=match_mode))
 
 
 def _load(scheme: Any, kernel: str, layer: Any) -> None:

@@ -11,6 +11,9 @@ _SCHEMES = f"{_QUANTIZATION}.compressed_tensors.schemes"
 _CONFIGS = "quantization.configs"
 _ASKS = "vLLM's code asks for CUDA's kernels before ours are chosen."
 _CONFIG = ("get_quant_method(layer, prefix)", "get_supported_act_dtypes()")
+_EXPERTS = "quantization.experts"
+_MOE = "vllm.model_executor.layers.fused_moe"
+_COMPRESSED_MOE = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
 
 FACTS = (
     HostFact(
@@ -108,6 +111,92 @@ FACTS = (
         "overrides",
         _CONFIGS,
         "Weights stay as they are loaded, so vLLM's own product of invariant batches does not know them.",
+        since="0.32",
+    ),
+    *(
+        HostFact(
+            owner,
+            ("create_weights(layer, *args, **kwargs)", "process_weights_after_loading(layer)"),
+            "overrides",
+            _EXPERTS,
+            "vLLM's class makes the parameters that its loader fills; what follows serves a kernel of CUDA's.",
+            since="0.32",
+        )
+        for owner in (
+            f"{_QUANTIZATION}.fp8:Fp8MoEMethod",
+            f"{_QUANTIZATION}.auto_gptq:AutoGPTQMoEMethod",
+            f"{_QUANTIZATION}.auto_awq:AutoAWQMoEMethod",
+            f"{_COMPRESSED_MOE}.compressed_tensors_moe_w8a8_int8:CompressedTensorsW8A8Int8MoEMethod",
+            f"{_COMPRESSED_MOE}.compressed_tensors_moe_w8a8_fp8:CompressedTensorsW8A8Fp8MoEMethod",
+            f"{_COMPRESSED_MOE}.compressed_tensors_moe_wna16:CompressedTensorsWNA16MoEMethod",
+        )
+    ),
+    HostFact(
+        f"{_MOE}.fused_moe_method_base:FusedMoEMethodBase",
+        (
+            "get_fused_moe_quant_config(layer)",
+            "is_monolithic",
+            "supports_eplb",
+            "apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)",
+        ),
+        "overrides",
+        _EXPERTS,
+        "The modular kernel's experts are ours, and take rows that are not quantized.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_MOE}.oracle.unquantized",
+        (
+            "make_unquantized_moe_kernel(quant_config, moe_config, backend, experts_cls, routing_tables=None)",
+            "UnquantizedMoeBackend",
+        ),
+        "reads",
+        _EXPERTS,
+        "The modular kernel around our experts.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_MOE}.routed_experts:RoutedExperts",
+        ("_expert_routing_tables()", "_loaded_expert_biases"),
+        "reads",
+        _EXPERTS,
+        "The modular kernel around our experts, and whether a checkpoint has biases.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_MOE}.routed_experts:RoutedExperts",
+        ("ckpt_gate_proj_name", "ckpt_up_proj_name", "ckpt_down_proj_name", "moe_config"),
+        "reads",
+        _CONFIGS,
+        "A checkpoint's names of an expert's products.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.auto_gptq",
+        ("get_moe_quant_method(config, layer, prefix, moe_method_cls)",),
+        "reads",
+        _CONFIGS,
+        "It gives experts of a checkpoint their method.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.utils.quant_utils",
+        ("is_layer_skipped(prefix, ignored_layers, fused_mapping, *, match_mode)",),
+        "reads",
+        _CONFIGS,
+        "Experts that a checkpoint leaves as they are.",
+        since="0.32",
+    ),
+    HostFact(
+        _COMPRESSED,
+        (
+            "get_scheme_dict(layer, layer_name=None)",
+            "_add_fused_moe_to_target_scheme_map()",
+            "_is_wNa16_group_channel(weight_quant, input_quant)",
+        ),
+        "reads",
+        _CONFIGS,
+        "The scheme of an expert's products.",
         since="0.32",
     ),
 )

@@ -156,6 +156,47 @@ def weight_only_linear(x, weight, scale, zero=None, bias=None):
     return x.new_zeros((*x.shape[:-1], weight.shape[0]))
 
 
+def scaled_moe(
+    hidden_states,
+    w13,
+    w13_scale,
+    w2,
+    w2_scale,
+    topk_weights,
+    topk_ids,
+    activation="silu",
+    apply_router_weight_on_input=False,
+    expert_map=None,
+    w13_bias=None,
+    w2_bias=None,
+    x13_scale=None,
+    x2_scale=None,
+    block_size=0,
+    out=None,
+):
+    return (torch.empty_like(hidden_states) if out is None else out).copy_(hidden_states)
+
+
+def weight_only_moe(
+    hidden_states,
+    w13,
+    w13_scale,
+    w2,
+    w2_scale,
+    topk_weights,
+    topk_ids,
+    activation="silu",
+    apply_router_weight_on_input=False,
+    expert_map=None,
+    w13_bias=None,
+    w2_bias=None,
+    w13_zero=None,
+    w2_zero=None,
+    out=None,
+):
+    return (torch.empty_like(hidden_states) if out is None else out).copy_(hidden_states)
+
+
 def attention_backend(use_mla=False):
     return "wrong_attention.ForgetfulBackend"
 
@@ -185,6 +226,8 @@ WRONG = {
     "quantize": quantize,
     "scaled_linear": scaled_linear,
     "weight_only_linear": weight_only_linear,
+    "scaled_moe": scaled_moe,
+    "weight_only_moe": weight_only_moe,
 }
 
 

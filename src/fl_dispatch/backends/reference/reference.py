@@ -60,6 +60,8 @@ class ReferenceBackend(Backend):
     moe_align_block_size = staticmethod(moe.moe_align_block_size)
     moe_sum = staticmethod(moe.moe_sum)
     fused_moe = staticmethod(moe.fused_moe)
+    scaled_moe = staticmethod(moe.scaled_moe)
+    weight_only_moe = staticmethod(moe.weight_only_moe)
 
     @property
     def name(self) -> str:

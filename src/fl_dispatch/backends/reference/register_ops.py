@@ -18,6 +18,8 @@ WAITS = (
     "gated_delta_rule",
     "selective_scan",
     "fused_moe",
+    "scaled_moe",
+    "weight_only_moe",
 )
 """The references that read numbers back from the device, so that no graph can hold them."""
 

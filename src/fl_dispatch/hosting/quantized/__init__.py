@@ -1,1 +1,1 @@
-"""Quantized linear layers over our operators: what both hosts' layers have in common, whoever loaded the checkpoint."""
+"""Quantized layers over our operators: what both hosts' layers have in common, whoever loaded the checkpoint."""

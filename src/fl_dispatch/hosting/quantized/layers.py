@@ -1,4 +1,4 @@
-"""The quantized product of a linear layer, one class a kind of weights.
+"""The quantized product of a linear layer, one class a kind of weights; :mod:`.experts` has those of experts.
 
 A host loads a layer's parameters, calls ``process_weights_after_loading`` once, which puts them into the operator's
 form for good, and ``apply_weights`` for each product. Both hosts know these two names.
@@ -21,14 +21,16 @@ from . import orders
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-class QuantizedLayer:
-    """The part that all kinds share: the operators of one layer, bound for its prefix."""
+class QuantizedKernel:
+    """The part that linear layers and experts share: the operators of one layer, bound for its prefix."""
 
     fl_operator: str
     fl_weights: tuple[str, ...]
     """The layer's parameters that stay from call to call."""
     fl_float8 = False
     """Whether weights are float8_e4m3fn."""
+    fl_traced = True
+    """Whether compiled code of a host contains the call."""
     fl_call: Callable[..., Tensor]
     fl_scope: str | None
 
@@ -53,10 +55,6 @@ class QuantizedLayer:
         """
         raise NotImplementedError
 
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product."""
-        raise NotImplementedError
-
     def _keep(self, layer: nn.Module, **parameters: Tensor | None) -> None:
         """Put a layer's parameters into the operator's form, for good.
 
@@ -70,8 +68,16 @@ class QuantizedLayer:
         KERNEL.give(layer, self)
 
 
-KERNEL = Attached[QuantizedLayer]("fl_kernel")
-"""The kernel of ours that computes a layer's product."""
+KERNEL = Attached[QuantizedKernel]("fl_kernel")
+"""The kernel of ours that computes a layer."""
+
+
+class QuantizedLayer(QuantizedKernel):
+    """A linear layer."""
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        raise NotImplementedError
 
 
 class ScaledLayer(QuantizedLayer):
@@ -193,8 +199,8 @@ class PackedLayer(QuantizedLayer):
         return self.fl_call(x, weight, scale, zero, bias)
 
 
-def kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantizedLayer]]:
-    """The layers of a model whose product is ours: prefix, layer and kernel."""
+def kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantizedKernel]]:
+    """The quantized layers of a model that are ours: prefix, layer and kernel."""
     for prefix, module in model.named_modules():
         if (kernel := KERNEL.find(module)) is not None:
             yield prefix, module, kernel

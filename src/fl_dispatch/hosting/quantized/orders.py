@@ -72,3 +72,19 @@ def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
         raise ValueError(f"{scale.numel()} scales for {columns} columns of {len(widths)} merged layers")
     each = torch.where(scale > UNSET, scale, scale[0]).expand(len(widths))
     return each.repeat_interleave(torch.tensor(widths, device=scale.device)).view(-1, 1)
+
+
+def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
+    """A scale for each column of each expert's weight, ``[experts, columns, 1]``, float32.
+
+    Args:
+        scale: for each expert one for each column, for each of its equal parts (gate and ``up``), or for all of it.
+        columns: of a weight.
+
+    Raises:
+        ValueError: there are other numbers of scales.
+    """
+    each = scale.float().reshape(scale.shape[0], -1)
+    if each.shape[1] not in (1, 2, columns) or columns % each.shape[1]:
+        raise ValueError(f"{each.shape[1]} scales for {columns} columns of an expert")
+    return each.repeat_interleave(columns // each.shape[1], 1)[..., None].contiguous()

@@ -12,6 +12,8 @@ from .source import Source
 
 APART = 1e-4
 """How far a quotient lies from where the rounding changes, in its own size: more than float32 arithmetic moves it."""
+SUMMED = 2e-6
+"""The same for a sum, in the size of the largest one: terms may cancel."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class Settled(Source):
         x = self.normal(rows, inner, scale=scale)
         for part in _groups(x, group):
             if part.numel():
-                part.copy_(self._settled(part, part.double().abs().amax(-1, keepdim=True) / self.largest))
+                part.copy_(self.settle(part, part.double().abs().amax(-1, keepdim=True) / self.largest))
         return x
 
     def with_scale(self, rows: int, inner: int, scale: float) -> Tensor:
         """Normal numbers for a scale that is given; some lie beyond the range of the type."""
         x = self.normal(rows, inner, scale=self.largest * scale / 2)
-        return self._settled(x, torch.tensor(scale, dtype=torch.float32, device=self.device).double())
+        return self.settle(x, torch.tensor(scale, dtype=torch.float32, device=self.device).double())
 
     def exact(self, rows: int, inner: int, scale: float) -> Tensor:
         """Multiples of a scale, a power of two, that need no rounding; some lie beyond the range of the type."""
@@ -50,10 +52,33 @@ class Settled(Source):
         whole[:, :inner] = self.rows(rows, inner)
         return whole[:, :inner]
 
-    def _settled(self, x: Tensor, scale: Tensor) -> Tensor:
+    def settle(self, x: Tensor, scale: Tensor) -> Tensor:
+        """``x`` with zeros in the place of numbers whose quotients lie between two quantized ones."""
         quotient = x.double() / scale
         below, above = (self._rounded(quotient * (1 + sign * APART)) for sign in (-1, 1))
         return torch.where(below == above, x, torch.zeros_like(x))
+
+    def quantized_rows(self, rows: Tensor, scale: Tensor | None, group: int) -> Tensor:
+        """Rows in float64 as quantization leaves them, by a scale that is given or by their own."""
+        result = rows.clone()
+        for part in _groups(result, group):
+            units = self._units(part, scale)
+            part.copy_(self._rounded(part / units) * units)
+        return result
+
+    def undecided(self, rows: Tensor, scale: Tensor | None, group: int) -> Tensor:
+        """Which numbers of such rows lie between two quantized ones, by as little as a sum in float32 is wrong."""
+        result = torch.empty_like(rows, dtype=torch.bool)
+        for part, found in zip(_groups(rows, group), _groups(result, group), strict=True):
+            quotient = part / self._units(part, scale)
+            gap = quotient.abs() * APART + self.largest * SUMMED
+            found.copy_(self._rounded(quotient - gap) != self._rounded(quotient + gap))
+        return result
+
+    def _units(self, part: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None:
+            return scale
+        return (part.abs().amax(-1, keepdim=True) / self.largest).clamp(min=torch.finfo(torch.float32).tiny)
 
     def _rounded(self, quotient: Tensor) -> Tensor:
         kept = quotient.clamp(-self.largest, self.largest)
@@ -97,6 +122,20 @@ class Products(Source):
         unit, across, down = self._unit(inner), -(-inner // block), -(-columns // block)
         x, weight = self.matrix(rows, inner), self.matrix(columns, inner)
         return x, self.scales(rows, across, size=unit), weight, self.scales(down, across, size=unit)
+
+    def experts(self, experts: int, columns: int, inner: int, block: int = 0) -> tuple[Tensor, Tensor]:
+        """Weights ``[experts, columns, inner]`` and their scales, so that products of numbers near one are near one."""
+        down, across = (-(-columns // block), -(-inner // block)) if block else (columns, 1)
+        scales = self.scales(experts, down, across, size=self._unit(inner) * inner**-0.25)
+        return self.matrix(experts * columns, inner).view(experts, columns, inner), scales
+
+    def few_bit_experts(
+        self, experts: int, columns: int, inner: int, *, bits: int, group: int, zeros: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``weight``, ``scale`` and ``zero`` of ``weight_only_linear`` for each expert."""
+        weight, scale, zero = self.weight(experts * columns, inner, bits, group, zeros)
+        parts = (one if one is None else one.view(experts, columns, one.shape[1]) for one in (weight, scale, zero))
+        return tuple(parts)  # type: ignore[return-value]
 
     def weight(
         self, columns: int, inner: int, bits: int, group: int, zeros: bool = False

@@ -89,15 +89,17 @@ def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
 
 def _quantized(columns: int, kind: torch.dtype, block: int) -> Make:
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
-        def scales(*shape: int) -> Tensor:
-            return place.normal(*shape, scale=1e-3, dtype=torch.float32).abs_()
-
         across = inner // block if block else 1
         x, weight = (place.normal(rows, inner, scale=32.0).to(kind) for rows in (tokens, columns))
-        weights = scales(columns // block if block else columns, across)
-        return x, scales(tokens, across), weight, weights, None, str(place.dtype).removeprefix("torch."), block
+        weights = _scales(place, columns // block if block else columns, across)
+        dtype = str(place.dtype).removeprefix("torch.")
+        return x, _scales(place, tokens, across), weight, weights, None, dtype, block
 
     return make
+
+
+def _scales(place: Place, *shape: int) -> Tensor:
+    return place.normal(*shape, scale=1e-3, dtype=torch.float32).abs_()
 
 
 def quantized_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
@@ -401,6 +403,45 @@ def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``fused_moe``, in the shapes of two models."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
         yield from _each(model, tokens, (width,), mix(experts, topk, inner))
+
+
+def _mix_scaled(experts: int, topk: int, inner: int, kind: torch.dtype, block: int) -> Make:
+    def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+        def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
+            down, across = (columns // block, width // block) if block else (columns, 1)
+            numbers = place.normal(experts, columns, width, scale=32.0).to(kind)
+            return numbers, _scales(place, experts, down, across)
+
+        routed = _routed(place, tokens, experts, topk)
+        rest = ("silu", False, None, None, None, None, None, block)
+        return place.normal(tokens, hidden), *weight(2 * inner, hidden), *weight(hidden, inner), *routed, *rest
+
+    return make
+
+
+def scaled_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``scaled_moe``, as those of ``fused_moe``."""
+    for label, (kind, block) in QUANTIZED.items():
+        for model, (experts, topk, width, inner) in EXPERTS.items():
+            yield from _each(f"{label}, {model}", tokens, (width,), _mix_scaled(experts, topk, inner, kind, block))
+
+
+def _mix_packed(experts: int, topk: int, inner: int) -> Make:
+    def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+        def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
+            numbers = place.normal(experts, columns, width // 2, scale=64.0).abs_().to(torch.uint8)
+            return numbers, place.normal(experts, columns, width // GROUP, scale=1e-2)
+
+        routed = _routed(place, tokens, experts, topk)
+        return place.normal(tokens, hidden), *weight(2 * inner, hidden), *weight(hidden, inner), *routed
+
+    return make
+
+
+def packed_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
+    """Shapes of ``weight_only_moe`` with 4 bits, likewise."""
+    for model, (experts, topk, width, inner) in EXPERTS.items():
+        yield from _each(f"4 bits, {model}", tokens, (width,), _mix_packed(experts, topk, inner))
 
 
 def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:

@@ -10,8 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fl_dispatch.ops.moe import aligned_blocks
+from fl_dispatch.ops.quantization import ROW, TENSOR
 
 from . import activation as activations
+from .quantization import quantize, scaled_linear, weight_only_linear
+
+Product = Callable[[int, Tensor], Tensor]
+"""An expert and its rows → the product, at least float32."""
 
 
 def _local(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
@@ -67,6 +72,42 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _mixture(
+    hidden_states: Tensor,
+    experts: int,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: Tensor | None,
+    out: Tensor | None,
+    first: Product,
+    second: Product,
+) -> Tensor:
+    """The experts of each token, whose two products are given, expert by expert.
+
+    Waits for the device once, for their loads.
+    """
+    if activation not in ACTIVATIONS:
+        raise NotImplementedError(f"activation '{activation}'")
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    total = torch.zeros(hidden_states.shape, dtype=wide, device=hidden_states.device)
+    local = _local(topk_ids, expert_map)
+    order = local.argsort(stable=True)
+    loads: list[int] = torch.bincount(local + 1, minlength=experts + 1).tolist()
+    weights = topk_weights.flatten().to(wide)
+    for expert, pairs in enumerate(torch.split(order, loads), start=-1):
+        if expert < 0 or len(pairs) == 0:
+            continue
+        tokens, weight = pairs // topk_ids.shape[1], weights[pairs, None]
+        x = hidden_states[tokens].to(wide)
+        y = second(expert, ACTIVATIONS[activation](first(expert, x * weight if apply_router_weight_on_input else x)))
+        # A token has an expert once, so no two rows of one addition meet and the order of the sum is fixed.
+        total.index_add_(0, tokens, y if apply_router_weight_on_input else y * weight)
+    result = total.to(hidden_states.dtype)
+    return result if out is None else out.copy_(result)
+
+
 def fused_moe(
     hidden_states: Tensor,
     w13: Tensor,
@@ -80,29 +121,81 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. Expert by expert; waits for the device once, for their loads."""
-    if activation not in ACTIVATIONS:
-        raise NotImplementedError(f"activation '{activation}'")
-    wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    total = torch.zeros(hidden_states.shape, dtype=wide, device=hidden_states.device)
-    local = _local(topk_ids, expert_map)
-    order = local.argsort(stable=True)
-    loads: list[int] = torch.bincount(local + 1, minlength=w13.shape[0] + 1).tolist()
-    weights = topk_weights.flatten().to(wide)
-    for expert, pairs in enumerate(torch.split(order, loads), start=-1):
-        if expert < 0 or len(pairs) == 0:
-            continue
-        tokens, weight = pairs // topk_ids.shape[1], weights[pairs, None]
-        x = hidden_states[tokens].to(wide)
-        inner = functional.linear(
-            x * weight if apply_router_weight_on_input else x,
-            w13[expert].to(wide),
-            None if w13_bias is None else w13_bias[expert].to(wide),
-        )
-        y = functional.linear(
-            ACTIVATIONS[activation](inner), w2[expert].to(wide), None if w2_bias is None else w2_bias[expert].to(wide)
-        )
-        # A token has an expert once, so no two rows of one addition meet and the order of the sum is fixed.
-        total.index_add_(0, tokens, y if apply_router_weight_on_input else y * weight)
-    result = total.to(hidden_states.dtype)
-    return result if out is None else out.copy_(result)
+    """See :data:`fl_dispatch.ops.moe.fused_moe`."""
+
+    def product(weight: Tensor, bias: Tensor | None) -> Product:
+        def of(expert: int, x: Tensor) -> Tensor:
+            return functional.linear(x, weight[expert].to(x.dtype), None if bias is None else bias[expert].to(x.dtype))
+
+        return of
+
+    routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+    return _mixture(hidden_states, w13.shape[0], *routing, product(w13, w13_bias), product(w2, w2_bias))
+
+
+def scaled_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    x13_scale: Tensor | None = None,
+    x2_scale: Tensor | None = None,
+    block_size: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`."""
+    kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"  # verification widens what is not integer
+
+    def product(weight: Tensor, scale: Tensor, bias: Tensor | None, given: Tensor | None) -> Product:
+        def of(expert: int, x: Tensor) -> Tensor:
+            if given is None:
+                rows = quantize(x, kind, block_size or ROW)
+            else:
+                rows = quantize(x, kind, TENSOR, given[expert : expert + 1])
+            added = None if bias is None else bias[expert]
+            return scaled_linear(*rows, weight[expert], scale[expert], added, "float32", block_size)
+
+        return of
+
+    routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+    first, second = product(w13, w13_scale, w13_bias, x13_scale), product(w2, w2_scale, w2_bias, x2_scale)
+    return _mixture(hidden_states, w13.shape[0], *routing, first, second)
+
+
+def weight_only_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w13_zero: Tensor | None = None,
+    w2_zero: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`."""
+
+    def product(weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> Product:
+        def of(expert: int, x: Tensor) -> Tensor:
+            zeros, added = (None if one is None else one[expert] for one in (zero, bias))
+            return weight_only_linear(x, weight[expert], scale[expert], zeros, added)
+
+        return of
+
+    routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+    first, second = product(w13, w13_scale, w13_zero, w13_bias), product(w2, w2_scale, w2_zero, w2_bias)
+    return _mixture(hidden_states, w13.shape[0], *routing, first, second)

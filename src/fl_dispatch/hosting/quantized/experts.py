@@ -1,0 +1,181 @@
+"""The quantized experts of a layer, one class a kind of weights.
+
+As for :mod:`.layers`, a host loads the parameters of all experts of a rank, each with a first dimension for them:
+``w13_…`` for the gate and ``up`` below each other, ``w2_…`` for the product that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import orders
+from .layers import QuantizedKernel
+
+NAMES = ("w13", "w2")
+
+
+class QuantizedExperts(QuantizedKernel):
+    """The part that all kinds share."""
+
+    fl_traced = False
+
+    def apply_experts(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: str,
+        on_input: bool,
+        expert_map: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """The mixture; parameters as ``fused_moe`` has them."""
+        weights = (value for name in NAMES for value in self.weight_of(layer, name))
+        biases = (getattr(layer, f"{name}_bias", None) for name in NAMES)
+        routing = (topk_weights, topk_ids, activation, on_input, expert_map)
+        return self.fl_call(x, *weights, *routing, *biases, *self._rest(layer), out)
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        """A weight, ``"w13"`` or ``"w2"``, and its scales."""
+        raise NotImplementedError
+
+    def _rest(self, layer: Any) -> tuple[Any, ...]:
+        """The arguments between the biases and ``out``."""
+        raise NotImplementedError
+
+
+class ScaledExperts(QuantizedExperts):
+    """Rows and weights of 8 bits: ``scaled_moe``. Rows have a scale each, or an expert has one for all."""
+
+    fl_operator = "scaled_moe"
+    fl_weights = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
+    fl_block = 0
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """A scale for each column of each expert."""
+        for name in NAMES:
+            weight, scale = (getattr(layer, f"{name}_{part}").data for part in ("weight", "weight_scale"))
+            rows = getattr(layer, f"{name}_input_scale", None)
+            self._keep(
+                layer,
+                **{
+                    f"{name}_weight": weight.contiguous(),
+                    f"{name}_weight_scale": orders.scale_of_experts(scale, weight.shape[1]),
+                    f"{name}_input_scale": None if rows is None else rows.data.float(),
+                },
+            )
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+
+    def _rest(self, layer: Any) -> tuple[Any, ...]:
+        return layer.w13_input_scale, layer.w2_input_scale, self.fl_block
+
+
+class Int8Experts(ScaledExperts):
+    """``int8``."""
+
+
+class Fp8Experts(ScaledExperts):
+    """``fp8`` with a scale for each column, or for each weight of the checkpoint; see :class:`.layers.Fp8Layer`."""
+
+
+class Fp8BlockExperts(ScaledExperts):
+    """``fp8`` with a scale for each square block, as DeepSeek-V3 has it."""
+
+    fl_weights = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.fl_block = block
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales of blocks stay as they are."""
+        for name in NAMES:
+            weight, scale = (value.data.contiguous() for value in self.weight_of(layer, name))
+            parts = {f"{name}_weight": weight, f"{name}_weight_scale_inv": scale.float(), f"{name}_input_scale": None}
+            self._keep(layer, **parts)
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a checkpoint packs an expert's weight in words.
+
+    Args:
+        weight: the parameter's name behind ``w13_``.
+        scale: of its scales.
+        zero: of its zero points.
+        weight_dim: the dimension of a weight along which words are packed.
+        zero_dim: the same of zero points.
+        transposed: whether rows of the operator's weight are columns of the parameter.
+        places: those of numbers in words, where they are not in order.
+    """
+
+    weight: str
+    scale: str
+    zero: str
+    weight_dim: int
+    zero_dim: int
+    transposed: bool
+    places: Sequence[int] | None = None
+
+
+GPTQ = Packing("qweight", "scales", "qzeros", 0, 1, transposed=True)
+AWQ = Packing("qweight", "scales", "qzeros", 1, 1, transposed=True, places=orders.AWQ_PLACES)
+COMPRESSED = Packing("weight_packed", "weight_scale", "weight_zero_point", 1, 0, transposed=False)
+
+
+class PackedExperts(QuantizedExperts):
+    """Weights of 4 or 8 bits, packed in words, for rows as they are: ``weight_only_moe``.
+
+    Args:
+        packing: as the checkpoint has it.
+        bits: of a number.
+        zero_points: whether those of the checkpoint count.
+    """
+
+    fl_operator = "weight_only_moe"
+
+    def __init__(self, packing: Packing, bits: int, zero_points: bool) -> None:
+        super().__init__()
+        self._packing, self._bits, self._zero_points = packing, bits, zero_points
+        parts = (packing.weight, packing.scale, packing.zero)
+        self.fl_weights = tuple(f"{name}_{part}" for name in NAMES for part in parts)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Unpack words, expert by expert."""
+        packing, bits = self._packing, self._bits
+        for name in NAMES:
+            words, scale = (getattr(layer, f"{name}_{part}").data for part in (packing.weight, packing.scale))
+            weights = [orders.packed_weight(self._numbers(one, packing.weight_dim), bits) for one in words]
+            zeros = None
+            if self._zero_points:
+                packed = getattr(layer, f"{name}_{packing.zero}").data
+                zeros = torch.stack([orders.zero_points(self._numbers(one, packing.zero_dim), bits) for one in packed])
+            self._keep(
+                layer,
+                **{
+                    f"{name}_{packing.weight}": torch.stack(weights),
+                    f"{name}_{packing.scale}": (scale.transpose(1, 2) if packing.transposed else scale).contiguous(),
+                    f"{name}_{packing.zero}": zeros,
+                },
+            )
+
+    def _numbers(self, words: Tensor, dim: int) -> Tensor:
+        numbers = orders.unpack(words, self._bits, dim, self._packing.places)
+        return numbers.t() if self._packing.transposed else numbers
+
+    def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
+        return getattr(layer, f"{name}_{self._packing.weight}"), getattr(layer, f"{name}_{self._packing.scale}")
+
+    def _rest(self, layer: Any) -> tuple[Any, ...]:
+        return tuple(getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)

@@ -1,0 +1,209 @@
+"""Mixtures of experts for samples: which expert computes which token, and weights of the quantized ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..quantization import LARGEST
+from .quantized import Products, Settled
+
+PLAIN = "_no_mul"
+"""The end of an activation's name for experts without a gate."""
+
+
+def choose(tokens: int, experts: int, topk: int, generator: torch.Generator) -> Tensor:
+    """Distinct experts for each token, ``[tokens, topk]``, int32."""
+    return torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :topk].int()
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts, as a sample has it, but for the numbers.
+
+    Args:
+        tokens: rows.
+        experts: of all ranks.
+        topk: choices of a token.
+        hidden: elements of a row.
+        inner: elements between the two products of an expert.
+        activation: as ``fused_moe`` has it.
+        on_input: weights are factors of inputs.
+        local: the experts that are here, by default all.
+        padding: the last tokens, which choose no expert.
+        biases: whether there are some.
+        out: whether a place for the result is given.
+    """
+
+    tokens: int
+    experts: int
+    topk: int
+    hidden: int
+    inner: int
+    activation: str = "silu"
+    on_input: bool = False
+    local: Sequence[int] | None = None
+    padding: int = 0
+    biases: bool = False
+    out: bool = False
+
+    @property
+    def here(self) -> int:
+        """The number of experts on this rank."""
+        return self.experts if self.local is None else len(self.local)
+
+    @property
+    def inputs(self) -> int:
+        """Rows of an expert's first weight."""
+        return self.inner if self.activation.endswith(PLAIN) else 2 * self.inner
+
+    def routing(
+        self, device: torch.device, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, str, bool, Tensor | None]:
+        """The arguments from ``topk_weights`` to ``expert_map``."""
+        ids = choose(self.tokens, self.experts, self.topk, generator)
+        ids[self.tokens - self.padding :] = -1
+        weights = torch.randn(self.tokens, self.topk, generator=generator).softmax(-1)
+        expert_map = None
+        if self.local is not None:
+            expert_map = torch.full((self.experts,), -1, dtype=torch.int32)
+            expert_map[list(self.local)] = torch.arange(self.here, dtype=torch.int32)
+            expert_map = expert_map.to(device)
+        return weights.to(device), ids.to(device), self.activation, self.on_input, expert_map
+
+
+# -- rows quantized too -----------------------------------------------------------------------------------------------
+
+
+def _gated(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": _gated, "relu2_no_mul": lambda x: x.relu().square()}
+)
+"""Those of the samples of quantized mixtures; each makes zeros of zeros."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Mixtures whose rows are quantized before both products, and alike by every right implementation.
+
+    A number between the two products that lies between two quantized ones becomes either, as float32 happens to be
+    rounded, and the result differs by a whole step. So the element of an expert that such a number belongs to gets
+    weights of zero.
+
+    Args:
+        dtype: of rows and results.
+        generator: draws the numbers, on the CPU.
+        quantized: type of weights and quantized rows.
+        block: the side of a weight's block with one scale, and elements of a row with one; 0: none.
+        static: whether the scales of rows are given.
+    """
+
+    dtype: torch.dtype
+    generator: torch.Generator
+    quantized: torch.dtype
+    block: int = 0
+    static: bool = False
+
+    def arguments(self, mixture: Mixture) -> tuple[Any, ...]:
+        """The arguments of ``scaled_moe``, on the CPU."""
+        products = Products(self.dtype, torch.device("cpu"), self.generator, self.quantized)
+        here, inputs, hidden, inner = mixture.here, mixture.inputs, mixture.hidden, mixture.inner
+        w13, w2 = products.experts(here, inputs, hidden, self.block), products.experts(here, hidden, inner, self.block)
+        routing = mixture.routing(torch.device("cpu"), self.generator)
+        biases = [products.normal(here, size, scale=0.25) if mixture.biases else None for size in (inputs, hidden)]
+        size = 3.0 / self._settled.largest
+        given = [products.scales(here, size=size) if self.static else None for _ in range(2)]
+        x = self._settled.rows(mixture.tokens, hidden, group=self.block)
+        for scale in () if given[0] is None else given[0]:
+            x = self._settled.settle(x, scale.double())
+        out = products.normal(mixture.tokens, hidden) if mixture.out else None
+        self._settle(x, *w13, biases[0], given, routing)
+        return x, *w13, *w2, *routing, *biases, *given, self.block, out
+
+    @property
+    def _settled(self) -> Settled:
+        largest = LARGEST[str(self.quantized).removeprefix("torch.")]
+        return Settled(self.dtype, torch.device("cpu"), self.generator, self.quantized, largest)
+
+    def _settle(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        given: Sequence[Tensor | None],
+        routing: Any,
+    ) -> None:
+        """Write zeros into ``weight`` and ``bias`` until no number between the products is undecided."""
+        topk_weights, topk_ids, activation, on_input, expert_map = routing
+        local = topk_ids.long() if expert_map is None else torch.where(topk_ids < 0, -1, expert_map.long()[topk_ids])
+        for expert in range(weight.shape[0]):
+            tokens, choices = (local == expert).nonzero(as_tuple=True)
+            rows = x[tokens].double() * (topk_weights[tokens, choices, None].double() if on_input else 1)
+            first, second = (None if one is None else one[expert].double() for one in given)
+            rows = self._settled.quantized_rows(rows, first, self.block)
+            added = None if bias is None else bias[expert]
+            scales = _spread(scale[expert].double(), self.block, weight.shape[1:])
+            while len(tokens):
+                numbers = weight[expert].double() * scales
+                between = functional.linear(rows, numbers, None if added is None else added.double())
+                between = ACTIVATIONS[activation](between)
+                undecided = self._settled.undecided(between, second, self.block).any(0)
+                if not undecided.any():
+                    break
+                columns = undecided.repeat(weight.shape[1] // len(undecided))
+                weight[expert].view(torch.uint8)[columns] = 0  # PyTorch writes no float8 by a mask
+                if added is not None:
+                    added[columns] = 0
+
+
+def _spread(scale: Tensor, block: int, shape: Sequence[int]) -> Tensor:
+    """Scales of blocks, one for each element of a weight."""
+    for dim, size in enumerate(shape if block else ()):
+        scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return scale
+
+
+def scaled(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, quantized: torch.dtype, **rest: Any
+) -> Callable[..., tuple[Any, ...]]:
+    """Mixture → arguments of ``scaled_moe``; ``rest`` as in :class:`Scaled`."""
+    source = Scaled(dtype, generator, quantized, **rest)
+    return lambda mixture: _on(device, source.arguments(mixture))
+
+
+# -- weights alone quantized ------------------------------------------------------------------------------------------
+
+
+def weight_only(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, bits: int, group: int, zeros: bool
+) -> Callable[..., tuple[Any, ...]]:
+    """Mixture → arguments of ``weight_only_moe``."""
+    products = Products(dtype, torch.device("cpu"), generator, torch.int8)
+
+    def arguments(mixture: Mixture) -> tuple[Any, ...]:
+        here, inputs, hidden, inner = mixture.here, mixture.inputs, mixture.hidden, mixture.inner
+        few_bits = partial(products.few_bit_experts, here, bits=bits, group=group, zeros=zeros)
+        (*w13, zero13), (*w2, zero2) = few_bits(inputs, hidden), few_bits(hidden, inner)
+        routing = mixture.routing(torch.device("cpu"), generator)
+        biases = [products.normal(here, size, scale=0.25) if mixture.biases else None for size in (inputs, hidden)]
+        x = products.normal(mixture.tokens, hidden)
+        out = products.normal(mixture.tokens, hidden) if mixture.out else None
+        return _on(device, (x, *w13, *w2, *routing, *biases, zero13, zero2, out))
+
+    return arguments
+
+
+def _on(device: torch.device, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.to(device) if isinstance(one, Tensor) else one for one in arguments)

@@ -1,0 +1,223 @@
+"""Mixtures of experts with quantized weights: the products of :mod:`.quantization`, expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .declaration import Sample, Work, operator, row_terms
+from .inputs import mixtures, shapes
+from .inputs.mixtures import Mixture
+from .moe import CHAIN, OPAQUE, OUTPUT, PLAIN_ACTIVATIONS, TOLERANCES, read_experts, tokens_workload
+from .quantization import FP8
+
+
+def _fake(place: int) -> Callable[..., Tensor]:
+    """The result of a mixture whose argument ``out`` is in this place."""
+
+    def fake(hidden_states: Tensor, *args: Any) -> Tensor:
+        out: Tensor | None = args[place - 1] if len(args) >= place else None
+        return hidden_states.new_empty(hidden_states.shape) if out is None else out
+
+    return fake
+
+
+def _work(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    *args: object,
+) -> Work:
+    chosen, distinct = read_experts(topk_ids, expert_map)
+    (_, rows, _), hidden = w13.shape, hidden_states.shape[1]
+    numbers = rows * hidden + hidden * (rows if activation in PLAIN_ACTIVATIONS else rows // 2)
+    expert = sum(part[0].numel() * part.element_size() for part in (w13, w13_scale, w2, w2_scale) if len(part))
+    moved = 2 * hidden_states.numel() * hidden_states.element_size()
+    choices = topk_ids.numel() * (topk_weights.element_size() + topk_ids.element_size())
+    return Work(moved + choices + expert * distinct, 2 * numbers * chosen)
+
+
+def _sampler(arguments: Callable[[Mixture], tuple[Any, ...]], kind: str) -> Callable[..., Sample]:
+    def sample(label: str, *sizes: Any, serving: bool = True, **rest: Any) -> Sample:
+        return Sample(f"{kind}, {label}", arguments(Mixture(*sizes, **rest)), serving)
+
+    return sample
+
+
+# -- rows quantized too -----------------------------------------------------------------------------------------------
+
+
+def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def source(kind: torch.dtype, named: str = "", **rest: Any) -> Callable[..., Sample]:
+        name = str(kind).removeprefix("torch.")
+        return _sampler(mixtures.scaled(dtype, device, generator, kind, **rest), f"{name}{named}")
+
+    for kind in (torch.int8, FP8):
+        sample = source(kind)
+        yield sample("decode, 16 tokens, 32 experts", 16, 32, 4, 128, 24)
+        yield sample("prefill, 40 tokens, 8 experts", 40, 8, 2, 128, 112, out=True)
+        yield sample("one token", 1, 8, 2, 256, 64)
+        yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
+        yield sample("no gate, biases", 9, 8, 4, 90, 64, "relu2_no_mul", biases=True, serving=False)
+        yield sample("weights on the input, odd sizes", 5, 5, 2, 67, 33, on_input=True, serving=False)
+        yield sample("padding tokens with out", 8, 6, 2, 64, 32, padding=3, out=True, serving=False)
+        yield sample("empty rank: no expert is here", 1, 8, 1, 64, 32, local=[], serving=False)
+        yield sample("empty batch", 0, 8, 2, 64, 32, serving=False)
+        yield source(kind, ", scales of the rows given", static=True)("9 tokens", 9, 8, 2, 64, 32)
+    blocks = source(FP8, " in blocks of 128", block=128)
+    yield blocks("17 tokens", 17, 8, 2, 256, 128)
+    yield source(FP8, " in blocks of 32", block=32)(
+        "short last ones, biases", 5, 4, 2, 72, 48, biases=True, serving=False
+    )
+
+
+@operator(
+    weights=("w13", "w13_scale", "w2", "w2_scale"),
+    writes=OUTPUT,
+    modes=OPAQUE,
+    fake=_fake(15),
+    samples=_scaled_samples,
+    shapes=shapes.scaled_mixture,
+    aliases=("w8a8_moe", "fused_moe_w8a8", "block_scaled_moe"),
+    tolerances=TOLERANCES,
+    terms=row_terms,
+    mean_error=CHAIN,
+    workload=tokens_workload,
+    work=_work,
+)
+def scaled_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    x13_scale: Tensor | None = None,
+    x2_scale: Tensor | None = None,
+    block_size: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As :data:`fused_moe`, where each product is :data:`quantize` of its rows and then :data:`scaled_linear`.
+
+    Between the two products numbers are at least float32, because a half type would decide how they are quantized.
+
+    Args:
+        hidden_states: ``[tokens, hidden]``, floating point.
+        w13: ``[local experts, 2 * inner, hidden]``, int8 or float8_e4m3fn, which rows become too; ``[.., inner, ..]``
+            without a gate.
+        w13_scale: ``[local experts, rows of w13, 1]``, float32; with blocks ``[local experts, ceil(rows / block_size),
+            ceil(hidden / block_size)]``.
+        w2: ``[local experts, hidden, inner]``, dtype of ``w13``.
+        w2_scale: likewise.
+        topk_weights: as for ``fused_moe``.
+        topk_ids: as for ``fused_moe``.
+        activation: as for ``fused_moe``.
+        apply_router_weight_on_input: as for ``fused_moe``.
+        expert_map: as for ``fused_moe``.
+        w13_bias: ``[local experts, rows of w13]``, floating point, or ``None``.
+        w2_bias: ``[local experts, hidden]``, likewise.
+        x13_scale: ``[local experts]``, float32: the scale of the first product's rows, found before; or ``None``, and
+            each row has one, or ``block_size`` elements of it. Only without blocks.
+        x2_scale: of the second product's rows, likewise.
+        block_size: as for ``scaled_linear``.
+        out: as for ``fused_moe``.
+
+    Returns:
+        Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+    """
+    raise NotImplementedError
+
+
+# -- weights alone quantized ------------------------------------------------------------------------------------------
+
+
+def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    def source(named: str, bits: int, group: int, zeros: bool = False) -> Callable[..., Sample]:
+        arguments = mixtures.weight_only(dtype, device, generator, bits, group, zeros)
+        return _sampler(arguments, f"{bits} bits, {named}")
+
+    for bits in (4, 8):
+        sample = source("groups of 32", bits, 32)
+        yield sample("decode, 16 tokens, 32 experts", 16, 32, 4, 128, 32)
+        yield sample("prefill, 40 tokens, 8 experts", 40, 8, 2, 128, 96, out=True)
+        yield sample("half of the experts is here", 20, 32, 4, 96, 64, local=range(16, 32))
+        yield sample("swigluoai, biases", 9, 8, 4, 96, 64, "swigluoai", biases=True, serving=False)
+        yield sample("weights on the input, biases", 5, 8, 2, 64, 32, on_input=True, biases=True, serving=False)
+        yield sample("padding tokens with out", 8, 6, 2, 64, 32, padding=3, out=True, serving=False)
+        yield sample("empty rank: no expert is here", 1, 8, 1, 64, 32, local=[], serving=False)
+        yield sample("empty batch", 0, 8, 2, 64, 32, serving=False)
+        yield source("zero points, groups of 16", bits, 16, True)("9 tokens", 9, 8, 2, 64, 48)
+        yield source("one scale a column", bits, 64)("one token", 1, 8, 2, 64, 64)
+
+
+@operator(
+    weights=("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero"),
+    writes=OUTPUT,
+    modes=OPAQUE,
+    fake=_fake(14),
+    samples=_weight_only_samples,
+    shapes=shapes.packed_mixture,
+    aliases=("wna16_moe", "w4a16_moe", "fused_moe_wna16"),
+    tolerances=TOLERANCES,
+    terms=row_terms,
+    mean_error=CHAIN,
+    workload=tokens_workload,
+    work=_work,
+)
+def weight_only_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w13_zero: Tensor | None = None,
+    w2_zero: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As :data:`fused_moe`, with weights, scales and zero points of :data:`weight_only_linear`.
+
+    Args:
+        hidden_states: ``[tokens, hidden]``, floating point.
+        w13: ``[local experts, 2 * inner, hidden / 2]``, uint8, or ``[.., hidden]``, int8 or float8_e4m3fn; ``[..,
+            inner, ..]`` without a gate.
+        w13_scale: ``[local experts, rows of w13, groups]``, dtype of ``hidden_states``.
+        w2: ``[local experts, hidden, inner / 2]`` or ``[.., inner]``, dtype of ``w13``.
+        w2_scale: ``[local experts, hidden, groups]``, likewise.
+        topk_weights: as for ``fused_moe``.
+        topk_ids: as for ``fused_moe``.
+        activation: as for ``fused_moe``.
+        apply_router_weight_on_input: as for ``fused_moe``.
+        expert_map: as for ``fused_moe``.
+        w13_bias: as for ``fused_moe``.
+        w2_bias: as for ``fused_moe``.
+        w13_zero: shape of ``w13_scale``, int8, or ``None``, see ``weight_only_linear``.
+        w2_zero: shape of ``w2_scale``, likewise.
+        out: as for ``fused_moe``.
+
+    Returns:
+        Shape and dtype of ``hidden_states``: ``out`` where given. Over several ranks a partial sum.
+    """
+    raise NotImplementedError

@@ -1,0 +1,158 @@
+"""Quantized experts in engines: what the dequantized network computes, within its own rounding, by our operators.
+
+As :mod:`test_quantized`, with a small Qwen3-MoE of random weights, all of whose layers have experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import MAX_TOKENS, PROMPTS, ran, start_features
+
+import quantized_checkpoints as checkpoints
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from quantized_checkpoints import SCHEMES, Scheme
+from quantized_network import Comparison, answered
+from sampling import drawn
+
+pytestmark = pytest.mark.engine
+PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
+ASKED: Mapping[str, Any] = {
+    "do": "generate",
+    "prompts": PROMPTS,
+    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
+}
+LAYERS = 2
+SHAPE = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+    "num_experts": 4,
+    "num_hidden_layers": LAYERS,
+}
+EXPERTS = (
+    "compressed-tensors W8A8 int8",
+    "compressed-tensors W8A8 fp8",
+    "compressed-tensors W4A16",
+    "compressed-tensors W4A16, zero points",
+    "compressed-tensors W8A16 int8",
+    "compressed-tensors W8A16 int8, groups",
+    "fp8",
+    "fp8, static",
+    "fp8, blocks of 128",
+    "gptq",
+    "gptq, 8 bits",
+    "awq",
+)
+"""Schemes whose experts are served."""
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """An engine with a checkpoint; ``engine``: further arguments of ``LLM``."""
+
+    scheme: str
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "eager"
+
+    @property
+    def made(self) -> Scheme:
+        return SCHEMES[self.scheme]
+
+    @property
+    def ranks(self) -> int:
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
+    def operator(self) -> str:
+        return "scaled_moe" if "scaled_linear" in self.made.operators else "weight_only_moe"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.kind}"
+
+
+BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
+"""Schemes of either operator, which run in every kind of engine."""
+TWO = {"tensor_parallel_size": 2}
+EAGER = [Run(name) for name in drawn(EXPERTS, 2, "quantized experts")]
+COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(BOTH_KINDS, 1, "experts, compiled")]
+RANKS = drawn(
+    [
+        Run(BOTH_KINDS[0], TWO, "each expert divided"),
+        Run(BOTH_KINDS[1], TWO, "each expert divided"),
+        Run(BOTH_KINDS[1], {**TWO, "enable_expert_parallel": True}, "the experts divided"),
+    ],
+    1,
+    "experts, ranks",
+)
+RUNS = [*EAGER, *COMPILED, *RANKS]
+each_run = pytest.mark.parametrize("run", RUNS, ids=str)
+
+
+def steps(run: Run) -> list[Mapping[str, Any]]:
+    """A right pass; and where choices are not frozen, one with a wrong implementation of the experts."""
+    wrong = {"do": "policy", "prefer": "reference", "per_op_order": {run.operator: ["impl:vendor.wrong"]}}
+    return [ASKED, *(({"do": "reset_prefix_cache"}, wrong, ASKED) if run in EAGER else ())]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint("qwen3_moe", tmp_path_factory.mktemp("experts") / "whole", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Run, Any]:
+    folder = tmp_path_factory.mktemp("quantized")
+
+    @cache
+    def checkpoint(name: str) -> Path:
+        return checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name], model=model)
+
+    found = start_features(*((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
+    return dict(zip(RUNS, found["runs"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def compared(answers: dict[Run, Any], model: Path) -> Callable[[Run], Comparison]:
+    @cache
+    def compare(run: Run) -> Comparison:
+        return Comparison.of(*answered(PROMPTS, answers[run]["steps"][0]), run.made, run.ranks, model)
+
+    return compare
+
+
+@each_run
+def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
+    found = compared(run)
+    assert found.error <= found.right.rounding
+    assert found.quantization > found.right.rounding, "rounding hides the quantization"
+
+
+@each_run
+def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
+    run: Run, compared: Callable[[Run], Comparison]
+) -> None:
+    right = compared(run).right
+    assert len(behind := right.behind(PROMPTS, MAX_TOKENS)) == len(PROMPTS) * MAX_TOKENS
+    assert float(behind.max()) <= 2 * right.largest
+
+
+@each_run
+def test_its_experts_are_all_ours(run: Run, answers: dict[Run, Any]) -> None:
+    report = answers[run]["report"]
+    assert report["layers"][run.made.layer.replace("Layer", "Experts")] == LAYERS
+    assert not report["native_layers"]
+    assert ran(answers[run], run.operator) - {"vendor.wrong"}
+    assert not ran(answers[run], "fused_moe")
+
+
+@pytest.mark.parametrize("run", EAGER, ids=str)
+def test_wrong_experts_change_what_it_computes(run: Run, answers: dict[Run, Any]) -> None:
+    first, wrong = (step for step in answers[run]["steps"] if isinstance(step, list))
+    assert [one["tokens"] for one in wrong] != [one["tokens"] for one in first]
