@@ -159,6 +159,19 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "block_multiple_of": 32,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **_GROUPED,
+            **_TIED,
+            "num_hidden_layers": 4,
+            "layer_types": 2 * ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+        },
+    ),
     "gemma": ("GemmaConfig", {**_HEADS, **_TIED, "hidden_act": "gelu_pytorch_tanh"}),
     "gemma3n": (  # the upper half of the layers reads the cache of lower ones
         "Gemma3nTextConfig",
