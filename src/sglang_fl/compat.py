@@ -17,7 +17,7 @@ from fl_dispatch.logger_manager import get_logger
 from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
-from .host_facts import FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
+from .host_facts import ADAPTERS, FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 logger = get_logger(__name__)
@@ -79,6 +79,7 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
         _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
+        _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
         _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),
         _hook("sglang.srt.utils.common.add_prometheus_middleware", metrics.join_metrics, "after"),
         _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),

@@ -132,7 +132,8 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
-        _set(args, "lora_backend", lora.BACKEND, "the others are Triton kernels")
+        if args.enable_lora or args.lora_paths:
+            _set(args, "lora_backend", lora.BACKEND, "the others are Triton kernels")
         _cpu_defaults(args)
 
 

@@ -14,6 +14,7 @@ from .quantization.facts import FACTS as QUANTIZATION
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
+ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 _LAYERS = "sglang.srt.layers"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
@@ -48,6 +49,13 @@ HOOKED = (
     ),
     HostFact(RUNNER, ("load_model(*args, **kwargs)",), "replaces", "runner", "layers would not know their prefix"),
     HostFact(RUNNER, ("init_lora_manager()",), "replaces", "lora", "SGLang pins the memory of adapters without asking"),
+    HostFact(
+        ADAPTERS,
+        ("validate_new_adapter(lora_config, lora_ref)",),
+        "replaces",
+        "lora",
+        "SGLang would serve adapters wrongly whose options it does not read",
+    ),
     HostFact(
         RUNNER,
         ("forward(forward_batch, *args, **kwargs)",),
@@ -130,6 +138,24 @@ HOOKED = (
 )
 
 READ = (
+    HostFact(
+        ADAPTERS,
+        ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tensors", "prepare_lora_batch"),
+        "reads",
+        "lora",
+        "They pin memory.",
+    ),
+    HostFact("sglang.srt.lora.lora_config:LoRAConfig", ("hf_config",), "reads", "lora", "What an adapter asks for."),
+    HostFact(
+        "sglang.srt.lora.backend.torch_backend:TorchNativeLoRABackend",
+        ("name",),
+        "reads",
+        "lora",
+        "The one in PyTorch.",
+    ),
+    HostFact(
+        "sglang.srt.layers.moe.fused_moe_triton.layer", ("FusedMoE",), "reads", "lora", "Its adapters are in Triton."
+    ),
     HostFact(
         "sglang.srt.utils.common",
         ("is_npu()",),

@@ -1,20 +1,30 @@
-"""LoRA where no memory can be pinned: SGLang's adapters pin without asking, and PyTorch refuses on such a machine."""
+"""LoRA under SGLang where no memory can be pinned, and the adapters that SGLang would serve wrongly.
+
+SGLang pins the memory of adapters without asking, and PyTorch refuses that on a machine without an accelerator. There
+its backend :data:`BACKEND` runs, which knows less than those in Triton.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.unpinned import unpinned
 
 if TYPE_CHECKING:
+    from sglang.srt.lora.lora_config import LoRAConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 BACKEND = "torch_native"
 """The one of SGLang's LoRA backends that is written in PyTorch."""
 PINNING = ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tensors", "prepare_lora_batch")
 """The methods of SGLang's manager of adapters that its model runner calls and that pin memory."""
+MERGED = {("q_proj", "v_proj"): ("k_proj",), ("gate_proj",): ("up_proj",)}
+"""Projections that are one product in SGLang: without the first ones it finds no place for the others."""
+NOT_PROJECTIONS = {"embed_tokens", "lm_head"}
 
 
 def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
@@ -39,3 +49,33 @@ def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunn
     unpinned(original)(runner)
     for name in PINNING:
         setattr(runner.lora_manager, name, unpinned(getattr(runner.lora_manager, name)))
+
+
+def validate_new_adapter(
+    original: Callable[..., None], manager: LoRAManager, lora_config: LoRAConfig, lora_ref: LoRARef
+) -> None:
+    """SGLang's check of an adapter, at the start and while it serves, and ours.
+
+    Raises:
+        ValueError: SGLang would load the adapter and compute something else, or end at its first request.
+    """
+    for what in _unserved(lora_config.hf_config):
+        raise ValueError(f"sglang_fl does not support adapters with {what} yet (adapter {lora_ref.lora_name})")
+    original(manager, lora_config, lora_ref)
+
+
+def _unserved(said: Mapping[str, Any]) -> Iterator[str]:
+    """Everything in an adapter's configuration (PEFT's ``adapter_config.json``) that is not served, in words."""
+    targets = said["target_modules"]
+    names = set() if isinstance(targets, str) else {target.rpartition(".")[2] for target in targets}
+    for name in sorted(names & NOT_PROJECTIONS):
+        yield f"'{name}', which {BACKEND} takes for a projection of all tokens"
+    for key in ("modules_to_save", "use_rslora", "alpha_pattern", "rank_pattern", "layers_to_transform"):
+        if said.get(key):
+            yield f"{key}={said[key]!r}, which SGLang does not read"
+    if said.get("bias", "none") != "none":
+        yield f"bias={said['bias']!r}, which SGLang does not read"
+    for needed, merged in MERGED.items():
+        if names & {*needed, *merged} and not names >= set(needed):
+            parts = ", ".join(sorted(names & {*needed, *merged}))
+            yield f"{parts} without {', '.join(sorted(set(needed) - names))}, which SGLang merges"

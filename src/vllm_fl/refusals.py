@@ -40,7 +40,7 @@ STATE_MODELS = {
     "Lfm2MoeForCausalLM": "ShortConv",
 }
 """Models whose layers with a state are all ours: architecture → their class."""
-STATES = "models with state-space or linear-attention layers"
+STATES = "models whose layers keep a state"
 ALL2ALL = "allgather_reducescatter"
 """The exchange of tokens between experts that is made of a communicator's own collectives."""
 SPECULATION = ("ngram", *model_runner.DRAFTS)

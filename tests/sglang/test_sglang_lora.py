@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import variants
 from running import MAX_TOKENS, PROMPTS, expected_tokens
 
 pytest.importorskip("sglang")
+
+from sglang_fl import lora
 
 ADAPTERS = {"one": 1, "two": 2, "late": 3}
 """Name → seed; the last is loaded while the engine serves."""
@@ -38,7 +42,7 @@ def result(checkpoint: Callable[[str], Path], merged: dict[str, tuple[Path, Any]
     late, step = paths.pop("late"), {"max_tokens": MAX_TOKENS}
     steps = [
         {**step, "prompts": PROMPTS, "lora": ["one"] * len(PROMPTS)},
-        {**step, "prompts": PROMPTS * 3, "lora": [name for name in MIXED for _ in PROMPTS]},
+        {**step, "prompts": [prompt for prompt in PROMPTS for _ in MIXED], "lora": MIXED * len(PROMPTS)},
         {**step, "prompts": PROMPTS, "lora": ["late"] * len(PROMPTS), "load": ["late", late]},
     ]
     return start(checkpoint("qwen3"), *steps, engine={"lora_paths": paths, **BACKEND}).result()
@@ -56,7 +60,8 @@ def test_adapters_and_none_mix_in_one_batch(
     result: dict[str, Any], merged: dict[str, tuple[Path, Any]], expected: Callable[[str], list[list[int]]]
 ) -> None:
     wanted = [expected("qwen3") if name is None else merged[name][1] for name in MIXED]
-    assert result["steps"][1]["tokens"] == [tokens for of_adapter in wanted for tokens in of_adapter]
+    assert result["steps"][1]["tokens"] == [tokens[place] for place in range(len(PROMPTS)) for tokens in wanted]
+    assert max(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", result["log"]))) > 1
 
 
 def test_an_adapter_is_loaded_while_the_engine_serves(
@@ -69,6 +74,44 @@ def test_our_operators_ran_around_the_adapted_projections(result: dict[str, Any]
     operators = {key.split(" ")[0] for key in result["report"]["counts"]}
     assert {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"} <= operators
     assert "lora_backend: torch_native instead of triton, because the others are Triton kernels" in result["log"]
+
+
+ADAPTED = {"target_modules": list(variants.ADAPTED), "bias": "none", "modules_to_save": None, "use_rslora": False}
+"""PEFT's configuration of an adapter that is served."""
+
+
+def validate(adapter: dict[str, Any], asked: list[Any]) -> None:
+    manager: Any = None
+    config: Any = SimpleNamespace(hf_config=adapter)
+    ref: Any = SimpleNamespace(lora_name="one")
+    lora.validate_new_adapter(lambda *given: asked.append(given), manager, config, ref)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "'lm_head', which torch_native takes for a projection"),
+        ({"target_modules": ["model.embed_tokens"]}, "'embed_tokens', which"),
+        ({"target_modules": ["k_proj", "v_proj"]}, "k_proj, v_proj without q_proj, which SGLang merges"),
+        ({"target_modules": ["q_proj"]}, "q_proj without v_proj"),
+        ({"target_modules": ["up_proj", "down_proj"]}, "up_proj without gate_proj"),
+        ({"use_rslora": True}, "use_rslora=True, which SGLang does not read"),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern="),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"layers_to_transform": [0]}, "layers_to_transform="),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+    ],
+)
+def test_an_adapter_that_sglang_would_serve_wrongly_is_refused(changed: dict[str, Any], why: str) -> None:
+    asked: list[Any] = []
+    validate(ADAPTED, asked)
+    validate({**ADAPTED, "target_modules": ["q_proj", "v_proj", "gate_proj"]}, asked)
+    assert len(asked) == 2
+    sentence = rf"sglang_fl does not support adapters with .*{re.escape(why)}.* \(adapter one\)"
+    with pytest.raises(ValueError, match=sentence):
+        validate({**ADAPTED, **changed}, asked)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

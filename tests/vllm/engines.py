@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import time
 import urllib.request
@@ -111,6 +112,16 @@ def wait_until_served(url: str, servers: Sequence[subprocess.Popen[bytes]], logs
         except OSError:
             time.sleep(0.5)
     raise AssertionError("the server did not start:\n" + "\n".join(log.read_text()[-4000:] for log in logs))
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    """End an HTTP server as a user does at a keyboard, and by force if it takes too long."""
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(30)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import PROMPTS, environment, serve_command, start_features, wait_until_served
+from engines import PROMPTS, end, environment, serve_command, start_features, wait_until_served
 
 import variants
 from processes import free_port
@@ -127,8 +127,7 @@ def test_an_io_processor_runs_behind_the_http_server_too(
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.loads(answer.read())["data"] == {"texts": 3, "dimensions": [64, 64, 64]}
     finally:
-        server.terminate()
-        server.wait(30)
+        end(server)
     assert "layers through fl_dispatch" in log.read_text()
 
 

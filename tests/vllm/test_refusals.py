@@ -111,18 +111,18 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     [
         ("mamba", {}, "the layers with a state of MambaForCausalLM"),
         ("mamba2", {"use_replayssm": True}, "states that are replayed from a buffer (use_replayssm)"),
-        ("lfm2", {"enable_lora": True}, "LoRA on models with state-space or linear-attention layers"),
+        ("lfm2", {"enable_lora": True}, "LoRA on models whose layers keep a state"),
         ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
-        ("qwen3_5", {"enable_lora": True}, "LoRA on models with state-space or linear-attention layers"),
+        ("qwen3_5", {"enable_lora": True}, "LoRA on models whose layers keep a state"),
         (
             "qwen3_5",
             {"speculative_config": {"method": "ngram", **SPECULATION}},
-            "speculative decoding by models with state-space or linear-attention layers",
+            "speculative decoding by models whose layers keep a state",
         ),
         (
             "qwen3_5",
             {"hf_overrides": {"quantization_config": FP8}},
-            "models with state-space or linear-attention layers quantized by 'fp8'",
+            "models whose layers keep a state quantized by 'fp8'",
         ),
         ("deepseek_v32", {}, "sparse latent attention"),
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),

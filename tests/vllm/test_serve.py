@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PLUGINS, PROMPTS, environment, expected_tokens, serve_command, wait_until_served
+from engines import MAX_TOKENS, PLUGINS, PROMPTS, end, environment, expected_tokens, serve_command, wait_until_served
 
 import variants
 from processes import free_port
@@ -123,11 +122,7 @@ def client(
             wait_until_served(f"http://127.0.0.1:{port}", [server], [log])
             yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY)
         finally:
-            server.send_signal(signal.SIGINT)
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            end(server)
 
 
 ASK: dict[str, Any] = {

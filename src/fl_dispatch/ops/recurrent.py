@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .declaration import SEVERAL_ROUNDINGS, SmallState, Work, operator
+from .declaration import SEVERAL_ROUNDINGS, Work, operator
 from .inputs import recurrent, shapes
-from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, own_states, prefill, states_bytes
+from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, prefill, small_state, states_bytes
 
 LEAST_LENGTH = 1e-6
 """Added to the square of the length of a query or key."""
@@ -30,22 +30,9 @@ def _conv_work(
     return Work(moved, 2 * x.shape[0] * weight.numel())
 
 
-def _own_conv_states(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
-) -> tuple[object, ...]:
-    """The same call on states of its own, one a request."""
-    return x, weight, bias, *own_states(states, state_indices), *rest
-
-
-def _conv_states(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
-) -> tuple[Tensor]:
-    return (states[state_indices.long()],)
-
-
 @operator(
     writes={"states": STATE},
-    small_state=SmallState(_own_conv_states, _conv_states),
+    small_state=small_state(3),
     modes=MODES,
     fake=_conv_fake,
     samples=recurrent.conv_samples,
@@ -91,7 +78,7 @@ def causal_conv1d(
 
 @operator(
     writes={"states": STATE},
-    small_state=SmallState(_own_conv_states, _conv_states),
+    small_state=small_state(3),
     modes=MODES,
     fake=_conv_fake,
     samples=recurrent.conv_update_samples,
@@ -139,19 +126,9 @@ def _delta_work(*args: Tensor) -> Work:
     return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
 
 
-def _own_delta_states(*args: Tensor) -> tuple[object, ...]:
-    """The same call on states of its own, one a request."""
-    return *args[:7], *own_states(*args[7:9]), *args[9:]
-
-
-def _delta_states(*args: Tensor) -> tuple[Tensor]:
-    states, state_indices = args[7:9]
-    return (states[state_indices.long()],)
-
-
 @operator(
     writes={"states": STATE},
-    small_state=SmallState(_own_delta_states, _delta_states),
+    small_state=small_state(7),
     modes=MODES,
     fake=_delta_fake,
     samples=recurrent.delta_samples,
@@ -213,7 +190,7 @@ def gated_delta_rule(
 
 @operator(
     writes={"states": STATE},
-    small_state=SmallState(_own_delta_states, _delta_states),
+    small_state=small_state(7),
     modes=MODES,
     fake=_delta_fake,
     samples=recurrent.delta_update_samples,

@@ -6,11 +6,12 @@ A state is a row of a tensor with a row for every request that may run: a *slot*
 from __future__ import annotations
 
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .declaration import STANDARD_TOLERANCE, Access, Mode, Tolerance, Workload, Write
+from .declaration import STANDARD_TOLERANCE, Access, Mode, SmallState, Tolerance, Workload, Write
 
 MODES = frozenset({Mode.EAGER})
 """A view's first results are what it writes, so none returns something else beside a state."""
@@ -48,7 +49,20 @@ def states_bytes(states: Tensor, requests: int) -> int:
     return 2 * requests * states.shape[1:].numel() * states.element_size()
 
 
-def own_states(states: Tensor, state_indices: Tensor) -> tuple[Tensor, Tensor]:
-    """States of a call's own, one a request, and their slots."""
-    indices = torch.arange(len(state_indices), dtype=state_indices.dtype, device=state_indices.device)
-    return states[state_indices.long()], indices
+def small_state(place: int) -> SmallState:
+    """A call on states of its own, one a request, and those states.
+
+    Args:
+        place: of the states among the operator's arguments; their slots come next.
+    """
+
+    def arguments(*args: Any) -> tuple[object, ...]:
+        states, slots = args[place : place + 2]
+        own = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
+        return *args[:place], states[slots.long()], own, *args[place + 2 :]
+
+    def written(*args: Any) -> tuple[Tensor]:
+        states, slots = args[place : place + 2]
+        return (states[slots.long()],)
+
+    return SmallState(arguments, written)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .declaration import SEVERAL_ROUNDINGS, SmallState, Work, operator
+from .declaration import SEVERAL_ROUNDINGS, Work, operator
 from .inputs import shapes, state_space
-from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, own_states, prefill, states_bytes
+from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, prefill, small_state, states_bytes
 
 
 def _fake(x: Tensor, *rest: object) -> Tensor:
@@ -22,19 +22,9 @@ def _work(*args: Tensor) -> Work:
     return Work(moved, 5 * x.shape[0] * states.shape[1:].numel())
 
 
-def _own_states(*args: Tensor) -> tuple[object, ...]:
-    """The same call on states of its own, one a request."""
-    return *args[:7], *own_states(*args[7:9]), *args[9:]
-
-
-def _states(*args: Tensor) -> tuple[Tensor]:
-    states, state_indices = args[7:9]
-    return (states[state_indices.long()],)
-
-
 @operator(
     writes={"states": STATE},
-    small_state=SmallState(_own_states, _states),
+    small_state=small_state(7),
     modes=MODES,
     fake=_fake,
     samples=state_space.scan_samples,
@@ -94,7 +84,7 @@ def selective_scan(
 
 @operator(
     writes={"states": STATE},
-    small_state=SmallState(_own_states, _states),
+    small_state=small_state(7),
     modes=MODES,
     fake=_fake,
     samples=state_space.update_samples,

@@ -89,7 +89,7 @@ class CpuRecurrentBackend(_Compiled):
 
     def why_unavailable(self) -> str:
         """Why the kernels are not loaded, or not there."""
-        return library.why_unavailable() or recurrent.missing_kernels()
+        return library.why_unavailable() or library.why_missing(recurrent.KERNELS)
 
 
 class CpuStateSpaceBackend(_Compiled):
@@ -100,7 +100,7 @@ class CpuStateSpaceBackend(_Compiled):
 
     def why_unavailable(self) -> str:
         """Why the kernels are not loaded, or not there."""
-        return library.why_unavailable() or state_space.missing_kernels()
+        return library.why_unavailable() or library.why_missing(state_space.KERNELS)
 
 
 def _elsewhere() -> str:

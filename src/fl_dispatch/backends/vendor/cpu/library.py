@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -80,3 +81,9 @@ def why_unavailable() -> str:
         return f"{path} does not load: {error}"
     logger.debug("loaded %s", path)
     return "" if hasattr(torch.ops._C, _MARK) else f"{path} has no operator {_MARK}"
+
+
+def why_missing(kernels: Iterable[str]) -> str:
+    """Which of these kernels the loaded library lacks, in words; an empty string if it has them all."""
+    missing = [name for name in kernels if not hasattr(torch.ops._C, name)]
+    return f"the library for this processor has no {', '.join(missing)}" if missing else ""

@@ -28,12 +28,6 @@ SOFTPLUS = (1.0, 20.0)
 """Its slope, and where it goes over into a straight line; PyTorch's own."""
 
 
-def missing_kernels() -> str:
-    """Which kernels the library for this processor lacks, or an empty string."""
-    missing = [name for name in KERNELS if not hasattr(torch.ops._C, name)]
-    return f"the library for this processor has no {', '.join(missing)}" if missing else ""
-
-
 def supports_causal_conv1d(
     x: Tensor,
     weight: Tensor,

@@ -17,12 +17,6 @@ NOBODY = -1
 """A slot that no request has."""
 
 
-def missing_kernels() -> str:
-    """Which kernels the library for this processor lacks, or an empty string."""
-    missing = [name for name in KERNELS if not hasattr(torch.ops._C, name)]
-    return f"the library for this processor has no {', '.join(missing)}" if missing else ""
-
-
 def supports_selective_scan(
     x: Tensor,
     dt: Tensor,
