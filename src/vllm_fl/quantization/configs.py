@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
+from vllm.model_executor.layers.quantization.compressed_tensors.transform.linear import get_linear_transform_schemes
 from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_quant_method
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
@@ -31,10 +32,17 @@ class Served:
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
-            return self.fl_experts(layer, prefix)
+            return self._experts(layer, prefix)
         method = self.fl_method(layer, prefix)
         if isinstance(layer, ParallelLMHead) and not isinstance(method, (UnquantizedEmbeddingMethod, NoneType)):
             raise ValueError(f"vllm_fl does not support a quantized head yet ({prefix})")
+        return method
+
+    def _experts(self, layer: Any, prefix: str) -> Any:
+        method, kind = self.fl_experts(layer, prefix), type(layer)
+        # A loader of a model's own knows vLLM's methods by name, and loads those of others as if they were plain.
+        if kind.weight_loader is not RoutedExperts.weight_loader and isinstance(method, experts.QuantizedMethod):
+            raise ValueError(f"vllm_fl does not support quantized experts that {kind.__name__} loads yet ({prefix})")
         return method
 
     def fl_method(self, layer: Any, prefix: str) -> Any:
@@ -133,8 +141,13 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
 
     def fl_experts(self, layer: Any, prefix: str) -> Any:
         self._add_fused_moe_to_target_scheme_map()
-        names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
-        found, *others = (self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names if name is not None)
+        parts = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        names = [f"{prefix}.0.{part}" for part in parts if part is not None]
+        product = torch.nn.Linear(1, 1, device="meta")  # each of them, to what goes by classes
+        transforms = (get_linear_transform_schemes(product, name, self.transform_config, {}) for name in names)
+        if any(before or after for before, after in transforms):
+            raise ValueError(f"vllm_fl does not support experts whose inputs or outputs are transformed yet ({prefix})")
+        found, *others = (self.get_scheme_dict(layer, name) for name in names)
         if any(other != found for other in others):
             raise ValueError(f"vllm_fl does not support experts whose products differ in their scheme yet ({prefix})")
         if found is None:

@@ -26,8 +26,8 @@ from fl_dispatch.hosting.quantized import experts, orders
 
 from ..experts import ExpertsFL, refusal
 
-SCALES = ("weight_scale", "weight_scale_inv", "scales")
-"""The ends of the names of weights' scales."""
+SCALES = ("weight_scale", "weight_scale_inv", "scales", "input_scale")
+"""The ends of the names of weights' and inputs' scales."""
 
 
 class QuantizedExpertsFL(ExpertsFL):
@@ -63,6 +63,8 @@ class QuantizedMethod:
         FusedMoEMethodBase.__init__(self, moe)
         if (reason := refusal(moe)) is not None:
             raise ValueError(f"vllm_fl does not support {reason} in a mixture of experts yet")
+        if lacking := kernel.fl_lacking():
+            raise ValueError(f"vllm_fl does not support these experts ({lacking}) yet")
         self.fl_kernel = kernel
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +75,12 @@ class QuantizedMethod:
                 parameter.data.fill_(orders.UNSET)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Bring the parameters into the operator's form, and build vLLM's kernel around the operator."""
+        """Bring the parameters into the operator's form, and build vLLM's kernel around the operator.
+
+        vLLM adds what the ranks that share an expert compute, and its loader gives each the whole bias of ``w2``.
+        """
+        if self.moe.tp_rank != 0 and (bias := getattr(layer, "w2_bias", None)) is not None:
+            bias.data.zero_()
         self.fl_kernel.process_weights_after_loading(layer)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = make_unquantized_moe_kernel(
@@ -154,21 +161,47 @@ class CompressedInt8Method(QuantizedMethod, compressed_tensors_moe_w8a8_int8.Com
         self.weight_quant, self.input_quant, self.static_input_scales = weights, rows, False
 
 
-class CompressedPackedMethod(QuantizedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod):
+class PackedMethod(QuantizedMethod):
+    """Weights packed in words, with scales of groups; a rank has whole words and groups."""
+
+    fl_bits: int
+    fl_group: int
+
+    def fl_begin_packed(self, moe: Any, packing: experts.Packing, bits: int, group: int, zero_points: bool) -> None:
+        """Instead of vLLM's ``__init__``; ``group``: its size, not positive for one scale a column."""
+        self.fl_begin(moe, experts.PackedExperts(packing, bits, zero_points))
+        self.fl_bits, self.fl_group = bits, group
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """vLLM rounds what is no whole number down, and would load parts that do not belong together."""
+        for size in (kwargs["hidden_size"], kwargs["intermediate_size_per_partition"]):
+            reason = ""
+            if self.fl_group > 0 and size % self.fl_group:
+                reason = f"are no whole number of groups of {self.fl_group}"
+            elif size % (orders.WORD // self.fl_bits):
+                reason = "fill no whole words"
+            if reason:
+                named = f"experts whose {size} elements on a rank {reason}"
+                raise ValueError(f"vllm_fl does not support {named} yet ({layer.layer_name})")
+        super().create_weights(layer, *args, **kwargs)
+
+
+class CompressedPackedMethod(PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod):
     """``compressed-tensors`` W4A16 and W8A16."""
 
     def __init__(self, weights: Any, moe: Any) -> None:
-        bits, symmetric = weights.num_bits, weights.symmetric
-        self.fl_begin(moe, experts.PackedExperts(experts.COMPRESSED, bits, not symmetric))
+        bits, symmetric, group = weights.num_bits, weights.symmetric, weights.group_size or -1
+        self.fl_begin_packed(moe, experts.COMPRESSED, bits, group, not symmetric)
         self.weight_quant, self.num_bits, self.symmetric, self.strategy = weights, bits, symmetric, weights.strategy
-        self.packed_factor, self.group_size = Fraction(orders.WORD, bits), weights.group_size or -1
+        self.packed_factor, self.group_size = Fraction(orders.WORD, bits), group
 
 
-class GPTQMethod(QuantizedMethod, auto_gptq.AutoGPTQMoEMethod):
+class GPTQMethod(PackedMethod, auto_gptq.AutoGPTQMoEMethod):
     """``gptq``, symmetric."""
 
     def __init__(self, quant_config: Any, moe: Any) -> None:
-        self.fl_begin(moe, experts.PackedExperts(experts.GPTQ, quant_config.weight_bits, zero_points=False))
+        bits, group = quant_config.weight_bits, quant_config.group_size
+        self.fl_begin_packed(moe, experts.GPTQ, bits, group, zero_points=False)
         self.quant_config, self.input_dtype = quant_config, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -179,11 +212,13 @@ class GPTQMethod(QuantizedMethod, auto_gptq.AutoGPTQMoEMethod):
         super().process_weights_after_loading(layer)
 
 
-class AWQMethod(QuantizedMethod, auto_awq.AutoAWQMoEMethod):
-    """``awq``, with zero points."""
+class AWQMethod(PackedMethod, auto_awq.AutoAWQMoEMethod):
+    """``awq``, with zero points, in groups."""
 
     def __init__(self, quant_config: Any, moe: Any) -> None:
         if not quant_config.zero_point:
             raise ValueError("vllm_fl does not support experts quantized by 'awq' without zero points yet")
-        self.fl_begin(moe, experts.PackedExperts(experts.AWQ, 4, zero_points=True))
+        if quant_config.group_size <= 0:
+            raise ValueError("vllm_fl does not support experts quantized by 'awq' without groups yet")
+        self.fl_begin_packed(moe, experts.AWQ, 4, quant_config.group_size, zero_points=True)
         self.quant_config, self.input_dtype = quant_config, None

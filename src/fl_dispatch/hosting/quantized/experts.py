@@ -85,11 +85,14 @@ class Int8Experts(ScaledExperts):
 class Fp8Experts(ScaledExperts):
     """``fp8`` with a scale for each column, or for each weight of the checkpoint; see :class:`.layers.Fp8Layer`."""
 
+    fl_float8 = True
+
 
 class Fp8BlockExperts(ScaledExperts):
     """``fp8`` with a scale for each square block, as DeepSeek-V3 has it."""
 
     fl_weights = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+    fl_float8 = True
 
     def __init__(self, block: int) -> None:
         super().__init__()
@@ -156,23 +159,25 @@ class PackedExperts(QuantizedExperts):
         packing, bits = self._packing, self._bits
         for name in NAMES:
             words, scale = (getattr(layer, f"{name}_{part}").data for part in (packing.weight, packing.scale))
-            weights = [orders.packed_weight(self._numbers(one, packing.weight_dim), bits) for one in words]
+            # A rank without experts has one empty part.
+            weights = [orders.packed_weight(self._numbers(one, packing.weight_dim), bits) for one in words.split(1)]
             zeros = None
             if self._zero_points:
                 packed = getattr(layer, f"{name}_{packing.zero}").data
-                zeros = torch.stack([orders.zero_points(self._numbers(one, packing.zero_dim), bits) for one in packed])
+                parts = packed.split(1)
+                zeros = torch.cat([orders.zero_points(self._numbers(one, packing.zero_dim), bits) for one in parts])
             self._keep(
                 layer,
                 **{
-                    f"{name}_{packing.weight}": torch.stack(weights),
+                    f"{name}_{packing.weight}": torch.cat(weights),
                     f"{name}_{packing.scale}": (scale.transpose(1, 2) if packing.transposed else scale).contiguous(),
                     f"{name}_{packing.zero}": zeros,
                 },
             )
 
     def _numbers(self, words: Tensor, dim: int) -> Tensor:
-        numbers = orders.unpack(words, self._bits, dim, self._packing.places)
-        return numbers.t() if self._packing.transposed else numbers
+        numbers = orders.unpack(words, self._bits, 1 + dim, self._packing.places)
+        return numbers.transpose(1, 2) if self._packing.transposed else numbers
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
         return getattr(layer, f"{name}_{self._packing.weight}"), getattr(layer, f"{name}_{self._packing.scale}")

@@ -39,7 +39,7 @@ def unpack(words: Tensor, bits: int, dim: int, places: Sequence[int] | None = No
 
 
 def packed_weight(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers ``[columns, inner]`` from 0 as ``weight_only_linear`` takes them.
+    """Numbers ``[..., columns, inner]`` from 0 as ``weight_only_linear`` takes them.
 
     Those of 8 bits move by 128 into int8, and so must their zero points.
     """
@@ -50,7 +50,7 @@ def packed_weight(numbers: Tensor, bits: int) -> Tensor:
 
 
 def zero_points(numbers: Tensor, bits: int) -> Tensor:
-    """Zero points ``[columns, groups]`` from 0 likewise."""
+    """Zero points ``[..., columns, groups]`` from 0 likewise."""
     return (numbers - (128 if bits == 8 else 0)).to(torch.int8).contiguous()
 
 
@@ -84,7 +84,7 @@ def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
     Raises:
         ValueError: there are other numbers of scales.
     """
-    each = scale.float().reshape(scale.shape[0], -1)
+    each = scale.float().reshape(scale.shape[0], scale.shape[1:].numel())
     if each.shape[1] not in (1, 2, columns) or columns % each.shape[1]:
         raise ValueError(f"{each.shape[1]} scales for {columns} columns of an expert")
     return each.repeat_interleave(columns // each.shape[1], 1)[..., None].contiguous()

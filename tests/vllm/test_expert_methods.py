@@ -1,0 +1,286 @@
+"""Quantized experts without an engine: the method that a layer gets, the parameters it loads, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+from fl_dispatch.devices import ASCEND
+from fl_dispatch.hosting.quantized import experts, layers, orders
+from vllm_fl.quantization import experts as methods
+from vllm_fl.quantization.configs import AWQConfigFL, CompressedTensorsConfigFL, Fp8ConfigFL, GPTQConfigFL
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+PREFIX = "model.layers.0.mlp.experts"
+TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+
+
+@cache
+def settings() -> VllmConfig:
+    """Those that vLLM has without a model."""
+    return VllmConfig()
+
+
+def mixture(
+    config: Any,
+    count: int = 2,
+    hidden: int = 64,
+    inner: int = 64,
+    kind: type[RoutedExperts] = RoutedExperts,
+    **parallel: Any,
+) -> Any:
+    """vLLM's layer of experts, built with a checkpoint's configuration; ``parallel``: this rank's place."""
+    place = replace(FusedMoEParallelConfig.make_no_parallel(), **parallel)
+    places = ExpertMapManager(8, 1, count, 0, None, place, "linear", enable_eplb=False)
+    moe = FusedMoEConfig(
+        num_experts=count,
+        experts_per_token=1,
+        hidden_dim=hidden,
+        intermediate_size=inner,
+        num_local_experts=places.local_num_experts,
+        num_logical_experts=count,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=place,
+        in_dtype=torch.float32,
+    )
+    with set_current_vllm_config(settings()):
+        return kind(PREFIX, torch.float32, moe, config, places)
+
+
+def compressed(weights: Any, inputs: Any, form: str = "pack-quantized", **more: Any) -> Any:
+    """A configuration of compressed-tensors with one scheme for all layers."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    return CompressedTensorsConfigFL.from_config({"format": form, "config_groups": groups, "ignore": [], **more})
+
+
+@pytest.mark.parametrize(
+    ("form", "weights", "inputs", "named"),
+    [
+        (
+            "int-quantized",
+            {**CHANNEL, "strategy": "tensor"},
+            {**TOKEN, "strategy": "tensor", "dynamic": False},
+            r"weights of 8 bits \(int, tensor, int-quantized\) and inputs of 8 bits with a scale of the checkpoint",
+        ),
+        (
+            "float-quantized",
+            {**CHANNEL, "type": "float"},
+            None,
+            r"weights of 8 bits \(float, channel, float-quantized\) and inputs as they are",
+        ),
+        (
+            "float-quantized",
+            {**CHANNEL, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+            {**TOKEN, "type": "float", "strategy": "group", "group_size": 128},
+            r"weights of 8 bits \(float, block, float-quantized\) and inputs of 8 bits with a scale a group",
+        ),
+        ("int-quantized", W4, TOKEN, r"weights of 4 bits \(int, group, int-quantized\) and inputs of 8 bits"),
+        ("pack-quantized", {**W4, "num_bits": 2}, None, r"weights of 2 bits \(int, group, pack-quantized\)"),
+    ],
+)
+def test_a_scheme_of_experts_is_named(form: str, weights: Any, inputs: Any, named: str) -> None:
+    config = compressed(weights, inputs, form)
+    with pytest.raises(ValueError, match=f"vllm_fl does not support experts with {named}.* in compressed-tensors yet"):
+        mixture(config)
+
+
+def test_experts_whose_products_differ_are_refused() -> None:
+    groups = {
+        "group_0": {"targets": [r"re:.*down_proj"], "weights": CHANNEL, "input_activations": TOKEN},
+        "group_1": {"targets": ["Linear"], "weights": W4, "input_activations": None},
+    }
+    config = CompressedTensorsConfigFL.from_config({"format": "pack-quantized", "config_groups": groups, "ignore": []})
+    with pytest.raises(ValueError, match=rf"experts whose products differ in their scheme yet \({PREFIX}\)"):
+        mixture(config)
+
+
+def test_experts_of_other_kinds_of_fp8_and_awq_are_refused() -> None:
+    for config, named in (
+        (Fp8ConfigFL.from_config({**FP8, "weight_block_size": [64, 128]}), r"'fp8' in blocks of 64 x 128 yet"),
+        (Fp8ConfigFL.from_config({**FP8, "store_dtype": "mxfp4"}), "'mxfp4' yet"),
+        (AWQConfigFL.from_config({**AWQ, "zero_point": False}), "'awq' without zero points yet"),
+        (AWQConfigFL.from_config({**AWQ, "group_size": -1}), "'awq' without groups yet"),
+    ):
+        with pytest.raises(ValueError, match=f"vllm_fl does not support experts quantized by {named}"):
+            mixture(config)
+
+
+def test_scales_of_experts_that_nobody_loaded_are_noticed() -> None:
+    layer, kernel = nn.Module(), experts.Int8Experts()
+    for name, shape in (("w13", (2, 8, 4)), ("w2", (2, 4, 4))):
+        setattr(layer, f"{name}_weight", nn.Parameter(torch.zeros(shape, dtype=torch.int8), requires_grad=False))
+        setattr(layer, f"{name}_weight_scale", nn.Parameter(torch.ones(*shape[:2], 1)))
+    kernel.process_weights_after_loading(layer)
+    layer.w2_weight_scale.data[1].fill_(orders.UNSET)
+    with pytest.raises(ValueError, match="the checkpoint has no 'w2_weight_scale' for a layer that it quantizes"):
+        kernel.process_weights_after_loading(layer)
+
+
+def test_scales_of_experts_are_a_columns_a_parts_or_a_weights() -> None:
+    assert orders.scale_of_experts(torch.tensor([1.0, 2.0]), 2).tolist() == [[[1.0], [1.0]], [[2.0], [2.0]]]
+    assert orders.scale_of_experts(torch.tensor([[1.0, 2.0]]), 4).flatten().tolist() == [1, 1, 2, 2]
+    assert orders.scale_of_experts(torch.arange(4.0).view(1, 4, 1), 4).flatten().tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="3 scales for 9 columns of an expert"):
+        orders.scale_of_experts(torch.ones(2, 3), 9)
+
+
+NAMED = [f"{PREFIX}.{number}.{name}" for number in range(2) for name in ("gate_proj", "up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        (Fp8ConfigFL.from_config({**FP8, "ignored_layers": NAMED}), True),
+        (Fp8ConfigFL.from_config({**FP8, "ignored_layers": ["model.layers.1.mlp.experts", "lm_head"]}), False),
+        (GPTQConfigFL.from_config({**GPTQ, "dynamic": {r"-:.*\.mlp\.experts": {}}}), True),
+        (GPTQConfigFL.from_config({**GPTQ, "dynamic": {r"-:.*\.mlp\.gate$": {}}}), False),
+        (AWQConfigFL.from_config({**AWQ, "modules_to_not_convert": ["layers.0.mlp"]}), True),
+        (AWQConfigFL.from_config({**AWQ, "modules_to_not_convert": ["layers.1.mlp", "lm_head"]}), False),
+        (compressed(W4, None, ignore=NAMED), True),
+        (compressed(W4, None, ignore=[r"re:.*mlp\.experts.*"]), True),
+        (compressed(W4, None, ignore=[name.replace("layers.0", "layers.1") for name in NAMED]), False),
+    ],
+    ids=lambda value: type(value).__name__.removesuffix("ConfigFL") if not isinstance(value, bool) else str(value),
+)
+def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(config: Any, left: bool) -> None:
+    layer = mixture(config)
+    assert isinstance(layer.quant_method, UnquantizedFusedMoEMethod if left else methods.QuantizedMethod)
+    assert hasattr(layer, "w13_weight") == (left or isinstance(config, Fp8ConfigFL))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "ranks", "named"),
+    [
+        (256, 768, 4, "192 elements on a rank are no whole number of groups of 128"),
+        (256, 1408, 2, "704 elements on a rank are no whole number of groups of 128"),
+        (192, 256, 1, "192 elements on a rank are no whole number of groups of 128"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["gptq", "awq", "compressed-tensors"])
+def test_groups_that_ranks_would_divide_are_refused(kind: str, hidden: int, inner: int, ranks: int, named: str) -> None:
+    config = {
+        "gptq": GPTQConfigFL.from_config({**GPTQ, "group_size": 128}),
+        "awq": AWQConfigFL.from_config({**AWQ, "group_size": 128}),
+        "compressed-tensors": compressed({**W4, "group_size": 128}, None),
+    }[kind]
+    with pytest.raises(ValueError, match=rf"vllm_fl does not support experts whose {named} yet \({PREFIX}\)"):
+        mixture(config, hidden=hidden, inner=inner, tp_size=ranks)
+    whole = mixture(config, hidden=256, inner=256 * ranks, tp_size=ranks)
+    assert whole.intermediate_size_per_partition == 256
+
+
+def test_words_that_ranks_would_divide_are_refused() -> None:
+    config = GPTQConfigFL.from_config({**GPTQ, "group_size": -1})
+    with pytest.raises(ValueError, match=rf"20 elements on a rank fill no whole words yet \({PREFIX}\)"):
+        mixture(config, inner=40, tp_size=2)
+
+
+@pytest.mark.parametrize("without", [("w2_input_scale", 1), ("w13_input_scale", 0), ("w2_weight_scale", 0), None])
+def test_a_scale_that_the_checkpoint_lacks_is_noticed(without: tuple[str, int] | None) -> None:
+    layer = mixture(Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"}))
+    for name, parameter in layer.named_parameters(recurse=False):
+        value = torch.full((64, 64), 0.5) if name.endswith("weight") else torch.tensor(0.25)
+        for shard in ("w1", "w3") if name.startswith("w13") else ("w2",):
+            for expert in range(2):
+                if (name, expert) != without:
+                    layer.weight_loader(parameter, value.to(parameter.dtype), name, shard, expert)
+    if without is not None:
+        with pytest.raises(ValueError, match=f"the checkpoint has no '{without[0]}' for a layer that it quantizes"):
+            layer.quant_method.process_weights_after_loading(layer)
+    else:
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.w13_input_scale.tolist() == layer.w2_input_scale.tolist() == [0.25, 0.25]
+
+
+def test_quantized_experts_of_gpt_oss_are_refused() -> None:
+    with pytest.raises(ValueError, match=rf"quantized experts that GptOssRoutedExperts loads yet \({PREFIX}\)"):
+        mixture(compressed(W4, None), kind=GptOssRoutedExperts)
+    left = mixture(compressed(W4, None, ignore=NAMED), kind=GptOssRoutedExperts)
+    assert isinstance(left.quant_method, UnquantizedFusedMoEMethod)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "added"),
+    [
+        ({}, True),
+        ({"tp_size": 2, "tp_rank": 0}, True),
+        ({"tp_size": 2, "tp_rank": 1}, False),
+        ({"ep_size": 2, "ep_rank": 1, "use_ep": True}, True),
+    ],
+    ids=["one rank", "first of two", "second of two", "second of two with whole experts"],
+)
+def test_one_rank_adds_the_bias_of_the_second_product(parallel: Any, added: bool) -> None:
+    layer = mixture(GPTQConfigFL.from_config(GPTQ), **parallel)
+    for name in ("w13_scales", "w2_scales", "w13_qweight", "w2_qweight"):
+        getattr(layer, name).data.fill_(1)
+    for shard, name, size in (("w1", "w13_bias", 64), ("w3", "w13_bias", 64), ("w2", "w2_bias", 64)):
+        for expert in range(2):
+            layer.weight_loader(getattr(layer, name), torch.full((size,), 3.0), name, shard, expert)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert layer.w13_bias.flatten().unique().tolist() == [3.0]
+    assert (layer.w2_bias == 3.0).any() == added
+    assert (layer.w2_bias == 0.0).all() == (not added)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"}),
+        GPTQConfigFL.from_config(GPTQ),
+        AWQConfigFL.from_config(AWQ),
+        compressed(CHANNEL, TOKEN, "int-quantized"),
+        compressed({**W4, "symmetric": False}, None),
+    ],
+    ids=["fp8", "gptq", "awq", "int8", "packed"],
+)
+def test_a_rank_without_experts_adds_nothing(config: Any) -> None:
+    layer = mixture(config, count=1, ep_size=2, ep_rank=1, use_ep=True)
+    assert layer.local_num_experts == 0
+    layer.quant_method.process_weights_after_loading(layer)
+    x, ids = torch.ones(3, 64), torch.zeros(3, 1, dtype=torch.int32)
+    kernel = layer.quant_method.fl_kernel
+    assert not kernel.apply_experts(layer, x, torch.ones(3, 1), ids, "silu", False, layer.expert_map, None).any()
+
+
+def test_experts_in_fp8_are_refused_on_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "detect_device", lambda: ASCEND)
+    floats = compressed({**CHANNEL, "type": "float"}, {**TOKEN, "type": "float"}, "float-quantized")
+    blocks = Fp8ConfigFL.from_config({**FP8, "weight_block_size": [32, 32]})
+    for config in (floats, blocks, Fp8ConfigFL.from_config(FP8)):
+        with pytest.raises(
+            ValueError, match=r"vllm_fl does not support these experts \(ascend has no float8_e4m3fn\) yet"
+        ):
+            mixture(config)
+    assert isinstance(mixture(GPTQConfigFL.from_config(GPTQ)).quant_method, methods.GPTQMethod)
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [(["Linear"], True), ([r"re:.*experts.*down_proj"], True), ([r"re:.*self_attn\.o_proj"], False)],
+)
+def test_experts_whose_rows_are_transformed_are_refused(targets: list[str], refused: bool) -> None:
+    applied = [{"targets": targets, "location": "input", "ignore": []}]
+    transforms = {"config_groups": {"one": {"type": "hadamard", "apply": applied}}}
+    config = compressed(W4, None, transform_config=transforms)
+    if refused:
+        with pytest.raises(ValueError, match=rf"experts whose inputs or outputs are transformed yet \({PREFIX}\)"):
+            mixture(config)
+    else:
+        assert isinstance(mixture(config).quant_method, methods.CompressedPackedMethod)
