@@ -17,7 +17,7 @@ from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
 
-MISSING = library.why_unavailable() or recurrent.missing_kernels()
+MISSING = library.why_unavailable() or library.why_missing(recurrent.KERNELS)
 NAMES = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated_delta_rule_update")
 
 needs_kernels = pytest.mark.skipif(bool(MISSING), reason=MISSING)

@@ -17,7 +17,7 @@ from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
 
-MISSING = library.why_unavailable() or state_space.missing_kernels()
+MISSING = library.why_unavailable() or library.why_missing(state_space.KERNELS)
 NAMES = ("selective_scan", "selective_state_update")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
