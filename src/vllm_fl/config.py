@@ -35,6 +35,7 @@ GPU_WORKER = "vllm_fl.worker_gpu.GPUWorkerFL"
 WORKERS_KEY = "workers_here"
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
+QUANTIZED_EXPERT_OPERATORS = ("scaled_moe", "weight_only_moe")
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 
 
@@ -143,8 +144,9 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         return
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
-    # Layers with a state are refused on accelerators, so their operators are in no graph.
+    # Layers with a state and quantized experts are refused on accelerators, so their operators are in no graph.
     elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *delta_net.OPERATORS, *state_space.OPERATORS}
+    elsewhere |= {*QUANTIZED_EXPERT_OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []
