@@ -134,7 +134,7 @@ $(HOSTS:=/.ready): .venv-hosts/%/.ready: tools/unpack_python.py | .venv-uv/.read
 # datasets pickles what lies in no folder of this name as a program's own, and cannot.
 .venv-hosts/trl/.ready: INSIDE = /site-packages
 $(LIBRARIES:=/.ready): .venv-hosts/%/.ready: requirements/%.txt | .venv-uv/.ready
-	@echo "Installing $* for its test (a download of about 80 MB, once)"
+	@echo "Installing $* for its test (a download of up to 80 MB, once)"
 	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D)$(INSIDE) -r $< && touch $@
 
 # The wheel is downloaded, about 300 MB for vLLM, and read without being installed; pip is the installer's environment's.

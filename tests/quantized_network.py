@@ -148,10 +148,11 @@ class Computed:
     rounding: float
     largest: float
 
-    def behind(self, prompts: Sequence[Sequence[int]], new: int) -> Tensor:
-        """How far each of the ``new`` tokens that the engine chose after each prompt lies behind the best one."""
+    def decides(self, prompts: Sequence[Sequence[int]], new: int) -> bool:
+        """Whether the engine chose the best token everywhere, but where the largest rounding may turn a choice."""
         chosen = torch.cat([torch.arange(len(prompt) + new - 1) >= len(prompt) - 1 for prompt in prompts])
-        return (self.best - self.scores)[chosen]
+        behind = (self.best - self.scores)[chosen]  # raises where the engine gave another number of tokens
+        return float(behind.max()) <= 2 * self.largest
 
 
 def computed(made: Any, texts: Sequence[Sequence[int]]) -> Computed:
@@ -214,6 +215,11 @@ class Comparison:
         """From an engine's texts, and its log-probabilities of every token after the first of each."""
         right = computed(network(scheme, ranks, model=model), texts)
         return cls(right, distance(got, right.scores), distance(got, scores(network(None, model=model), texts)))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding may make the error, and does not hide the quantization."""
+        return self.error <= self.right.rounding < self.quantization
 
 
 def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], Tensor]:

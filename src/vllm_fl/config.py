@@ -15,6 +15,7 @@ from fl_dispatch import ConfigError, NoImplementationError, OpImpl, call_op
 from fl_dispatch.devices import TRITON, DeviceSpec
 from fl_dispatch.hosting import handover
 from fl_dispatch.hosting.first_choices import without_graphs
+from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings
@@ -35,7 +36,6 @@ GPU_WORKER = "vllm_fl.worker_gpu.GPUWorkerFL"
 WORKERS_KEY = "workers_here"
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
-QUANTIZED_EXPERT_OPERATORS = ("scaled_moe", "weight_only_moe")
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 
 
@@ -145,8 +145,8 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
     # Layers with a state and quantized experts are refused on accelerators, so their operators are in no graph.
-    elsewhere = {*ATTENTION_OPERATORS, *LATENT_OPERATORS, *delta_net.OPERATORS, *state_space.OPERATORS}
-    elsewhere |= {*QUANTIZED_EXPERT_OPERATORS}
+    refused = {*delta_net.OPERATORS, *state_space.OPERATORS, *quantized_experts.OPERATORS}
+    elsewhere = refused | {*ATTENTION_OPERATORS, *LATENT_OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []

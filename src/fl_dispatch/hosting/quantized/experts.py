@@ -184,3 +184,6 @@ class PackedExperts(QuantizedExperts):
 
     def _rest(self, layer: Any) -> tuple[Any, ...]:
         return tuple(getattr(layer, f"{name}_{self._packing.zero}") for name in NAMES)
+
+
+OPERATORS = (ScaledExperts.fl_operator, PackedExperts.fl_operator)
