@@ -23,7 +23,17 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from fl_dispatch.backends.triton.impl import attention, hopper, launch, mla, mla_prefill, moe, quantized
+from fl_dispatch.backends.triton.impl import (
+    attention,
+    hopper,
+    launch,
+    mla,
+    mla_prefill,
+    moe,
+    quantize,
+    scaled,
+    weight_only,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
@@ -118,18 +128,22 @@ def _experts(tokens: int, *, dtype: torch.dtype = torch.bfloat16, gated: bool = 
     )
 
 
-def _scaled(rows: int, kind: torch.dtype, block: int = 0) -> None:
-    columns, inner = 4096, 4096
+def _quantized(rows: int, kind: str, group: int = 0) -> None:
+    quantize.quantize(_empty(rows, 4096), kind, group)
+
+
+def _scaled(rows: int, kind: torch.dtype, block: int = 0, columns: int = 4096) -> None:
+    inner = 4096
     x, weight = (_empty(count, inner, dtype=kind) for count in (rows, columns))
     across, down = (inner // block, columns // block) if block else (1, columns)
-    quantized.scaled_linear(
+    scaled.scaled_linear(
         x, _empty(rows, across, dtype=WIDE), weight, _empty(down, across, dtype=WIDE), block_size=block
     )
 
 
-def _packed(rows: int, bits: int) -> None:
-    weight = _empty(4096, 2048, dtype=torch.uint8) if bits == 4 else _empty(4096, 4096, dtype=torch.int8)
-    quantized.weight_only_linear(_empty(rows, 4096), weight, _empty(4096, 32))
+def _packed(rows: int, bits: int, columns: int = 4096) -> None:
+    weight = _empty(columns, 2048, dtype=torch.uint8) if bits == 4 else _empty(columns, 4096, dtype=torch.int8)
+    weight_only.weight_only_linear(_empty(rows, 4096), weight, _empty(columns, 32))
 
 
 HALF, WIDE = torch.float16, torch.float32
@@ -169,12 +183,23 @@ CASES = (
         256, gated=False, activation="relu2_no_mul", apply_router_weight_on_input=True
     ), hopper=False),
     Case("experts, 64 tokens, float32", lambda: _experts(64, dtype=WIDE), hopper=False),
+    Case("fp8 rows of 4096", lambda: _quantized(64, "float8_e4m3fn"), hopper=False),
+    Case("fp8 groups of 128", lambda: _quantized(64, "float8_e4m3fn", 128), hopper=False),
+    Case("int8 rows of 4096", lambda: _quantized(64, "int8"), hopper=False),
     Case("int8 product, 1 row", lambda: _scaled(1, torch.int8), hopper=False),
     Case("int8 product, 4096 rows", lambda: _scaled(4096, torch.int8), hopper=False),
     Case("fp8 product, 1 row", lambda: _scaled(1, FP8), hopper=False),
+    Case("fp8 product, 16 rows", lambda: _scaled(16, FP8), hopper=False),
+    Case("fp8 product, 16 rows, many columns", lambda: _scaled(16, FP8, columns=28672), hopper=False),
+    Case("fp8 product, 64 rows, many columns", lambda: _scaled(64, FP8, columns=28672), hopper=False),
+    Case("fp8 product, 256 rows", lambda: _scaled(256, FP8), hopper=False),
     Case("fp8 product, 4096 rows", lambda: _scaled(4096, FP8), hopper=False),
+    Case("fp8 product of blocks, 1 row", lambda: _scaled(1, FP8, 128), hopper=False),
+    Case("fp8 product of blocks, 4096 rows", lambda: _scaled(4096, FP8, 128), hopper=False),
     Case("fp8 product of blocks, 32 rows", lambda: _scaled(32, FP8, 128), hopper=False),
     Case("4 bits, 1 row", lambda: _packed(1, 4), hopper=False),
+    Case("4 bits, 16 rows", lambda: _packed(16, 4), hopper=False),
+    Case("4 bits, 64 rows, many columns", lambda: _packed(64, 4, 28672), hopper=False),
     Case("4 bits, 256 rows", lambda: _packed(256, 4), hopper=False),
     Case("8 bits, 32 rows", lambda: _packed(32, 8), hopper=False),
 )  # fmt: skip
@@ -197,6 +222,7 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
     with (
         mock.patch.object(attention, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
         mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
+        mock.patch.object(launch, "device_of", return_value=gpu, create=True),
         mock.patch.object(launch.Launcher, "__call__", compile_only),
         mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),

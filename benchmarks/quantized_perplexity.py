@@ -18,30 +18,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
-import scoring  # noqa: E402
 from fl_dispatch.cli import small_model  # noqa: E402
-from fl_dispatch.evidence.perplexity import perplexity  # noqa: E402
-from quantized_network import computed, distance, network, scores  # noqa: E402
+from quantized_network import computed, distance, network, right_perplexity, scores  # noqa: E402
 from running import PROMPTS  # noqa: E402
 
 UNQUANTIZED = "not quantized"
-
-
-def right_perplexity(scheme: checkpoints.Scheme | None) -> float:
-    """By Hugging Face's network."""
-    made, scores = network(scheme), []
-    for row in scoring.rows():
-        tokens = torch.tensor([row])
-        with torch.inference_mode():
-            found = made(tokens).logits[0, :-1].log_softmax(-1)
-        scores.append(found.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
-    return perplexity(scores, 1).value
 
 
 def engines_perplexity(checkpoint: Path, dtype: str) -> float:
@@ -77,7 +62,7 @@ def main() -> None:
             place = work / name.replace(",", "").replace(" ", "-")
             if scheme is not None and not place.exists():
                 checkpoints.write_checkpoint(place, scheme)
-            right = right_perplexity(scheme)
+            right = right_perplexity(network(scheme))
             found = engines_perplexity(small_model.CHECKPOINT if scheme is None else place, given.dtype)
             answers = computed(network(scheme), prompts)
             cells = f"{right:.3f} | {found:.3f} | {found / right - 1:+.5f}"

@@ -70,10 +70,11 @@ engines, and long contexts, whose tokens a second are generated ones and whose t
 
 @dataclass(frozen=True)
 class Cell:
-    """One engine: what stands in its environment, and further arguments of ``LLM``."""
+    """One engine: what stands in its environment, further arguments of ``LLM``, and one of :data:`CHANGES`."""
 
     variables: Mapping[str, str]
     engine: Mapping[str, Any] = field(default_factory=dict)
+    change: str = ""
 
 
 def _orders(operators: Iterable[str], token: str) -> str:
@@ -153,10 +154,10 @@ def serve(arguments: dict[str, Any]) -> None:
     begun = time.perf_counter()
     from vllm import LLM, SamplingParams
 
-    spread = arguments.pop("spread_routing")
+    change = arguments.pop("change")
     llm = LLM(**arguments)
-    if spread:
-        llm.apply_model(spread_routing)
+    if change:
+        llm.apply_model(CHANGES[change])
     report = llm.collective_rpc("fl_report")[0] if "fl_dispatch" in sys.modules else None
     answers.write(json.dumps({"start_s": time.perf_counter() - begun, "report": _essence(report)}) + "\n")
     draw = random.Random(0)
@@ -195,6 +196,34 @@ def spread_routing(model: Any) -> None:
         raise ValueError("no weights of a router were found, by the end '.mlp.gate.weight' of their names")
 
 
+def fill_quantized(model: Any) -> None:
+    """Give quantized weights random numbers, in place.
+
+    vLLM's random weights are so small that nearly all of them are zero in fp8, and those in integers are whatever lay
+    in memory; a GPU that is limited by its power multiplies zeros faster.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    filled = 0
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2 or (weight.itemsize > 1 and weight.dtype is not torch.int32):
+            continue
+        if weight.is_floating_point():
+            weight.data.copy_(torch.randn(weight.shape, device=weight.device).mul_(32))
+        elif name.endswith(("weight", "weight_packed")):
+            limits = torch.iinfo(weight.dtype)
+            weight.data.random_(limits.min, limits.max)
+        else:
+            continue
+        filled += 1
+    if not filled:
+        raise ValueError("no quantized weights were found")
+
+
+CHANGES = {"spread_routing": spread_routing, "fill_quantized": fill_quantized}
+
+
 def _essence(report: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The part of a worker's report that says which implementations ran."""
     if report is None:
@@ -227,11 +256,11 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # spread_routing is sent to the worker
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # what changes the weights is sent to the worker
         }
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
         arguments = {**COMMON, "model": str(model), **sizes, **cell.engine}
-        arguments["spread_routing"] = experts
+        arguments["change"] = "spread_routing" if experts else cell.change
         if parallel > 1:
             arguments["tensor_parallel_size"] = parallel
         if profiled:

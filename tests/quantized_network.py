@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
 
+import scoring
 from fl_dispatch.cli import small_model
+from fl_dispatch.evidence.perplexity import perplexity
 from quantized_checkpoints import Scheme, is_product, nearest
 from running import reference_network
 
@@ -220,6 +222,17 @@ class Comparison:
     def agrees(self) -> bool:
         """Whether rounding may make the error, and does not hide the quantization."""
         return self.error <= self.right.rounding < self.quantization
+
+
+def right_perplexity(made: Any) -> float:
+    """A network's perplexity of the small model's held-out text."""
+    scores = []
+    for row in scoring.rows():
+        tokens = torch.tensor([row])
+        with torch.inference_mode():
+            found = made(tokens).logits[0, :-1].log_softmax(-1)
+        scores.append(found.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
+    return perplexity(scores, 1).value
 
 
 def answered(prompts: Sequence[Sequence[int]], answers: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], Tensor]:

@@ -29,10 +29,13 @@ def step() -> dict[str, Any]:
     return {"do": "generate", "prompts": rows(), "sampling": {"max_tokens": 1, "prompt_logprobs": 0}}
 
 
-def difference(answers: Sequence[Mapping[str, Any]]) -> float:
-    """How far the perplexity by a step's answers is from Hugging Face's in float32, as a part of it."""
+def difference(answers: Sequence[Mapping[str, Any]], right: float | None = None) -> float:
+    """How far the perplexity by a step's answers is from ``right``, as a part of it.
+
+    Right is by default Hugging Face's in float32.
+    """
     scores = [
         [scored[str(token)] for token, scored in zip(row[1:], answer["prompt_logprobs"][1:], strict=True)]
         for row, answer in zip(rows(), answers, strict=True)
     ]
-    return relative_difference(perplexity(scores, 1).value, small_model.facts()["perplexity"])
+    return relative_difference(perplexity(scores, 1).value, right or small_model.facts()["perplexity"])

@@ -18,7 +18,7 @@ from test_cli import fl
 from builders import impl
 from fl_dispatch import DispatchError, get_default_manager
 from fl_dispatch.cli import bench as command
-from fl_dispatch.evidence.bench import bench
+from fl_dispatch.evidence.bench import bench, calls_of
 from fl_dispatch.evidence.cases import Case, cases, short_cases
 from fl_dispatch.evidence.plot import plot
 from fl_dispatch.evidence.rates import Rates, sets_to_rotate
@@ -88,6 +88,14 @@ def test_inputs_are_rotated_past_the_cache_but_not_without_bound() -> None:
     assert sets_to_rotate(CPU, 1) == 64
     assert sets_to_rotate(CPU, 32 << 20) == 4
     assert sets_to_rotate(CPU, 1 << 40) == 1
+
+
+def test_every_set_was_called_before_a_time_is_taken() -> None:
+    """So a form of its weight is there: a graph would hold, and time, what makes it."""
+    called: list[int] = []
+    sets = [(index,) for index in range(4)]
+    calls = calls_of(called.append, sets, Clock(CPU, 0.0))
+    assert (len(calls), set(called)) == (len(sets), set(range(len(sets))))
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPERATORS.items() if op.work and op.samples])

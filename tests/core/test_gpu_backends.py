@@ -13,12 +13,22 @@ from fl_dispatch import devices as device
 from fl_dispatch.backends.flaggems import library as flaggems
 from fl_dispatch.backends.flaggems.flaggems import FlagGemsBackend
 from fl_dispatch.backends.vendor.cuda import library
-from fl_dispatch.backends.vendor.cuda.cuda import CudaBackend, CudaExpertsBackend, FlashAttentionBackend
+from fl_dispatch.backends.vendor.cuda.cuda import (
+    CudaBackend,
+    CudaExpertsBackend,
+    CutlassBackend,
+    FlashAttentionBackend,
+    MacheteBackend,
+    MarlinBackend,
+)
 from fl_dispatch.devices import nvml
 
 BACKENDS = {
     "vendor.cuda": (CudaBackend, CudaExpertsBackend),
+    "vendor.cuda.cutlass": (CutlassBackend,),
     "vendor.cuda.fa3": (FlashAttentionBackend,),
+    "vendor.cuda.machete": (MacheteBackend,),
+    "vendor.cuda.marlin": (MarlinBackend,),
     "default.flagos": (FlagGemsBackend,),
 }
 KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}

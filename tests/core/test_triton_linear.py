@@ -61,7 +61,7 @@ def test_long_columns_are_pytorchs_unless_they_are_many(launched: list[str], mon
 def test_a_device_with_little_shared_memory_multiplies_single_rows_alone(
     launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_shared_memory", lambda device: 99 << 10)
+    monkeypatch.setattr(linear, "shared_memory", lambda device: 99 << 10)
     for rows in (2, 1):
         linear.linear(torch.zeros(rows, 64, dtype=HALF), torch.zeros(64, 64, dtype=HALF))
     assert launched == ["row"]

@@ -5,6 +5,7 @@ The configurations are vLLM's own, made from a checkpoint's ``config.json`` as `
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -326,8 +327,9 @@ def test_a_quantization_is_named_as_the_checkpoint_does(method: str, configure: 
 def test_a_quantization_on_a_chip_that_does_not_serve_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_fl import quantization
 
-    monkeypatch.setattr(quantization, "detect_device", lambda: CUDA)
-    with pytest.raises(ValueError, match=r"'fp8' on cuda yet \(only on ascend, cpu\)"):
+    spec = dataclasses.replace(CUDA, name="chip", quantized=())
+    monkeypatch.setattr(quantization, "detect_device", lambda: spec)
+    with pytest.raises(ValueError, match=r"'fp8' on chip yet \(only on ascend, cpu, cuda\)"):
         quantization.verify("fp8")
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..ops import Tolerance
+from ..ops.declaration import HALF_TYPES
 from ..ops.results import errors
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
 MOST_BIAS = 0.15
 """Bias of half-type results towards zero, in units of the last place: rounding gives 0, truncation 0.5."""
 LEAST_ELEMENTS = 2048

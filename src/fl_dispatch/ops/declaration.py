@@ -176,6 +176,8 @@ class Shape:
 Shapes = Callable[[Sequence[int], Sequence[int]], Iterator[Shape]]
 """Numbers of tokens and hidden sizes → shapes; attention has shapes of its own, up to the largest number of tokens."""
 
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
 SEVERAL_ROUNDINGS = 1.0
 """The mean error of operators whose implementations may round in the half type on the way, where terms may cancel."""
 
@@ -191,6 +193,11 @@ STANDARD_TOLERANCE: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 
 FEW_TERMS = 128
 """A sum of so many terms in float32 stays within the absolute part of a tolerance, by ten standard deviations."""
+
+
+NARROW_SUM = 2.0**-14 / 32
+"""The error that a term of a sum in fp8 may add to a result near one: a Hopper GPU adds 32 terms at a time to a number
+of 14 bits, and cuts the rest off (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2)."""
 
 
 def leading_tensor(args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -244,6 +251,7 @@ class Operator:
         aliases: names that the field has for it.
         tolerances: accepted error for each dtype, where sums have few terms; see :meth:`tolerance`.
         terms: the terms of the sum behind one element (positional arguments); ``None`` where errors do not add up.
+        narrow_terms: those of them that a chip's matrix units may sum with fewer bits than float32 has.
         mean_error: accepted mean error of results in a half type, in units of the last place. Rounding once gives 0.25,
             rounding before a last product 0.3, arithmetic in the half type about 0.45 for a gated activation.
         workload: what a conditional choice sees of a call (positional arguments).
@@ -268,6 +276,7 @@ class Operator:
     aliases: tuple[str, ...] = ()
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: STANDARD_TOLERANCE)
     terms: Callable[..., int] | None = None
+    narrow_terms: Callable[..., int] | None = None
     mean_error: float = 0.4
     workload: Callable[..., Workload] = rows_workload
     phases: bool = False
@@ -344,11 +353,15 @@ class Operator:
         A sum of ``n`` terms that is rounded at each of them has an error whose standard deviation grows with
         ``sqrt(n)`` (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2), so beyond
         :data:`FEW_TERMS` the absolute part grows by as much as such a sum in float32 has. In float64 it does likewise.
+        In half types it grows by :data:`NARROW_SUM` for each narrow term.
 
         Raises:
             KeyError: no tolerance is declared for the dtype.
         """
         given = self.tolerances[dtype]
+        if self.narrow_terms is not None and dtype in HALF_TYPES:
+            narrow = self.narrow_terms(*self.operands(args))
+            given = Tolerance(given.rtol, given.atol + NARROW_SUM * narrow)
         terms = FEW_TERMS if self.terms is None else self.terms(*self.operands(args))
         if terms <= FEW_TERMS:
             return given

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from .declaration import Mode, Sample, Tolerance, Work, Workload, operator, row_terms
+from .declaration import SEVERAL_ROUNDINGS, Mode, Sample, Tolerance, Work, Workload, operator, row_terms
 from .inputs import quantized, shapes
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -133,9 +133,10 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     for kind in (torch.int8, FP8):
         source = quantized.Products(dtype, device, generator, kind)
         label = str(kind).removeprefix("torch.")
-        for rows, columns, inner in ((1, 512, 1024), (32, 256, 512), (40, 768, 256)):
+        for rows, columns, inner in ((1, 512, 1024), (32, 256, 512), (40, 768, 256), (100, 384, 256)):
             args = source.both(rows, columns, inner)
             yield Sample(f"{label}, {rows} of {inner} to {columns}", (*args, None, name))
+        yield Sample(f"{label}, one row, bias", (*source.both(1, 48, 256), source.normal(48), name))
         yield Sample(f"{label}, bias", (*source.both(7, 384, 512), source.normal(384), name))
         args = source.both(5, 96, 64, one_scale=True)
         yield Sample(f"{label}, one scale for the weight", (*args, None, name), serving=False)
@@ -144,11 +145,17 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
         yield Sample(f"{label}, 3-d", (x.view(2, 3, 64), x_scale.view(2, 3, 1), *weight, None, name), serving=False)
         yield Sample(f"{label}, empty batch", (*source.both(0, 32, 64), None, name), serving=False)
     source = quantized.Products(dtype, device, generator, FP8)
-    for rows, columns, inner in ((1, 512, 1024), (33, 256, 512)):
+    for rows, columns, inner in ((1, 512, 1024), (33, 256, 512), (100, 256, 384)):
         args = source.blocks(rows, columns, inner, 128)
         yield Sample(f"blocks of 128, {rows} of {inner} to {columns}", (*args, None, name, 128))
+    args = source.blocks(1, 40, 328, 128)
+    yield Sample("blocks of 128, one row", (*args, source.normal(40), name, 128), serving=False)
     args = source.blocks(3, 200, 328, 128)
     yield Sample("blocks of 128, short last ones", (*args, source.normal(200), name, 128), serving=False)
+
+
+def _fp8_terms(x: Tensor, *args: object) -> int:
+    return x.shape[-1] if x.dtype is FP8 else 0
 
 
 @operator(
@@ -159,6 +166,8 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     shapes=shapes.quantized_products,
     aliases=("scaled_mm", "quant_matmul", "w8a8_linear", "block_scaled_mm"),
     terms=row_terms,
+    narrow_terms=_fp8_terms,
+    mean_error=SEVERAL_ROUNDINGS,  # of such sums, in float16
     workload=_scaled_workload,
     work=_scaled_work,
 )
@@ -173,7 +182,8 @@ def scaled_linear(
 ) -> Tensor:
     """A product of quantized rows with quantized weights: ``y = (x * x_scale) @ (weight * weight_scale).T + bias``.
 
-    Products are summed in int32 or float32, and the result is rounded once.
+    Products are summed in int32 or float32, those of fp8 also in what matrix units have for them, and the result is
+    rounded once.
 
     Args:
         x: ``[..., inner]``, int8 or float8_e4m3fn.
@@ -219,14 +229,17 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
         return Sample(label, (source.normal(rows, inner), *weight), serving)
 
     for bits in (4, 8):
-        for rows, columns, inner in ((1, 256, 1024), (32, 128, 512)):
+        for rows, columns, inner in ((1, 256, 1024), (32, 128, 512), (80, 96, 256)):
             yield sample(f"{bits} bits, {rows} of {inner} to {columns}, groups of 128", rows, columns, inner, bits, 128)
         yield sample(f"{bits} bits, zero points, groups of 32", 5, 192, 256, bits, 32, True)
+        yield sample(f"{bits} bits, one row, zero points, groups of 32", 1, 40, 256, bits, 32, True)
         yield sample(f"{bits} bits, one scale a column", 4, 64, 320, bits, 320)
         yield sample(f"{bits} bits, small groups, odd columns", 3, 37, 48, bits, 16, True, serving=False)
         yield sample(f"{bits} bits, empty batch", 0, 32, 64, bits, 64, serving=False)
     float8 = source.normal(96, 256).to(FP8)
-    yield Sample("float8, one scale a column", (source.normal(3, 256), float8, source.scales(96, 1).to(dtype)))
+    yield Sample(
+        "float8, one scale a column", (source.normal(3, 256), float8, source.scales(96, 1, size=256**-0.5).to(dtype))
+    )
     weight = source.weight(64, 128, 4, 64, True)
     yield Sample("3-d, bias", (source.normal(2, 3, 128), *weight, source.normal(64)), serving=False)
 
@@ -237,6 +250,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     fake=_weight_only_fake,
     samples=_weight_only_samples,
     shapes=shapes.packed_products,
+    mean_error=SEVERAL_ROUNDINGS,  # kernels that meet many rows round each dequantized weight to the half type
     aliases=("wna16_linear", "w4a16", "w8a16", "awq_gemm", "gptq_gemm", "weight_quant_batchmatmul"),
     terms=row_terms,
     work=_weight_only_work,

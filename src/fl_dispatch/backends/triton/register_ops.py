@@ -15,6 +15,7 @@ PRIORITY = 140
 """Below FlagGems, which has its kind's priority."""
 IMPLEMENTED = (
     "linear",
+    "quantize",
     "scaled_linear",
     "weight_only_linear",
     "silu_and_mul",
@@ -36,6 +37,7 @@ IMPLEMENTED = (
 
 NOT_TRACED = (
     "linear",
+    "quantize",
     "scaled_linear",
     "weight_only_linear",
     "moe_align_block_size",

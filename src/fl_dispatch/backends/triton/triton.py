@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from fl_dispatch.backends.base import Backend
 
-from .impl import activation, alignment, attention, cache, linear, mla, moe, normalization, quantized, rotary, routing
+from .impl import (
+    activation,
+    alignment,
+    attention,
+    cache,
+    linear,
+    mla,
+    moe,
+    normalization,
+    quantize,
+    rotary,
+    routing,
+    scaled,
+    weight_only,
+)
 
 
 class TritonBackend(Backend):
     """Hardware-neutral kernels in plain Triton."""
 
     linear = staticmethod(linear.linear)
-    scaled_linear = staticmethod(quantized.scaled_linear)
-    weight_only_linear = staticmethod(quantized.weight_only_linear)
+    quantize = staticmethod(quantize.quantize)
+    scaled_linear = staticmethod(scaled.scaled_linear)
+    weight_only_linear = staticmethod(weight_only.weight_only_linear)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     rms_norm = staticmethod(normalization.rms_norm)

@@ -9,13 +9,14 @@ public way.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from fl_dispatch.devices import CUDA, detect_device
+from fl_dispatch.devices import CUDA, detect_device, device_of
 from fl_dispatch.devices.triton import interpreted
 from fl_dispatch.errors import NotSupported
 
@@ -28,6 +29,46 @@ INTERPRETED = interpreted()
 def power_of_two(number: int) -> int:
     """The least power of two that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Programs that a device runs at a time, at least."""
+    return device_of(device.type).compute_units(device.index or 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have, 0 if unknown."""
+    return device_of(device.type).shared_memory(device.index or 0)
+
+
+FLOAT8_CAPABILITY = (8, 9)
+"""The first compute capability for which Triton compiles float8_e4m3fn."""
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU; elsewhere ``None``."""
+    return device_of(device.type).capability(device.index or 0) if device.type == CUDA.torch_type else None
+
+
+def require_float8(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse fp8 where it would not compile.
+
+    Raises:
+        NotSupported: the dtype is fp8, and the GPU older than that.
+    """
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        has = capability(device)
+        if has is not None and has < FLOAT8_CAPABILITY:
+            raise NotSupported(f"fp8 on compute capability {has[0]}.{has[1]}; Triton has it from 8.9 on")
+
+
+def stages_that_fit(device: torch.device, stage: int, wanted: int) -> int:
+    """Stages of a pipeline of so many bytes each that a program has room for: at most those wanted, at least two."""
+    room = shared_memory(device)
+    return max(2, min(wanted, room // stage)) if room else wanted
 
 
 def _short_way() -> bool:

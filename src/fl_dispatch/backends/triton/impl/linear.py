@@ -8,16 +8,12 @@ and where a program's way along its columns is short, or there are many programs
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fl_dispatch.devices import device_of
-
-from .launch import Launcher, power_of_two
+from .launch import Launcher, power_of_two, shared_memory
 
 COLUMNS = 4
 """Columns of a program with one row, where that makes enough programs; else one."""
@@ -114,12 +110,6 @@ _launch_row = Launcher(_row)
 _launch_rows = Launcher(_rows)
 
 
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
-    return device_of(device.type).shared_memory(device.index or 0)
-
-
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the kernels read these tensors as they lie.
 
@@ -149,7 +139,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and (inner <= SHORT or columns >= MANY_COLUMNS)
         and x.dtype in HALF
     )
-    if not (single or (few and _shared_memory(x.device) >= SHARED_MEMORY)) or not _fits(x, weight, bias):
+    if not (single or (few and shared_memory(x.device) >= SHARED_MEMORY)) or not _fits(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     out = x.new_empty((*x.shape[:-1], columns))
     tensors = (x, weight, out if bias is None else bias, out)

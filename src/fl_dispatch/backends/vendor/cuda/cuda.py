@@ -1,4 +1,4 @@
-"""The CUDA backend, in three parts by the library that the kernels come from.
+"""The CUDA backend, in parts by the library, or by the kernels of one, that they come from.
 
 It has no ``gemma_rms_norm``, because the library has none.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Backend
 
 from . import library
-from .impl import activation, attention, experts, normalization, rotary
+from .impl import activation, attention, experts, normalization, quantization, rotary, weight_only
 
 
 class _Compiled(Backend):
@@ -51,6 +51,31 @@ class CudaBackend(_Compiled):
     rms_norm = staticmethod(normalization.rms_norm)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
     kv_cache_write = staticmethod(attention.kv_cache_write)
+    quantize = staticmethod(quantization.quantize)
+
+
+class CutlassBackend(_Compiled):
+    """Products of quantized rows by CUTLASS."""
+
+    library = library.PRODUCTS
+
+    scaled_linear = staticmethod(quantization.scaled_linear)
+
+
+class MarlinBackend(_Compiled):
+    """Products with weights of few bits, repacked for Marlin."""
+
+    library = library.MARLIN
+
+    weight_only_linear = staticmethod(weight_only.marlin)
+
+
+class MacheteBackend(_Compiled):
+    """The same for compute capability 9, by CUTLASS's products of mixed types."""
+
+    library = library.MACHETE
+
+    weight_only_linear = staticmethod(weight_only.machete)
 
 
 class CudaExpertsBackend(_Compiled):

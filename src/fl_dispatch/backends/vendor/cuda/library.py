@@ -42,6 +42,9 @@ class Library:
 
 GENERAL = Library(("_C_stable_libtorch.abi3.so", "_C.abi3.so"), "_C", "silu_and_mul")
 EXPERTS = Library(("_moe_C_stable_libtorch.abi3.so", "_moe_C.abi3.so"), "_moe_C", "topk_softmax")
+PRODUCTS = Library(GENERAL.files, "_C", "cutlass_scaled_mm")
+MARLIN = Library(GENERAL.files, "_C", "marlin_gemm")
+MACHETE = Library(GENERAL.files, "_C", "machete_mm", capability=9)
 ATTENTION = Library(("vllm_flash_attn/_vllm_fa3_C.abi3.so",), "_vllm_fa3_C", "fwd", capability=9)
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
-from .cuda import CudaBackend, CudaExpertsBackend, FlashAttentionBackend
-from .impl import activation, attention, experts, normalization, rotary
+from .cuda import (
+    CudaBackend,
+    CudaExpertsBackend,
+    CutlassBackend,
+    FlashAttentionBackend,
+    MacheteBackend,
+    MarlinBackend,
+)
+from .impl import activation, attention, experts, normalization, quantization, rotary, weight_only
 
 ACTIVATIONS = (
     "silu_and_mul",
@@ -20,7 +27,7 @@ ACTIVATIONS = (
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register ``vendor.cuda`` for every operator that has a compiled kernel, and ``vendor.cuda.fa3`` for attention."""
+    """Register ``vendor.cuda`` for every operator that has a compiled kernel, and others by the names of theirs."""
     kind, priority, devices = BackendImplKind.VENDOR, BackendPriority.VENDOR, ("cuda",)
     registry.register_many(
         [
@@ -34,6 +41,7 @@ def register_builtins(registry: Registry) -> None:
                     "rms_norm": normalization.supports_rms_norm,
                     "rotary_embedding": rotary.supports_rotary_embedding,
                     "kv_cache_write": attention.supports_kv_cache_write,
+                    "quantize": quantization.supports_quantize,
                 },
                 opaque=True,  # the compiled operators have no fake functions
                 device_types=devices,
@@ -47,6 +55,30 @@ def register_builtins(registry: Registry) -> None:
                     "topk_sigmoid": experts.supports_topk,
                     "moe_sum": experts.supports_moe_sum,
                 },
+                opaque=True,
+                device_types=devices,
+            ),
+            *CutlassBackend().implementations(
+                kind,
+                "vendor.cuda.cutlass",
+                priority,
+                supports={"scaled_linear": quantization.supports_scaled_linear},
+                opaque=True,
+                device_types=devices,
+            ),
+            *MacheteBackend().implementations(
+                kind,
+                weight_only.MACHETE,
+                priority + 1,  # where both run, vLLM takes it first
+                supports={"weight_only_linear": weight_only.supports_machete},
+                opaque=True,
+                device_types=devices,
+            ),
+            *MarlinBackend().implementations(
+                kind,
+                weight_only.MARLIN,
+                priority,
+                supports={"weight_only_linear": weight_only.supports_marlin},
                 opaque=True,
                 device_types=devices,
             ),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
+
+from fl_dispatch.devices import CUDA
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -19,3 +23,10 @@ def problem(name: str, tensor: Tensor, like: Tensor | None = None, contiguous: b
     if contiguous and not tensor.is_contiguous():
         return f"{name} is not contiguous"
     return ""
+
+
+@functools.cache
+def capability(index: int) -> int:
+    """The compute capability of a GPU as vLLM's operators take it: 90 for 9.0; 0 if unknown."""
+    major, minor = CUDA.capability(index) or (0, 0)
+    return 10 * major + minor

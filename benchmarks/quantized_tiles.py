@@ -1,0 +1,152 @@
+"""Times candidates for the launch tables of the quantized Triton kernels, beside the vendor's kernels.
+
+The products are those of Llama-3.1-8B. A candidate takes the place of a constant of the kernel's module for the calls
+that it is timed with. Times are the device's, in graphs, over copies of the weight that do not fit the cache together.
+The fastest goes into the tables by hand: NARROW, WIDE, TILES and the constants of one row.
+
+    python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--json FILE]
+
+Needs an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+
+from fl_dispatch import get_default_manager, prepared
+from fl_dispatch.backends.triton.impl import scaled, weight_only
+from fl_dispatch.evidence.bench import calls_of, rotated
+from fl_dispatch.evidence.timing import Clock
+from fl_dispatch.ops import OPERATORS
+
+WEIGHTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""Columns and inner sizes."""
+KINDS = {"fp8": "scaled_linear", "int8": "scaled_linear", "blocks": "scaled_linear", "w4": "weight_only_linear"}
+BLOCK = 128
+AS_IT_IS = "as it is"
+Constants = Mapping[str, Any]
+
+
+def arguments(kind: str, rows: int, columns: int, inner: int) -> tuple[Any, ...]:
+    """Random numbers, whose products are near one."""
+
+    def scales(*shape: int) -> torch.Tensor:
+        return (torch.rand(shape, device="cuda") + 0.5) * (inner**-0.25 / 32)
+
+    if kind == "w4":
+        weight = torch.randint(0, 256, (columns, inner // 2), device="cuda", dtype=torch.uint8)
+        scale = scales(columns, inner // BLOCK).bfloat16()
+        return torch.randn(rows, inner, device="cuda").bfloat16(), weight, scale, None, None
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    x, weight = (
+        (torch.randn(count, inner, device="cuda") * 32).clamp(-127, 127).to(dtype) for count in (rows, columns)
+    )
+    across, down = (inner // BLOCK, columns // BLOCK) if kind == "blocks" else (1, columns)
+    block = BLOCK if kind == "blocks" else 0
+    return x, scales(rows, across), weight, scales(down, across), None, "bfloat16", block
+
+
+def candidates(kind: str, rows: int) -> Iterator[Constants]:
+    """Constants of a module; none are the tables as they are."""
+    yield {}
+    if kind == "w4":
+        if rows == 1:
+            for columns in (1, 2, 4):
+                for stored in (1024, 2048):
+                    yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_STORED": stored}
+        elif rows <= weight_only.SOME_ROWS:
+            for columns, warps, stages in ((16, 2, 8), (32, 2, 8), (32, 4, 4), (64, 4, 4), (64, 4, 8), (128, 4, 4)):
+                yield {"NARROW": (columns, warps, stages), "WIDE": (columns, warps, stages)}
+            yield {"SOME_ROWS": 1}
+        elif rows <= 256:
+            for narrow, wide in (((32, 2, 8), (64, 4, 4)), ((64, 4, 8), (128, 4, 4))):
+                yield {"SOME_ROWS": rows, "NARROW": narrow, "WIDE": wide}
+        else:
+            yield {"DEQUANTIZED": (8, 512, 4)}
+    elif rows == 1:
+        for columns in (1, 2, 4, 8):
+            for inner in (1024, 2048, 4096):
+                yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_INNER": inner}
+    elif rows <= scaled.SOME_ROWS:
+        for some in (
+            (32, 128, 4, 6),
+            (32, 512, 4, 4),
+            (64, 128, 4, 8),
+            (64, 256, 4, 4),
+            (64, 512, 4, 3),
+            (128, 128, 4, 6),
+        ):
+            yield {"NARROW": some, "WIDE": some}
+    else:
+        for tile in (
+            (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3),
+            (64, 128, 128, 4, 4), (64, 256, 128, 8, 3), (128, 64, 128, 4, 4), (64, 64, 128, 4, 5), (64, 64, 256, 4, 3),
+        ):  # fmt: skip
+            yield {"TILES": (scaled.Tile(*tile),)}
+
+
+def microseconds(clock: Clock, function: Any, args: tuple[Any, ...], moved: int) -> float:
+    """Device time of a call."""
+    return clock.time(calls_of(function, rotated(args, moved, clock), clock)).median * 1e6
+
+
+def rivals(op_name: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """The vendor's kernels that take these arguments."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    for impl in manager.registry.get_implementations(op_name):
+        there = impl.impl_id.startswith("vendor.cuda") and (impl.available is None or impl.available())
+        if there and (impl.supports is None or impl.supports(*args) is True):
+            yield impl.impl_id, impl.fn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    clock, found = Clock(torch.device("cuda")), []
+    clock.warm_up(partial(torch.mm, *(torch.randn(4096, 4096, device="cuda") for _ in range(2))))
+    for kind in given.kinds:
+        operator = OPERATORS[KINDS[kind]]
+        module: Any = weight_only if kind == "w4" else scaled
+        for rows in given.rows:
+            for name, (columns, inner) in WEIGHTS.items():
+                args = operator.bind(arguments(kind, rows, columns, inner), {})
+                prepared.declare_all(operator.stay(args))
+                assert operator.work is not None
+                moved, times = operator.work(*args).bytes_moved, {}
+                for impl_id, function in rivals(operator.name, args):
+                    times[impl_id] = microseconds(clock, function, args, moved)
+                for constants in candidates(kind, rows):
+                    label = ", ".join(f"{key} {value}" for key, value in constants.items()) or AS_IT_IS
+                    with mock.patch.multiple(module, **constants) if constants else nullcontext():
+                        try:
+                            times[label] = microseconds(clock, getattr(module, operator.name), args, moved)
+                        except (RuntimeError, triton.runtime.errors.OutOfResources, triton.CompilationError) as error:
+                            print(f"{kind}, {rows} rows, {name}: {label}: {str(error).splitlines()[0]}", flush=True)
+                best = sorted(times, key=times.__getitem__)
+                found.append({"kind": kind, "rows": rows, "product": name, "us": times})
+                shown = "; ".join(f"{label} {times[label]:.1f}" for label in best[:4])
+                print(
+                    f"{kind}, {rows} rows, {name}: as it is {times.get(AS_IT_IS, 0.0):.1f} us; best {shown}", flush=True
+                )
+                if given.json:
+                    machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+                    machine["triton"] = triton.__version__
+                    given.json.write_text(json.dumps({"machine": machine, "products": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Quantized rows: a program reads some whole rows, or some groups of rows, once, and writes them once.
+
+One scale for all rows is found before, by PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
+
+from .launch import Launcher, power_of_two, require_float8
+
+WIDEST = 32768
+"""Elements of a row or group that a program can hold."""
+TILE = 2048
+"""Elements that a program takes at least: several rows or groups, where they are short."""
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2**23: a small number that is added to it loses what is behind the point, by rounding to even."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(
+    x,
+    scale,
+    out,
+    scales,
+    rows,
+    X_ROW,
+    INNER,
+    GROUP,
+    GROUPS: tl.constexpr,
+    GIVEN: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``rows`` counts groups, ``TOGETHER`` of which a program takes; ``BLOCK`` elements hold one."""
+    part = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)[:, None]
+    row, group = part // GROUPS, part % GROUPS
+    place = group * GROUP + tl.arange(0, BLOCK)[None, :]
+    inside = (part < rows) & (tl.arange(0, BLOCK)[None, :] < GROUP) & (place < INNER)
+    number = tl.load(x + row * X_ROW + place, mask=inside, other=0.0).to(tl.float32)
+    if GIVEN:
+        unit = tl.zeros([TOGETHER, 1], dtype=tl.float32) + tl.load(scale)
+    else:
+        unit = tl.maximum(tl.max(tl.abs(number), axis=1, keep_dims=True) / LARGEST, LEAST)
+    quotient = tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST)
+    if INTEGERS:
+        quotient = (quotient + ROUND) - ROUND
+    tl.store(out + row * INNER + place, quotient.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + part, unit, mask=part < rows)
+
+
+_launch = Launcher(_quantize)
+
+
+def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.quantization.quantize`."""
+    if dtype not in LARGEST:
+        raise NotSupported(f"quantization to {dtype}")
+    if x.dtype is torch.float64:
+        raise NotSupported("float64")
+    require_float8(getattr(torch, dtype), x.device)
+    inner = x.shape[-1]
+    count, group = groups(inner, group_size), group_size if group_size > 0 else inner
+    if group > WIDEST:
+        raise NotSupported(f"{group} elements with one scale; a program holds at most {WIDEST}")
+    out = torch.empty(x.shape, dtype=getattr(torch, dtype), device=x.device)
+    scales = torch.empty((*x.shape[:-1], count), dtype=torch.float32, device=x.device)
+    if not x.numel():
+        return out, scales
+    if group_size == TENSOR and scale is None:
+        scale = (x.abs().amax().float() / LARGEST[dtype]).clamp(min=LEAST_SCALE)
+    rows = x.reshape(-1, inner)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    block, parts = power_of_two(group), scales.numel()
+    together = max(1, TILE // block)
+    _launch(
+        (-(-parts // together), 1, 1),
+        (rows, scales if scale is None else scale, out, scales),
+        (
+            rows.stride(0), inner, group, count, scale is not None, dtype == "int8", LARGEST[dtype], LEAST_SCALE,
+            together, block,
+        ),
+        sizes=(parts,),
+        warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+    )  # fmt: skip
+    return out, scales

@@ -1,0 +1,328 @@
+"""Products of quantized rows with quantized weights, in three forms.
+
+One row: a program multiplies few columns element by element, so that each of its threads has loads of 16 bytes under
+way and nothing waits for matrix units. Some rows: matrix units with the columns as the long side of a tile, deeply
+pipelined, because the time is that of reading the weights. Many rows: square tiles, in an order in which programs that
+run together share what they read.
+
+fp8 is summed 128 elements at a time, and those sums in float32: a Hopper GPU's own accumulator for fp8 has 14 bits. A
+result in float32 is made of products in float16, to which fp8 is exact. Scales of rows and columns stay out of the sum;
+a block's scale enters it with the block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+
+from .launch import Launcher, power_of_two, processors, require_float8, stages_that_fit
+
+FEW_ROWS = 16
+"""Rows of the least product that matrix units take."""
+SOME_ROWS = 64
+"""Rows up to which the columns are the long side."""
+ROW_COLUMNS, ENOUGH = 4, 1024
+"""Columns of a program with one row, where that makes so many programs; else one."""
+ROW_INNER, UNIT = 2048, 16
+"""Elements of a column that such a program multiplies at a time, and those of each of its threads."""
+SHORT_SUM = 128
+"""Elements that the chip may sum by itself."""
+LEAST_BLOCK = 32
+"""The side of the least block of fp8."""
+NEIGHBOURS = 8
+"""Tiles of rows that programs that run together share columns for."""
+
+
+class Tile(NamedTuple):
+    """The part of a product that a program makes, and how."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+NARROW, WIDE = (32, 512, 4, 4), (64, 128, 4, 8)
+"""Columns, elements, warps and stages for some rows: where wide tiles would leave a third of the processors idle, and
+elsewhere."""
+TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
+"""For many rows: the first that gives each processor a tile, else the last."""
+
+
+@triton.jit
+def _row(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    inner,
+    columns,
+    WEIGHT_ROW,
+    SCALES,
+    COLUMN_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
+
+    ``UNIT`` elements are multiplied before a scale is.
+    """
+    UNITS: tl.constexpr = INNER // UNIT
+    first = tl.program_id(0) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    there = tl.minimum(column, columns - 1)
+    element, unit = tl.arange(0, INNER), tl.arange(0, UNITS) * UNIT
+    source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
+    wide: tl.constexpr = tl.int32 if INTEGERS else tl.float32
+    acc = tl.zeros([COLUMNS, UNITS], dtype=wide)
+    for start in range(0, inner, INNER):
+        if EVEN:
+            a = tl.load(x + start + element)
+            b = tl.load(source + start, eviction_policy="evict_first")
+        else:
+            inside = start + element < inner
+            a = tl.load(x + start + element, mask=inside, other=0.0)
+            b = tl.load(source + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        part = tl.sum((b.to(wide) * a.to(wide)[None, :]).reshape(COLUMNS, UNITS, UNIT), axis=2)
+        if BLOCKS:
+            block = (start + unit) // BLOCKS
+            inside = start + unit < inner
+            factor = tl.load(x_scale + block, mask=inside, other=0.0)
+            factor *= tl.load(weight_scale + (first // BLOCKS) * SCALES + block, mask=inside, other=0.0)
+            acc += part * factor[None, :]
+        else:
+            acc += part
+    y = tl.sum(acc, axis=1).to(tl.float32)
+    if not BLOCKS:
+        y = y * tl.load(x_scale) * tl.load(weight_scale + there * COLUMN_SCALE)
+    if HAS_BIAS:
+        y += tl.load(bias + there).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def _sum(b, a, acc, INTEGERS: tl.constexpr, EXACT: tl.constexpr, SHORT: tl.constexpr):
+    """``acc + b @ a``."""
+    if INTEGERS:
+        acc = tl.dot(b, a, acc, out_dtype=tl.int32)
+    elif EXACT:
+        acc = tl.dot(b.to(tl.float16), a.to(tl.float16), acc)
+    else:
+        acc = tl.dot(b, a, acc, max_num_imprecise_acc=SHORT)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rows(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    rows,
+    inner,
+    columns,
+    X_ROW,
+    WEIGHT_ROW,
+    SCALES,
+    COLUMN_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SHORT: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """At most ``ROWS`` rows; see :func:`_row`."""
+    row = tl.arange(0, ROWS)
+    first = tl.program_id(0) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    there, known = tl.minimum(column, columns - 1).to(tl.int64), row < rows
+    element = tl.arange(0, INNER)
+    left = weight + there[:, None] * WEIGHT_ROW + element[None, :]
+    right = x + row.to(tl.int64)[None, :] * X_ROW + element[:, None]
+    acc = tl.zeros([COLUMNS, ROWS], dtype=tl.int32 if INTEGERS else tl.float32)
+    for start in range(0, inner, INNER):
+        if EVEN:
+            b = tl.load(left + start, eviction_policy="evict_first")
+            a = tl.load(right + start, mask=known[None, :], other=0.0)
+        else:
+            inside = start + element < inner
+            b = tl.load(left + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            a = tl.load(right + start, mask=inside[:, None] & known[None, :], other=0.0)
+        if BLOCKS:
+            part = start // BLOCKS
+            factor = tl.load(x_scale + row * SCALES + part, mask=known, other=0.0)
+            factor *= tl.load(weight_scale + (first // BLOCKS) * SCALES + part)
+            zero = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+            acc += _sum(b, a, zero, INTEGERS, EXACT, SHORT) * factor[None, :]
+        else:
+            acc = _sum(b, a, acc, INTEGERS, EXACT, SHORT)
+    y = acc.to(tl.float32)
+    if not BLOCKS:
+        factor = tl.load(x_scale + row, mask=known, other=0.0)
+        y = y * tl.load(weight_scale + there * COLUMN_SCALE)[:, None] * factor[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias + there).to(tl.float32)[:, None]
+    target = out + row.to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(target, y.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _tiles(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    out,
+    rows,
+    inner,
+    columns,
+    X_ROW,
+    WEIGHT_ROW,
+    SCALES,
+    COLUMN_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SHORT: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):
+    down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
+    together = tl.minimum(down - above, NEIGHBOURS)
+    within = tl.program_id(0) % (NEIGHBOURS * across)
+    first = within // together * COLUMNS
+    row = (above + within % together) * ROWS + tl.arange(0, ROWS)
+    column = first + tl.arange(0, COLUMNS)
+    here, there = tl.minimum(row, rows - 1).to(tl.int64), tl.minimum(column, columns - 1).to(tl.int64)
+    element = tl.arange(0, INNER)
+    left = x + here[:, None] * X_ROW + element[None, :]
+    right = weight + there[None, :] * WEIGHT_ROW + element[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.int32 if INTEGERS else tl.float32)
+    for start in range(0, inner, INNER):
+        if EVEN:
+            a = tl.load(left + start)
+            b = tl.load(right + start)
+        else:
+            inside = start + element < inner
+            a = tl.load(left + start, mask=inside[None, :], other=0.0)
+            b = tl.load(right + start, mask=inside[:, None], other=0.0)
+        if BLOCKS:
+            part = start // BLOCKS
+            factor = tl.load(x_scale + here * SCALES + part)
+            factor *= tl.load(weight_scale + (first // BLOCKS) * SCALES + part)
+            zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+            acc += _sum(a, b, zero, INTEGERS, EXACT, SHORT) * factor[:, None]
+        else:
+            acc = _sum(a, b, acc, INTEGERS, EXACT, SHORT)
+    y = acc.to(tl.float32)
+    if not BLOCKS:
+        y = y * tl.load(x_scale + here)[:, None] * tl.load(weight_scale + there * COLUMN_SCALE)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias + there).to(tl.float32)[None, :]
+    target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(target, y.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (column[None, :] < columns))
+
+
+_launch_row = Launcher(_row)
+_launch_rows = Launcher(_rows)
+_launch_tiles = Launcher(_tiles)
+
+
+def _refuse(x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor | None, block_size: int) -> None:
+    if x.dtype is not weight.dtype or x_scale.dtype is not torch.float32:
+        raise NotSupported("rows and weights of one type, and scales of float32")
+    require_float8(x.dtype, x.device)
+    if block_size and (block_size < LEAST_BLOCK or block_size & (block_size - 1) or x.dtype is torch.int8):
+        raise NotSupported(f"blocks of fp8, whose side is a power of two from {LEAST_BLOCK} on")
+    if any(each is not None and each.numel() and each.stride(-1) != 1 for each in (x, weight, bias)):
+        raise NotSupported("elements of a row, of a column or of the bias that do not lie side by side")
+
+
+def _tile(rows: int, columns: int, device: torch.device) -> Tile:
+    """The part of a product of more than one row that a program makes."""
+    units = processors(device)
+    if rows <= SOME_ROWS:
+        chosen = WIDE if 3 * -(-columns // WIDE[0]) >= 2 * units else NARROW
+        return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
+    for tile in TILES:
+        if -(-rows // tile.rows) * -(-columns // tile.columns) >= units:
+            return tile
+    return TILES[-1]
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`."""
+    columns, inner = weight.shape
+    _refuse(x, x_scale, weight, bias, block_size)
+    out = x.new_empty((*x.shape[:-1], columns), dtype=getattr(torch, dtype))
+    if not out.numel():
+        return out
+    x = x.reshape(-1, inner)
+    rows, has_bias, integers = x.shape[0], bias is not None, x.dtype is torch.int8
+    tensors = (x, x_scale.contiguous(), weight, weight_scale.contiguous(), out if bias is None else bias, out)
+    scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), has_bias, block_size, integers)
+    if rows == 1:
+        at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_INNER, power_of_two(inner))
+        numbers: tuple[Any, ...] = (
+            inner,
+            columns,
+            weight.stride(0),
+            *scales,
+            inner % block == 0,
+            min(UNIT, block),
+            block,
+            at_once,
+        )
+        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers)
+        return out
+    tile = _tile(rows, columns, x.device)
+    at_once = min(tile.inner, block_size or tile.inner)
+    wide = min(tile.columns, block_size or tile.columns)
+    numbers = (
+        inner, columns, x.stride(0), weight.stride(0), *scales, dtype == "float32", min(SHORT_SUM, at_once),
+        inner % at_once == 0, tile.rows, wide, at_once,
+    )  # fmt: skip
+    across, some = -(-columns // wide), rows <= SOME_ROWS
+    (_launch_rows if some else _launch_tiles)(
+        (across if some else across * -(-rows // tile.rows), 1, 1),
+        tensors,
+        numbers if some else (*numbers, NEIGHBOURS),
+        sizes=(rows,),
+        warps=tile.warps,
+        stages=stages_that_fit(x.device, (tile.rows + wide) * at_once, tile.stages),
+    )
+    return out

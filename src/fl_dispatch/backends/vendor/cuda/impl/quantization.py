@@ -1,0 +1,130 @@
+"""Quantized rows, and products of them by CUTLASS."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.ops.quantization import FP8, LARGEST, LEAST_SCALE, groups
+
+from .limits import capability, problem
+
+GROUP = 128
+"""The size of groups and of blocks that the kernels have."""
+WHOLE = 16
+"""Rows and columns of a weight come in multiples of it."""
+RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+LEAST_SCALE_OF_ROWS = 1 / (448 * 512)
+FIRST_INT8, LAST_INT8 = 75, 99
+"""Capabilities that have kernels for int8."""
+
+
+def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:
+    """fp8 with a scale that is given or with groups of 128, and int8 with a scale for each row."""
+    if why := problem("x", x):
+        return why
+    if dtype == "int8":
+        return group_size == 0 or "the kernels cut int8 off where they should round it, but for scales of whole rows"
+    if scale is not None:
+        return True
+    if group_size == 0:
+        return f"the kernel gives no row a scale below {LEAST_SCALE_OF_ROWS:.1e}"
+    if group_size != GROUP:
+        return f"the kernels have groups of {GROUP}, not of {group_size}"
+    whole = x.shape[-1] % GROUP == 0
+    return whole or f"rows of {x.shape[-1]} elements are no whole number of groups of {GROUP}"
+
+
+def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.quantization.quantize`."""
+    inner, largest = x.shape[-1], LARGEST[dtype]
+    out = torch.empty_like(x, dtype=getattr(torch, dtype))
+    if scale is not None:
+        if x.numel():  # a launch without threads is an error
+            torch.ops._C.static_scaled_fp8_quant(out.view(-1, inner), x.view(-1, inner), scale, None)
+        return out, scale.expand(*x.shape[:-1], 1).contiguous()
+    count = groups(inner, group_size)
+    scales = x.new_empty((*x.shape[:-1], count), dtype=torch.float32)
+    if not x.numel():
+        return out, scales
+    rows, quantized, factors = x.view(-1, inner), out.view(-1, inner), scales.view(-1, count)
+    if group_size:
+        least = LEAST_SCALE * largest  # of a magnitude
+        torch.ops._C.per_token_group_fp8_quant(
+            rows, quantized, factors, group_size, least, -largest, largest, False, False, False
+        )
+    else:
+        torch.ops._C.dynamic_scaled_int8_quant(quantized, rows, factors, None)
+        scales.clamp_(min=LEAST_SCALE)  # a row of zeros has the scale 0 there
+    return out, scales
+
+
+@functools.cache
+def _multiplies(index: int, kind: torch.dtype, blocks: bool) -> bool:
+    """Whether the library has a kernel for a type on a GPU."""
+    has = capability(index)
+    if kind is torch.int8:
+        return not blocks and FIRST_INT8 <= has <= LAST_INT8
+    ask = torch.ops._C.cutlass_scaled_mm_supports_block_fp8 if blocks else torch.ops._C.cutlass_scaled_mm_supports_fp8
+    return bool(ask(has))
+
+
+def supports_scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> bool | str:
+    """int8 and fp8 with results in a half type, sizes that are multiples of 16, and blocks of 128 in fp8."""
+    if not x.is_cuda:
+        return f"x is on {x.device}, not on a GPU"
+    if x.dtype is not weight.dtype or x.dtype not in (torch.int8, FP8):
+        return f"x is {x.dtype} and weight {weight.dtype}, not both int8 or {FP8}"
+    if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
+        return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
+    if dtype not in RESULTS:
+        return f"the result is {dtype}, not float16 or bfloat16"
+    if bias is not None and bias.dtype is not RESULTS[dtype]:
+        return f"bias is {bias.dtype}, not {dtype}"
+    if block_size not in (0, GROUP):
+        return f"the kernel has blocks of {GROUP} only, not {block_size}"
+    whole = block_size or WHOLE
+    if any(size % whole for size in weight.shape):
+        return f"the weight's sizes {tuple(weight.shape)} are not multiples of {whole}"
+    if not weight.is_contiguous():
+        return "weight is not contiguous"
+    if not _multiplies(x.get_device(), x.dtype, block_size > 0):
+        of = f"blocks of {x.dtype}" if block_size else str(x.dtype)
+        return f"the library has no kernel for {of} on compute capability {capability(x.get_device()) / 10}"
+    return True
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. fp8 is summed in the short accumulator of the chip."""
+    columns, inner = weight.shape
+    out = x.new_empty((*x.shape[:-1], columns), dtype=RESULTS[dtype])
+    if not out.numel():
+        return out
+    rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
+    product = out.view(-1, columns)
+    if not block_size:
+        torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), scales.contiguous(), weight_scale.contiguous(), bias)
+        return out
+    by_columns = scales.t().contiguous().t()  # the kernel wants the scales of a group side by side
+    torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), by_columns, weight_scale.contiguous().t(), None)
+    if bias is not None:
+        out += bias
+    return out

@@ -1,0 +1,154 @@
+"""Products of rows in a half type with weights of 4 or 8 bits, by Marlin and by Machete.
+
+Both read a weight in an order of their own (:mod:`.packed_weights`), which is kept beside the weight
+(:mod:`fl_dispatch.prepared`), so a weight that nobody declared is declined.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import prepared
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.quantization import FP8
+
+from . import packed_weights
+from .limits import capability, problem
+
+HALF = (torch.float16, torch.bfloat16)
+MARLIN, MACHETE = "vendor.cuda.marlin", "vendor.cuda.machete"
+MARLIN_GROUPS, MACHETE_GROUPS = (32, 64, 128), (64, 128)
+MARLIN_TILES = ((64, 128), (128, 64))
+"""Columns and elements of them that a weight has to have in whole numbers: of one of both."""
+MACHETE_TILES = ((128, 64),)
+MARLIN_CAPABILITY = 80
+LOCKS = 4
+"""Marlin's locks for each processor; a call leaves them at zero."""
+
+
+def _why_not(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    sizes: tuple[int, ...],
+    tiles: tuple[tuple[int, int], ...],
+) -> str:
+    """Why neither the sizes nor the types fit, or an empty string."""
+    if why := problem("x", x, contiguous=False):
+        return why
+    if x.dtype not in HALF or scale.dtype is not x.dtype:
+        return f"x is {x.dtype} and scale {scale.dtype}, not one half type"
+    columns, groups = scale.shape
+    inner = x.shape[-1]
+    if groups > 1 and (inner % groups or inner // groups not in sizes):
+        return f"groups of {inner / groups:g} elements, not of {', '.join(map(str, sizes))} or whole columns"
+    if not any(columns % wide == 0 and inner % long == 0 for wide, long in tiles):
+        return f"a weight of {columns} columns of {inner} elements does not consist of whole tiles"
+    if not weight.is_contiguous():
+        return "weight is not contiguous"
+    if any(part is not None and not hasattr(part, prepared.ATTRIBUTE) for part in (weight, scale, zero)):
+        return "nobody declared the weight, its scales or its zero points as tensors that stay"
+    return ""
+
+
+def supports_marlin(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> bool | str:
+    """Half types on compute capability 8 and later; groups of 32, 64, 128, or none; zero points with 4 bits only."""
+    if why := _why_not(x, weight, scale, zero, MARLIN_GROUPS, MARLIN_TILES):
+        return why
+    if capability(x.get_device()) < MARLIN_CAPABILITY:
+        return f"compute capability {capability(x.get_device()) / 10} is below {MARLIN_CAPABILITY / 10}"
+    if zero is not None and weight.dtype is not torch.uint8:
+        return "the kernel has zero points with 4 bits only"
+    if weight.dtype is FP8 and scale.shape[1] > 1:
+        return "the kernel has one scale for a column of fp8"
+    return True
+
+
+@functools.cache
+def _locks(index: int) -> int:
+    """The number of locks that a GPU's processors need."""
+    return LOCKS * torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@torch.inference_mode(False)
+def _with_locks(weight: Tensor, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+    """A weight in Marlin's order, and locks of its own, because streams may run side by side."""
+    numbers = packed_weights.marlin_numbers(weight, None if before is None else before[0])
+    if before is not None:
+        return numbers, before[1]
+    return numbers, torch.zeros(_locks(weight.get_device()), dtype=torch.int32, device=weight.device)
+
+
+def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. Numbers become the half type before the product."""
+    columns, inner = weight.shape[0], x.shape[-1]
+    make_scales = packed_weights.marlin_float_scales if weight.dtype is FP8 else packed_weights.marlin_scales
+    numbers = prepared.of(weight, MARLIN, _with_locks)
+    scales = prepared.of(scale, MARLIN, make_scales)
+    zeros = None if zero is None else prepared.of(zero, MARLIN, packed_weights.marlin_zeros)
+    if numbers is None or scales is None or (zero is not None and zeros is None):
+        raise NotSupported("a weight whose form cannot be kept")
+    rows = x.reshape(-1, inner).contiguous()
+    if not rows.numel():
+        return x.new_empty((*x.shape[:-1], columns))
+    packed, locks = numbers
+    kind = packed_weights.number_type(weight, zero is not None).code
+    out: Tensor = torch.ops._C.marlin_gemm(
+        rows,
+        None,
+        packed,
+        None,
+        scales,
+        None,  # scales of quantized rows, and one for all of the weight
+        None,
+        zeros,
+        locks,
+        kind,
+        rows.shape[0],
+        columns,
+        inner,
+        False,  # no atomic additions
+        True,  # sums of several programs in float32
+        False,  # zero points are integers
+    )
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], columns)
+
+
+def supports_machete(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> bool | str:
+    """Half types; integers without zero points, in groups of 64, of 128 or none."""
+    if zero is not None:
+        return "the kernel takes zero points multiplied by their scales"
+    if weight.dtype is FP8:
+        return "the kernel multiplies integers"
+    return _why_not(x, weight, scale, zero, MACHETE_GROUPS, MACHETE_TILES) or True
+
+
+_FOR_ROWS = {dtype: functools.partial(packed_weights.machete_numbers, dtype) for dtype in HALF}
+
+
+def machete(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`. Numbers become the half type before the product."""
+    columns, inner = weight.shape[0], x.shape[-1]
+    numbers = prepared.of(weight, MACHETE, _FOR_ROWS[x.dtype])
+    scales = prepared.of(scale, MACHETE, packed_weights.by_groups)
+    if numbers is None or scales is None:
+        raise NotSupported("a weight whose form cannot be kept")
+    rows = x.reshape(-1, inner).contiguous()
+    if not rows.numel():
+        return x.new_empty((*x.shape[:-1], columns))
+    kind = packed_weights.number_type(weight, False).code
+    group = inner // scales.shape[0] if scales.shape[0] > 1 else -1
+    out: Tensor = torch.ops._C.machete_mm(rows, numbers, kind, None, scales, None, group, None, None, None)
+    if bias is not None:
+        out += bias
+    return out.view(*x.shape[:-1], columns)

@@ -1,0 +1,195 @@
+"""Quantized products on a GPU: every kernel against float64, and engines against the dequantized network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+from engines import MAX_TOKENS, PROMPTS, ran, start_features
+
+import quantized_checkpoints as checkpoints
+import scoring
+from fl_dispatch import get_default_manager, prepared
+from fl_dispatch.evidence.perplexity import TOLERANCE
+from fl_dispatch.evidence.verify import DTYPES, implementations, verify
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.inputs.quantized import Products
+from fl_dispatch.ops.results import errors, flat
+from fl_dispatch.types import OpImpl
+from quantized_checkpoints import SCHEMES
+from quantized_network import answered, computed, distance, network, right_perplexity, scores
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+NAMES = ("quantize", "scaled_linear", "weight_only_linear")
+HALF = (torch.float16, torch.bfloat16)
+
+
+def kernels() -> list[OpImpl]:
+    """Every implementation of the three operators that runs here, but for the references."""
+    found = implementations(get_default_manager(), NAMES)
+    ours = [impl for impl in found if "cuda" in (impl.device_types or ()) and impl.impl_id != "reference.torch"]
+    return [impl for impl in ours if impl.available is None or impl.available()]
+
+
+each_kernel = pytest.mark.parametrize("impl", kernels(), ids=lambda impl: f"{impl.op_name}-{impl.impl_id}")
+
+
+# -- operators --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@each_kernel
+def test_a_kernel_is_right(impl: OpImpl, dtype: torch.dtype) -> None:
+    found = verify(get_default_manager(), impl, dtype, CUDA)
+    assert found.problems == []
+    if impl.impl_id == "default.triton":
+        assert not found.declined
+    elif dtype in HALF:
+        assert found.samples, found.declined
+
+
+def test_every_family_of_kernels_is_there() -> None:
+    assert {(impl.op_name, impl.impl_id) for impl in kernels()} >= {
+        ("quantize", "default.triton"),
+        ("quantize", "vendor.cuda"),
+        ("scaled_linear", "default.triton"),
+        ("scaled_linear", "vendor.cuda.cutlass"),
+        ("weight_only_linear", "default.triton"),
+        ("weight_only_linear", "vendor.cuda.marlin"),
+        *([("weight_only_linear", "vendor.cuda.machete")] if torch.cuda.get_device_capability()[0] == 9 else []),
+    }
+
+
+ROWS = (1, 2, 16, 33, 64, 65, 200, 256, 1000)
+"""On both sides of each change of kernel."""
+WEIGHTS = ((6144, 4096), (4096, 14336))
+"""Columns and elements of two weights of an 8B model: the joint projection of attention, the last of its network."""
+
+
+def large(kind: str, rows: int, columns: int, inner: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of a product as large as a model's."""
+    generator = torch.Generator().manual_seed(rows)
+    name = str(dtype).removeprefix("torch.")
+    if kind.startswith("4 bits"):
+        source = Products(dtype, CUDA, generator, torch.int8)
+        weight = source.weight(columns, inner, 4, 128, kind.endswith("zero points"))
+        return source.normal(rows, inner), *weight
+    source = Products(dtype, CUDA, generator, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    if kind == "fp8 in blocks":
+        return *source.blocks(rows, columns, inner, 128), None, name, 128
+    return *source.both(rows, columns, inner), None, name
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8 in blocks", "4 bits", "4 bits, zero points"])
+def test_a_kernel_is_right_for_a_models_weights(kind: str, weight: tuple[int, int]) -> None:
+    name = "weight_only_linear" if kind.startswith("4") else "scaled_linear"
+    operator, dtype = OPERATORS[name], torch.bfloat16
+    reference = get_default_manager().registry.get_implementation(name, "reference.torch")
+    assert reference is not None
+    answers, wrong = 0, []
+    for rows in ROWS:
+        args = operator.bind(large(kind, rows, *weight, dtype), {})
+        prepared.declare_all(operator.stay(args))
+        (right,) = flat(reference.fn(*[_wide(arg) for arg in args]))
+        for impl in kernels():
+            if impl.op_name == name and (impl.supports is None or impl.supports(*args) is True):
+                size = max(1.0, float(right.std()))  # with zero points results are larger than one
+                _, share = errors(impl.fn(*args), right, operator.tolerance(dtype, args), size)
+                answers += 1
+                if not float(share.max()) <= 1:
+                    wrong.append((impl.impl_id, rows, float(share.max())))
+    assert wrong == []
+    assert answers >= 2 * len(ROWS), "the vendor's kernels declined"
+
+
+def _wide(arg: Any) -> Any:
+    """Arguments with which the reference computes in float64."""
+    return arg.double() if isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.itemsize > 1 else arg
+
+
+def test_a_repacked_weight_that_is_written_keeps_its_place() -> None:
+    """Captured graphs read the form at its address."""
+    args = OPERATORS["weight_only_linear"].bind(large("4 bits", 4, 256, 256, torch.bfloat16), {})
+    forms = [prepared.declare(tensor) for tensor in args[1:3]]
+    for impl in kernels():
+        if impl.op_name == "weight_only_linear" and impl.impl_id != "default.triton":
+            before = impl.fn(*args)
+            places = [_places(form.made[impl.impl_id]) for form in forms]
+            args[1].bitwise_xor_(255)
+            after = impl.fn(*args)
+            assert [_places(form.made[impl.impl_id]) for form in forms] == places
+            assert not torch.equal(before, after)
+
+
+def _places(form: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in flat(form)]
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+ASKED: Mapping[str, Any] = {
+    "do": "generate",
+    "prompts": PROMPTS,
+    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
+}
+CHECKPOINTS = ("compressed-tensors W8A8 fp8", "fp8, blocks of 128", "gptq", "compressed-tensors W8A8 int8")
+
+
+INPUTS_ROUNDED = 4e-3
+"""The largest relative difference of a perplexity in bfloat16 from that in float32 where inputs are quantized too: an
+input's rounding moves an element by a whole step."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Answers of compiled engines with graphs: in float32 with our kernels, in bfloat16 with the vendor's."""
+    folder = tmp_path_factory.mktemp("quantized")
+    written = {
+        name: checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name]) for name in CHECKPOINTS
+    }
+
+    def start(step: Mapping[str, Any], engine: Mapping[str, Any], **variables: str) -> Any:
+        common = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": False}
+        arguments = {**common, "enable_prefix_caching": False, **engine}
+        return start_features(*((path, [step], arguments) for path in written.values()), **variables)
+
+    started = {
+        "ours": start(ASKED, {"dtype": "float32"}, VLLM_FL_DENY_VENDORS="cuda", USE_FLAGGEMS="0"),
+        "vendor": start(scoring.step(), {"dtype": "bfloat16", "max_num_batched_tokens": 1024}, VLLM_FL_PREFER="vendor"),
+    }
+    return {choice: dict(zip(CHECKPOINTS, run.result()["runs"], strict=True)) for choice, run in started.items()}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_our_kernels_compute_what_the_dequantized_network_does(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    run = answers["ours"][name]
+    texts, got = answered(PROMPTS, run["steps"][0])
+    right = computed(network(SCHEMES[name]), texts)
+    assert distance(got, right.scores) <= right.rounding
+    assert distance(got, scores(network(None), texts)) > right.rounding, "rounding hides the quantization"
+    assert all(ran(run, operator) == {"default.triton"} for operator in SCHEMES[name].operators)
+    assert run["report"]["failed"] == {}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_vendors_kernels_give_the_dequantized_networks_perplexity(
+    name: str, answers: dict[str, dict[str, Any]]
+) -> None:
+    scheme, run = SCHEMES[name], answers["vendor"][name]
+    limit = TOLERANCE["bfloat16"] if scheme.rows is None else INPUTS_ROUNDED
+    assert scoring.difference(run["steps"][0], right_perplexity(network(scheme))) <= limit
+    products = ran(run, scheme.operators[-1])
+    assert any(found.startswith("vendor.cuda") for found in products), products
+    assert run["report"]["failed"] == {}
