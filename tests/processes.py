@@ -27,8 +27,8 @@ AT_ONCE = 1 if "FL_SUITE" in os.environ else max(2, (os.cpu_count() or 2) // 4)
 
 pool = ThreadPoolExecutor(AT_ONCE)
 
-KEPT = 24_000
-"""Characters of a log's end that an error has: the stacks of a process that crashed are up to 15 000."""
+KEPT = 32_000
+"""Characters of a log's end that an error has: the stacks of an engine that crashed are about 20 000."""
 
 always_cold = False
 """Set where what a warm process imports starts threads, which a fork would lose: with the drivers of a GPU."""
