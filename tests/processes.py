@@ -27,6 +27,9 @@ AT_ONCE = 1 if "FL_SUITE" in os.environ else max(2, (os.cpu_count() or 2) // 4)
 
 pool = ThreadPoolExecutor(AT_ONCE)
 
+KEPT = 32_000
+"""Characters of a log's end that an error has: the stacks of an engine that crashed are about 20 000."""
+
 always_cold = False
 """Set where what a warm process imports starts threads, which a fork would lose: with the drivers of a GPU."""
 
@@ -140,6 +143,8 @@ def python(
 ) -> Finished:
     """Run Python in a process of its own; if its time is up, or the test is interrupted, its children end with it.
 
+    If it crashes, its log has the stacks of its threads.
+
     Args:
         arguments: of Python; a script, ``-c`` or ``-m`` comes first.
         environment: all of it.
@@ -156,9 +161,8 @@ def python(
     try:
         if cold or always_cold:
             command = [sys.executable, *arguments]
-            process = subprocess.Popen(
-                command, env=dict(environment), stdout=writer, stderr=second, start_new_session=True
-            )
+            told = {**environment, "PYTHONFAULTHANDLER": "1"}
+            process = subprocess.Popen(command, env=told, stdout=writer, stderr=second, start_new_session=True)
         else:
             process = Fork(address or warm(), arguments, environment, writer, second)
     finally:
@@ -169,7 +173,7 @@ def python(
             while True:
                 ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise subprocess.TimeoutExpired(arguments, timeout, bytes(log[-8000:]))
+                    raise subprocess.TimeoutExpired(arguments, timeout, bytes(log[-KEPT:]))
                 if not (chunk := output.read(1 << 16)):
                     break
                 log += chunk
@@ -187,5 +191,5 @@ def finish(script: Path, job: Mapping[str, Any], environment: Mapping[str, str],
         request.write_text(json.dumps(job))
         ended = python(str(script), str(request), str(answer), environment=environment, timeout=600, cold=cold)
         if ended.returncode != 0 or not answer.exists():
-            raise AssertionError(f"the engine ended with {ended.returncode}:\n{ended.log[-8000:]}")
+            raise AssertionError(f"the engine ended with {ended.returncode}:\n{ended.log[-KEPT:]}")
         return {**json.loads(answer.read_text()), "log": ended.log}

@@ -12,6 +12,7 @@ gets its parent's environment, and imports its parent's main module again. ``pro
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -116,6 +117,7 @@ def _become(request: dict[str, Any], paths: list[str]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
     _spawn_by_forking()
     first, *rest = request["arguments"]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -114,7 +114,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _told(event: int, graph: int) -> int:
-    """The runtime's message; returns 0, or 1 where a replay failed."""
+    """The runtime's message; returns 0, or 1 where something failed."""
+    try:
+        _follow(event, graph)
+    except BaseException:  # whatever it is: C takes a code alone, and an exception would leave it an arbitrary one
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _follow(event: int, graph: int) -> None:
     global _capturing
     if event == BEGIN:
         _capturing = _graphs[graph] = Graph()
@@ -125,13 +134,8 @@ def _told(event: int, graph: int) -> int:
     elif event == DESTROY:
         _graphs.pop(graph, None)
     else:
-        try:
-            _graphs[graph].replay()
-            _counts["replayed"] += 1
-        except Exception:  # whatever it is: C++ calls, and takes a code alone
-            traceback.print_exc()
-            return 1
-    return 0
+        _graphs[graph].replay()
+        _counts["replayed"] += 1
 
 
 _TOLD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)(_told)

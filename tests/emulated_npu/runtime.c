@@ -170,6 +170,12 @@ static Graph *captured;
 static void *captured_stream;
 static int graphs_so_far;
 
+static int tell(int event, Graph *graph) {
+  if (tell_graphs(event, graph->number) == 0) return OK;
+  snprintf(error_message, sizeof error_message, "emulated NPU: a graph failed; standard error has the traceback");
+  return CAPTURE_FAILED;
+}
+
 void emulated_tell_graphs(int (*told)(int event, int graph)) { tell_graphs = told; }
 int aclmdlRICaptureBegin(void *stream, int mode) {
   if (captured || !tell_graphs) {
@@ -179,7 +185,7 @@ int aclmdlRICaptureBegin(void *stream, int mode) {
   captured = calloc(1, sizeof(Graph));
   captured->number = ++graphs_so_far;
   captured_stream = stream;
-  return tell_graphs(CAPTURE_BEGINS, captured->number);
+  return tell(CAPTURE_BEGINS, captured);
 }
 int aclmdlRICaptureEnd(void *stream, void **graph) {
   if (!captured || stream != captured_stream) {
@@ -189,7 +195,7 @@ int aclmdlRICaptureEnd(void *stream, void **graph) {
   Graph *ended = captured;
   *graph = ended;
   captured = NULL;
-  return tell_graphs(CAPTURE_ENDS, ended->number);
+  return tell(CAPTURE_ENDS, ended);
 }
 int aclmdlRICaptureGetInfo(void *stream, int *status, void **graph) {
   *status = captured && stream == captured_stream; /* ACL_MODEL_RI_CAPTURE_STATUS_NONE, _ACTIVE */
@@ -197,13 +203,9 @@ int aclmdlRICaptureGetInfo(void *stream, int *status, void **graph) {
   return OK;
 }
 int aclmdlRICaptureThreadExchangeMode(int *mode) { return OK; }
-int aclmdlRIExecuteAsync(void *graph, void *stream) {
-  if (tell_graphs(REPLAY, ((Graph *)graph)->number) == 0) return OK;
-  snprintf(error_message, sizeof error_message, "emulated NPU: a graph's operator failed; standard error has its traceback");
-  return CAPTURE_FAILED;
-}
+int aclmdlRIExecuteAsync(void *graph, void *stream) { return tell(REPLAY, graph); }
 int aclmdlRIDestroy(void *graph) {
-  int failed = tell_graphs(DESTROY, ((Graph *)graph)->number);
+  int failed = tell(DESTROY, graph);
   free(graph);
   return failed;
 }

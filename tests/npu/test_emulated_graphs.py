@@ -13,6 +13,7 @@ import torch_npu
 import emulated_npu
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, SelectionPolicy, policy_context
 from fl_dispatch.devices import ASCEND
+from vllm_fl.compat.library import unowned_views
 
 Numbers = Callable[..., torch.Tensor]
 
@@ -149,6 +150,35 @@ def test_what_a_graph_calls_and_fails_with_at_a_replay_is_an_error(capfd: pytest
     table, ids = torch.zeros(4, 2).npu(), torch.tensor([0]).npu()
     graph, _ = captured(lambda: table.index_select(0, ids))
     ids.fill_(7)
-    with pytest.raises(RuntimeError, match="a graph's operator failed"):
+    with pytest.raises(RuntimeError, match="a graph failed"):
         graph.replay()
     assert "index out of range" in capfd.readouterr().err
+
+
+def test_a_capture_that_cannot_be_undone_is_an_error() -> None:
+    """Always the same: an exception leaves the runtime no number of its own."""
+    x = torch.ones(4).npu()
+
+    def launched() -> None:
+        x.add_(1)
+        x.untyped_storage().resize_(0)
+
+    with pytest.raises(RuntimeError, match="error code is 500000(.|\\n)*a graph failed"):
+        captured(launched)
+
+
+def test_what_vllm_keeps_of_a_graphs_results_is_the_chips_own_tensor_and_does_not_keep_their_memory() -> None:
+    """``get_npu_format`` refuses a storage that is not ``torch_npu``'s, behind whose end its operators would write."""
+    kept, part = torch.zeros(3).npu(), torch.arange(24.0).npu().view(4, 6)[1:, ::2]
+    unowned = unowned_views(ASCEND)
+    view = unowned(part)
+    assert torch_npu.get_npu_format(view) == torch_npu.get_npu_format(part)
+    assert (view.stride(), view.storage_offset()) == (part.stride(), part.storage_offset())
+    assert view.tolist() == part.tolist()
+    part.fill_(7)
+    assert view.tolist() == [[7.0] * 3] * 3
+    assert [unowned(other) for other in (None, 4)] == [None, 4]
+    assert all(unowned(other) is other for other in (torch.ones(2), kept[:0]))
+    allocated = torch.npu.memory_allocated()
+    del part
+    assert torch.npu.memory_allocated() < allocated

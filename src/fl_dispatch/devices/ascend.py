@@ -5,8 +5,19 @@ Run with the real package over an emulated runtime; numerics, speed and graphs (
 
 from __future__ import annotations
 
+import torch
+
 from .spec import DeviceSpec
 from .torch_module import counter, functions, hook, stream_handle
+
+
+def _unowned_view(tensor: torch.Tensor) -> torch.Tensor:
+    """By ``torch_npu``, whose storages also describe the format of their memory."""
+    import torch_npu
+
+    view: torch.Tensor = torch_npu._C._weak_ref_tensor(tensor)
+    return view
+
 
 ASCEND = DeviceSpec(
     name="ascend",
@@ -26,7 +37,8 @@ ASCEND = DeviceSpec(
     quantized=("vLLM", "SGLang"),
     graphs=True,
     graph_class="NPUGraph",
-    model_runners=("v1",),  # V2's PyTorch forms make the host wait for the device, and graphs crashed with them
+    unowned_view=_unowned_view,
+    model_runners=("v1",),  # V2's PyTorch forms make the host wait for the device in each step
     detect=lambda: counter("npu", "torch_npu")() > 0,
     device_count=counter("npu", "torch_npu"),
     device_name=hook("npu", "get_device_name"),

@@ -12,6 +12,7 @@ from ..logger_manager import get_logger
 from . import nvml
 from .spec import TRITON, DeviceSpec
 from .torch_module import counter, functions
+from .unowned import over_its_storage
 
 logger = get_logger(__name__)
 
@@ -73,6 +74,7 @@ CUDA = DeviceSpec(
     pin_memory=True,
     inductor=TRITON,
     graphs=True,
+    unowned_view=over_its_storage,
     model_runners=("v1", "v2"),
     native_platforms={"vLLM": "vllm_fl.platform_cuda.CudaPlatformFL"},
     replaces_aten=False,

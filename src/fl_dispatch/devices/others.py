@@ -18,6 +18,7 @@ from .cuda import DRIVER_FILES, has_file
 from .cuda import count as cuda_count
 from .spec import TRITON, DeviceSpec
 from .torch_module import counter, functions, hook
+from .unowned import over_its_storage
 
 ROOT = Path("/")
 """The root below which signs of drivers are looked for."""
@@ -56,6 +57,7 @@ def _like_cuda(name: str, detect: Callable[[], bool], **changes: Any) -> DeviceS
         "pin_memory": True,
         "inductor": TRITON,
         "graphs": True,
+        "unowned_view": over_its_storage,
         "device_count": cuda_count,
         "device_name": hook("cuda", "get_device_name"),
         "memory": hook("cuda", "mem_get_info"),

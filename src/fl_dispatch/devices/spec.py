@@ -33,6 +33,10 @@ def _unknown(index: int) -> int:
     return 0
 
 
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceSpec:
     """One kind of device. Callables that take an index mean the device with that index.
@@ -68,6 +72,8 @@ class DeviceSpec:
         graphs: whether it can capture and replay graphs.
         graph_class: the graph's class in the device's PyTorch module.
         graph_wrapper: host → path of the class with which it captures; its own class where it is missing.
+        unowned_view: a tensor over a tensor's memory that does not keep it alive, because the memory pool of captured
+            graphs does; by default the tensor itself, so that graphs share less memory.
         forks: whether a process may fork after it asked ``device_name`` and ``memory``, because they create no context;
             hosts start their processes anew elsewhere.
         model_runners: which of vLLM's model runners (``v1``, ``v2``) run on it.
@@ -129,6 +135,7 @@ class DeviceSpec:
     graphs: bool = False
     graph_class: str = "CUDAGraph"
     graph_wrapper: Mapping[str, str] = field(default_factory=dict)
+    unowned_view: Callable[[torch.Tensor], torch.Tensor] = field(default=_itself)
     forks: bool = False
     model_runners: tuple[str, ...] = ("v1",)
     workers: Mapping[str, str] = field(default_factory=dict)

@@ -7,11 +7,12 @@ ranks does before a capture.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from fl_dispatch.devices import detect_device
+from fl_dispatch.devices import DeviceSpec, detect_device
 from fl_dispatch.devices.triton import why_unserved
 
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
@@ -43,14 +44,15 @@ def gpu_view(cpu_tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(_HostMemory(cpu_tensor), device=device)
 
 
-def unowned_view(tensor: Any) -> Any:
-    """The same memory, without keeping it alive: the memory pool of captured graphs does that."""
-    if not isinstance(tensor, torch.Tensor) or tensor.get_device() < 0 or not tensor.numel():
-        return tensor
-    memory = tensor.untyped_storage()
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), tensor.device, memory.nbytes())
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+def unowned_views(device: DeviceSpec) -> Callable[[Any], Any]:
+    """A function that gives the memory of a device's tensor without keeping it alive, and returns all else."""
+
+    def unowned_view(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.get_device() < 0 or not tensor.numel():
+            return tensor
+        return device.unowned_view(tensor)
+
+    return unowned_view
 
 
 def warm_up_kernels(worker: Any, *, process_local_only: bool = False) -> None:
@@ -71,7 +73,7 @@ def do_without_library() -> None:
 
     buffers: Any = importlib.import_module(BUFFERS)
     buffers.get_accelerator_view_from_cpu_tensor = gpu_view
-    torch_utils.weak_ref_tensor = unowned_view
+    torch_utils.weak_ref_tensor = unowned_views(detect_device())
     gpu_worker.kernel_warmup = warm_up_kernels
     if ORIGINAL.find(GroupCoordinator.graph_capture) is None:
         GroupCoordinator.graph_capture = any_communicator(GroupCoordinator.graph_capture)
