@@ -11,6 +11,7 @@ from fl_dispatch.devices.spec import GRAPH_NAMES, STREAM_NAMES
 from fl_dispatch.hosting.host_facts import HostFact
 
 from .compat import v0_26
+from .p2p.facts import FACTS as P2P
 from .quantization.facts import FACTS as QUANTIZATION
 from .runner_kernels import table as runner_kernels
 
@@ -1163,4 +1164,4 @@ REPLACED = (
     ),
 )
 
-FACTS = (*READ, *OVERRIDDEN, *REPLACED, *QUANTIZATION, *v0_26.FACTS)
+FACTS = (*READ, *OVERRIDDEN, *REPLACED, *QUANTIZATION, *P2P, *v0_26.FACTS)

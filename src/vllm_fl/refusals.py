@@ -11,7 +11,7 @@ from fl_dispatch.hosting import collectives
 from fl_dispatch.settings import get_settings
 
 from . import compile, config, delta_net, kv_layout, quantization, short_conv, state_space
-from .compat import model_runner, models, versions
+from .compat import model_runner, models, p2p, versions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -76,6 +76,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         ),
         *_draft_features(vllm_config, device),
         *_cache_features(vllm_config, device),
+        *_transfer_features(vllm_config),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.enable_dbo, "dual-batch overlap"),
@@ -112,6 +113,28 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
         (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
+    ]
+
+
+def _transfer_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
+    """Features that our own KV connector does not serve, if it is asked for; its options are checked, too."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    if transfer is None:
+        return []
+    options = transfer.kv_connector_extra_config
+    among = [one.get("kv_connector") for one in options.get("connectors", ())]
+    if transfer.kv_connector not in p2p.NAMES:
+        return [(not p2p.NAMES.isdisjoint(among), f"{p2p.CLASS} as one of several connectors")]
+    from .p2p.options import check
+
+    check(options)
+    name = p2p.CLASS
+    return [
+        (parallel.pipeline_parallel_size > 1, f"pipeline parallelism with {name}"),
+        (parallel.data_parallel_size > 1, f"data parallelism (one engine for each rank is the way) with {name}"),
+        (parallel.nnodes > 1, f"ranks on several machines with {name}"),
+        (vllm_config.speculative_config is not None, f"speculative decoding with {name}"),
+        (_has_states(vllm_config.model_config), f"{STATES} with {name}"),
     ]
 
 

@@ -103,11 +103,12 @@ def register_ops() -> None:
     raise_stored()
     if is_active():
         from . import layers
-        from .compat import metrics, weight_transfer
+        from .compat import metrics, p2p, weight_transfer
 
         _prepare_host()
         metrics.join_metrics()
         weight_transfer.offer()
+        p2p.offer()
         layers.register(get_settings())
     elif wanted is not None:
         from vllm.platforms import current_platform

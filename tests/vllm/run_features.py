@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,51 @@ def visit(llm: Any, around: list[str], template: str, urls: list[str], max_token
     return answers
 
 
+def read_for(
+    llm: Any,
+    requests: dict[str, list[int]],
+    salt: str,
+    ready: str,
+    after: str = "",
+    until: str = "",
+    spoil: bool = False,
+) -> None:
+    """Read prompts for another engine, under request ids that name it.
+
+    Args:
+        llm: the engine.
+        requests: id → prompt.
+        salt: of the prompts' blocks.
+        ready: a file that is made then.
+        after, until: files that are waited for before and afterwards.
+        spoil: whether what travels is made wrong.
+    """
+    from vllm_fl.p2p.blocks import Blocks
+
+    read = Blocks.read
+
+    def wrong(self: Any, ids: Any, into: Any) -> None:
+        read(self, ids, into)
+        into.fill_(0)
+
+    _wait_for(after)
+    Blocks.read = wrong if spoil else read
+    for name, ids in requests.items():
+        llm.llm_engine.add_request(name, _prompt(ids, salt), _sampling({"max_tokens": 1}))
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    Path(ready).touch()
+    _wait_for(until)
+    Blocks.read = read
+
+
+def _wait_for(file: str) -> None:
+    deadline = time.monotonic() + 200
+    while file and not Path(file).exists():
+        assert time.monotonic() < deadline, f"{file} did not come"
+        time.sleep(0.02)
+
+
 def classify(llm: Any, prompts: list[list[int]]) -> list[list[float]]:
     outputs = llm.classify([_prompt(ids) for ids in prompts], use_tqdm=False)
     return [output.outputs.probs for output in outputs]
@@ -384,6 +430,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         transcribe,
         look,
         visit,
+        read_for,
         classify,
         score,
         token_classify,

@@ -57,11 +57,18 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
 def _defined(tree: ast.AST) -> set[str]:
-    """Functions, classes and variables that a module defines."""
+    """Functions, classes and variables that a module defines, and attributes of objects that are no host's."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            stored = (part for part in ast.walk(node) if isinstance(part, ast.Attribute))
+            found |= {part.attr for part in stored if isinstance(part.ctx, ast.Store) and _is_self(part.value)}
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)

@@ -163,6 +163,39 @@ def test_an_unsupported_feature_is_named(
         configure(family, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("family", "arguments", "named"),
+    [
+        ("qwen3", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ("qwen3", {"data_parallel_size": 2}, "data parallelism (one engine for each rank is the way)"),
+        ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}, "speculative decoding"),
+        ("lfm2", {}, "models whose layers keep a state"),
+    ],
+)
+def test_a_feature_that_our_kv_connector_does_not_serve_is_named(
+    family: str, arguments: dict[str, Any], named: str, configure: Callable[..., Any]
+) -> None:
+    sentence = f"vllm_fl does not support {named} with P2pConnector on cpu yet (model "
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        configure(family, **arguments, kv_transfer_config=_connector("P2pConnector"))
+
+
+def test_our_kv_connector_is_the_only_one_and_its_options_are_read_before_a_model_loads(
+    configure: Callable[..., Any],
+) -> None:
+    configure(kv_transfer_config=_connector("P2pNcclConnector", send_type="GET"))
+    with pytest.raises(ValueError, match="kv_connector_extra_config: proxy_prt: unknown; did you mean 'proxy_port'"):
+        configure(kv_transfer_config=_connector("P2pNcclConnector", proxy_prt=1))
+    with pytest.raises(ValueError, match="does not support P2pConnector as one of several connectors on cpu yet"):
+        configure(kv_transfer_config=_connector("MultiConnector", connectors=[{"kv_connector": "P2pConnector"}]))
+
+
+def _connector(name: str, **extra: Any) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector=name, kv_role="kv_producer", kv_connector_extra_config=extra)
+
+
 def test_the_host_itself_refuses_balanced_experts_by_the_platforms_name(configure: Callable[..., Any]) -> None:
     sharded = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     assert configure("qwen3_moe", **sharded).parallel_config.enable_expert_parallel

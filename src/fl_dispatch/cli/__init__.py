@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..errors import DispatchError
-from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, perplexity, report, tune, verify
+from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, p2p_proxy, perplexity, report, tune, verify
 from .output import fail
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("report")(report.report)
 app.command("bisect")(bisect.bisect)
 app.command("doc")(doc.doc)
 app.command("new-backend")(new_backend.new_backend)
+app.command("p2p-proxy")(p2p_proxy.p2p_proxy)
 
 
 def main() -> None:

@@ -1,0 +1,39 @@
+"""``fl p2p-proxy``: the HTTP server in front of vLLM engines that hand KV caches to each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError
+from .output import console
+
+
+def p2p_proxy(
+    host: Annotated[
+        str, typer.Option(help="The address that both ports are opened at; 0.0.0.0 is all of them.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="For clients, who speak OpenAI's API.")] = 10001,
+    proxy_port: Annotated[int, typer.Option(help="For the engines' heartbeats: their 'proxy_port'.")] = 30001,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="What the engines' 'secret_file' has; other heartbeats are dropped.")
+    ] = None,
+    read_within: Annotated[
+        float, typer.Option(help="Seconds that an engine may take for a prompt before another one gets it.", min=1)
+    ] = 300.0,
+) -> None:
+    """Send each request to a vLLM engine that reads its prompt, then to one that writes the answer (docs/p2p.md).
+
+    Engines come and go with their heartbeats; GET /health lists them.
+    """
+    from vllm_fl.p2p.proxy import serve
+    from vllm_fl.p2p.secret import Secret
+
+    secret = Secret(secret_file, "fl p2p-proxy")
+    console.print(f"clients: http://{host}:{port}, heartbeats: {host}:{proxy_port}", highlight=False, markup=False)
+    try:
+        serve(host, port, proxy_port, secret, read_within)
+    except OSError as error:
+        raise ConfigError("fl p2p-proxy", None, f"{error}; --port and --proxy-port choose others") from error

@@ -1,0 +1,72 @@
+"""An engine tells the proxy that it is there, as long as its HTTP server answers."""
+
+from __future__ import annotations
+
+import socket
+from threading import Event, Thread
+
+import zmq
+
+from fl_dispatch.logger_manager import get_logger
+
+from .messages import Heartbeat, frames
+from .route import Address
+from .secret import Secret
+
+logger = get_logger(__name__)
+
+EVERY = 3.0
+"""Seconds between two heartbeats."""
+STARTING = 0.5
+"""Seconds between two looks at a server that does not answer yet."""
+
+
+class Heart:
+    """A thread that beats until :meth:`close`; a proxy that is not there yet hears later ones.
+
+    Args:
+        proxy: where the proxy listens.
+        role: see :class:`~vllm_fl.p2p.messages.Heartbeat`.
+        http: the engine's server.
+        zmq_: its first worker.
+        secret: the proxy's.
+    """
+
+    def __init__(self, proxy: Address, role: str, http: Address, zmq_: Address, secret: Secret) -> None:
+        self._proxy, self._http, self._secret = proxy, http, secret
+        self._beat = Heartbeat(role, str(http), str(zmq_))  # type: ignore[arg-type] # its reader checks the role
+        self._stop = Event()
+        self._thread = Thread(target=self._run, name="fl-p2p-heart", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._thread.join(EVERY)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as proxy:
+            proxy.set(zmq.LINGER, 0)
+            proxy.set(zmq.SNDHWM, 1)
+            proxy.set(zmq.IMMEDIATE, 1)
+            self._secret.call(proxy)
+            proxy.connect(f"tcp://{self._proxy}")
+            proxy.poll(round(STARTING * 1000), zmq.POLLOUT)
+            beating = False
+            while not self._stop.wait(EVERY if beating else STARTING):
+                beating = self._answers() and self._told(proxy)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection((self._http.host, self._http.port), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _told(self, proxy: zmq.Socket[bytes]) -> bool:
+        try:
+            proxy.send_multipart(frames(self._beat), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.debug("P2P: no proxy at %s", self._proxy)
+            return False
+        return True

@@ -1,0 +1,184 @@
+"""The receiving half's state: prompts that arrive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+from torch import Tensor
+
+from fl_dispatch.logger_manager import get_logger
+
+from .counts import Tally
+from .messages import Put
+from .pool import BuddyPool, Piece
+from .remembered import Remembered
+from .route import Address
+
+logger = get_logger(__name__)
+
+ASK_EVERY = 0.5
+"""Seconds between two questions about one transfer."""
+
+
+@dataclass
+class _Arriving:
+    touched: float  # when a part came last, or somebody began to await it
+    producer: Address | None = None  # whom to ask, once it is awaited
+    heard: float = 0.0  # when that engine last gave a sign of life
+    ask_at: float = 0.0
+    total: int = 0  # 0: no part has come
+    here: int = 0  # blocks that have come, from the first on
+    parts: list[tuple[int, int, Piece]] = field(default_factory=list)  # first block, blocks, bytes
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self.total == self.here
+
+
+class Inbox:
+    """Filled by the thread that listens, emptied by the engine's own.
+
+    Args:
+        pool: memory for what has arrived until it is loaded.
+        layout: of our blocks; others are refused.
+        block_bytes: of one block.
+        timeout: seconds without progress after which a transfer is given up, or thrown away if nobody awaits it.
+        silence: seconds after which an engine that answers nothing is taken for dead.
+        tally: counts what happens.
+    """
+
+    def __init__(
+        self, pool: BuddyPool, layout: bytes, block_bytes: int, timeout: float, silence: float, tally: Tally
+    ) -> None:
+        self._pool, self._layout, self._block_bytes, self._tally = pool, layout, block_bytes, tally
+        self._timeout, self._silence = timeout, silence
+        self._lock = Lock()
+        self._arriving: dict[str, _Arriving] = {}
+        self._gone = Remembered()
+        self._ready: list[str] = []
+        self._lost: dict[str, str] = {}
+
+    def put(self, message: Put, data: memoryview) -> str:
+        """Keep some blocks; the answer is empty, or says why they are refused, and then the transfer is lost.
+
+        One thread calls this. Parts of a transfer come in order, because the sender waits for each answer.
+        """
+        transfer = message.transfer
+        with self._lock:
+            if transfer in self._gone:
+                return self._gone[transfer]
+            arriving = self._arriving.get(transfer)
+            if arriving is not None and arriving.complete:
+                return "all of it is here"
+            why = self._wrong(message, data, arriving)
+            piece = None if why else self._pool.take(len(data))
+            if piece is None:
+                why = why or f"the receiver's buffer of {self._pool.capacity} bytes is full"
+                self._lose(transfer, why)
+                return why
+        np.copyto(piece.bytes.numpy(), np.frombuffer(data, np.uint8))  # nobody waits for the lock meanwhile
+        with self._lock:
+            if transfer in self._gone:
+                self._pool.give(piece)
+                return self._gone[transfer]
+            now = time.monotonic()
+            arriving = self._arriving.setdefault(transfer, _Arriving(now))
+            arriving.total, arriving.touched, arriving.heard = message.total, now, now
+            arriving.parts.append((message.first, message.count, piece))
+            arriving.here += message.count
+            self._tally.add(received_blocks=message.count, received_bytes=len(data))
+            if arriving.complete and arriving.producer is not None:
+                self._ready.append(transfer)
+            return ""
+
+    def await_(self, transfer: str, producer: Address) -> None:
+        """Somebody here needs this transfer: :meth:`outcomes` tells once that it is ready or lost."""
+        with self._lock:
+            if transfer in self._gone:
+                self._lost[transfer] = self._gone[transfer]
+                return
+            now = time.monotonic()
+            arriving = self._arriving.setdefault(transfer, _Arriving(now))
+            arriving.producer = producer
+            arriving.touched = arriving.heard = arriving.ask_at = now
+            if arriving.complete:
+                self._ready.append(transfer)
+
+    def outcomes(self) -> tuple[list[str], dict[str, str]]:
+        """Awaited transfers that are ready, and those that are lost with the reason, since the last call."""
+        with self._lock:
+            told = self._ready, self._lost
+            self._ready, self._lost = [], {}
+            return told
+
+    def load(self, transfer: str, write: Callable[[int, int, Tensor], None]) -> None:
+        """Hand each part of a ready transfer (first block, blocks, bytes) to ``write``, and forget it."""
+        with self._lock:
+            parts = self._arriving[transfer].parts
+        for first, count, piece in parts:
+            write(first, count, piece.bytes)
+        with self._lock:
+            self._forget(transfer, "it was loaded")
+
+    def drop(self, transfer: str) -> None:
+        """Nobody here needs this transfer any more."""
+        with self._lock:
+            self._forget(transfer, "it is no longer needed")
+
+    def questions(self) -> list[tuple[str, Address]]:
+        """Transfers that are awaited and whose engine is to be asked now. Gives up those without progress."""
+        now, asked = time.monotonic(), []
+        with self._lock:
+            for transfer, arriving in list(self._arriving.items()):
+                producer = arriving.producer
+                if producer is not None and arriving.complete:
+                    continue
+                if arriving.touched < now - self._timeout:
+                    nothing = "no part of it came" if producer is not None else "nobody asked for it"
+                    self._lose(transfer, f"{nothing} for {self._timeout:g} s")
+                elif producer is not None and arriving.heard < now - self._silence:
+                    self._lose(transfer, f"the engine at {producer} does not answer")
+                elif producer is not None and arriving.ask_at <= now:
+                    arriving.ask_at = now + ASK_EVERY
+                    asked.append((transfer, producer))
+        return asked
+
+    def answered(self, transfer: str, gone: str) -> None:
+        """The engine that was asked says that the rest comes, or why it does not."""
+        with self._lock:
+            arriving = self._arriving.get(transfer)
+            if arriving is None or arriving.producer is None or arriving.complete:
+                return
+            arriving.heard = time.monotonic()
+            if gone:
+                self._lose(transfer, gone)
+
+    def _wrong(self, message: Put, data: memoryview, arriving: _Arriving | None) -> str:
+        """Why a part cannot be the next one of this transfer, if so."""
+        if message.layout != self._layout:
+            return "its blocks have another form: another model, dtype, block size or number of ranks"
+        if len(data) != message.count * self._block_bytes:
+            return f"{len(data)} bytes are not {message.count} blocks of {self._block_bytes}"
+        here, total = (arriving.here, arriving.total) if arriving is not None else (0, 0)
+        if message.first != here or here + message.count > message.total or total not in (0, message.total):
+            return "its parts contradict each other"
+        return ""
+
+    def _lose(self, transfer: str, why: str) -> None:
+        arriving = self._arriving.get(transfer)
+        if arriving is not None and arriving.producer is not None:
+            self._lost[transfer] = why
+        else:
+            logger.warning("P2P: the KV cache of %s is thrown away, because %s", transfer, why)
+        self._tally.add(lost_transfers=1)
+        self._forget(transfer, why)
+
+    def _forget(self, transfer: str, why: str) -> None:
+        arriving = self._arriving.pop(transfer, None)
+        for _, _, piece in arriving.parts if arriving is not None else ():
+            self._pool.give(piece)
+        self._gone[transfer] = why

@@ -1,0 +1,110 @@
+"""Messages between engines, and to the proxy: two ZMQ frames, which are a header and the data.
+
+A header is a small MessagePack map whose fields are checked one by one; no message is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar, overload
+
+import msgspec
+from msgspec import Meta
+
+HEADER_BYTES = 4096
+"""The longest header. Names, addresses and reasons are bounded so that every message of ours is shorter."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=300)]
+Layout = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Count = Annotated[int, Meta(ge=1, lt=1 << 40)]
+Data = bytes | memoryview
+
+
+class Put(msgspec.Struct, tag="put", frozen=True, forbid_unknown_fields=True):
+    """Some blocks of a prompt; the data are ``count`` blocks from the prompt's block ``first`` on, of ``total``."""
+
+    transfer: Name
+    layout: Layout
+    first: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    count: Count
+    total: Count
+
+
+class Taken(msgspec.Struct, tag="taken", frozen=True, forbid_unknown_fields=True):
+    """The answer to a :class:`Put`: the blocks from ``first`` on are here, or ``refused`` says why not."""
+
+    transfer: Name
+    first: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    refused: Text = ""
+
+
+class Get(msgspec.Struct, tag="get", frozen=True, forbid_unknown_fields=True):
+    """Whoever awaits a prompt asks for it, again and again until it is there."""
+
+    transfer: Name
+
+
+class State(msgspec.Struct, tag="state", frozen=True, forbid_unknown_fields=True):
+    """The answer to a :class:`Get`: the rest comes, or ``gone`` says why it does not."""
+
+    transfer: Name
+    gone: Text = ""
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, forbid_unknown_fields=True):
+    """An engine is there: ``P`` reads prompts, ``D`` writes answers, ``PD`` both."""
+
+    role: Literal["P", "D", "PD"]
+    http: Name
+    zmq: Name
+
+
+Message = Put | Taken | Get | State | Heartbeat
+One = TypeVar("One", bound=msgspec.Struct)
+Other = TypeVar("Other", bound=msgspec.Struct)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class BadMessage(ValueError):  # noqa: N818 - it is the message that is bad
+    """Frames that are no message of ours."""
+
+
+def frames(message: Message, data: Data = b"") -> list[Data]:
+    """The frames of a message."""
+    return [_encoder.encode(message), data]
+
+
+@overload
+def read(frames: Sequence[Data], kind: type[One], /) -> tuple[One, memoryview]: ...
+
+
+@overload
+def read(frames: Sequence[Data], kind: type[One], other: type[Other], /) -> tuple[One | Other, memoryview]: ...
+
+
+def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]:
+    """A message of one of these kinds, and its data.
+
+    Raises:
+        BadMessage: the frames are none.
+    """
+    if len(frames) != 2:
+        raise BadMessage(f"{len(frames)} frames, not 2")
+    header, data = frames
+    if len(header) > HEADER_BYTES:
+        raise BadMessage(f"a header of {len(header)} bytes, at most {HEADER_BYTES} are read")
+    try:
+        message = _decoder.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadMessage(f"the header is wrong: {error}") from error
+    if not isinstance(message, kinds):
+        raise BadMessage(f"a {type(message).__name__} does not belong here")
+    return message, memoryview(data)
+
+
+def short(text: str) -> str:
+    """A reason that fits into a message."""
+    return text[:300]

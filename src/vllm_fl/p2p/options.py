@@ -1,0 +1,90 @@
+"""The options that a user may give in ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fl_dispatch.errors import ConfigError
+
+from .secret import Secret
+
+SOURCE = "kv_connector_extra_config"
+NOT_HERE = {
+    "nccl_num_channels": "keys and values do not travel over NCCL here; leave it out",
+}
+"""Options of the connector that vLLM had, and why they have no meaning."""
+
+
+class SendType(StrEnum):
+    """How a prompt's cache leaves the engine that read it."""
+
+    PUT = "PUT"
+    """It is sent after each step, which waits until it has arrived."""
+    PUT_ASYNC = "PUT_ASYNC"
+    """A thread sends it while the engine goes on."""
+    GET = "GET"
+    """It is kept until the engine that writes the answer asks for it."""
+
+
+class Options(BaseModel):
+    """The options with their defaults. Numbers may be written as text, such as ``"8e9"``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    send_type: SendType = SendType.PUT_ASYNC
+    """Asked of the engine that reads prompts; the other one takes what comes."""
+    proxy_ip: str = Field("", pattern=r"^[\w.:-]*$")
+    """The proxy's address, to which heartbeats go; without it no proxy learns of this engine."""
+    proxy_port: int = Field(30001, ge=1, le=65535)
+    http_port: int = Field(8000, ge=1, le=65535)
+    """The port of this engine's own HTTP server, which the proxy is told."""
+    kv_buffer_size: float = Field(1e9, ge=0, allow_inf_nan=False)
+    """Bytes of each worker's main memory for caches that wait."""
+    mem_pool_size_gb: float = Field(1, ge=0, allow_inf_nan=False)
+    """Gigabytes more, for surges. The system gives memory when it is written first."""
+    timeout_s: float = Field(30, gt=0)
+    """Seconds without progress after which a transfer is given up, and the prompt computed where it is needed."""
+    secret_file: Path | None = None
+    """A file whose content all engines and the proxy share; then they talk to nobody else, and encrypt."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """The options that the user gave.
+
+        Raises:
+            ConfigError: a name or a value is wrong.
+        """
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            problem = _unknown(key) if first["type"] == "extra_forbidden" else first["msg"]
+            raise ConfigError(SOURCE, key, problem) from error
+
+    @property
+    def capacity(self) -> int:
+        """Bytes for caches that wait, in all."""
+        return int(self.kv_buffer_size + self.mem_pool_size_gb * 1e9)
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Whether a start with these options can succeed.
+
+    Raises:
+        ConfigError: one of them is wrong, or the secret cannot be read.
+    """
+    Secret(Options.of(given).secret_file, SOURCE)
+
+
+def _unknown(key: str) -> str:
+    if key in NOT_HERE:
+        return NOT_HERE[key]
+    near = get_close_matches(key, Options.model_fields, 1)
+    return f"unknown; did you mean '{near[0]}'?" if near else f"unknown; known: {', '.join(Options.model_fields)}"

@@ -1,0 +1,55 @@
+"""Orders of the connector's scheduler half to its workers in each step, and their answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from .route import Address
+
+
+@dataclass(frozen=True)
+class Send:
+    """Blocks ``ids`` are a prompt's from its block ``first`` on, and complete after this step; it has ``total``."""
+
+    transfer: str
+    to: Address
+    first: int
+    ids: list[int]
+    total: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """A prompt that has arrived goes into blocks ``ids``, from its block ``first`` on."""
+
+    transfer: str
+    first: int
+    ids: list[int]
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """One step's; addresses are those of first ranks."""
+
+    awaited: list[tuple[str, Address]] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    """Transfers that nobody here needs any more."""
+    ended: list[str] = field(default_factory=list)
+    """Transfers whose rest is not sent."""
+    loads: list[Load] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+
+
+@dataclass
+class Outcomes(KVConnectorWorkerMetadata):
+    """Transfers that have arrived, with the number of workers where they have; lost ones with a reason."""
+
+    ready: Counter[str] = field(default_factory=Counter)
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Outcomes:
+        assert isinstance(other, Outcomes)
+        return Outcomes(self.ready + other.ready, {**other.lost, **self.lost})

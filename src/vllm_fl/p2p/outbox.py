@@ -1,0 +1,168 @@
+"""The sending half's state: prompts that leave this engine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from threading import Condition
+
+from torch import Tensor
+
+from fl_dispatch.logger_manager import get_logger
+
+from .counts import Tally
+from .pool import BuddyPool, Piece
+from .remembered import Remembered
+from .route import Address
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some blocks of a prompt on their way; ``total`` is the prompt's."""
+
+    transfer: str
+    to: Address
+    layout: bytes
+    first: int
+    count: int
+    total: int
+    piece: Piece
+
+
+@dataclass
+class _Leaving:
+    asked: bool
+    unsent: int  # blocks that have not arrived
+    touched: float
+    here: int = 0  # parts that are waiting or on their way
+    waiting: deque[Part] = field(default_factory=deque)
+
+
+class Outbox:
+    """Filled by the engine's own thread, emptied by the one that sends.
+
+    Args:
+        pool: memory for parts until they have arrived.
+        layout: of our blocks.
+        on_demand: whether parts stay here until somebody asks for the transfer.
+        timeout: seconds after which a transfer that nobody asks for, or adds to, is given up.
+        tally: counts what happens.
+    """
+
+    def __init__(self, pool: BuddyPool, layout: bytes, on_demand: bool, timeout: float, tally: Tally) -> None:
+        self._layout = layout
+        self._pool, self._on_demand, self._timeout, self._tally = pool, on_demand, timeout, tally
+        self._changed = Condition()
+        self._leaving: dict[str, _Leaving] = {}
+        self._gone = Remembered()
+
+    def add(
+        self, transfer: str, to: Address, first: int, count: int, total: int, size: int, fill: Callable[[Tensor], None]
+    ) -> None:
+        """Put some blocks of a prompt here, which ``fill`` writes into ``size`` bytes.
+
+        If there is no memory the transfer ends, and the prompt is computed where it is needed.
+        """
+        with self._changed:
+            if transfer in self._gone:
+                return
+            piece = self._pool.take(size)
+            if piece is None:
+                self._give_up(transfer, f"the sender's buffer of {self._pool.capacity} bytes is full")
+                return
+        fill(piece.bytes)
+        with self._changed:
+            if transfer in self._gone:
+                self._pool.give(piece)
+                return
+            leaving = self._leaving.get(transfer)
+            if leaving is None:
+                leaving = self._leaving[transfer] = _Leaving(not self._on_demand, total, 0.0)
+            leaving.touched = time.monotonic()
+            leaving.here += 1
+            leaving.waiting.append(Part(transfer, to, self._layout, first, count, total, piece))
+            self._changed.notify_all()
+
+    def asked(self, transfer: str) -> str:
+        """Somebody wants this transfer; the answer is empty, or says why it does not come."""
+        with self._changed:
+            if transfer in self._gone:
+                return self._gone[transfer]
+            leaving = self._leaving.get(transfer)
+            if leaving is None:
+                return "nothing is known of it"
+            if not leaving.asked:
+                leaving.asked = True
+                self._changed.notify_all()
+            return ""
+
+    def next(self, timeout: float, busy: Container[Address] = ()) -> Part | None:
+        """A part to be sent now, to none of the ``busy`` engines, or nothing within so many seconds.
+
+        :meth:`sent` or :meth:`failed` follows.
+        """
+        with self._changed:
+            self._expire()
+            name = self._changed.wait_for(lambda: self._next_transfer(busy), timeout)
+            if name is None:
+                return None
+            leaving = self._leaving[name] = self._leaving.pop(name)  # the others come before it next time
+            return leaving.waiting.popleft()
+
+    def sent(self, part: Part) -> None:
+        """A part has arrived."""
+        with self._changed:
+            self._pool.give(part.piece)
+            self._tally.add(sent_blocks=part.count, sent_bytes=part.piece.bytes.numel())
+            leaving = self._leaving.get(part.transfer)
+            if leaving is not None:
+                leaving.touched = time.monotonic()
+                leaving.unsent -= part.count
+                leaving.here -= 1
+                if leaving.unsent <= 0:
+                    del self._leaving[part.transfer]
+                    self._gone[part.transfer] = "all of it was sent"
+                    logger.debug("P2P: %d blocks of %s were sent to %s", part.total, part.transfer, part.to)
+            self._changed.notify_all()
+
+    def failed(self, part: Part, why: str) -> None:
+        """A part has not arrived, and its transfer ends."""
+        with self._changed:
+            self._pool.give(part.piece)
+            self._give_up(part.transfer, why)
+
+    def drop(self, transfer: str) -> None:
+        """The rest of this transfer does not come."""
+        with self._changed:
+            self._give_up(transfer, "its request has ended before its prompt was read")
+
+    def wait_until_sent(self, transfer: str) -> None:
+        """Return when everything of a transfer that was put here has arrived, or it is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: transfer not in self._leaving or not self._leaving[transfer].here)
+
+    def _next_transfer(self, busy: Container[Address]) -> str | None:
+        for name, leaving in self._leaving.items():
+            if leaving.asked and leaving.waiting and leaving.waiting[0].to not in busy:
+                return name
+        return None
+
+    def _expire(self) -> None:
+        oldest = time.monotonic() - self._timeout
+        for transfer in [name for name, leaving in self._leaving.items() if leaving.touched < oldest]:
+            self._give_up(transfer, f"nobody asked for the rest of it for {self._timeout:g} s")
+
+    def _give_up(self, transfer: str, why: str) -> None:
+        if transfer in self._gone:
+            return
+        leaving = self._leaving.pop(transfer, None)
+        for part in leaving.waiting if leaving is not None else ():
+            self._pool.give(part.piece)
+        self._gone[transfer] = why
+        self._tally.add(lost_transfers=1)
+        logger.warning("P2P: the KV cache of %s is not handed over, because %s", transfer, why)
+        self._changed.notify_all()

@@ -1,0 +1,80 @@
+"""Main memory for KV caches that wait, as a buddy system.
+
+A piece has a power of two of units. A larger one is halved until it fits, and two free halves become one again, so that
+what was taken and given back in any order leaves no gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNIT = 4096
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Memory of a pool: ``bytes`` has as many as were asked for."""
+
+    begin: int
+    order: int
+    bytes: Tensor
+
+
+class BuddyPool:
+    """Not safe for threads: its owner holds a lock.
+
+    Args:
+        capacity: bytes, rounded down to whole units. The system gives them when they are written first.
+        unit: bytes of the smallest piece.
+    """
+
+    def __init__(self, capacity: int, unit: int = UNIT) -> None:
+        self._unit = unit
+        units = capacity // unit
+        self._memory = torch.empty(units * unit, dtype=torch.uint8)
+        self._free: list[set[int]] = [set() for _ in range(units.bit_length())]
+        self._roots: list[tuple[int, int]] = []
+        begin = 0
+        for order in reversed(range(units.bit_length())):  # the largest powers of two that make up the capacity
+            if units >> order & 1:
+                self._free[order].add(begin)
+                self._roots.append((begin, order))
+                begin += 1 << order
+        self.taken = 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes in all."""
+        return len(self._memory)
+
+    def take(self, size: int) -> Piece | None:
+        """Memory for so many bytes, or nothing if there is none in one piece."""
+        wanted = max(0, -(-size // self._unit) - 1).bit_length()
+        found = next((order for order in range(wanted, len(self._free)) if self._free[order]), None)
+        if found is None:
+            return None
+        begin = self._free[found].pop()
+        for order in reversed(range(wanted, found)):
+            self._free[order].add(begin + (1 << order))
+        self.taken += self._unit << wanted
+        start = begin * self._unit
+        return Piece(begin, wanted, self._memory[start : start + size])
+
+    def give(self, piece: Piece) -> None:
+        """Take a piece back; nobody uses it any more."""
+        begin, order = piece.begin, piece.order
+        self.taken -= self._unit << order
+        while (begin, order) not in self._roots:
+            buddy = self._buddy(begin, order)
+            if buddy not in self._free[order]:
+                break
+            self._free[order].remove(buddy)
+            begin, order = min(begin, buddy), order + 1
+        self._free[order].add(begin)
+
+    def _buddy(self, begin: int, order: int) -> int:
+        root = next(start for start, size in self._roots if start <= begin < start + (1 << size))
+        return root + ((begin - root) ^ (1 << order))

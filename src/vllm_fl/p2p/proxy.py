@@ -1,0 +1,211 @@
+"""The HTTP server in front of engines: each request goes to one that reads its prompt, then to one that writes.
+
+It knows the engines by their heartbeats. A request gets an id that names both, under which the second one takes the
+prompt's KV cache over from the first. If there is none that reads, or it fails, the one that writes reads, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
+
+from fl_dispatch.logger_manager import get_logger
+
+from .instances import Instance, Instances
+from .messages import HEADER_BYTES, BadMessage, Heartbeat, read
+from .route import Address, Route
+from .secret import OVERHEAD, Secret
+
+logger = get_logger(__name__)
+
+WRITING = ("/v1/completions", "/v1/chat/completions")
+"""The routes whose requests are read by one engine and written by another."""
+BODY_BYTES = 256 << 20
+PASSED_ON = ("Authorization", "Content-Type", "Accept")
+"""Headers that engines get from clients. An id is never a client's, because it says where KV caches go."""
+CONNECT_WITHIN = 5.0
+SERVING: dict[str, Any] = {"handler_cancellation": True, "access_log": None}
+"""How aiohttp serves: a handler ends with its client, so that engines end the request, too."""
+ROLES = {"prefill": "P", "decode": "D"}
+
+
+class _ClientGone(Exception):  # noqa: N818 - no error of ours
+    """Nobody reads the answer any more."""
+
+
+class Proxy:
+    """The server.
+
+    Args:
+        heartbeats: where it hears engines.
+        secret: theirs.
+        read_within: seconds that an engine may take for a prompt.
+    """
+
+    def __init__(self, heartbeats: Address, secret: Secret, read_within: float) -> None:
+        self._heartbeats, self._secret, self._read_within = heartbeats, secret, read_within
+        self.instances = Instances()
+
+    def app(self) -> web.Application:
+        """The application, to be served as :data:`SERVING` says."""
+        app = web.Application(client_max_size=BODY_BYTES)
+        app.cleanup_ctx.append(self._running)
+        app.router.add_get("/health", self._health)
+        for route in WRITING:
+            app.router.add_post(route, self._write)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        return app
+
+    async def _running(self, app: web.Application) -> AsyncIterator[None]:
+        timeout, connector = ClientTimeout(total=None, sock_connect=CONNECT_WITHIN), TCPConnector(limit=0)
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as listener:
+            listener.set(zmq.LINGER, 0)
+            listener.set(zmq.IPV6, int(":" in self._heartbeats.host))
+            listener.set(zmq.MAXMSGSIZE, HEADER_BYTES + OVERHEAD)
+            self._secret.listen(listener)
+            try:
+                listener.bind(f"tcp://{self._heartbeats}")
+            except zmq.ZMQError as error:
+                raise OSError(f"nobody can listen at {self._heartbeats}: {error}") from error
+            async with ClientSession(timeout=timeout, connector=connector) as self._session:
+                hearing = asyncio.create_task(self._hear(listener))
+                yield
+                hearing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await hearing
+
+    async def _hear(self, listener: zmq.asyncio.Socket) -> None:
+        while True:
+            _, *heard = await listener.recv_multipart()
+            try:
+                beat, _ = read(heard, Heartbeat)
+                self.instances.hear(beat)
+            except BadMessage as error:
+                logger.warning("P2P: a message to the proxy is dropped: %s", error)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """Which engines are there; 503 without one that writes."""
+        known = {name: [str(one.http) for one in self.instances.of(role)] for name, role in ROLES.items()}
+        return web.json_response(known, status=200 if known["decode"] else 503)
+
+    async def _write(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        headers = _passed_on(request)
+        for decode in self.instances.of("D"):
+            decode.served += 1
+            route = await self._read(request.path, body, headers, decode)
+            named = headers if route is None else {**headers, "X-Request-Id": str(route)}
+            answer = await self._answer(request, decode, body, named)
+            if answer is not None:
+                return answer
+        return _nobody()
+
+    async def _read(self, path: str, body: bytes, headers: Mapping[str, str], decode: Instance) -> Route | None:
+        """Have the prompt read by another engine; nothing if none did."""
+        try:
+            asked = json.loads(body)
+            first = json.dumps(_first_token_of(asked)).encode()
+        except (ValueError, TypeError):
+            return None  # the engine that writes says what is wrong
+        timeout = ClientTimeout(total=self._read_within, sock_connect=CONNECT_WITHIN)
+        for prefill in self.instances.of("P"):
+            if prefill.http == decode.http:
+                return None  # it does both, and it is its turn
+            prefill.served += 1
+            route = Route.between(prefill.zmq, decode.zmq)
+            url, named = f"http://{prefill.http}{path}", {**headers, "X-Request-Id": str(route)}
+            try:
+                async with self._session.post(url, data=first, headers=named, timeout=timeout) as answer:
+                    await answer.read()
+            except (ClientError, TimeoutError) as error:
+                self.instances.lose(prefill, f"{type(error).__name__}: {error}")
+                continue
+            if answer.status == 200:
+                return route
+            logger.warning("P2P: engine %s answered %d to a prompt", prefill.http, answer.status)
+            return None
+        return None
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Any other request goes to an engine that writes."""
+        body, headers = await request.read(), _passed_on(request)
+        for decode in self.instances.of("D"):
+            answer = await self._answer(request, decode, body, headers)
+            if answer is not None:
+                return answer
+        return _nobody()
+
+    async def _answer(
+        self, request: web.Request, decode: Instance, body: bytes, headers: Mapping[str, str]
+    ) -> web.StreamResponse | None:
+        """An engine's answer; nothing if the engine failed before the client got a part of it."""
+        response: web.StreamResponse | None = None
+        url = f"http://{decode.http}{request.path_qs}"
+        try:
+            async with self._session.request(request.method, url, data=body, headers=headers) as answer:
+                kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+                if "event-stream" not in kind["Content-Type"]:
+                    return web.Response(status=answer.status, headers=kind, body=await answer.read())
+                response = web.StreamResponse(status=answer.status, headers=kind)
+                await _stream(request, answer, response)
+        except _ClientGone:
+            logger.debug("P2P: a client has gone, and engine %s is told", decode.http)
+        except (ClientError, TimeoutError) as error:
+            self.instances.lose(decode, f"{type(error).__name__}: {error}")
+            if response is not None and request.transport is not None:
+                request.transport.abort()  # the client must not take this for the end of the answer
+        return response
+
+
+async def _stream(request: web.Request, answer: ClientResponse, response: web.StreamResponse) -> None:
+    """Pass an answer on as it comes; an engine's error is raised as it is.
+
+    Raises:
+        _ClientGone: the client's connection ended.
+    """
+    try:
+        await response.prepare(request)
+    except ConnectionError as error:
+        raise _ClientGone from error
+    async for chunk in answer.content.iter_any():
+        try:
+            await response.write(chunk)
+        except ConnectionError as error:
+            raise _ClientGone from error
+    with suppress(ConnectionError):
+        await response.write_eof()
+
+
+def _passed_on(request: web.Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+
+
+def _nobody() -> web.Response:
+    error = {"message": "no engine that writes answers is there", "type": "service_unavailable", "code": 503}
+    return web.json_response({"error": error}, status=503)
+
+
+def _first_token_of(asked: Any) -> dict[str, Any]:
+    """The same request for one token, which has its prompt read and nothing written."""
+    if not isinstance(asked, dict):
+        raise TypeError("a request is an object")
+    left_out = ("stream_options", "min_tokens", "best_of", "max_completion_tokens")
+    kept = {name: value for name, value in asked.items() if name not in left_out}
+    return {**kept, "max_tokens": 1, "n": 1, "stream": False}
+
+
+def serve(host: str, port: int, heartbeats: int, secret: Secret, read_within: float) -> None:
+    """Serve until the process is told to end.
+
+    Raises:
+        OSError: somebody else listens at one of the ports.
+    """
+    app = Proxy(Address(host, heartbeats), secret, read_within).app()
+    web.run_app(app, host=host, port=port, print=None, **SERVING)

@@ -1,0 +1,91 @@
+"""From where to where one prompt's KV cache goes, as the proxy wrote it into the request's id."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_ROUTE = re.compile(
+    r"___prefill_addr_(?P<prefill>[^\s_]{1,255})___decode_addr_(?P<decode>[^\s_]{1,255})_(?P<name>[0-9a-f]{32})"
+)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place where somebody listens; ``host`` is a name or an IP address, without brackets."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """An address from ``host:port``; IPv6 stands in brackets.
+
+        Raises:
+            ValueError: it is none.
+        """
+        host, _, port = text.rpartition(":")
+        found = re.fullmatch(r"([\w.-]+)|\[([0-9a-fA-F:.]+)\]", host, re.ASCII)
+        if found is None or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+            raise ValueError(f"{text!r} is no address of the form host:port")
+        return cls(found[1] or found[2], int(port))
+
+    def of_rank(self, rank: int) -> Address:
+        """The address of a worker of the engine whose first worker has this one."""
+        return Address(self.host, self.port + rank)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One request's way: the engine that reads its prompt, the one that writes its answer, and a name of its own."""
+
+    prefill: Address
+    decode: Address
+    name: str
+
+    @classmethod
+    def between(cls, prefill: Address, decode: Address) -> Route:
+        """A new request's; nobody can guess its name."""
+        return cls(prefill, decode, uuid.uuid4().hex)
+
+    @classmethod
+    def of(cls, request_id: str) -> Route | None:
+        """The route in a request's id, around which vLLM writes more."""
+        found = _ROUTE.search(request_id)
+        if found is None:
+            return None
+        try:
+            return cls(Address.parse(found["prefill"]), Address.parse(found["decode"]), found["name"])
+        except ValueError:
+            return None
+
+    def __str__(self) -> str:
+        return f"___prefill_addr_{self.prefill}___decode_addr_{self.decode}_{self.name}"
+
+
+def transfer_of(name: str, request: Request) -> str:
+    """The name of a prompt's transfer: the route's, and a digest of all that its keys and values depend on.
+
+    So two engines that understand one request differently never exchange its cache.
+    """
+    lora = request.lora_request.lora_name if request.lora_request is not None else None
+    beside = [lora, request.cache_salt, *((one.identifier, one.mm_position.offset) for one in request.mm_features)]
+    return f"{name}-{digest(request.prompt_token_ids or (), repr(beside))}"
+
+
+def digest(tokens: Sequence[int], beside: str = "") -> str:
+    """32 hexadecimal digits for tokens and what else counts."""
+    hashed = hashlib.blake2b(struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16)
+    hashed.update(beside.encode())
+    return hashed.hexdigest()

@@ -1,0 +1,191 @@
+"""The connector in vLLM's scheduler: what is awaited, loaded and sent.
+
+A request whose prompt another engine has read is awaited from its arrival on, and waits without blocks of its own until
+all workers have its KV cache in main memory. Then it is scheduled with all tokens of its prompt but the last one as
+known, and the workers copy them in before that step. If the cache does not come, the request is scheduled like any
+other, and computes its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from fl_dispatch.logger_manager import get_logger
+
+from .orders import Load, Orders, Outcomes, Send
+from .route import Address, Route, transfer_of
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+
+class _State(Enum):
+    AWAITED = auto()
+    READY = auto()
+    DONE = auto()  # loaded, lost or not needed: nothing more comes of it
+
+
+@dataclass
+class _Arrival:
+    transfer: str
+    state: _State = _State.AWAITED
+    workers: int = 0
+
+
+@dataclass
+class _Departure:
+    transfer: str
+    to: Address
+    prompt: int
+    total: int
+    sent: int = 0
+    ids: list[int] = field(default_factory=list)
+
+
+class Scheduling:
+    """One engine's.
+
+    Args:
+        own: the address of its first worker.
+        produces, consumes: its role.
+        block_size: tokens of a block.
+        workers: how many have a part of the cache.
+    """
+
+    def __init__(self, own: Address, produces: bool, consumes: bool, block_size: int, workers: int) -> None:
+        self._own, self._produces, self._consumes = own, produces, consumes
+        self._block_size, self._workers = block_size, workers
+        self._arrivals: dict[str, _Arrival] = {}  # by request
+        self._claimed: dict[str, str] = {}  # transfer → the request that has it
+        self._departures: dict[str, _Departure] = {}  # by request
+        self._orders = Orders()
+
+    def arrived(self, request: Request) -> None:
+        """A request has come; what another engine knows of it is awaited, however long it waits to be scheduled."""
+        found = self._transfer(request, consumed=True)
+        if found is None or found[0] in self._claimed:
+            return
+        name, route = found
+        arrival = self._arrivals[request.request_id] = _Arrival(name)
+        self._claimed[name] = request.request_id
+        if request.skip_reading_prefix_cache:  # it wants something of each token, such as log-probabilities
+            self._drop(arrival)
+        else:
+            self._orders.awaited.append((name, route.prefill))
+
+    def matched_tokens(self, request: Request, computed: int) -> int | None:
+        """Tokens beyond the ``computed`` ones that can be loaded now; ``None``: not known yet."""
+        arrival = self._arrivals.get(request.request_id)
+        if arrival is None or arrival.state is _State.DONE:
+            return 0
+        wanted = request.num_prompt_tokens - 1 - computed
+        if wanted <= 0:  # this engine's own prefix cache has them
+            self._drop(arrival)
+            return 0
+        return wanted if arrival.state is _State.READY else None
+
+    def allocated(self, request: Request, blocks: Callable[[], list[int]], loaded: int) -> None:
+        """A request has blocks, and the last ``loaded`` of its known tokens are to be loaded into them."""
+        self._note_departure(request)
+        arrival = self._arrivals.get(request.request_id)
+        if arrival is None or arrival.state is not _State.READY:
+            return
+        if loaded > 0:
+            known = request.num_prompt_tokens - 1
+            first, end = (known - loaded) // self._block_size, -(-known // self._block_size)
+            self._orders.loads.append(Load(arrival.transfer, first, blocks()[first:end]))
+            arrival.state = _State.DONE
+        else:
+            self._drop(arrival)
+
+    def orders(self, step: SchedulerOutput) -> Orders:
+        """The orders for the workers in this step."""
+        for new in step.scheduled_new_reqs:
+            departure = self._departures.get(new.req_id)
+            if departure is not None:
+                departure.ids = list(new.block_ids[0])
+                self._send(new.req_id, departure, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
+        running = step.scheduled_cached_reqs
+        for index, name in enumerate(running.req_ids):
+            departure = self._departures.get(name)
+            if departure is None:
+                continue
+            added = running.new_block_ids[index]
+            if name in running.resumed_req_ids:
+                departure.ids = []
+            departure.ids.extend(added[0] if added is not None else ())
+            self._send(name, departure, running.num_computed_tokens[index] + step.num_scheduled_tokens[name])
+        orders, self._orders = self._orders, Orders()
+        return orders
+
+    def heard(self, outcomes: Outcomes) -> None:
+        """The workers say what has become of awaited transfers."""
+        for transfer, workers in outcomes.ready.items():
+            arrival = self._arrival(transfer)
+            if arrival is not None and arrival.state is _State.AWAITED:
+                arrival.workers += workers
+                if arrival.workers == self._workers:
+                    arrival.state = _State.READY
+        for transfer, why in outcomes.lost.items():
+            arrival = self._arrival(transfer)
+            if arrival is not None and arrival.state is _State.AWAITED:
+                logger.warning(
+                    "P2P: request %s computes its prompt here: its KV cache does not come, because %s",
+                    self._claimed[transfer],
+                    why,
+                )
+                self._drop(arrival)
+
+    def finished(self, request_id: str) -> None:
+        """A request has ended, in whatever way."""
+        departure = self._departures.pop(request_id, None)
+        if departure is not None and departure.sent < departure.total:
+            self._orders.ended.append(departure.transfer)
+        arrival = self._arrivals.pop(request_id, None)
+        if arrival is not None:
+            self._claimed.pop(arrival.transfer, None)
+            if arrival.state is not _State.DONE:
+                self._drop(arrival)
+
+    def _arrival(self, transfer: str) -> _Arrival | None:
+        return self._arrivals.get(self._claimed.get(transfer, ""))
+
+    def _drop(self, arrival: _Arrival) -> None:
+        arrival.state = _State.DONE
+        self._orders.dropped.append(arrival.transfer)
+
+    def _transfer(self, request: Request, consumed: bool) -> tuple[str, Route] | None:
+        """The name and the route of a request's transfer, if this engine is the one that takes or hands it over."""
+        if request.prompt_token_ids is None or not (self._consumes if consumed else self._produces):
+            return None
+        if request.num_prompt_tokens < 2:  # nobody loads the last token's keys
+            return None
+        route = Route.of(request.request_id)
+        if route is None:
+            return None
+        if self._produces and self._consumes and (route.decode if consumed else route.prefill) != self._own:
+            return None
+        return transfer_of(route.name, request), route
+
+    def _note_departure(self, request: Request) -> None:
+        if request.request_id in self._departures:
+            return
+        transfer = self._transfer(request, consumed=False)
+        prompt = request.num_prompt_tokens
+        if transfer is not None:
+            total = -(-prompt // self._block_size)
+            self._departures[request.request_id] = _Departure(transfer[0], transfer[1].decode, prompt, total)
+
+    def _send(self, request_id: str, departure: _Departure, computed: int) -> None:
+        """Have the blocks sent that are complete after this step."""
+        whole = departure.total if computed >= departure.prompt else computed // self._block_size
+        if whole > departure.sent:
+            ids = departure.ids[departure.sent : whole]
+            self._orders.sends.append(Send(departure.transfer, departure.to, departure.sent, ids, departure.total))
+            departure.sent = whole

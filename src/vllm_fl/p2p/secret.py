@@ -1,0 +1,60 @@
+"""A secret that engines and the proxy share: with one, sockets encrypt, and talk to nobody who lacks it.
+
+That is CurveZMQ, whose server has a key pair. Here the pair is derived from the secret, so that nobody else knows even
+the public key, without which a client cannot begin to talk. A stranger is turned away before a message is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from fl_dispatch.errors import ConfigError
+
+OVERHEAD = 64
+"""Bytes by which encryption makes a frame longer, at most."""
+
+
+class Secret:
+    """The content of a file; without one sockets are open to whoever reaches them.
+
+    Args:
+        file: has the secret, with white space around it or not.
+        source: of the option that names the file, for errors.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty, or this ZMQ cannot encrypt.
+    """
+
+    def __init__(self, file: Path | None = None, source: str = "secret_file") -> None:
+        self._private = self._public = b""
+        if file is None:
+            return
+        try:
+            content = file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(source, "secret_file", f"{file} cannot be read: {error.strerror}") from error
+        if not content:
+            raise ConfigError(source, "secret_file", f"{file} is empty")
+        if not zmq.has("curve"):
+            raise ConfigError(source, "secret_file", "this build of libzmq cannot encrypt (CURVE)")
+        self._private = z85.encode(hashlib.blake2b(content, digest_size=32, person=b"fl-p2p").digest())
+        self._public = zmq.curve_public(self._private)
+
+    def listen(self, socket: zmq.Socket[Any]) -> None:
+        """Have a socket that will be bound hear only those with the secret."""
+        if self._private:
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.CURVE_SECRETKEY, self._private)
+
+    def call(self, socket: zmq.Socket[Any]) -> None:
+        """Have a socket that will be connected talk only to those with the secret."""
+        if self._private:
+            public, private = zmq.curve_keypair()
+            socket.set(zmq.CURVE_SERVERKEY, self._public)
+            socket.set(zmq.CURVE_PUBLICKEY, public)
+            socket.set(zmq.CURVE_SECRETKEY, private)

@@ -1,0 +1,135 @@
+"""The connector in a worker: an engine at the worker's own KV cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from fl_dispatch.logger_manager import get_logger
+
+from .blocks import Blocks
+from .counts import Tally
+from .engine import SILENCE, Engine
+from .heartbeat import Heart
+from .inbox import Inbox
+from .options import SOURCE, Options, SendType
+from .orders import Load, Orders, Outcomes, Send
+from .outbox import Outbox
+from .pool import BuddyPool
+from .route import Address
+from .secret import Secret
+
+logger = get_logger(__name__)
+
+
+class Working:
+    """One worker's, which has a cache from :meth:`register` on.
+
+    Args:
+        own: the address of the engine's first worker.
+        rank: of this one.
+        options: of the user.
+        produces, consumes: the engine's role.
+        facts: of what must be equal in both engines besides the cache's form.
+    """
+
+    def __init__(
+        self, own: Address, rank: int, options: Options, produces: bool, consumes: bool, facts: Mapping[str, object]
+    ) -> None:
+        self._own, self._rank, self._options, self._facts = own, rank, options, facts
+        self._produces, self._consumes = produces, consumes
+        self._secret = Secret(options.secret_file, SOURCE)
+        self.tally = Tally()
+        self._blocks: Blocks | None = None
+        self._inbox: Inbox | None = None
+        self._outbox: Outbox | None = None
+        self._engine: Engine | None = None
+        self._heart: Heart | None = None
+
+    def register(self, caches: Mapping[str, Tensor], number: int) -> None:
+        """Begin to listen, with the caches of all layers, which have so many blocks."""
+        options, tally = self._options, self.tally
+        blocks = self._blocks = Blocks(caches, number, rank=self._rank, **self._facts)
+        share = options.capacity // (self._produces + self._consumes)
+        timeout = options.timeout_s
+        if self._consumes:
+            self._inbox = Inbox(BuddyPool(share), blocks.layout, blocks.block_bytes, timeout, SILENCE, tally)
+        if self._produces:
+            on_demand = options.send_type is SendType.GET
+            self._outbox = Outbox(BuddyPool(share), blocks.layout, on_demand, timeout, tally)
+        address = self._own.of_rank(self._rank)
+        self._engine = Engine(address, self._inbox, self._outbox, self._secret, blocks.message_bytes)
+        if options.proxy_ip and self._rank == 0:
+            role = ("P" if self._produces else "") + ("D" if self._consumes else "")
+            proxy = Address(options.proxy_ip, options.proxy_port)
+            self._heart = Heart(proxy, role, Address(self._own.host, options.http_port), self._own, self._secret)
+        logger.info(
+            "P2P: rank %d listens at %s; %s; %.1f GB for caches that wait",
+            self._rank,
+            address,
+            f"sends by {options.send_type}" if self._produces else "takes prompts over",
+            options.capacity / 1e9,
+        )
+
+    def begin(self, orders: Orders) -> None:
+        """Before a step's model: end, await, drop and load what the scheduler says."""
+        if self._outbox is not None:
+            for transfer in orders.ended:
+                self._outbox.drop(transfer)
+        if self._inbox is None:
+            return
+        for transfer in orders.dropped:
+            self._inbox.drop(transfer)
+        for transfer, producer in orders.awaited:
+            self._inbox.await_(transfer, producer.of_rank(self._rank))
+        for load in orders.loads:
+            self._load(self._inbox, load)
+
+    def end(self, orders: Orders) -> None:
+        """After a step's model: hand over the blocks that it has completed."""
+        for send in orders.sends:
+            self._send(send)
+
+    def outcomes(self) -> Outcomes | None:
+        """Awaited transfers that have arrived or are lost since the last call."""
+        if self._inbox is None:
+            return None
+        ready, lost = self._inbox.outcomes()
+        return Outcomes(Counter(ready), lost) if ready or lost else None
+
+    def close(self) -> None:
+        """End all threads."""
+        for part in (self._heart, self._engine):
+            if part is not None:
+                part.close()
+        self._heart = self._engine = None
+
+    def _load(self, inbox: Inbox, load: Load) -> None:
+        blocks = self._blocks
+        assert blocks is not None
+        begin, end = load.first, load.first + len(load.ids)
+
+        def write(first: int, count: int, data: Tensor) -> None:
+            start, stop = max(first, begin), min(first + count, end)
+            if start < stop:
+                blocks.write(load.ids[start - begin : stop - begin], data, start - first, count)
+
+        inbox.load(load.transfer, write)
+        self.tally.add(loaded_blocks=len(load.ids))
+        logger.debug("P2P: %d blocks of %s were loaded", len(load.ids), load.transfer)
+
+    def _send(self, send: Send) -> None:
+        blocks, outbox = self._blocks, self._outbox
+        assert blocks is not None
+        assert outbox is not None
+        to = send.to.of_rank(self._rank)
+        for begin in range(0, len(send.ids), blocks.at_once):
+            ids = send.ids[begin : begin + blocks.at_once]
+            size = len(ids) * blocks.block_bytes
+            first = send.first + begin
+            outbox.add(send.transfer, to, first, len(ids), send.total, size, partial(blocks.read, ids))
+            if self._options.send_type is SendType.PUT:
+                outbox.wait_until_sent(send.transfer)

@@ -1,0 +1,368 @@
+"""The P2P proxy loses no request and no client's departure, whatever becomes of its engines.
+
+The proxy is the real one. Servers that do what a test wants stand for the engines; real ones: ``test_p2p_engines.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import ClientError, ClientSession, web
+from typer.testing import CliRunner
+
+from fl_dispatch.cli import app as commands
+from fl_dispatch.errors import ConfigError
+from processes import free_port
+from vllm_fl.p2p import heartbeat
+from vllm_fl.p2p import instances as instances_module
+from vllm_fl.p2p.heartbeat import Heart
+from vllm_fl.p2p.instances import Instances
+from vllm_fl.p2p.messages import BadMessage, Heartbeat, frames
+from vllm_fl.p2p.proxy import SERVING, Proxy
+from vllm_fl.p2p.route import Address, Route
+from vllm_fl.p2p.secret import Secret
+
+HOST = "127.0.0.1"
+ASKED = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "min_tokens": 5}
+WITHIN = 10.0
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def eventually(happens: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WITHIN):
+        while not happens():
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Standin:
+    """A server in an engine's place."""
+
+    http: Address
+    zmq: Address
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # id and body of each request
+    left: int = 0  # requests whose client went away
+
+    def routes(self) -> list[Route | None]:
+        return [Route.of(name) for name, _ in self.asked]
+
+
+async def listen(runner: web.AppRunner) -> Address:
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, HOST, port).start()
+    return Address(HOST, port)
+
+
+@dataclass
+class Scene:
+    """A proxy, the engines behind it, and a client."""
+
+    proxy: Proxy
+    address: Address
+    client: ClientSession
+    open: list[web.AppRunner] = field(default_factory=list)
+
+    async def engine(self, role: Any, answer: Answer) -> Standin:
+        """An engine that the proxy has heard."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            engine.asked.append((request.headers.get("X-Request-Id", ""), await request.json()))
+            try:
+                return await answer(request)
+            except (asyncio.CancelledError, ConnectionError):
+                engine.left += 1
+                raise
+
+        app = web.Application()
+        app.router.add_post("/{path:.*}", handle)
+        self.open.append(web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1))
+        engine = Standin(await listen(self.open[-1]), Address(HOST, free_port()))
+        self.proxy.instances.hear(Heartbeat(role, str(engine.http), str(engine.zmq)))
+        return engine
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> Any:
+        return self.client.post(f"http://{self.address}{path}", json={**ASKED, **body})
+
+    def health(self) -> Any:
+        return self.client.get(f"http://{self.address}/health")
+
+
+@asynccontextmanager
+async def scene(secret: Secret | None = None, heartbeats: int = 0) -> AsyncIterator[Scene]:
+    proxy = Proxy(Address(HOST, heartbeats or free_port()), secret or Secret(), read_within=0.5)
+    runner = web.AppRunner(proxy.app(), **SERVING, shutdown_timeout=0.1)
+    address = await listen(runner)
+    async with ClientSession() as client:
+        scene = Scene(proxy, address, client)
+        try:
+            yield scene
+        finally:
+            for one in (runner, *scene.open):
+                await one.cleanup()
+
+
+async def well(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"answer": "well"})
+
+
+async def badly(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "out of order"}, status=500)
+
+
+async def dies(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def hangs(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(WITHIN)
+    return web.Response()
+
+
+async def streams(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for number in range(1000):
+        await response.write(f"data: {number}\n\n".encode())
+        await asyncio.sleep(0.01)
+    return response
+
+
+async def streams_and_dies(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: 0\n\n")
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+def run(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test whose body is a coroutine."""
+
+    def synchronous() -> None:
+        asyncio.run(asyncio.wait_for(test(), 3 * WITHIN))
+
+    synchronous.__name__ = test.__name__
+    return synchronous
+
+
+@run
+async def test_one_engine_reads_and_another_one_writes_under_an_id_that_names_both() -> None:
+    async with scene() as here:
+        prefill, decode = await here.engine("P", well), await here.engine("D", well)
+        async with here.post(stream=True) as answer:
+            assert await answer.json() == {"answer": "well"}
+        ((name, read),), ((same, written),) = prefill.asked, decode.asked
+        assert name == same
+        route = Route.of(name)
+        assert route is not None
+        assert (route.prefill, route.decode) == (prefill.zmq, decode.zmq)
+        assert (read["max_tokens"], read["stream"], "min_tokens" in read) == (1, False, False)
+        assert written == {**ASKED, "stream": True}
+
+
+@run
+async def test_a_clients_own_id_never_says_where_caches_go() -> None:
+    async with scene() as here:
+        decode = await here.engine("D", well)
+        forged = {"X-Request-Id": str(Route.between(Address("10.0.0.1", 1), decode.zmq))}
+        for path in ("/v1/completions", "/v1/embeddings"):
+            async with here.client.post(f"http://{here.address}{path}", json=ASKED, headers=forged) as answer:
+                assert answer.status == 200
+        assert decode.routes() == [None, None]
+
+
+@pytest.mark.parametrize("bad", [dies, hangs, badly])
+def test_a_prompt_that_nobody_reads_is_read_where_it_is_written(bad: Answer) -> None:
+    async def test() -> None:
+        async with scene() as here:
+            await here.engine("P", bad)
+            decode = await here.engine("D", well)
+            async with here.post() as answer:
+                assert answer.status == 200
+            assert decode.routes() == [None]
+            async with here.health() as answer:
+                assert bool((await answer.json())["prefill"]) == (bad is badly), "it answered, so it lives"
+
+    run(test)()
+
+
+@run
+async def test_a_request_whose_writing_engine_dies_is_read_and_written_anew() -> None:
+    async with scene() as here:
+        prefill = await here.engine("P", well)
+        dead, alive = await here.engine("D", dies), await here.engine("D", well)
+        async with here.post() as answer:
+            assert await answer.json() == {"answer": "well"}
+        assert [route.decode for route in prefill.routes() if route] == [dead.zmq, alive.zmq]
+        async with here.health() as answer:
+            assert (await answer.json())["decode"] == [str(alive.http)]
+
+
+@run
+async def test_engines_take_turns() -> None:
+    async with scene() as here:
+        prefills = [await here.engine("P", well) for _ in range(2)]
+        decodes = [await here.engine("D", well) for _ in range(2)]
+        for _ in range(4):
+            async with here.post() as answer:
+                await answer.read()
+        assert [len(one.asked) for one in (*prefills, *decodes)] == [2] * 4
+
+
+@run
+async def test_a_stream_that_breaks_off_does_not_end_well() -> None:
+    async with scene() as here:
+        await here.engine("D", streams_and_dies)
+        with pytest.raises(ClientError):
+            async with here.post(stream=True) as answer:
+                await answer.read()
+        assert here.proxy.instances.of("D") == []
+
+
+@pytest.mark.parametrize("answers", [streams, hangs])
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_a_client_who_leaves_ends_the_request_and_no_engine(role: str, answers: Answer) -> None:
+    async def test() -> None:
+        async with scene() as here:
+            here.proxy._read_within = WITHIN
+            others = await here.engine("D", well) if role == "P" else None
+            engine = await here.engine(role, answers)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3), here.post(stream=True) as answer:
+                    await answer.read()
+            await eventually(lambda: engine.left == 1)
+            assert len(here.proxy.instances.of(role)) == 1
+            assert others is None or others.asked == []
+
+    run(test)()
+
+
+@run
+async def test_without_an_engine_that_writes_the_answer_is_503() -> None:
+    async with scene() as here:
+        await here.engine("P", well)
+        for path in ("/v1/completions", "/tokenize"):
+            async with here.post(path) as answer:
+                assert (answer.status, (await answer.json())["error"]["type"]) == (503, "service_unavailable")
+        async with here.health() as answer:
+            assert answer.status == 503
+
+
+@run
+async def test_a_hundred_requests_and_more_are_served_at_a_time() -> None:
+    async with scene() as here:
+        all_here = asyncio.Event()
+
+        async def waits(request: web.Request) -> web.StreamResponse:
+            if len(decode.asked) == 130:
+                all_here.set()
+            await all_here.wait()
+            return web.Response()
+
+        decode = await here.engine("D", waits)
+
+        async def ask() -> int:
+            async with here.post() as answer:
+                return int(answer.status)
+
+        here.client.connector._limit = 0  # type: ignore[union-attr] # of the client's own
+        assert await asyncio.gather(*(ask() for _ in range(130))) == [200] * 130
+
+
+def test_a_heart_beats_for_a_server_that_answers_and_for_a_proxy_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "EVERY", 0.1)
+    monkeypatch.setattr(heartbeat, "STARTING", 0.05)
+    (tmp_path / "secret").write_text("sesame")
+    secret, port, http = Secret(tmp_path / "secret"), free_port(), Address(HOST, free_port())
+    beats = Heart(Address(HOST, port), "PD", http, Address(HOST, 1), secret)
+    mute = Heart(Address(HOST, port), "PD", http, Address(HOST, 2), Secret())
+
+    async def test() -> None:
+        for _ in range(2):  # a proxy that has ended, and another one
+            async with scene(secret, port) as here:
+                assert here.proxy.instances.of("D") == []
+                runner = web.AppRunner(web.Application())
+                await runner.setup()
+                await web.TCPSite(runner, HOST, http.port).start()
+                await eventually(lambda: here.proxy.instances.of("D") != [])
+                assert [one.zmq.port for one in here.proxy.instances.of("P")] == [1]
+                await runner.cleanup()
+
+    try:
+        asyncio.run(test())
+    finally:
+        beats.close()
+        mute.close()
+
+
+@run
+async def test_garbage_does_not_keep_heartbeats_from_being_heard() -> None:
+    port = free_port()
+    async with scene(heartbeats=port) as here:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as somebody:
+            somebody.connect(f"tcp://{HOST}:{port}")
+            beat = Heartbeat("D", f"{HOST}:1", f"{HOST}:2")
+            for garbage in ([b""], [b"x"] * 5, frames(Heartbeat("P", "evil/../:80", f"{HOST}:1")), frames(beat)):
+                await somebody.send_multipart(garbage)
+            await eventually(lambda: len(here.proxy.instances.of("D")) == 1)
+        assert here.proxy.instances.of("P") == []
+
+
+@pytest.mark.parametrize("busy", ["--port", "--proxy-port"])
+def test_a_busy_port_is_one_clear_error(busy: str) -> None:
+    ports = {"--port": free_port(), "--proxy-port": free_port()}
+    with socket.create_server((HOST, ports[busy])):
+        arguments = [text for name, port in ports.items() for text in (name, str(port))]
+        result = CliRunner().invoke(commands, ["p2p-proxy", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert str(ports[busy]) in str(result.exception)
+    assert busy in str(result.exception)
+
+
+# -- the engines that it knows ----------------------------------------------------------------------------------------
+
+
+def beat(port: int, role: Any = "P") -> Heartbeat:
+    return Heartbeat(role, f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}")
+
+
+def test_engines_come_take_turns_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Instances()
+    for one in (beat(10), beat(20), beat(30, "D"), beat(40, "PD")):
+        known.hear(one)
+    assert [one.http.port for one in known.of("D")] == [30, 40]
+    for port in (10, 20, 40, 10):
+        first = known.of("P")[0]
+        assert first.http.port == port
+        first.served += 1
+    known.lose(known.of("D")[0], "planted")
+    assert [one.http.port for one in known.of("D")] == [40]
+    monkeypatch.setattr(instances_module, "GONE_AFTER", -1.0)
+    assert known.of("P") == []
+
+
+def test_a_heartbeat_with_a_wrong_address_or_too_many_of_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Instances()
+    with pytest.raises(BadMessage, match="no address"):
+        known.hear(Heartbeat("P", "evil/../:80", "127.0.0.1:1"))
+    monkeypatch.setattr(instances_module, "MOST", 1)
+    known.hear(beat(10))
+    known.hear(beat(10))
+    with pytest.raises(BadMessage, match="more than 1 engines"):
+        known.hear(beat(20))
