@@ -77,9 +77,7 @@ def _run(
     return processes.finish(HERE / "run_sglang.py", job, environment(**(variables or {})), cold)
 
 
-def answered(
-    prompts: Sequence[Sequence[int]], step: Mapping[str, Any]
-) -> tuple[list[list[int]], Tensor]:
+def answered(prompts: Sequence[Sequence[int]], step: Mapping[str, Any]) -> tuple[list[list[int]], Tensor]:
     """A step's texts, prompt and choices, and its log-probabilities of every token after the first of each."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, step["tokens"], strict=True)]
     return texts, torch.tensor([score for scores in step["scores"] for score in scores])

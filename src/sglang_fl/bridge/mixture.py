@@ -1,7 +1,7 @@
-"""What a layer of experts of SGLang's asks for besides its weights, whoever multiplies with them.
+"""A layer of experts of SGLang's but for its weights, whoever multiplies with them.
 
 SGLang's native experts know gated SiLU and GELU and gpt-oss's SwiGLU, and read nothing else of the layer's
-configuration. What they would leave out is done here, or refused.
+configuration. Everything else is done here, or refused.
 """
 
 from __future__ import annotations

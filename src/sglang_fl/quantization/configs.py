@@ -24,7 +24,8 @@ from sglang.srt.runtime_context import get_server_args
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.quantized.experts import QuantizedExperts
 
-from . import experts, refused, schemes
+from . import FP8_CACHE, experts, refused, schemes
+from .cache import CacheScales
 from .experts import QuantizedExpertsMethod
 from .schemes import CHANNEL, TENSOR, QuantizedMethod
 
@@ -36,7 +37,7 @@ REORDERED = ("group", "dynamic")
 
 @dataclass(frozen=True)
 class Kinds:
-    """What computes each kind of weights; linear layers and experts have one of each that they know.
+    """The classes that compute each kind of weights: those of linear layers, or those of experts.
 
     Args:
         weights: their name in sentences.
@@ -97,12 +98,12 @@ class Served:
         """The method of a layer, bound for its prefix; ``None`` for SGLang's own.
 
         Raises:
-            ValueError: a quantized head, or a kind of weights that is not served, or not on this device.
+            ValueError: a quantized head or cache, or a kind of weights, that is not served, or not on this device.
         """
         if isinstance(layer, ParallelLMHead) and self.fl_quantizes_head(prefix):
             raise refused(f"a quantized head ({prefix})")
-        if isinstance(layer, RadixAttention) and self.fl_quantizes_cache():
-            raise refused("a KV cache in fp8 that the checkpoint asks for; --kv-cache-dtype may name another type")
+        if isinstance(layer, RadixAttention):
+            return self._cache_method(prefix)
         if isinstance(layer, FusedMoE):
             kind = self._bound(self.fl_kind(layer, prefix, EXPERTS), prefix)
             return None if kind is None else QuantizedExpertsMethod(kind, self)
@@ -113,6 +114,17 @@ class Served:
             return UnquantizedLinearMethod()
         layer.scheme = scheme
         return QuantizedMethod(scheme, self)
+
+    def _cache_method(self, prefix: str) -> CacheScales | None:
+        """The method that loads scales of keys and values, if the cache is in fp8."""
+        given = get_server_args().kv_cache_dtype
+        if given != FP8_CACHE and not (given == "auto" and self.fl_quantizes_cache()):
+            return None
+        if (device := detect_device()).accelerator:
+            raise refused(
+                f"a KV cache in fp8, which the checkpoint asks for, on {device.name}: --kv-cache-dtype may name another"
+            )
+        return CacheScales(self, self.fl_quantizes_cache(), prefix)
 
     @staticmethod
     def _bound(kind: Any, prefix: str) -> Any:
@@ -127,7 +139,7 @@ class Served:
         return kind
 
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
-        """What computes a linear layer or experts; ``None`` where they are not quantized."""
+        """An object that computes a linear layer or experts; ``None`` where they are not quantized."""
         raise NotImplementedError
 
     def fl_quantizes_head(self, prefix: str) -> bool:
@@ -135,9 +147,9 @@ class Served:
         return False
 
     def fl_quantizes_cache(self) -> bool:
-        """Whether SGLang will take a cache in fp8, because the checkpoint asks for one and nobody asks for another."""
-        wanted = getattr(self, "kv_cache_quant_algo", None) is not None
-        return wanted and get_server_args().kv_cache_dtype == "auto"
+        """Whether the checkpoint has scales for a cache in fp8, so that SGLang takes one where nobody names another."""
+        algorithm = getattr(self, "kv_cache_quant_algo", None)
+        return isinstance(algorithm, str) and algorithm.upper() == "FP8"
 
 
 class Fp8ConfigFL(Served, Fp8Config):
@@ -171,7 +183,7 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return None if not found or found["weights"] is None else _compressed(found, self.quant_format, prefix, kinds)
 
     def _products(self, layer: Any, prefix: str) -> Any:
-        """What the checkpoint says of the products of a layer's experts, which must be the same."""
+        """The scheme of the products of a layer's experts, which must be the same."""
         self._add_fused_moe_to_target_scheme_map()
         names = (f"{prefix}.0.{product}" for product in ("gate_proj", "up_proj", "down_proj"))
         found, *others = (self.get_scheme_dict(layer, name) for name in names)

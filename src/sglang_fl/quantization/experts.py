@@ -21,7 +21,7 @@ from fl_dispatch.hosting.quantized import experts, orders
 from ..bridge.base import Unbridged
 from ..bridge.mixture import MIXTURE, Mixture, unsupported
 from . import refused
-from .schemes import CHANNEL, TENSOR, unset
+from .schemes import CHANNEL, unset
 
 BLOCK, GROUP = "block", "group"
 """Whose scale a scale of weights may be, beside a column's and a weight's."""
@@ -206,7 +206,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
