@@ -97,7 +97,7 @@ def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(host: None, mo
     assert isinstance(asking.get_quant_method(attention, "attn"), CacheScales)
     assert made({**plain, "kv_cache_scheme": {**CACHE_SCHEME, "num_bits": 4}}).get_quant_method(attention, "") is None
     monkeypatch.setattr(configs, "detect_device", lambda: ASCEND)
-    with pytest.raises(ValueError, match="a KV cache in fp8, which the checkpoint asks for, on ascend"):
+    with pytest.raises(ValueError, match="the KV cache in fp8 that the checkpoint asks for on ascend"):
         asking.get_quant_method(attention, "attn")
 
 

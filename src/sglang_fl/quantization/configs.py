@@ -121,9 +121,8 @@ class Served:
         if given != FP8_CACHE and not (given == "auto" and self.fl_quantizes_cache()):
             return None
         if (device := detect_device()).accelerator:
-            raise refused(
-                f"a KV cache in fp8, which the checkpoint asks for, on {device.name}: --kv-cache-dtype may name another"
-            )
+            wanted = f"the KV cache in fp8 that the checkpoint asks for on {device.name}"
+            raise refused(f"{wanted} (--kv-cache-dtype may name another type)")
         return CacheScales(self, self.fl_quantizes_cache(), prefix)
 
     @staticmethod
