@@ -15,10 +15,11 @@ import pytest
 import torch
 from serving import STEP, start
 
+from processes import free_port
 from running import PROMPTS
 from sampling import drawn
 
-ENGINE = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+SIZES = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin", "SGLANG_FL_PREFER": "reference", "SGLANG_FL_STRICT": "1"}
 FAMILIES = {"qwen3": "SiluAndMul", "qwen3_moe": "UnquantizedFusedMoEMethod"}
 """Families, each with the class of a layer that both ranks share."""
@@ -33,10 +34,12 @@ Runs = Callable[..., dict[str, Any]]
 def result(checkpoint: Callable[[str], Path]) -> Runs:
     """For each family two passes over the same prompts; and for one of them a pass with a wrong attention."""
     runs: dict[tuple[str, bool], Any] = {}
-    for family in DRAWN:
-        runs[family, False] = start(checkpoint(family), STEP, STEP, variables=PLUGINS, engine=ENGINE)
     order = {"prefer": "reference", "per_op_order": {"paged_attention": ["impl:vendor.wrong"]}}
-    runs[WRONG, True] = start(checkpoint(WRONG), variables=PLUGINS, policy_before=order, engine=ENGINE)
+    for family, wrong in [*((family, False) for family in DRAWN), (WRONG, True)]:
+        engine = {**SIZES, "port": free_port()}  # ranks of two engines would meet at ports that follow the same one
+        steps, policy = ((STEP,), order) if wrong else ((STEP, STEP), None)
+        given = {"variables": PLUGINS, "policy_before": policy, "engine": engine}
+        runs[family, wrong] = start(checkpoint(family), *steps, **given)
     return lambda family, wrong=False: runs[family, wrong].result()
 
 
