@@ -21,11 +21,14 @@ from sampling import drawn
 
 SIZES = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin", "SGLANG_FL_PREFER": "reference", "SGLANG_FL_STRICT": "1"}
-FAMILIES = {"qwen3": "SiluAndMul", "qwen3_moe": "UnquantizedFusedMoEMethod"}
-"""Families, each with the class of a layer that both ranks share."""
+FAMILIES = {
+    "qwen3": ("SiluAndMul", 3, "paged_attention"),
+    "qwen3_moe": ("UnquantizedFusedMoEMethod", 3, "paged_attention"),
+    "deepseek_v3": ("UnquantizedFusedMoEMethod", 2, "mla_decode"),
+}
+"""Families, each with a class of layers that both ranks share, how many there are, and the operator of attention."""
 DRAWN = drawn(list(FAMILIES), 1, "data-parallel attention")
 WRONG = DRAWN[0]
-LAYERS = 3
 
 Runs = Callable[..., dict[str, Any]]
 
@@ -34,12 +37,11 @@ Runs = Callable[..., dict[str, Any]]
 def result(checkpoint: Callable[[str], Path]) -> Runs:
     """For each family two passes over the same prompts; and for one of them a pass with a wrong attention."""
     runs: dict[tuple[str, bool], Any] = {}
-    order = {"prefer": "reference", "per_op_order": {"paged_attention": ["impl:vendor.wrong"]}}
+    order = {"SGLANG_FL_PER_OP": f"{FAMILIES[WRONG][2]}=impl:vendor.wrong"}
     for family, wrong in [*((family, False) for family in DRAWN), (WRONG, True)]:
         engine = {**SIZES, "port": free_port()}  # ranks of two engines would meet at ports that follow the same one
-        steps, policy = ((STEP,), order) if wrong else ((STEP, STEP), None)
-        given = {"variables": PLUGINS, "policy_before": policy, "engine": engine}
-        runs[family, wrong] = start(checkpoint(family), *steps, **given)
+        steps, variables = ((STEP,), {**PLUGINS, **order}) if wrong else ((STEP, STEP), PLUGINS)
+        runs[family, wrong] = start(checkpoint(family), *steps, variables=variables, engine=engine)
     return lambda family, wrong=False: runs[family, wrong].result()
 
 
@@ -61,11 +63,11 @@ def test_each_rank_attends_for_requests_of_its_own(family: str, result: Runs) ->
 
 @pytest.mark.parametrize("family", DRAWN)
 def test_all_layers_of_each_rank_are_ours(family: str, result: Runs) -> None:
-    records = result(family)["records"]
+    records, (shared, count, _) = result(family)["records"], FAMILIES[family]
     assert [record["rank"] for record in records] == [0, 1]
     assert len({record["pid"] for record in records}) == 2
     for record in records:
-        assert record["layers"][FAMILIES[family]][1] == LAYERS
+        assert record["layers"][shared][1] == count
         assert record["native"] == record["undispatched"] == {}
         assert record["choices"]["failed"] == []
 

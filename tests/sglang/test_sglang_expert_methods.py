@@ -83,17 +83,25 @@ def dispatched(x: torch.Tensor, expert: int) -> Any:
     return StandardDispatchOutput(x, None, StandardTopKOutput(torch.ones(len(x), 1), ids, torch.zeros(len(x), COUNT)))
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("scheme", SERVED)
-def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(host: None, scheme: str) -> None:
+def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
+    host: None, scheme: str, rank: int | None
+) -> None:
+    """``rank``: of two that share each expert."""
     layer = mixture(SCHEMES[scheme].config)
-    experts = load(layer, scheme)
+    mine, inner = slice(None), INNER
+    if rank is not None:
+        layer.moe_tp_size, layer.moe_tp_rank = 2, rank
+        mine, inner = slice(rank * INNER, (rank + 1) * INNER), 2 * INNER
+    experts = load(layer, scheme, inner=inner)
     layer.quant_method.process_weights_after_loading(layer)
     change = SCHEMES[scheme].rows or (lambda rows: rows)
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     for number, weights in enumerate(experts):
         rows = change(x)
-        between = nn.functional.silu(rows @ weights["w1"].t()) * (rows @ weights["w3"].t())
-        expected = change(between) @ weights["w2"].t()
+        between = nn.functional.silu(rows @ weights["w1"][mine].t()) * (rows @ weights["w3"][mine].t())
+        expected = change(between) @ weights["w2"][:, mine].t()
         got = layer.quant_method.apply(layer, dispatched(x, number)).hidden_states
         assert (got - expected).norm() <= 0.02 * expected.norm()  # a step of quantized inputs may turn
         if SCHEMES[scheme].rows is None:
