@@ -132,6 +132,14 @@ class AttentionFLBackend(AttentionBackend):
             return keys, values
         return keys.unflatten(0, (-1, self.page_size)), values.unflatten(0, (-1, self.page_size))
 
+    @staticmethod
+    def _scales(layer: RadixAttention, cache: Tensor) -> tuple[float | None, float | None]:
+        """Scales of keys and values: the checkpoint's, or 1; none of a cache that is not quantized."""
+        if cache.dtype is not torch.float8_e4m3fn:
+            return None, None
+        key, value = layer.k_scale_float, layer.v_scale_float
+        return 1.0 if key is None else key, 1.0 if value is None else value
+
     def _run(
         self,
         q: Tensor,
@@ -157,8 +165,10 @@ class AttentionFLBackend(AttentionBackend):
             raise NotImplementedError(f"sglang_fl's attention does not know {', '.join(sorted(unknown))}")
         metadata = self.forward_metadata
         key_cache, value_cache = self._caches(layer)
+        scales = self._scales(layer, key_cache)
         if save_kv_cache and k is not None and v is not None:
-            OPERATORS.of(layer).write(k, v, key_cache, value_cache, forward_batch.out_cache_loc, may_skip=MAY_SKIP)
+            slots = forward_batch.out_cache_loc
+            OPERATORS.of(layer).write(k, v, key_cache, value_cache, slots, *scales, may_skip=MAY_SKIP)
         window = layer.sliding_window_size  # the tokens before a token's own
         result = OPERATORS.of(layer).attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -176,6 +186,7 @@ class AttentionFLBackend(AttentionBackend):
             layer.logit_cap,
             None,
             sinks,
+            *scales,
             query_start_loc_host=metadata.query_start_loc_host,
             seq_lens_host=metadata.seq_lens_host,
         )

@@ -17,7 +17,7 @@ from fl_dispatch.logger_manager import get_logger
 from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
-from .host_facts import ADAPTERS, FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
+from .host_facts import ADAPTERS, BATCH, FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 logger = get_logger(__name__)
@@ -71,7 +71,7 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 @cache
 def all_hooks() -> tuple[Hook, ...]:
     """Every hook of this package."""
-    from . import distributed, layers, lora, metrics, own_choice, runner
+    from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
@@ -85,6 +85,8 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),
         _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
         _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),
+        _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
+        _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
     )
 

@@ -31,15 +31,20 @@ PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
 
 
 def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
-    asked = args.quantization
+    asked, cache = args.quantization, f"a KV cache of type {args.kv_cache_dtype}"
+    plain, fp8 = args.kv_cache_dtype in PLAIN_CACHE_DTYPES, args.kv_cache_dtype == quantization.FP8_CACHE
+    version, attention_groups = host_version(), args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1
     return [
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
-        (args.kv_cache_dtype not in PLAIN_CACHE_DTYPES, f"a KV cache of type {args.kv_cache_dtype}"),
+        (not plain and (not fp8 or device.accelerator), cache),
+        (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
+        (args.quantization_param_path, "scales of a KV cache in a file of their own"),
         (args.speculative_algorithm, f"speculative decoding with '{args.speculative_algorithm}'"),
         (args.enable_torch_compile, "--enable-torch-compile"),
         ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
-        (args.enable_dp_attention, "--enable-dp-attention"),
+        (attention_groups and device.accelerator, "data-parallel attention"),
+        (attention_groups and version not in TESTED_HOSTS, f"data-parallel attention under SGLang {version}"),
         (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
         (args.enable_two_batch_overlap or args.enable_single_batch_overlap, "overlapping batches"),
         (args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse, "a cache of several levels"),

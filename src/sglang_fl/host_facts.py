@@ -15,6 +15,7 @@ RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
+BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 _LAYERS = "sglang.srt.layers"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
@@ -102,6 +103,20 @@ HOOKED = (
         ),
     ),
     HostFact(
+        BATCH,
+        ("prepare_mlp_sync_batch(model_runner)",),
+        "replaces",
+        "data_parallel",
+        "SGLang pins memory for data-parallel attention without asking",
+    ),
+    HostFact(
+        f"{_LAYERS}.dp_attention",
+        ("memcpy(dst, src, dim, offset, sz, offset_src)",),
+        "replaces",
+        "data_parallel",
+        "SGLang copies tokens of data-parallel attention by a Triton kernel",
+    ),
+    HostFact(
         GROUP, ("__init__(*args, **kwargs)",), "replaces", "distributed", "the ranks of a group would not be connected"
     ),
     HostFact(
@@ -144,6 +159,13 @@ READ = (
         "reads",
         "lora",
         "They pin memory.",
+    ),
+    HostFact(
+        f"{_LAYERS}.dp_attention",
+        ("memcpy_cpu(dst, src, dim, offset, sz, offset_src)",),
+        "reads",
+        "data_parallel",
+        "The same without a Triton kernel.",
     ),
     HostFact("sglang.srt.lora.lora_config:LoRAConfig", ("hf_config",), "reads", "lora", "What an adapter asks for."),
     HostFact(

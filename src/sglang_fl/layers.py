@@ -28,6 +28,7 @@ from fl_dispatch.settings import Settings, get_settings
 
 from . import attention, own_choice
 from .bridge import BRIDGES, Bridge, Unbridged, find
+from .bridge.mixture import MIXTURE
 
 logger = get_logger(__name__)
 
@@ -158,8 +159,10 @@ def prepare(model: nn.Module) -> Survey:
         bind_for(bridge, prefixes)
         bridge.place(model, prefixes[0])
         ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
-    for prefix, _, kernel in kernels(model):
+    for prefix, layer, kernel in kernels(model):
         kernel.fl_bind(prefix)
+        if (mixture := MIXTURE.find(layer)) is not None:
+            mixture.place(model, prefix)
         name = type(kernel).__name__
         ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
     for layer, parameter in weights(model):

@@ -22,6 +22,8 @@ DEFAULT = KVLayout.parse("(NHD|NHD)")
 """SGLang's own: a tensor of keys and a tensor of values for each layer."""
 
 _in_force = DEFAULT
+_hosts_own: tuple[str, ...] = ()
+"""Attention backends in force that are SGLang's."""
 
 
 def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
@@ -31,7 +33,8 @@ def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
         page_size: slots of a page.
         hosts_own: attention backends in force that are SGLang's, which read its own layout alone.
     """
-    global _in_force
+    global _in_force, _hosts_own
+    _hosts_own = tuple(hosts_own)
     wanted = kv_layout.wish().layout or DEFAULT
     if hosts_own and wanted != DEFAULT:
         backends = ", ".join(f"'{name}'" for name in hosts_own)
@@ -51,6 +54,8 @@ class KVPoolFL(MHATokenToKVPool):
     """
 
     def _create_buffers_normal(self) -> None:
+        if self.dtype is torch.float8_e4m3fn and _hosts_own:
+            raise ValueError(f"sglang_fl does not support a KV cache in fp8 for the attention '{_hosts_own[0]}' yet")
         if _in_force == DEFAULT:
             super()._create_buffers_normal()
             return
@@ -71,6 +76,8 @@ class MLAPoolFL(MLATokenToKVPool):
         if index_head_dim is not None:
             raise ValueError("sglang_fl does not support sparse latent attention yet")
         super().__init__(*args, **kwargs)
+        if self.dtype.itemsize == 1:
+            raise ValueError("sglang_fl does not support a KV cache in fp8 for latent attention yet")
 
 
 class SparsePoolFL(DSATokenToKVPool):

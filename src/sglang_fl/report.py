@@ -34,7 +34,8 @@ def own_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     here = get_parallel()
-    return int(here.tp_rank + here.tp_size * (here.pp_rank + here.pp_size * (here.dp_rank or 0)))
+    replica = (here.dp_rank or 0) // here.attn_dp_size  # ranks that attend for requests of their own are among tp_size
+    return int(here.tp_rank + here.tp_size * (here.pp_rank + here.pp_size * replica))
 
 
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
@@ -107,5 +108,6 @@ def set_counting(engine: Engine, on: bool = True) -> None:
 
 def _refuse_data_parallel(engine: Engine) -> None:
     """SGLang connects no scheduler of a data-parallel engine to ``collective_rpc``, which would wait for ever."""
-    if engine.server_args.dp_size > 1:
-        raise RuntimeError("SGLang asks no scheduler of an engine with dp_size > 1; fl doctor shows what they ran")
+    arguments = engine.server_args
+    if arguments.dp_size > 1 or getattr(arguments, "attn_dp_size", 1) > 1:  # it is in the second as of 0.5.23
+        raise RuntimeError("SGLang asks no scheduler of a data-parallel engine; fl doctor shows what they ran")

@@ -5,7 +5,8 @@ A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "st
 "lora": the adapter of each prompt}``; a policy is the arguments of ``SelectionPolicy.from_dict``, or null. ``scores``
 of the result are the log-probabilities of all tokens but a text's first. The first policy is set in this process before
 the scheduler's is started. A step's is set in the scheduler's, with an empty cache, by the plugin module
-``policy_method``. ``doctor`` of the result is what ``fl doctor --json`` says while the engine serves.
+``policy_method``. A data-parallel engine reports nothing and takes no other policy; ``records`` of the result are those
+that its workers left. ``doctor`` of the result is what ``fl doctor --json`` says while the engine serves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("policy_before") is not None:
         set_global_policy(SelectionPolicy.from_dict(**job["policy_before"]))
     import sglang
+    from fl_dispatch.hosting import runs
     from sglang_fl import report
 
     engine = sglang.Engine(**job["engine"])
-    report.set_counting(engine)
+    answers = engine.server_args.dp_size == 1
+    if answers:
+        report.set_counting(engine)
     steps = []
     for step in job["steps"]:
         if step.get("policy") is not None:
@@ -63,12 +68,15 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
                 ],
                 "tokens": [output["output_ids"] for output in outputs],
                 "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
+                "ranks": [output["meta_info"].get("dp_rank") for output in outputs],
             }
         )
-    reports = report.collect(engine)
+    reports = report.collect(engine) if answers else [None]
+    records = [] if answers else [asdict(run) for run in runs.of_engine()]
     doctor = _doctor() if job.get("doctor") else None
     engine.shutdown()
-    return {"pid": os.getpid(), "steps": steps, "report": reports[0], "reports": reports, "doctor": doctor}
+    said = {"report": reports[0], "reports": reports, "records": records, "doctor": doctor}
+    return {"pid": os.getpid(), "steps": steps, **said}
 
 
 if __name__ == "__main__":  # SGLang starts its processes by spawning this file again

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 import processes
 from processes import Finished, free_port, pool
@@ -72,6 +75,12 @@ def _run(
     arguments = engine_arguments(model, engine)
     job = {"engine": arguments, "policy_before": policy_before, "steps": steps, "doctor": doctor}
     return processes.finish(HERE / "run_sglang.py", job, environment(**(variables or {})), cold)
+
+
+def answered(prompts: Sequence[Sequence[int]], step: Mapping[str, Any]) -> tuple[list[list[int]], Tensor]:
+    """A step's texts, prompt and choices, and its log-probabilities of every token after the first of each."""
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, step["tokens"], strict=True)]
+    return texts, torch.tensor([score for scores in step["scores"] for score in scores])
 
 
 def background(*arguments: str, cold: bool = False, **variables: str) -> Future[Finished]:

@@ -13,7 +13,7 @@ import pytest
 
 from fl_dispatch.hosting.host_source import SourceTree
 from sglang_fl.bridge import BRIDGES, NATIVE, PENDING, find
-from sglang_fl.bridge.fused_moe import SCALING_BLOCKS
+from sglang_fl.bridge.mixture import SCALING_BLOCKS
 from sglang_fl.host import HOST
 
 ROOT = "BaseFusedOp"

@@ -26,15 +26,26 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> list[KVLayout]:
     return found
 
 
-def pool() -> memory.KVPoolFL:
+def pool(dtype: torch.dtype = torch.float32) -> memory.KVPoolFL:
     sizes = {"page_size": 16, "head_num": 2, "head_dim": 8, "layer_num": 1}
-    return memory.KVPoolFL(64, dtype=torch.float32, device="cpu", enable_memory_saver=False, **sizes)
+    return memory.KVPoolFL(64, dtype=dtype, device="cpu", enable_memory_saver=False, **sizes)
 
 
 def test_the_cache_is_laid_out_as_the_first_implementation_requires(stated: list[KVLayout]) -> None:
     memory.choose(16)
     assert pool().get_key_buffer(0).shape == (5, 16, 2, 8)
     assert stated == [WANTED]
+
+
+def test_a_cache_in_fp8_has_that_layout_too(stated: list[KVLayout]) -> None:
+    memory.choose(16)
+    cache = pool(torch.float8_e4m3fn)
+    keys, values = cache.get_key_buffer(0), cache.get_value_buffer(0)
+    assert keys.shape == values.shape == (5, 16, 2, 8)
+    assert keys.dtype is values.dtype is torch.float8_e4m3fn
+    keys[1, 3, 1] = torch.full((8,), 3.0).to(torch.float8_e4m3fn)
+    assert (cache.get_key_buffer(0)[1, 3, 1].float() == 3.0).all()
+    assert not values.float().any()
 
 
 def test_sglangs_own_attention_finds_its_rows(stated: list[KVLayout]) -> None:

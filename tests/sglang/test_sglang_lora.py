@@ -64,6 +64,21 @@ def test_adapters_and_none_mix_in_one_batch(
     assert max(map(int, re.findall(r"Prefill batch, #new-seq: (\d+)", result["log"]))) > 1
 
 
+def test_two_ranks_share_the_adapted_projections(
+    checkpoint: Callable[[str], Path],
+    merged: dict[str, tuple[Path, Any]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    paths = {name: str(path) for name, (path, _) in merged.items()}
+    step = {"max_tokens": MAX_TOKENS, "prompts": PROMPTS, "lora": ["one", None, "late", "two"]}
+    got = start(checkpoint("qwen3"), step, engine={"lora_paths": paths, "tp_size": 2, **BACKEND}).result()
+    wanted = [expected("qwen3") if name is None else merged[name][1] for name in step["lora"]]
+    assert got["steps"][0]["tokens"] == [tokens[place] for place, tokens in enumerate(wanted)]
+    first, second = got["reports"]
+    assert first["counts"] == second["counts"]
+    assert first["native_layers"] == second["native_layers"] == {}
+
+
 def test_an_adapter_is_loaded_while_the_engine_serves(
     result: dict[str, Any], merged: dict[str, tuple[Path, Any]]
 ) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from serving import STEP, start
+from serving import STEP, answered, start
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES, Scheme
@@ -79,10 +78,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], dict[st
 def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Comparison]:
     @cache
     def compare(run: Run) -> Comparison:
-        step = answers(run)["steps"][0]
-        texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, step["tokens"], strict=True)]
-        got = torch.tensor([score for scores in step["scores"] for score in scores])
-        return Comparison.of(texts, got, run.made, run.ranks)
+        return Comparison.of(*answered(PROMPTS, answers(run)["steps"][0]), run.made, run.ranks)
 
     return compare
 

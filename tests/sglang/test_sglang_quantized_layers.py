@@ -84,13 +84,21 @@ def test_an_order_of_columns_that_is_the_checkpoints_own_is_served(host: None, o
     assert made(config).get_quant_method(linear(), PREFIX).scheme.fl_bits == 4
 
 
-def test_a_cache_in_fp8_that_a_checkpoint_asks_for_is_refused(host: None) -> None:
+def test_a_cache_in_fp8_that_a_checkpoint_asks_for_has_its_scales(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    plain = dict(SCHEMES["compressed-tensors W8A8 fp8"].config)
-    assert made(plain).get_quant_method(layer_of(RadixAttention), "attn") is None
-    with pytest.raises(ValueError, match="does not support a KV cache in fp8"):
-        made({**plain, "kv_cache_scheme": CACHE_SCHEME}).get_quant_method(layer_of(RadixAttention), "attn")
+    from fl_dispatch.devices import ASCEND
+    from sglang_fl.quantization import configs
+    from sglang_fl.quantization.cache import CacheScales
+
+    plain, attention = dict(SCHEMES["compressed-tensors W8A8 fp8"].config), layer_of(RadixAttention)
+    assert made(plain).get_quant_method(attention, "attn") is None
+    asking = made({**plain, "kv_cache_scheme": CACHE_SCHEME})
+    assert isinstance(asking.get_quant_method(attention, "attn"), CacheScales)
+    assert made({**plain, "kv_cache_scheme": {**CACHE_SCHEME, "num_bits": 4}}).get_quant_method(attention, "") is None
+    monkeypatch.setattr(configs, "detect_device", lambda: ASCEND)
+    with pytest.raises(ValueError, match="the KV cache in fp8 that the checkpoint asks for on ascend"):
+        asking.get_quant_method(attention, "attn")
 
 
 @pytest.mark.parametrize("scheme", [name for name, kind in SCHEMES.items() if kind.layer.startswith("Fp8")])
@@ -101,14 +109,6 @@ def test_fp8_is_refused_on_a_chip_without_it(host: None, scheme: str, monkeypatc
     monkeypatch.setattr(layers, "detect_device", lambda: ASCEND)
     with pytest.raises(ValueError, match=rf"the weights of {PREFIX} \(ascend has no float8_e4m3fn\) yet"):
         made(dict(SCHEMES[scheme].config)).get_quant_method(linear(), PREFIX)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_experts_are_refused(host: None, scheme: str) -> None:
-    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
-
-    with pytest.raises(ValueError, match=r"does not support quantized experts \(experts\) yet"):
-        made(dict(SCHEMES[scheme].config)).get_quant_method(layer_of(FusedMoE), "experts")
 
 
 def test_a_quantized_head_is_refused_and_another_one_is_sglangs(host: None) -> None:

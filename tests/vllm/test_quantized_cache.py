@@ -8,74 +8,40 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import MAX_TOKENS, PROMPTS, ran, start_features
 from torch import Tensor
 
-import quantized_checkpoints as checkpoints
-from fl_dispatch.cli import small_model
-from fl_dispatch.cli.half_precision import LARGEST, MEAN
-from quantized_checkpoints import CACHE_SCALES, CACHE_SCHEME, SCHEMES, Scheme
-from quantized_network import Computed, answered, computed, distance, network, scores, with_fp8_cache
+from quantized_cache import COMPRESSED, FP8, OPERATORS, PLAIN, Cache
+from quantized_network import Computed, answered, distance
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
-OPERATORS = ("kv_cache_write", "paged_attention")
 SAMPLING = {"max_tokens": MAX_TOKENS, "logprobs": 0}
 ASKED: Mapping[str, Any] = {"do": "generate", "prompts": PROMPTS, "sampling": {**SAMPLING, "prompt_logprobs": 0}}
 AGAIN: Mapping[str, Any] = {"do": "generate", "prompts": PROMPTS, "sampling": SAMPLING}
 """Prompts whose log-probabilities are asked for are computed anew; these are found."""
-ONES = ((1.0, 1.0),) * len(CACHE_SCALES)
-COMPRESSED = SCHEMES["compressed-tensors W4A16"]
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """An engine whose cache is quantized.
-
-    Args:
-        name: what is special about it.
-        engine: further arguments of ``LLM``.
-        scheme: the checkpoint's; ``None`` for one that is not quantized.
-        owner: the module of a layer that has the scales in the checkpoint, if any; ``{}`` is ``k`` or ``v``.
-    """
+    """An engine with such a cache; ``engine``: further arguments of ``LLM``."""
 
     name: str
+    cache: Cache = PLAIN
     engine: Mapping[str, Any] = field(default_factory=lambda: {"kv_cache_dtype": "fp8"})
-    scheme: Scheme | None = None
-    owner: str = ""
-
-    @property
-    def scales(self) -> tuple[tuple[float, float], ...]:
-        return CACHE_SCALES if self.owner else ONES
-
-    def checkpoint(self, folder: Path) -> Path:
-        if self.scheme is None:
-            return small_model.CHECKPOINT
-        return checkpoints.write_checkpoint(folder / self.name.replace(" ", "-"), self.scheme, self.owner)
-
-    def right(self, scales: tuple[tuple[float, float], ...], dtype: torch.dtype = torch.float32) -> Any:
-        """Hugging Face's network with a cache of these scales."""
-        return with_fp8_cache(network(self.scheme, dtype=dtype), scales)
 
     def __str__(self) -> str:
         return self.name
 
 
 EAGER = Run("eager")
-HALF = Run("bfloat16", {"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"})
-SCALED = Run(
-    "scales of a compressed-tensors checkpoint, compiled",
-    {"enforce_eager": False},
-    Scheme({**COMPRESSED.config, "kv_cache_scheme": CACHE_SCHEME}, COMPRESSED.write, COMPRESSED.layer),
-    "self_attn",
-)
-OWN_SCALES = Run("scales of an fp8 checkpoint", scheme=SCHEMES["fp8"], owner="self_attn.{}_proj")
+HALF = Run("bfloat16", engine={"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"})
+SCALED = Run("scales of a compressed-tensors checkpoint, compiled", COMPRESSED, {"enforce_eager": False})
+OWN_SCALES = Run("scales of an fp8 checkpoint", FP8)
 SINGLE = [EAGER, *drawn((SCALED, OWN_SCALES), 1, "scales of a cache")]
 RUNS = [*SINGLE, HALF]
 single = pytest.mark.parametrize("run", SINGLE, ids=str)
@@ -94,7 +60,8 @@ def steps(run: Run) -> list[Mapping[str, Any]]:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
     folder = tmp_path_factory.mktemp("cache")
-    found = start_features(*((run.checkpoint(folder), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
+    made = ((run.cache.checkpoint(folder / run.name.replace(" ", "-")), steps(run), run.engine) for run in RUNS)
+    found = start_features(*made, **PLUGIN).result()
     return dict(zip(RUNS, found["runs"], strict=True))
 
 
@@ -105,7 +72,7 @@ def right(answers: dict[Run, Any]) -> Callable[[Run], tuple[Tensor, Computed, li
     @cache
     def of(run: Run) -> tuple[Tensor, Computed, list[list[int]]]:
         texts, got = answered(PROMPTS, answers[run]["steps"][0])
-        return got, computed(run.right(run.scales), texts), texts
+        return got, run.cache.computed(texts), texts
 
     return of
 
@@ -114,14 +81,8 @@ def right(answers: dict[Run, Any]) -> Callable[[Run], tuple[Tensor, Computed, li
 def test_it_computes_what_the_network_with_rounded_keys_and_values_does(run: Run, right: Callable[[Run], Any]) -> None:
     got, there, texts = right(run)
     assert distance(got, there.scores) <= there.rounding
-    others = {
-        "not quantized": network(run.scheme),
-        "scales of 2": run.right(((2.0, 2.0),) * len(CACHE_SCALES)),
-        **({"keys' and values' exchanged": run.right(tuple((v, k) for k, v in run.scales))} if run.owner else {}),
-        **({"scales of the layer before": run.right((run.scales[-1], *run.scales[:-1]))} if run.owner else {}),
-    }
-    for other, made in others.items():
-        assert distance(got, scores(made, texts)) > there.rounding, other
+    for other, error in run.cache.distances_of_others(texts, got).items():
+        assert error > there.rounding, other
 
 
 @single
@@ -130,12 +91,8 @@ def test_its_tokens_are_the_networks_where_rounding_does_not_decide(run: Run, ri
     assert there.decides(PROMPTS, MAX_TOKENS)
 
 
-def test_in_bfloat16_it_is_as_near_as_hugging_faces_network(right: Callable[[Run], Any]) -> None:
-    got, exact, texts = right(HALF)
-    theirs, ours = scores(HALF.right(ONES, torch.bfloat16), texts), distance(got, exact.scores)
-    assert (got - exact.scores).abs().mean() <= MEAN * (theirs - exact.scores).abs().mean()
-    assert ours <= LARGEST * distance(theirs, exact.scores)
-    assert ours < distance(got, scores(network(None), texts)), "it is nearer to the network that rounds nothing"
+def test_in_bfloat16_it_is_as_near_as_hugging_faces_network(answers: dict[Run, Any]) -> None:
+    assert HALF.cache.is_as_near_in_bfloat16(*answered(PROMPTS, answers[HALF]["steps"][0]))
 
 
 @each_run

@@ -1,6 +1,6 @@
 """Quantized experts in engines: what the dequantized network computes, within its own rounding, by our operators.
 
-As :mod:`test_quantized`, with a small Qwen3-MoE of random weights, all of whose layers have experts.
+As :mod:`test_quantized`, with the model of :mod:`quantized_mixture`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 from engines import MAX_TOKENS, PROMPTS, ran, start_features
 
 import quantized_checkpoints as checkpoints
-from fl_dispatch.cli.checkpoints import build_checkpoint
 from quantized_checkpoints import SCHEMES, Scheme
+from quantized_mixture import BOTH_KINDS, EXPERTS, LAYERS, mixture, operator
 from quantized_network import Comparison, answered
 from sampling import drawn
 
@@ -27,30 +27,6 @@ ASKED: Mapping[str, Any] = {
     "prompts": PROMPTS,
     "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
 }
-LAYERS = 2
-SHAPE = {
-    "hidden_size": 128,
-    "head_dim": 32,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 128,
-    "num_experts": 4,
-    "num_hidden_layers": LAYERS,
-}
-EXPERTS = (
-    "compressed-tensors W8A8 int8",
-    "compressed-tensors W8A8 fp8",
-    "compressed-tensors W4A16",
-    "compressed-tensors W4A16, zero points",
-    "compressed-tensors W8A16 int8",
-    "compressed-tensors W8A16 int8, groups",
-    "fp8",
-    "fp8, static",
-    "fp8, blocks of 128",
-    "gptq",
-    "gptq, 8 bits",
-    "awq",
-)
-"""Schemes whose experts are served."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,16 +45,10 @@ class Run:
     def ranks(self) -> int:
         return int(self.engine.get("tensor_parallel_size", 1))
 
-    @property
-    def operator(self) -> str:
-        return "scaled_moe" if "scaled_linear" in self.made.operators else "weight_only_moe"
-
     def __str__(self) -> str:
         return f"{self.scheme}, {self.kind}"
 
 
-BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
-"""Schemes of either operator, which run in every kind of engine."""
 TWO = {"tensor_parallel_size": 2}
 EAGER = [Run(name) for name in drawn(EXPERTS, 2, "quantized experts")]
 COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(BOTH_KINDS, 1, "experts, compiled")]
@@ -97,13 +67,13 @@ each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 
 def steps(run: Run) -> list[Mapping[str, Any]]:
     """A right pass; and where choices are not frozen, one with a wrong implementation of the experts."""
-    wrong = {"do": "policy", "prefer": "reference", "per_op_order": {run.operator: ["impl:vendor.wrong"]}}
+    wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator(run.made): ["impl:vendor.wrong"]}}
     return [ASKED, *(({"do": "reset_prefix_cache"}, wrong, ASKED) if run in EAGER else ())]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint("qwen3_moe", tmp_path_factory.mktemp("experts") / "whole", **SHAPE)
+    return mixture(tmp_path_factory.mktemp("experts") / "whole")
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +114,7 @@ def test_its_experts_are_all_ours(run: Run, answers: dict[Run, Any]) -> None:
     report = answers[run]["report"]
     assert report["layers"][run.made.layer.replace("Layer", "Experts")] == LAYERS
     assert not report["native_layers"]
-    assert ran(answers[run], run.operator) - {"vendor.wrong"}
+    assert ran(answers[run], operator(run.made)) - {"vendor.wrong"}
     assert not ran(answers[run], "fused_moe")
 
 

@@ -1,7 +1,8 @@
-"""Quantized checkpoints in SGLang: its configurations and loaders, with our quantized linear layers.
+"""Quantized checkpoints in SGLang: its configurations and loaders, with our quantized layers and experts.
 
-:mod:`.configs` reads what a checkpoint says and gives each layer one of the kinds of :mod:`.schemes`; the products are
-those of :mod:`fl_dispatch.hosting.quantized`. Importing this package imports nothing of SGLang.
+:mod:`.configs` reads what a checkpoint says and gives each layer one of the kinds of :mod:`.schemes` or
+:mod:`.experts`; the products are those of :mod:`fl_dispatch.hosting.quantized`. Importing this package imports nothing
+of SGLang.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ SERVED: Mapping[str, str] = MappingProxyType(
     }
 )
 """The methods that are served, by the names that checkpoints have → the class in :mod:`.configs`."""
+
+
+FP8_CACHE = "fp8_e4m3"
+"""SGLang's name of the one type of quantized cache that is served."""
+
+
+def refused(what: str) -> ValueError:
+    """The error for what a checkpoint has and is not served."""
+    return ValueError(f"sglang_fl does not support {what} yet")
 
 
 def config_class(method: str) -> type | None:

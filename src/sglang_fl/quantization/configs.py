@@ -1,7 +1,9 @@
-"""SGLang's quantization configurations: they read a checkpoint's, and give each linear layer a kind of ours."""
+"""SGLang's quantization configurations: they read a checkpoint's, and give linear layers and experts a kind of ours."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +21,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
-from .schemes import (
-    CHANNEL,
-    TENSOR,
-    AwqLayer,
-    Fp8BlockLayer,
-    Fp8Layer,
-    Fp8WeightLayer,
-    GptqLayer,
-    Int8Layer,
-    PackedLayer,
-    QuantizedMethod,
-    Scheme,
-)
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.quantized.experts import QuantizedExperts
+
+from . import FP8_CACHE, experts, refused, schemes
+from .cache import CacheScales
+from .experts import QuantizedExpertsMethod
+from .schemes import CHANNEL, TENSOR, QuantizedMethod
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
@@ -39,13 +35,55 @@ REORDERED = ("group", "dynamic")
 """The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
 
 
-def refused(what: str) -> ValueError:
-    """The error for what a checkpoint has and is not served."""
-    return ValueError(f"sglang_fl does not support {what} yet")
+@dataclass(frozen=True)
+class Kinds:
+    """The classes that compute each kind of weights: those of linear layers, or those of experts.
+
+    Args:
+        weights: their name in sentences.
+        int8, fp8: called with whose scale a scale is, and whether inputs have a given one.
+        fp8_weight: likewise, for inputs as they are.
+        blocks: called with the size of blocks; ``compressed_blocks`` for those in ``compressed-tensors``.
+        packed, gptq, awq: called with bits, groups, and whether zero points count.
+    """
+
+    weights: str
+    int8: Callable[[str, bool], Any]
+    fp8: Callable[[str, bool], Any]
+    fp8_weight: Callable[[str, bool], Any] | None
+    blocks: Callable[[int], Any]
+    compressed_blocks: Callable[[int], Any] | None
+    packed: Callable[[int, int, bool], Any]
+    gptq: Callable[[int, int, bool], Any]
+    awq: Callable[[int, int, bool], Any]
+
+
+LINEAR = Kinds(
+    weights="weights",
+    int8=schemes.Int8Layer,
+    fp8=schemes.Fp8Layer,
+    fp8_weight=schemes.Fp8WeightLayer,
+    blocks=schemes.Fp8BlockLayer,
+    compressed_blocks=schemes.Fp8BlockLayer,
+    packed=schemes.PackedLayer,
+    gptq=schemes.GptqLayer,
+    awq=schemes.AwqLayer,
+)
+EXPERTS = Kinds(
+    weights="experts with weights",
+    int8=experts.Int8Experts,
+    fp8=experts.Fp8Experts,
+    fp8_weight=None,
+    blocks=experts.Fp8BlockExperts,
+    compressed_blocks=None,
+    packed=experts.PackedExperts,
+    gptq=experts.GptqExperts,
+    awq=experts.AwqExperts,
+)
 
 
 class Served:
-    """The part that all have in common: models of any dtype, and dense layers only."""
+    """The part that all have in common: models of any dtype."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -60,27 +98,47 @@ class Served:
         """The method of a layer, bound for its prefix; ``None`` for SGLang's own.
 
         Raises:
-            ValueError: quantized experts, a quantized head, or a scheme that is not served, or not on this device.
+            ValueError: a quantized head or cache, or a kind of weights, that is not served, or not on this device.
         """
-        if isinstance(layer, FusedMoE):
-            raise refused(f"quantized experts ({prefix})")
         if isinstance(layer, ParallelLMHead) and self.fl_quantizes_head(prefix):
             raise refused(f"a quantized head ({prefix})")
-        if isinstance(layer, RadixAttention) and self.fl_quantizes_cache():
-            raise refused("a KV cache in fp8 that the checkpoint asks for; --kv-cache-dtype may name another type")
+        if isinstance(layer, RadixAttention):
+            return self._cache_method(prefix)
+        if isinstance(layer, FusedMoE):
+            kind = self._bound(self.fl_kind(layer, prefix, EXPERTS), prefix)
+            return None if kind is None else QuantizedExpertsMethod(kind, self)
         if not isinstance(layer, LinearBase):
             return None
-        scheme = self.fl_scheme(layer, prefix)
+        scheme = self._bound(self.fl_kind(layer, prefix, LINEAR), prefix)
         if scheme is None:
             return UnquantizedLinearMethod()
-        if lacking := scheme.fl_lacking():
-            raise refused(f"the weights of {prefix} ({lacking})")
-        scheme.fl_bind(prefix)
         layer.scheme = scheme
         return QuantizedMethod(scheme, self)
 
-    def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
-        """A layer's kind; ``None`` for one that is not quantized."""
+    def _cache_method(self, prefix: str) -> CacheScales | None:
+        """The method that loads scales of keys and values, if the cache is in fp8."""
+        given = get_server_args().kv_cache_dtype
+        if given != FP8_CACHE and not (given == "auto" and self.fl_quantizes_cache()):
+            return None
+        if (device := detect_device()).accelerator:
+            wanted = f"the KV cache in fp8 that the checkpoint asks for on {device.name}"
+            raise refused(f"{wanted} (--kv-cache-dtype may name another type)")
+        return CacheScales(self, self.fl_quantizes_cache(), prefix)
+
+    @staticmethod
+    def _bound(kind: Any, prefix: str) -> Any:
+        if kind is None:
+            return None
+        device = detect_device()
+        if isinstance(kind, QuantizedExperts) and device.accelerator:
+            raise refused(f"quantized experts on {device.name} ({prefix})")
+        if lacking := kind.fl_lacking():
+            raise refused(f"the weights of {prefix} ({lacking})")
+        kind.fl_bind(prefix)
+        return kind
+
+    def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
+        """An object that computes a linear layer or experts; ``None`` where they are not quantized."""
         raise NotImplementedError
 
     def fl_quantizes_head(self, prefix: str) -> bool:
@@ -88,9 +146,9 @@ class Served:
         return False
 
     def fl_quantizes_cache(self) -> bool:
-        """Whether SGLang will take a cache in fp8, because the checkpoint asks for one and nobody asks for another."""
-        wanted = getattr(self, "kv_cache_quant_algo", None) is not None
-        return wanted and get_server_args().kv_cache_dtype == "auto"
+        """Whether the checkpoint has scales for a cache in fp8, so that SGLang takes one where nobody names another."""
+        algorithm = getattr(self, "kv_cache_quant_algo", None)
+        return isinstance(algorithm, str) and algorithm.upper() == "FP8"
 
 
 class Fp8ConfigFL(Served, Fp8Config):
@@ -103,12 +161,12 @@ class Fp8ConfigFL(Served, Fp8Config):
         if self.use_mxfp8:
             raise refused("quantization 'mxfp8'")
 
-    def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
+    def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
             return None
         if self.weight_block_size is None:
-            return Fp8Layer(TENSOR, self.activation_scheme == "static")
-        return Fp8BlockLayer(_square(self.weight_block_size))
+            return kinds.fp8(TENSOR, self.activation_scheme == "static")
+        return kinds.blocks(_square(self.weight_block_size))
 
 
 class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
@@ -119,37 +177,50 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         if any(found.format != "dense" for found in self.sparsity_scheme_map.values()):
             raise refused("sparse weights of compressed-tensors")
 
-    def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
-        found = self.get_scheme_dict(layer, prefix)
-        return None if not found or found["weights"] is None else _compressed(found, self.quant_format, prefix)
+    def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
+        found = self._products(layer, prefix) if kinds is EXPERTS else self.get_scheme_dict(layer, prefix)
+        return None if not found or found["weights"] is None else _compressed(found, self.quant_format, prefix, kinds)
+
+    def _products(self, layer: Any, prefix: str) -> Any:
+        """The scheme of the products of a layer's experts, which must be the same."""
+        self._add_fused_moe_to_target_scheme_map()
+        names = (f"{prefix}.0.{product}" for product in ("gate_proj", "up_proj", "down_proj"))
+        found, *others = (self.get_scheme_dict(layer, name) for name in names)
+        if any(other != found for other in others):
+            raise refused(f"experts whose products differ in their scheme ({prefix})")
+        return found
 
     def fl_quantizes_head(self, prefix: str) -> bool:
         named = check_equal_or_regex_match(layer_name=prefix, targets=list(self.target_scheme_map))
         return named and not should_ignore_layer(prefix, ignore=self.ignore, fused_mapping=self.packed_modules_mapping)
 
 
-def _compressed(found: Any, usual_format: str, prefix: str) -> Scheme:
+def _compressed(found: Any, usual_format: str, prefix: str, kinds: Kinds) -> Any:
     weights, inputs = found["weights"], found["input_activations"]
     form, kind, bits, per = found["format"] or usual_format, weights.type, weights.num_bits, weights.strategy
     packed = form == "pack-quantized" and kind == "int" and bits in BITS and per in (CHANNEL, "group")
     if packed and inputs is None:
         if weights.actorder in REORDERED:
             raise refused(f"compressed-tensors with actorder '{weights.actorder}' ({prefix})")
-        return PackedLayer(bits, weights.group_size or -1, not weights.symmetric)
+        return kinds.packed(bits, weights.group_size or -1, not weights.symmetric)
     plain = bits == 8 and weights.symmetric and not weights.dynamic
     given = inputs is not None and not inputs.dynamic
     same = inputs is None or (inputs.num_bits == 8 and inputs.type == weights.type and inputs.symmetric)
     if plain and same and per in (CHANNEL, TENSOR):
         if kind == "int" and inputs is not None:
-            return Int8Layer(per, given)
-        if kind == "float":
-            return Fp8WeightLayer(per, False) if inputs is None else Fp8Layer(per, given)
-    if plain and same and kind == "float" and per == "block" and inputs is not None and not given:
+            return kinds.int8(per, given)
+        if kind == "float" and inputs is not None:
+            return kinds.fp8(per, given)
+        if kind == "float" and kinds.fp8_weight is not None:
+            return kinds.fp8_weight(per, False)
+    blocks = plain and same and kind == "float" and per == "block" and inputs is not None and not given
+    if blocks and kinds.compressed_blocks is not None:
         block = _square(weights.block_structure)
         if inputs.strategy == "group" and inputs.group_size == block:
-            return Fp8BlockLayer(block)
+            return kinds.compressed_blocks(block)
     rows = "as they are" if inputs is None else f"of {inputs.num_bits} bits"
-    raise refused(f"weights of {bits} bits ({kind}, {per}, {form}) for inputs {rows} in compressed-tensors ({prefix})")
+    what = f"{kinds.weights} of {bits} bits ({kind}, {per}, {form}) for inputs {rows}"
+    raise refused(f"{what} in compressed-tensors ({prefix})")
 
 
 class GPTQConfigFL(Served, GPTQConfig):
@@ -163,7 +234,7 @@ class GPTQConfigFL(Served, GPTQConfig):
         made.is_symmetric = bool(cls.get_from_keys_or(config, ["sym"], True))
         return made
 
-    def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
+    def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
         if get_dynamic_override(self, layer_name=prefix) is False:
             return None
         bits, group, ordered = (
@@ -176,7 +247,7 @@ class GPTQConfigFL(Served, GPTQConfig):
             raise refused(f"'gptq' with zero points ({prefix})")
         if ordered and group != -1:
             raise refused(f"'gptq' with desc_act in groups ({prefix})")
-        return GptqLayer(bits, group, False)
+        return kinds.gptq(bits, group, False)
 
     def fl_quantizes_head(self, prefix: str) -> bool:
         return bool(self.lm_head_quantized)
@@ -185,12 +256,12 @@ class GPTQConfigFL(Served, GPTQConfig):
 class AWQConfigFL(Served, AWQConfig):
     """``awq``: 4 bits."""
 
-    def fl_scheme(self, layer: LinearBase, prefix: str) -> Scheme | None:
+    def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
         if is_layer_skipped_awq(prefix, self.modules_to_not_convert):
             return None
         if not self.zero_point:
             raise refused(f"'awq' without zero points ({prefix})")
-        return AwqLayer(self.weight_bits, self.group_size, True)
+        return kinds.awq(self.weight_bits, self.group_size, True)
 
 
 def _square(block: Any) -> int:

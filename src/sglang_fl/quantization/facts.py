@@ -6,7 +6,7 @@ from fl_dispatch.hosting.host_facts import HostFact
 
 _LAYERS = "sglang.srt.layers"
 _QUANTIZATION = f"{_LAYERS}.quantization"
-_CONFIGS, _SCHEMES = "quantization.configs", "quantization.schemes"
+_CONFIGS, _SCHEMES, _EXPERTS = "quantization.configs", "quantization.schemes", "quantization.experts"
 _ASKED = ("get_quant_method(layer, prefix)", "get_supported_act_dtypes()", "get_min_capability()")
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors"
 _SINCE = "0.5.23"
@@ -39,7 +39,13 @@ FACTS = (
     ),
     HostFact(
         f"{_COMPRESSED}.compressed_tensors:CompressedTensorsConfig",
-        ("get_scheme_dict(layer, layer_name=None, matched_target=None)", "quant_format", "target_scheme_map", "ignore"),
+        (
+            "get_scheme_dict(layer, layer_name=None, matched_target=None)",
+            "_add_fused_moe_to_target_scheme_map()",
+            "quant_format",
+            "target_scheme_map",
+            "ignore",
+        ),
         "reads",
         _CONFIGS,
         "What a checkpoint says.",
@@ -113,12 +119,59 @@ FACTS = (
         "SGLang asks a layer's method.",
         since=_SINCE,
     ),
+    *(
+        HostFact(
+            f"{_QUANTIZATION}.base_config:QuantizeMethodBase",
+            ("process_weights_after_loading(layer)",),
+            "overrides",
+            module,
+            "SGLang asks a layer's method.",
+            since=_SINCE,
+        )
+        for module in (_SCHEMES, _EXPERTS)
+    ),
     HostFact(
-        f"{_QUANTIZATION}.base_config:QuantizeMethodBase",
+        f"{_QUANTIZATION}.base_config:FusedMoEMethodBase",
+        (
+            (
+                "create_weights(layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, "
+                "**extra_weight_attrs)"
+            ),
+            "create_moe_runner(layer, moe_runner_config)",
+            "apply(layer, dispatch_output)",
+        ),
+        "overrides",
+        _EXPERTS,
+        "SGLang asks a layer's method.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_LAYERS}.moe.fused_moe_triton.layer:FusedMoE",
+        (
+            "weight_loader(param, loaded_weight, weight_name, shard_id, expert_id)",
+            "layer_name",
+            "moe_runner_config",
+            "moe_tp_size",
+        ),
+        "reads",
+        _EXPERTS,
+        "How experts are loaded, and their sizes.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.kv_cache:BaseKVCacheMethod",
         ("process_weights_after_loading(layer)",),
         "overrides",
-        _SCHEMES,
-        "SGLang asks a layer's method.",
+        "quantization.cache",
+        "SGLang takes 1 for scales that a model does not load.",
+        since=_SINCE,
+    ),
+    HostFact(
+        f"{_LAYERS}.radix_attention:RadixAttention",
+        ("k_scale_float", "v_scale_float"),
+        "reads",
+        "attention",
+        "Scales of a cache in fp8.",
         since=_SINCE,
     ),
     HostFact(

@@ -80,15 +80,15 @@ class _EightBits(Scheme):
         if self._per == TENSOR:
             scale = _scales_of_layers(parts, loader)
         else:
-            scale = ChannelQuantScaleParameter(data=_unset(sum(parts), 1), output_dim=0, weight_loader=loader)
+            scale = ChannelQuantScaleParameter(data=unset(sum(parts), 1), output_dim=0, weight_loader=loader)
         layer.register_parameter("weight_scale", scale)
 
 
 def _scales_of_layers(parts: list[int], loader: Loader) -> Any:
-    return PerTensorScaleParameter(data=_unset(len(parts)), weight_loader=loader)
+    return PerTensorScaleParameter(data=unset(len(parts)), weight_loader=loader)
 
 
-def _unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Scales that are not loaded yet."""
     return torch.full(shape, torch.finfo(dtype).min, dtype=dtype)
 
@@ -128,7 +128,7 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
         if any(size % self.fl_block for size in divided):
             raise ValueError(f"{parts} columns of {inner} elements are no whole blocks of {self.fl_block}")
         for name in ("weight_scale", "weight_scale_inv"):
-            scales = _unset(-(-sum(parts) // self.fl_block), -(-inner // self.fl_block))
+            scales = unset(-(-sum(parts) // self.fl_block), -(-inner // self.fl_block))
             scale = BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, scale)
 
@@ -174,7 +174,7 @@ class _Packed(Scheme, layers.PackedLayer):
 
     def _scales(self, shape: Sequence[int], column: int, dtype: torch.dtype, loader: Loader) -> Any:
         """Scales of groups likewise."""
-        values = _unset(*shape, dtype=dtype)
+        values = unset(*shape, dtype=dtype)
         if self._group == -1:
             return ChannelQuantScaleParameter(data=values, output_dim=column, weight_loader=loader)
         return GroupQuantScaleParameter(data=values, input_dim=1 - column, output_dim=column, weight_loader=loader)

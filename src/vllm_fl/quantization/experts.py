@@ -173,16 +173,10 @@ class PackedMethod(QuantizedMethod):
         self.fl_bits, self.fl_group = bits, group
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """vLLM rounds what is no whole number down, and would load parts that do not belong together."""
-        for size in (kwargs["hidden_size"], kwargs["intermediate_size_per_partition"]):
-            reason = ""
-            if self.fl_group > 0 and size % self.fl_group:
-                reason = f"are no whole number of groups of {self.fl_group}"
-            elif size % (orders.WORD // self.fl_bits):
-                reason = "fill no whole words"
-            if reason:
-                named = f"experts whose {size} elements on a rank {reason}"
-                raise ValueError(f"vllm_fl does not support {named} yet ({layer.layer_name})")
+        """A rank's parts must stand alone."""
+        sizes = kwargs["hidden_size"], kwargs["intermediate_size_per_partition"]
+        if reason := experts.indivisible(sizes, self.fl_bits, self.fl_group):
+            raise ValueError(f"vllm_fl does not support {reason} yet ({layer.layer_name})")
         super().create_weights(layer, *args, **kwargs)
 
 

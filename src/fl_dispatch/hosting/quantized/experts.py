@@ -6,7 +6,7 @@ As for :mod:`.layers`, a host loads the parameters of all experts of a rank, eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,24 @@ from . import orders
 from .layers import QuantizedKernel
 
 NAMES = ("w13", "w2")
+
+
+def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
+    """Why a rank's parts of packed weights do not stand alone, or an empty string.
+
+    Hosts round what is no whole number down, and would load parts that do not belong together.
+
+    Args:
+        sizes: elements of the rows of both weights on this rank.
+        bits: of a number.
+        group: elements with a scale in common; not positive for all of a row.
+    """
+    for size in sizes:
+        if group > 0 and size % group:
+            return f"experts whose {size} elements on a rank are no whole number of groups of {group}"
+        if size % (orders.WORD // bits):
+            return f"experts whose {size} elements on a rank fill no whole words"
+    return ""
 
 
 class QuantizedExperts(QuantizedKernel):

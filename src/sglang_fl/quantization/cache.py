@@ -1,0 +1,28 @@
+"""Scales of a KV cache in fp8, which SGLang keeps at each attention layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from torch import nn
+
+
+class CacheScales(BaseKVCacheMethod):
+    """Loads a checkpoint's ``k_scale`` and ``v_scale``; a layer without them has scales of 1.
+
+    Args:
+        quant_config: of the model.
+        announced: whether the checkpoint says that it has scales, so that none may be missing.
+        prefix: the layer's.
+    """
+
+    def __init__(self, quant_config: Any, announced: bool, prefix: str) -> None:
+        super().__init__(quant_config)
+        self._announced, self._prefix = announced, prefix
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        for name in ("k_scale", "v_scale") if self._announced else ():
+            if not getattr(layer, name) > 0:  # SGLang begins with -1; not every model of its own loads them
+                raise ValueError(f"'{name}' was not loaded, which the checkpoint announces ({self._prefix})")
+        super().process_weights_after_loading(layer)

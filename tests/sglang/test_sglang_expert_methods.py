@@ -1,0 +1,236 @@
+"""Quantized experts without an engine: the method that SGLang's layer gets, what it loads, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_sglang_quantized_layers import made
+from torch import nn
+
+from quantized_checkpoints import AWQ, FP8_CONFIG, GPTQ, SCHEMES, TOKEN8, TOKEN_FP8, W4, compressed, whole
+from quantized_mixture import EXPERTS
+
+SERVED = (*EXPERTS, "compressed-tensors W8A8 int8, static")
+PREFIX = "model.layers.0.mlp.experts"
+COUNT, HIDDEN, INNER = 2, 128, 128
+GPTQ4 = {**GPTQ, "bits": 4, "group_size": 32}
+BLOCK_WEIGHTS = {**whole("float", "block"), "block_structure": [128, 128]}
+BLOCK_ROWS = {**whole("float", "group"), "group_size": 128, "dynamic": True}
+REFUSED = {
+    "fp8 for inputs as they are": (
+        SCHEMES["compressed-tensors W8A16 fp8"].config,
+        r"experts with weights of 8 bits \(float, channel, float-quantized\) for inputs as they are",
+    ),
+    "fp8 in blocks of compressed-tensors": (
+        compressed("float-quantized", BLOCK_WEIGHTS, BLOCK_ROWS),
+        r"experts with weights of 8 bits \(float, block, float-quantized\) for inputs of 8 bits",
+    ),
+    "int4 for inputs of int8": (
+        compressed("int-quantized", W4, TOKEN8),
+        r"experts with weights of 4 bits \(int, group, int-quantized\) for inputs of 8 bits",
+    ),
+    "fp8 in oblong blocks": ({**FP8_CONFIG, "weight_block_size": [64, 128]}, "blocks of 64 x 128"),
+    "awq without zero points": ({**AWQ, "zero_point": False}, "'awq' without zero points"),
+    "gptq with zero points": ({**GPTQ4, "sym": False}, "'gptq' with zero points"),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+def mixture(config: Any, hidden: int = HIDDEN, inner: int = INNER, **options: Any) -> Any:
+    """SGLang's layer of experts, built with a checkpoint's configuration."""
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    kind = options.pop("kind", FusedMoE)
+    given = {"top_k": 1, "num_experts": COUNT, "hidden_size": hidden, "intermediate_size": inner, "layer_id": 0}
+    quant_config = made(dict(config))
+    return kind(**given, prefix=PREFIX, params_dtype=torch.float32, quant_config=quant_config, **options)
+
+
+def load(layer: Any, scheme: str, without: str = "", **sizes: int) -> list[dict[str, torch.Tensor]]:
+    """Load random experts as SGLang's models do; the weights that they stand for."""
+    generator, found = torch.Generator().manual_seed(0), []
+    hidden, inner = sizes.get("hidden", HIDDEN), sizes.get("inner", INNER)
+    for expert in range(COUNT):
+        weights = {}
+        for shard, target, shape in (
+            ("w1", "w13", (inner, hidden)),
+            ("w3", "w13", (inner, hidden)),
+            ("w2", "w2", (hidden, inner)),
+        ):
+            stored, weights[shard] = SCHEMES[scheme].write(torch.randn(shape, generator=generator))
+            for suffix, value in stored.items():
+                name = f"{target}_{suffix}"
+                if (name, expert) != (without, 1):
+                    layer.weight_loader(getattr(layer, name), value, f"{PREFIX}.{name}", shard, expert)
+        found.append(weights)
+    return found
+
+
+def dispatched(x: torch.Tensor, expert: int) -> Any:
+    """Tokens that all go to one expert."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    ids = torch.full((len(x), 1), expert, dtype=torch.int32)
+    return StandardDispatchOutput(x, None, StandardTopKOutput(torch.ones(len(x), 1), ids, torch.zeros(len(x), COUNT)))
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("scheme", SERVED)
+def test_each_expert_computes_with_the_weights_that_its_checkpoint_stands_for(
+    host: None, scheme: str, rank: int | None
+) -> None:
+    """``rank``: of two that share each expert."""
+    layer = mixture(SCHEMES[scheme].config)
+    mine, inner = slice(None), INNER
+    if rank is not None:
+        layer.moe_tp_size, layer.moe_tp_rank = 2, rank
+        mine, inner = slice(rank * INNER, (rank + 1) * INNER), 2 * INNER
+    experts = load(layer, scheme, inner=inner)
+    layer.quant_method.process_weights_after_loading(layer)
+    change = SCHEMES[scheme].rows or (lambda rows: rows)
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    for number, weights in enumerate(experts):
+        rows = change(x)
+        between = nn.functional.silu(rows @ weights["w1"][mine].t()) * (rows @ weights["w3"][mine].t())
+        expected = change(between) @ weights["w2"][:, mine].t()
+        got = layer.quant_method.apply(layer, dispatched(x, number)).hidden_states
+        assert (got - expected).norm() <= 0.02 * expected.norm()  # a step of quantized inputs may turn
+        if SCHEMES[scheme].rows is None:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_kind_of_experts_that_is_not_served_is_refused_in_the_checkpoints_words(host: None, name: str) -> None:
+    config, said = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"^sglang_fl does not support .*{said}.* yet$"):
+        mixture(config)
+
+
+def test_experts_whose_products_differ_are_refused(host: None) -> None:
+    config = compressed("pack-quantized", W4, None)
+    other = {**config["config_groups"]["group_0"], "targets": [r"re:.*down_proj"]}
+    other["weights"] = {**other["weights"], "num_bits": 8}
+    config["config_groups"] = {"group_1": other, **config["config_groups"]}
+    with pytest.raises(ValueError, match=rf"experts whose products differ in their scheme \({PREFIX}\) yet"):
+        mixture(config)
+
+
+NAMED = [f"{PREFIX}.{number}.{name}" for number in range(COUNT) for name in ("gate_proj", "up_proj", "down_proj")]
+ELSEWHERE = [name.replace("layers.0", "layers.1") for name in NAMED]
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        ({**FP8_CONFIG, "modules_to_not_convert": NAMED}, True),
+        ({**FP8_CONFIG, "modules_to_not_convert": [*ELSEWHERE, "lm_head"]}, False),
+        ({**GPTQ4, "dynamic": {r"-:.*\.mlp\.experts": {}}}, True),
+        ({**GPTQ4, "dynamic": {r"-:.*\.mlp\.gate$": {}}}, False),
+        ({**AWQ, "modules_to_not_convert": ["layers.0.mlp"]}, True),
+        ({**AWQ, "modules_to_not_convert": ["layers.1.mlp"]}, False),
+        ({**compressed("pack-quantized", W4, None), "ignore": NAMED}, True),
+        ({**compressed("pack-quantized", W4, None), "ignore": [r"re:.*mlp\.experts.*"]}, True),
+        ({**compressed("pack-quantized", W4, None), "ignore": ELSEWHERE}, False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else value["quant_method"],
+)
+def test_experts_that_a_checkpoint_leaves_as_they_are_are_not_quantized(host: None, config: Any, left: bool) -> None:
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    from sglang_fl.quantization.experts import QuantizedExpertsMethod
+
+    method = mixture(config).quant_method
+    assert isinstance(method, UnquantizedFusedMoEMethod if left else QuantizedExpertsMethod)
+
+
+@pytest.mark.parametrize("scheme", SERVED)
+def test_a_scale_that_the_checkpoint_lacks_is_noticed(host: None, scheme: str) -> None:
+    scales = [name for name, _ in mixture(SCHEMES[scheme].config).named_parameters() if "scale" in name]
+    assert len(scales) == (4 if "static" in scheme else 2)
+    for without in scales:
+        layer = mixture(SCHEMES[scheme].config)
+        load(layer, scheme, without)
+        with pytest.raises(ValueError, match=rf"the checkpoint has no '{without}' .* \({PREFIX}\)"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "inner", "said"),
+    [
+        ("gptq", 128, 48, "48 elements on a rank are no whole number of groups of 32"),
+        ("awq", 48, 128, "48 elements on a rank are no whole number of groups of 32"),
+        ("compressed-tensors W8A16 int8", 128, 42, "42 elements on a rank fill no whole words"),
+        ("fp8, blocks of 128", 128, 64, "64 elements on a rank are no whole number of blocks of 128"),
+    ],
+)
+def test_parts_that_do_not_stand_alone_are_refused(host: None, scheme: str, hidden: int, inner: int, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"sglang_fl does not support experts whose {said} \({PREFIX}\) yet"):
+        mixture(SCHEMES[scheme].config, hidden, inner)
+
+
+def test_experts_that_are_loaded_in_a_way_of_their_own_are_refused(host: None) -> None:
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    class Own(FusedMoE):
+        def weight_loader(self, *args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="quantized experts that Own loads in a way of its own"):
+        mixture(AWQ, kind=Own)
+    with pytest.raises(ValueError, match="quantized experts that FusedMoE loads in a way of its own"):
+        mixture(AWQ, use_weight_loader_fused=True)
+    with pytest.raises(ValueError, match="quantized experts with biases"):
+        mixture(AWQ, with_bias=True)
+    with pytest.raises(ValueError, match="quantized experts with the activation 'tanh' in a mixture of experts yet"):
+        mixture(AWQ, activation="tanh")
+
+
+def test_quantized_experts_are_scaled_once(host: None) -> None:
+    """By us, unless the block around them does it."""
+    from sglang_fl import layers
+
+    class Glm4MoeSparseMoeBlock(nn.Module):
+        """Stands for the class of this name."""
+
+        def __init__(self, experts: nn.Module) -> None:
+            super().__init__()
+            self.experts = experts
+
+    x, found = torch.randn(3, HIDDEN), []
+    for factor, block in ((1.0, nn.Module), (2.5, nn.Module), (2.5, Glm4MoeSparseMoeBlock)):
+        layer = mixture(SCHEMES["awq"].config, routed_scaling_factor=factor)
+        load(layer, "awq")
+        layer.quant_method.process_weights_after_loading(layer)
+        held = block(layer) if block is Glm4MoeSparseMoeBlock else nn.ModuleDict({"experts": layer})
+        layers.prepare(nn.ModuleDict({"mlp": held}))
+        assert layer.quant_method.kind.fl_scope == "mlp.experts"
+        found.append(layer.quant_method.apply(layer, dispatched(x, 0)).hidden_states)
+    plain, scaled, by_block = found
+    torch.testing.assert_close(scaled, 2.5 * plain)
+    assert torch.equal(by_block, plain)
+
+
+def test_quantized_experts_are_refused_on_accelerators(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch.devices import ASCEND, CPU
+    from fl_dispatch.hosting.quantized import layers
+    from sglang_fl.quantization import configs
+
+    monkeypatch.setattr(configs, "detect_device", lambda: ASCEND)
+    with pytest.raises(ValueError, match=rf"quantized experts on ascend \({PREFIX}\) yet"):
+        mixture(AWQ)
+    for module in (configs, layers):
+        monkeypatch.setattr(module, "detect_device", lambda: replace(CPU, float8=False))
+    floats = compressed("float-quantized", whole("float", "channel"), TOKEN_FP8)
+    for config in (floats, FP8_CONFIG, {**FP8_CONFIG, "weight_block_size": [128, 128]}):
+        with pytest.raises(ValueError, match=rf"the weights of {PREFIX} \(cpu has no float8_e4m3fn\) yet"):
+            mixture(config)
+    assert mixture(AWQ).quant_method.kind.fl_operator == "weight_only_moe"
