@@ -31,6 +31,8 @@ STATE_MODELS = {
     "Qwen3NextForCausalLM": "QwenGatedDeltaNetAttention",
     "Qwen3_5ForCausalLM": "QwenGatedDeltaNetAttention",
     "Qwen3_5MoeForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5ForConditionalGeneration": "QwenGatedDeltaNetAttention",
+    "Qwen3_5MoeForConditionalGeneration": "QwenGatedDeltaNetAttention",
     "Mamba2ForCausalLM": "MambaMixer2",
     "GraniteMoeHybridForCausalLM": "MambaMixer2",
     "FalconH1ForCausalLM": "MambaMixer2",
