@@ -30,7 +30,9 @@ def supports_selective_scan(
     query_start_loc: Tensor,
     has_state: Tensor | None = None,
 ) -> bool | str:
-    """As :func:`supports_selective_state_update`."""
+    """As :func:`supports_selective_state_update`, with one decay a head."""
+    if a.dim() != 1:
+        return "each column of a state has a decay"
     return supports_selective_state_update(x, dt, a, b, c, d, dt_bias, states, state_indices)
 
 
@@ -106,7 +108,7 @@ def selective_state_update(
         states,
         x.contiguous(),
         dt[:, :, None].expand(x.shape),
-        a.float()[:, None, None].expand(heads, head_dim, states.shape[3]),
+        a.float().view(heads, 1, -1).expand(heads, head_dim, states.shape[3]),
         b.contiguous(),
         c.contiguous(),
         None if d is None else d[:, None].expand(heads, head_dim),
