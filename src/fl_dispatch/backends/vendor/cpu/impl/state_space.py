@@ -30,9 +30,7 @@ def supports_selective_scan(
     query_start_loc: Tensor,
     has_state: Tensor | None = None,
 ) -> bool | str:
-    """As :func:`supports_selective_state_update`, with one decay a head."""
-    if a.dim() != 1:
-        return "each column of a state has a decay"
+    """As :func:`supports_selective_state_update`."""
     return supports_selective_state_update(x, dt, a, b, c, d, dt_bias, states, state_indices)
 
 
@@ -47,10 +45,12 @@ def supports_selective_state_update(
     states: Tensor,
     state_indices: Tensor,
 ) -> bool | str:
-    """Everything of a token in one dtype, and each state in one piece."""
+    """Everything of a token in one dtype, one decay a head, and each state in one piece."""
     for name, tensor in {"x": x, "dt": dt, "b": b, "c": c, "d": d, "dt_bias": dt_bias}.items():
         if tensor is not None and (why := problem(name, tensor, x, contiguous=False)):
             return why
+    if a.dim() != 1:
+        return "each column of a state has a decay"
     if why := problem("states", states, contiguous=False):
         return why
     _, _, rows, columns = states.shape
@@ -108,7 +108,7 @@ def selective_state_update(
         states,
         x.contiguous(),
         dt[:, :, None].expand(x.shape),
-        a.float().view(heads, 1, -1).expand(heads, head_dim, states.shape[3]),
+        a.float()[:, None, None].expand(heads, head_dim, states.shape[3]),
         b.contiguous(),
         c.contiguous(),
         None if d is None else d[:, None].expand(heads, head_dim),
