@@ -25,16 +25,15 @@ LAYERS = 4
 SPACES, CONVOLUTIONS = ("granitemoehybrid", "jamba"), "lfm2"
 (HYBRID, *_) = HYBRIDS = drawn(SPACES, 1, "state spaces beside attention")
 PLUGINS = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin,forgetful_plugin", "VLLM_FL_DENY_VENDORS": "wrong,forgetful"}
-_SPACE_MISTAKES = [
-    *((operator, f"vendor.{how}") for operator in state_space.OPERATORS for how in ("wrong", "forgetful")),
-    ("selective_state_update@model.layers.2.mamba", "vendor.wrong"),
-]
+ONE_LAYER = ("selective_state_update@model.layers.2.mamba", "vendor.wrong")
 MISTAKES = {
-    **{name: _SPACE_MISTAKES for name in HYBRIDS},
-    CONVOLUTIONS: [(operator, f"vendor.{how}") for operator in short_conv.OPERATORS for how in ("wrong", "forgetful")],
+    name: [
+        *((operator, f"vendor.{how}") for operator in module.OPERATORS for how in ("wrong", "forgetful")),
+        *([] if name == CONVOLUTIONS else [ONE_LAYER]),
+        *([("rms_norm_gated", "vendor.wrong")] if name == "granitemoehybrid" else []),
+    ]
+    for name, module in (*((name, state_space) for name in HYBRIDS), (CONVOLUTIONS, short_conv))
 }
-if "granitemoehybrid" in MISTAKES:
-    MISTAKES["granitemoehybrid"] = [*_SPACE_MISTAKES, ("rms_norm_gated", "vendor.wrong")]
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"enforce_eager": False},
     "two ranks": {"tensor_parallel_size": 2},
