@@ -90,6 +90,23 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    "mamba": ("MambaConfig", {**_IDS, **_TIED, "hidden_size": 64, "num_hidden_layers": 4}),  # no attention at all
+    "falcon_mamba": ("FalconMambaConfig", {**_IDS, "hidden_size": 64, "num_hidden_layers": 4}),  # norms without weights
+    "jamba": (
+        "JambaConfig",
+        {
+            **_GROUPED,
+            "num_hidden_layers": 4,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
     "mamba2": (  # no attention at all
         "Mamba2Config",
         {

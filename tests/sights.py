@@ -26,6 +26,7 @@ TEXT: Mapping[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+_QWEN_IDS = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 5}
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -82,9 +83,8 @@ def _qwen(version: str) -> Callable[[Any], tuple[Any, Any]]:
                 "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
             },
         }[version]  # fmt: skip
-        ids = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 4, "vision_end_token_id": 5}
         config = getattr(transformers, f"{of}Config")(
-            text_config=text, vision_config=seen, tie_word_embeddings=False, **ids
+            text_config=text, vision_config=seen, tie_word_embeddings=False, **_QWEN_IDS
         )
         pixels = {"patch_size": 4, "min_pixels": SIZE * SIZE, "max_pixels": SIZE * SIZE}
         images = transformers.Qwen2VLImageProcessor(**pixels)
@@ -94,19 +94,58 @@ def _qwen(version: str) -> Callable[[Any], tuple[Any, Any]]:
     return made
 
 
+def _hybrid(of: str, **mlp: Any) -> Callable[[Any], tuple[Any, Any]]:
+    """Qwen3.5: a gated delta net beside attention, and the encoder of Qwen3-VL."""
+
+    def made(tokenizer: Any) -> tuple[Any, Any]:
+        import transformers
+
+        rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text = {
+            **TEXT, **mlp, "vocab_size": len(tokenizer), "head_dim": 16,
+            "num_hidden_layers": 4, "layer_types": 2 * ["linear_attention", "full_attention"],
+            "rope_parameters": {**rope, "rope_type": "default", "rope_theta": 10000.0},
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+        }  # fmt: skip
+        seen = {
+            "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 4,
+            "patch_size": 4, "num_position_embeddings": 16,
+        }  # fmt: skip
+        config = getattr(transformers, f"{of}Config")(
+            text_config=text, vision_config=seen, tie_word_embeddings=False, **_QWEN_IDS
+        )
+        pixels = {"patch_size": 4, "min_pixels": SIZE * SIZE, "max_pixels": SIZE * SIZE}
+        images = transformers.Qwen2VLImageProcessor(**pixels)
+        videos = transformers.Qwen3VLVideoProcessor(patch_size=4)
+        return config, transformers.Qwen3VLProcessor(images, tokenizer, videos)
+
+    return made
+
+
 KINDS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "llava": _llava,
     "qwen2_vl": _qwen("2"),
     "qwen2_5_vl": _qwen("2.5"),
+    "qwen3_5": _hybrid("Qwen3_5"),
+    "qwen3_5_moe": _hybrid(
+        "Qwen3_5Moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=64,
+    ),
 }
 _SEEN = "<|vision_start|><|image_pad|><|vision_end|>"
-IMAGES = {"llava": "<image>", "qwen2_vl": _SEEN, "qwen2_5_vl": _SEEN}
+HYBRID = {"qwen3_5", "qwen3_5_moe"}
+"""Those with a gated delta net, which have no other norms than Gemma's."""
+IMAGES = {kind: "<image>" if kind == "llava" else _SEEN for kind in KINDS}
 """The words that stand for a picture."""
-PROMPTS = {"llava": "<s>a<image>b", "qwen2_vl": f"a{_SEEN}b", "qwen2_5_vl": f"a{_SEEN}b"}
-ENCODERS = {"llava": ("vision_tower.*", 1), "qwen2_vl": ("visual.*", 2), "qwen2_5_vl": ("visual.*", 2)}
+WITHOUT = "b and what is in the left corner, and what in the right one?"
+"""A prompt without a picture: longer than a block, which a state makes large."""
+PROMPTS = {kind: ("<s>a" if kind == "llava" else "a") + IMAGES[kind] + WITHOUT for kind in KINDS}
+ENCODERS = {kind: ("vision_tower.*", 1) if kind == "llava" else ("visual.*", 2) for kind in KINDS}
 """The prefix of the layers that look, and how many of them attend; LLaVA leaves its encoder's last layer out."""
-WITHOUT = "abc"
-"""A prompt without a picture."""
 
 
 def template(kind: str) -> str:
@@ -144,13 +183,13 @@ def expected(model: Path, kind: str, tokens: int) -> list[list[int]]:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    network.generation_config.eos_token_id = None  # which the engines ignore
     processor = AutoProcessor.from_pretrained(model)
     asked = [{"text": PROMPTS[kind], "images": picture} for picture in pictures()] + [{"text": WITHOUT}]
     found = []
     for ask in asked:
         inputs = processor(return_tensors="pt", **ask)
-        length = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
         with torch.no_grad():
-            output = network.generate(**inputs, **length)
+            output = network.generate(**inputs, max_new_tokens=tokens, do_sample=False)
         found.append(output[0, inputs["input_ids"].shape[1] :].tolist())
     return found

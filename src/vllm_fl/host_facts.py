@@ -19,6 +19,7 @@ _LAYERS = "vllm.model_executor.layers"
 _MOE = f"{_LAYERS}.fused_moe"
 _MLA = f"{_LAYERS}.attention.mla_attention"
 _DELTA_NET = f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn"
+_MIXER1 = f"{_LAYERS}.mamba.mamba_mixer:MambaMixer"
 _MIXER = f"{_LAYERS}.mamba.mamba_mixer2:MambaMixer2"
 _SHORT_CONV = f"{_LAYERS}.mamba.short_conv:ShortConv"
 _ROPE = f"{_LAYERS}.rotary_embedding"
@@ -80,6 +81,14 @@ READ = (
         since="0.32",
     ),
     HostFact(
+        _MIXER1,
+        ("kv_cache", "in_proj", "out_proj", "conv1d", "dt_proj", "A", "D", "activation", "_ssm_transform(x)"),
+        "reads",
+        "mamba1",
+        "The layer's weights and states, and how a step and both sides of a state come from a token.",
+        since="0.32",
+    ),
+    HostFact(
         f"{_LAYERS}.mamba.mamba_mixer2:Mixer2RMSNormGated",
         ("weight", "variance_epsilon", "group_size", "n_groups", "tp_size", "use_rms_norm"),
         "reads",
@@ -104,7 +113,7 @@ READ = (
             "The layer's states, and the name by which it finds a step's batch.",
             since="0.32",
         )
-        for owner in (f"{_DELTA_NET}:QwenGatedDeltaNetAttention", _MIXER, _SHORT_CONV)
+        for owner in (f"{_DELTA_NET}:QwenGatedDeltaNetAttention", _MIXER, _MIXER1, _SHORT_CONV)
     ),
     HostFact(
         "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
@@ -114,7 +123,7 @@ READ = (
         ),
         "reads",
         "state_space",
-        "How a step's batch is sorted, and where its states lie; short convolutions have the same.",
+        "How a step's batch is sorted, and where its states lie; Mamba 1 and short convolutions have the same.",
         since="0.32",
     ),
     HostFact(
@@ -493,6 +502,14 @@ OVERRIDDEN = (
         "state_space",
         "vLLM's operator of the core calls the first by this name, and its own code there is Triton's; the second "
         "would promise states that it puts aside in the midst of a prompt.",
+        since="0.32",
+    ),
+    HostFact(
+        _MIXER1,
+        ("forward_impl(hidden_states, output)",),
+        "overrides",
+        "mamba1",
+        "vLLM's operator of the layer calls it by this name, and its own code is made of CUDA's and Triton's kernels.",
         since="0.32",
     ),
     HostFact(

@@ -26,7 +26,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
 from fl_dispatch.types import BackendImplKind
 
-from . import delta_net, encoder_attention, forwards, linear, moe, short_conv, state_space
+from . import delta_net, encoder_attention, forwards, linear, mamba1, moe, short_conv, state_space
 from .compat import layer_classes
 from .forwards import DispatchedLayer
 
@@ -129,6 +129,7 @@ LAYER_CLASSES = (
         delta_net.DeltaNetLayer,
         since="0.32",
     ),
+    LayerClass(f"{_LAYERS}.mamba.mamba_mixer", "MambaMixer", mamba1.Mamba1Layer, since="0.32"),
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "MambaMixer2", state_space.StateSpaceLayer, since="0.32"),
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "Mixer2RMSNormGated", state_space.StateSpaceNormLayer, since="0.32"),
     LayerClass(f"{_LAYERS}.mamba.short_conv", "ShortConv", short_conv.ShortConvLayer, since="0.32"),

@@ -23,6 +23,7 @@ EXPERT_LAYERS = {
 """The layers without which no mixture of experts runs, with their operators (see ``moe``)."""
 STATE_LAYERS = {
     "QwenGatedDeltaNetAttention": delta_net.OPERATORS,
+    "MambaMixer": state_space.OPERATORS,
     "MambaMixer2": state_space.OPERATORS,
     "ShortConv": short_conv.OPERATORS,
 }
@@ -31,6 +32,11 @@ STATE_MODELS = {
     "Qwen3NextForCausalLM": "QwenGatedDeltaNetAttention",
     "Qwen3_5ForCausalLM": "QwenGatedDeltaNetAttention",
     "Qwen3_5MoeForCausalLM": "QwenGatedDeltaNetAttention",
+    "Qwen3_5ForConditionalGeneration": "QwenGatedDeltaNetAttention",
+    "Qwen3_5MoeForConditionalGeneration": "QwenGatedDeltaNetAttention",
+    "MambaForCausalLM": "MambaMixer",
+    "FalconMambaForCausalLM": "MambaMixer",
+    "JambaForCausalLM": "MambaMixer",
     "Mamba2ForCausalLM": "MambaMixer2",
     "GraniteMoeHybridForCausalLM": "MambaMixer2",
     "FalconH1ForCausalLM": "MambaMixer2",

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 OPERATORS = ("causal_conv1d", "causal_conv1d_update", "selective_scan", "selective_state_update")
 
 
-class StateSpaceLayer(StateLayer):
-    """``MambaMixer2``: runs four operators, two for prompts and two for single tokens."""
+class ScanLayer(StateLayer):
+    """A layer with a convolution and a state space: four operators, two for prompts and two for single tokens."""
 
     fl_operator = "selective_scan"
     fl_choices = OPERATORS
@@ -31,6 +31,19 @@ class StateSpaceLayer(StateLayer):
     fl_scan: Callable[..., Tensor]
     fl_update: Callable[..., Tensor]
     activation: str
+    conv1d: Any
+    A: Tensor
+    D: Tensor
+
+    def fl_bind(self, scope: str | None) -> None:
+        self.fl_convolve, self.fl_convolve_token, self.fl_scan, self.fl_update = (
+            bind_op(operator, scope) for operator in OPERATORS
+        )
+
+
+class StateSpaceLayer(ScanLayer):
+    """``MambaMixer2``: vLLM's projections around our convolution and state space."""
+
     tp_size: int
     head_dim: int
     ssm_state_size: int
@@ -38,15 +51,7 @@ class StateSpaceLayer(StateLayer):
     tped_intermediate_size: int
     tped_conv_size: int
     tped_dt_size: int
-    conv1d: Any
-    A: Tensor
-    D: Tensor
     dt_bias: Tensor
-
-    def fl_bind(self, scope: str | None) -> None:
-        self.fl_convolve, self.fl_convolve_token, self.fl_scan, self.fl_update = (
-            bind_op(operator, scope) for operator in OPERATORS
-        )
 
     def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
         """vLLM's, but for states that a step would have to put aside in the midst of a prompt: it ends there."""

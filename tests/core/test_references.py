@@ -355,7 +355,8 @@ def exact_selective_scan(x, dt, a, b, c, d, dt_bias, states, slots, starts, has_
         old = has_state is None or bool(has_state[request])
         state = states[slot].clone() if old else torch.zeros_like(states[slot])
         for row in range(begin, end):
-            state *= torch.exp(step[row] * a)[:, None, None]
+            by_column = a if a.dim() == 2 else a[:, None]
+            state *= torch.exp(step[row][:, None] * by_column)[:, None, :]
             state += (step[row][:, None] * x[row])[:, :, None] * b[row, group][:, None]
             result[row] = (state * c[row, group][:, None]).sum(2) + (0.0 if d is None else d[:, None] * x[row])
         if end > begin:

@@ -12,12 +12,12 @@ from engines import PROMPTS, STEP, Runs, expected_tokens, ran, start
 from architectures import ARCHITECTURES, build_architecture
 from sampling import drawn
 
-WITHOUT_ATTENTION = {"mamba2"}
+WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
 """Run by ``test_states.py``."""
 NAMES = drawn(tuple(name for name in ARCHITECTURES if name not in WITHOUT_ATTENTION), 3, "architectures")
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 WRONG = {"prefer": "reference", "per_op_order": {"paged_attention": ["impl:vendor.wrong"]}}
-EXPERTS = {"olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "qwen3_next", "granitemoehybrid", "lfm2_moe"}
+EXPERTS = {"olmoe", "granitemoe", "gpt_oss", "qwen2_moe", "qwen3_next", "granitemoehybrid", "jamba", "lfm2_moe"}
 TRANSFORMERS = {"olmo2", "smollm3"}
 """Those with a norm that vLLM puts into Transformers' own class of the model."""
 

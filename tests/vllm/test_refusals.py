@@ -42,10 +42,12 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "mamba": "MambaForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "jamba": "JambaForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "whisper": "WhisperForConditionalGeneration",
     "deepseek_v32": "DeepseekV32ForCausalLM",
 }
@@ -54,13 +56,13 @@ ARCHITECTURES = {
 def _describe(family: str) -> Any:
     """The configuration of a small model."""
     import transformers
-    from transformers import MambaConfig, WhisperConfig
+    from transformers import OlmoHybridConfig, WhisperConfig
 
     if family in architectures.ARCHITECTURES:
         kind, shape = architectures.ARCHITECTURES[family]
         return getattr(transformers, kind)(**shape)
-    if family == "mamba":
-        return MambaConfig(num_hidden_layers=2, hidden_size=64, vocab_size=VOCABULARY)
+    if family == "olmo_hybrid":
+        return OlmoHybridConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=VOCABULARY)
     if family == "whisper":
         heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
         return WhisperConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=2, decoder_layers=2, **heads)
@@ -110,7 +112,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 @pytest.mark.parametrize(
     ("family", "arguments", "named"),
     [
-        ("mamba", {}, "the layers with a state of MambaForCausalLM"),
+        ("olmo_hybrid", {}, "the layers with a state of OlmoHybridForCausalLM"),
         ("mamba2", {"use_replayssm": True}, "states that are replayed from a buffer (use_replayssm)"),
         ("lfm2", {"enable_lora": True}, "LoRA on models whose layers keep a state"),
         ("qwen3_next", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
@@ -263,6 +265,8 @@ def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any])
         ("deepseek_v2", {}),
         ("qwen3_next", {}),
         ("qwen3_5", {"enable_prefix_caching": False}),
+        ("mamba", {}),
+        ("jamba", {"tensor_parallel_size": 2}),
         ("mamba2", {}),
         ("granitemoehybrid", {"tensor_parallel_size": 2}),
         ("lfm2", {}),
@@ -324,7 +328,12 @@ def test_a_list_that_leaves_out_the_experts_is_refused_for_a_model_that_has_some
 
 @pytest.mark.parametrize(
     ("family", "layer"),
-    [("qwen3_5", "QwenGatedDeltaNetAttention"), ("granitemoehybrid", "MambaMixer2"), ("lfm2", "ShortConv")],
+    [
+        ("qwen3_5", "QwenGatedDeltaNetAttention"),
+        ("jamba", "MambaMixer"),
+        ("granitemoehybrid", "MambaMixer2"),
+        ("lfm2", "ShortConv"),
+    ],
 )
 @pytest.mark.parametrize(
     "names", ["rms_norm,fused_moe,topk_softmax", "rms_norm_gated,RMSNormGated,MoERunner,fused_moe"]
@@ -337,7 +346,7 @@ def test_a_list_that_leaves_out_layers_with_a_state_is_refused_for_a_model_that_
         configure(family)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba", "mamba2", "lfm2"])
 def test_states_are_refused_on_accelerators_and_where_they_cannot_be_moved(
     family: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

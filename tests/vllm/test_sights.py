@@ -5,26 +5,41 @@ from __future__ import annotations
 import http.server
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engines import MAX_TOKENS, start_features
+from engines import MAX_TOKENS, RUNNERS, start_features
 
 import sights
+from sampling import drawn
 
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 VISITOR = "qwen2_vl"
 """The model that fetches pictures itself."""
-each = pytest.mark.parametrize("kind", sights.KINDS)
+ENGINE = {"max_model_len": 256, "max_num_batched_tokens": 256}
+TEXT_ALONE = "language model only"
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    TEXT_ALONE: {"language_model_only": True},
+    "V1": {},
+    "compiled": {"enforce_eager": False},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+    "chunks of 32 tokens": {"max_num_batched_tokens": 32},
+}
+"""Ways to run a model that sees and keeps a state."""
+HYBRIDS = drawn(sorted(sights.HYBRID), 1, "hybrids that see")
+DRAWN = drawn(tuple((kind, way) for kind in HYBRIDS for way in WAYS), 1, "ways to run a hybrid that sees")
+KINDS = [kind for kind in sights.KINDS if kind in HYBRIDS or kind not in sights.HYBRID]
+each = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sights")
-    return {kind: sights.build(kind, folder / kind) for kind in sights.KINDS}
+    return {kind: sights.build(kind, folder / kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -53,35 +68,42 @@ def gallery() -> Iterator[tuple[int, list[str]]]:
         server.shutdown()
 
 
+def _look(kind: str, pictures: list[Any]) -> dict[str, Any]:
+    """A step of ``run_features`` with one prompt a picture, and one without any."""
+    pixels = [np.asarray(picture).tolist() for picture in pictures]
+    asked = {"prompt": sights.PROMPTS[kind], "pictures": pixels, "text": sights.WITHOUT}
+    return {"do": "look", "max_tokens": MAX_TOKENS, **asked}
+
+
 @pytest.fixture(scope="module")
 def runs(models: dict[str, Path], gallery: tuple[int, list[str]]) -> dict[str, Any]:
     """Two passes over the same prompts, and one with a wrong attention in the encoder alone."""
     places = (("127.0.0.1", "picture"), ("127.0.0.1", "moved"), ("localhost", "picture"))
     urls = [f"http://{host}:{gallery[0]}/{page}" for host, page in places]
-    pictures = [np.asarray(picture).tolist() for picture in sights.pictures()]
 
     def job(kind: str) -> Any:
-        prompt = sights.PROMPTS[kind]
-        asked = {"prompt": prompt, "pictures": pictures, "text": sights.WITHOUT, "max_tokens": MAX_TOKENS}
-        look = {"do": "look", **asked}
+        prompt, look = sights.PROMPTS[kind], _look(kind, sights.pictures())
         wrong = {f"paged_attention@{sights.ENCODERS[kind][0]}": ["impl:vendor.wrong"]}
         steps = [look, look, {"do": "policy", "prefer": "reference", "per_op_order": wrong}, {**look, "anew": True}]
         if kind == VISITOR:
             around = {"around": prompt.split(sights.IMAGES[kind]), "template": sights.template(kind)}
             steps.append({"do": "visit", "urls": urls, "max_tokens": MAX_TOKENS, **around})
-        engine = {"max_model_len": 256, "max_num_batched_tokens": 256, "allowed_media_domains": ["127.0.0.1"]}
-        return models[kind], steps, engine
+        return models[kind], steps, {**ENGINE, "allowed_media_domains": ["127.0.0.1"]}
 
     started = start_features(*map(job, models), **PLUGIN, VLLM_MEDIA_URL_ALLOW_REDIRECTS="0")
     return dict(zip(models, started.result()["runs"], strict=True))
 
 
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[list[int]]]:
+    return {kind: sights.expected(path, kind, MAX_TOKENS) for kind, path in models.items()}
+
+
 @each
-def test_tokens_equal_hugging_face(kind: str, runs: dict[str, Any], models: dict[str, Path]) -> None:
-    expected = sights.expected(models[kind], kind, MAX_TOKENS)
+def test_tokens_equal_hugging_face(kind: str, runs: dict[str, Any], expected: dict[str, list[list[int]]]) -> None:
     first, again, *_ = runs[kind]["steps"]
-    assert first["tokens"] == again["tokens"] == expected
-    assert expected[0] != expected[1]
+    assert first["tokens"] == again["tokens"] == expected[kind]
+    assert expected[kind][0] != expected[kind][1]
 
 
 @each
@@ -96,7 +118,8 @@ def test_the_encoder_and_the_decoder_attend_by_our_operator(kind: str, runs: dic
     report = runs[kind]["report"]
     assert report["layers"]["MMEncoderAttention"] == sights.ENCODERS[kind][1]
     assert report["native_layers"] == {}
-    assert {"rms_norm", "paged_attention"} <= {key.split(" ")[0] for key in report["counts"]}
+    norm = "gemma_rms_norm" if kind in sights.HYBRID else "rms_norm"
+    assert {norm, "paged_attention"} <= {key.split(" ")[0] for key in report["counts"]}
     assert report["failed"] == {}
 
 
@@ -118,3 +141,18 @@ def test_pictures_come_from_the_hosts_that_are_allowed_and_from_nowhere_else(
     assert "cannot identify image file" in moved
     assert "The URL must be from one of the allowed domains" in other
     assert gallery[1] == ["/picture", "/moved"]
+
+
+@pytest.mark.parametrize(("kind", "way"), DRAWN)
+def test_a_hybrid_sees_however_it_runs(
+    kind: str, way: str, models: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    look = _look(kind, [] if way == TEXT_ALONE else sights.pictures())
+    engine = {**ENGINE, **WAYS[way]}
+    (run,) = start_features((models[kind], [look, look], engine), **RUNNERS.get(way, {})).result()["runs"]
+    first, again = (step["tokens"] for step in run["steps"])
+    assert first == again == expected[kind][-1 if way == TEXT_ALONE else 0 :]
+    assert ("MMEncoderAttention" in run["report"]["layers"]) == (way != TEXT_ALONE)
+    assert {"gated_delta_rule", "gated_delta_rule_update"} <= {key.split(" ")[0] for key in run["report"]["counts"]}
+    assert run["report"]["model_runner"] == ("V1" if way == "V1" else "V2")
+    assert run["report"]["native_layers"] == {}

@@ -1,4 +1,4 @@
-"""Selective state spaces, as Mamba 2 has them: a state for each request in place of all its keys and values.
+"""Selective state spaces, as Mamba and Mamba 2 have them: a state for each request in place of all its keys and values.
 
 As in :mod:`.recurrent` an operator for prompts takes ragged sequences, and one for single tokens one row a request.
 """
@@ -17,8 +17,8 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
 
 
 def _work(*args: Tensor) -> Work:
-    x, dt, _, b, c, _, _, states, state_indices = args[:9]
-    moved = 2 * bytes_of(x) + bytes_of(dt, b, c) + states_bytes(states, len(state_indices))
+    x, dt, a, b, c, _, _, states, state_indices = args[:9]
+    moved = 2 * bytes_of(x) + bytes_of(dt, a, b, c) + states_bytes(states, len(state_indices))
     return Work(moved, 5 * x.shape[0] * states.shape[1:].numel())
 
 
@@ -50,21 +50,21 @@ def selective_scan(
     query_start_loc: Tensor,
     has_state: Tensor | None = None,
 ) -> Tensor:
-    """A selective state space over ragged sequences, with one decay a head (Dao and Gu, arXiv 2405.21060, section 2).
+    """A selective state space over ragged sequences (Gu and Dao, arXiv 2312.00752, section 3).
 
-    A head's state ``S`` decays by how long a token lasts, its step, and takes the token in as long (Gu and Dao, arXiv
-    2312.00752, 3.2 and 3.6)::
+    A head's state ``S`` decays by how long a token lasts, its step, and takes the token in as long::
 
         step = softplus(dt + dt_bias)
         S = exp(step * a) * S + step * x^T b
         out = S c + d * x
 
-    Head ``h`` reads group ``h // (heads // groups)``.
+    Head ``h`` reads group ``h // (heads // groups)``. Mamba 2 has one decay a head (Dao and Gu, arXiv 2405.21060,
+    section 2). In Mamba each channel is a head, ``head_dim`` is 1, and each number of its state has a decay.
 
     Args:
         x: ``[tokens, heads, head_dim]``, floating point, any strides.
         dt: ``[tokens, heads]``, likewise: the step, before its bias and the softplus.
-        a: ``[heads]``, floating point, negative.
+        a: ``[heads]``, floating point, negative; or ``[heads, state_size]``, one for each column of a head's state.
         b: ``[tokens, groups, state_size]``, dtype of ``x``, any strides: what goes into the state.
         c: likewise: what is read from it.
         d: ``[heads]``, floating point: the part of a token that passes the state by, or ``None`` for nothing.
@@ -112,7 +112,7 @@ def selective_state_update(
     Args:
         x: ``[requests, heads, head_dim]``, floating point, any strides.
         dt: ``[requests, heads]``, likewise: the step, before its bias and the softplus.
-        a: ``[heads]``, floating point, negative.
+        a: ``[heads]``, floating point, negative; or ``[heads, state_size]``, one for each column of a head's state.
         b: ``[requests, groups, state_size]``, dtype of ``x``, any strides: what goes into the state.
         c: likewise: what is read from it.
         d: ``[heads]``, floating point: the part of a token that passes the state by, or ``None`` for nothing.

@@ -347,40 +347,46 @@ def delta_updates(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shap
         yield from _each(model, _requests(tokens), (width,), lambda place, n, _, h=heads: correct_tokens(place, n, h))  # type: ignore[misc]
 
 
-SPACES, SPACE_DIMS = {"Mamba2-2.7B": (80, 1), "NVIDIA-Nemotron-Nano-9B-v2": (128, 8)}, (64, 128)
-"""Heads and groups of two models with state spaces, the size of a head, and that of a state."""
+SPACES = {
+    "Mamba2-2.7B": (80, 1, 64, 128),
+    "NVIDIA-Nemotron-Nano-9B-v2": (128, 8, 64, 128),
+    "mamba-2.8b": (5120, 1, 1, 16),
+}
+"""Heads and groups of models with state spaces, the size of a head, and that of a state; heads of one number have a
+decay for each column."""
 
 
-def _space(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+def _space(place: Place, rows: int, requests: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """Tokens, steps, decays, what goes into a state and out of it, a head's parameters, states and slots."""
-    (count, groups), (head_dim, state_size) = heads, SPACE_DIMS
+    count, groups, head_dim, state_size = sizes
     x, dt = place.normal(rows, count, head_dim), place.normal(rows, count)
     b, c = (place.normal(rows, groups, state_size) for _ in range(2))
-    a, parameters = -place.normal(count, dtype=torch.float32).exp(), (place.normal(count) for _ in range(2))
+    decays = (count, state_size) if head_dim == 1 else (count,)
+    a, parameters = -place.normal(*decays, dtype=torch.float32).exp(), (place.normal(count) for _ in range(2))
     states = place.normal(requests, count, head_dim, state_size, dtype=torch.float32)
     slots = torch.randperm(requests, device=place.index_device).to(torch.int32)
     return x, dt, a, b, c, *parameters, states, slots
 
 
-def scan(place: Place, requests: int, length: int, heads: tuple[int, int]) -> tuple[Any, ...]:
+def scan(place: Place, requests: int, length: int, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """Prompts of a state space, all of them new."""
     has_state = torch.zeros(requests, dtype=torch.bool, device=place.index_device)
-    parts, starts = _space(place, requests * length, requests, heads), _steps(place, requests, length)
+    parts, starts = _space(place, requests * length, requests, sizes), _steps(place, requests, length)
     return *parts, starts, has_state
 
 
 def scans(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``selective_scan``."""
-    for model, heads in SPACES.items():
-        for shape in _prefills(max(tokens), lambda place, batch, n, h=heads: scan(place, batch, n, h)):  # type: ignore[misc]
+    for model, sizes in SPACES.items():
+        for shape in _prefills(max(tokens), lambda place, batch, n, s=sizes: scan(place, batch, n, s)):  # type: ignore[misc]
             yield replace(shape, label=f"{model}, {shape.label}")
 
 
 def state_updates(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``selective_state_update``."""
-    for model, heads in SPACES.items():
-        width = heads[0] * SPACE_DIMS[0]
-        yield from _each(model, _requests(tokens), (width,), lambda place, n, _, h=heads: _space(place, n, n, h))  # type: ignore[misc]
+    for model, sizes in SPACES.items():
+        width = sizes[0] * sizes[2]
+        yield from _each(model, _requests(tokens), (width,), lambda place, n, _, s=sizes: _space(place, n, n, s))  # type: ignore[misc]
 
 
 def _routed(place: Place, tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ class _StateSpaces(States):
     """Makes inputs of ``selective_scan`` and ``selective_state_update``."""
 
     def rows(
-        self, rows: int, heads: tuple[int, int], dims: tuple[int, int], bare: bool
+        self, rows: int, heads: tuple[int, int], dims: tuple[int, int], bare: bool, by_column: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """The operands before the states: ``x``, ``b`` and ``c`` are cut out of one product."""
         (count, groups), (head_dim, state_size) = heads, dims
@@ -26,6 +26,8 @@ class _StateSpaces(States):
         dt = self.normal(rows, count + 8)[:, 8:]
         # Some heads forget in a few tokens, some hardly at all.
         a = -torch.linspace(-4.0, 1.5, count).exp().to(self.device, torch.promote_types(self.dtype, torch.float32))
+        if by_column:
+            a = a[:, None] * torch.linspace(0.25, 2.0, state_size).to(a)
         by_group = (rows, groups, state_size)
         d, dt_bias = (None, None) if bare else (self.normal(count), self.normal(count))
         x, b, c = x.view(rows, count, head_dim), b.view(by_group), c.mul_(state_size**-0.5).view(by_group)
@@ -50,6 +52,7 @@ class _StateSpaces(States):
         padding: int = 0,
         half_states: bool = False,
         bare: bool = False,
+        by_column: bool = False,
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
@@ -65,12 +68,13 @@ class _StateSpaces(States):
             padding: rows that no sequence covers.
             half_states: states have the dtype of ``x``.
             bare: ``d`` and ``dt_bias`` are missing.
+            by_column: each column of a head's state has a decay.
             stale: the numbers in the slots of new requests.
             serving: see :class:`Sample`.
         """
         states, slots = self.slots_of(len(lengths), heads, dims, apart, half_states)
         has_state = None if new is None else self.new_requests(states, slots, new, stale)
-        rows = self.rows(sum(lengths) + padding, heads, dims, bare)
+        rows = self.rows(sum(lengths) + padding, heads, dims, bare, by_column)
         return Sample(label, (*rows, states, slots, starts(lengths).to(self.device), has_state), serving)
 
     def tokens(
@@ -83,10 +87,11 @@ class _StateSpaces(States):
         apart: int = 0,
         half_states: bool = False,
         bare: bool = False,
+        by_column: bool = False,
         serving: bool = True,
     ) -> Sample:
         """One token of each request."""
-        rows = self.rows(requests, heads, dims, bare)
+        rows = self.rows(requests, heads, dims, bare, by_column)
         return Sample(label, (*rows, *self.slots_of(requests, heads, dims, apart, half_states)), serving)
 
 
@@ -98,8 +103,11 @@ def scan_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
     yield sample("padded pages and batch", (20, 0, 65), (4, 4), (32, 64), new=(0,), apart=48, padding=3)
     yield sample("every request has a state", (9, 30), (6, 2), (64, 64), new=None)
     yield sample("states of the model's type", (70, 5), (4, 1), (64, 64), new=(1,), half_states=True)
+    yield sample("Mamba: a decay for each column", LENGTHS, (96, 1), (1, 16), new=(1, 3), by_column=True)
     yield sample("neither d nor a bias", (12, 3), (4, 1), (32, 32), new=(1,), bare=True, serving=False)
     yield sample("head size 24, state size 40, 3 groups", (70, 2), (9, 3), (24, 40), new=(0,), serving=False)
+    yield sample("decays of columns, head size 3, 2 groups", (70, 2), (4, 2), (3, 8), new=(0,), bare=True,
+                 by_column=True, serving=False)  # fmt: skip
     yield sample("one token of one element", (1,), (1, 1), (1, 1), new=(0,), serving=False)
     yield sample("empty batch", (), (4, 2), (32, 32), serving=False)
 
@@ -123,8 +131,11 @@ def update_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("8 requests", 8, (4, 2), (64, 128))
     yield sample("padded pages", 5, (4, 4), (64, 32), apart=48)
     yield sample("states of the model's type", 3, (4, 1), (64, 64), half_states=True)
+    yield sample("Mamba: a decay for each column", 6, (96, 1), (1, 16), by_column=True)
     yield sample("neither d nor a bias", 3, (4, 1), (32, 32), bare=True, serving=False)
     yield sample("head size 24, state size 40, 3 groups", 3, (9, 3), (24, 40), serving=False)
+    yield sample("decays of columns, head size 3, 2 groups", 3, (4, 2), (3, 8), bare=True, by_column=True,
+                 serving=False)  # fmt: skip
     yield sample("one element", 1, (1, 1), (1, 1), serving=False)
     yield sample("empty batch", 0, (4, 2), (32, 32), serving=False)
 

@@ -45,10 +45,12 @@ def supports_selective_state_update(
     states: Tensor,
     state_indices: Tensor,
 ) -> bool | str:
-    """Everything of a token in one dtype, and each state in one piece."""
+    """Everything of a token in one dtype, one decay a head, and each state in one piece."""
     for name, tensor in {"x": x, "dt": dt, "b": b, "c": c, "d": d, "dt_bias": dt_bias}.items():
         if tensor is not None and (why := problem(name, tensor, x, contiguous=False)):
             return why
+    if a.dim() != 1:
+        return "each column of a state has a decay"
     if why := problem("states", states, contiguous=False):
         return why
     _, _, rows, columns = states.shape
