@@ -44,7 +44,7 @@ def verify(method: str) -> None:
         known = ", ".join(SERVED.values())
         raise ValueError(f"vllm_fl does not support quantization '{name}' yet (only {known})")
     if HOST.name not in device.quantized:
-        where = ", ".join(spec.name for spec in device_specs() if HOST.name in spec.quantized)
+        where = ", ".join(sorted(spec.name for spec in device_specs() if HOST.name in spec.quantized))
         raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on {where})")
     if version not in TESTED_HOSTS:
         tested = ", ".join(TESTED_HOSTS)
