@@ -41,7 +41,8 @@ class Forms:
     """The forms of one weight.
 
     ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them. Copies
-    and pickles of a weight begin without forms, because a form may be an address.
+    and pickles of a weight begin without forms, because a form may be an address. Forms that are ``held`` are
+    never given up: compiled code, and graphs, which know their addresses, go on using them.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class Forms:
         self.makers: dict[str, Callable[[Tensor, Any], Any]] = {}
         self.fresh: set[str] = set()
         self.in_a_row = 0
+        self.held = False
         self.given_up = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,8 +106,15 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
     return anew
 
 
-def follow(weight: Tensor, forms: Forms) -> None:
-    """Make all forms anew if the weight was written, or is a new tensor in the place of the one that had them."""
+def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
+    """Make all forms anew if the weight was written, or is a new tensor in the place of the one that had them.
+
+    Args:
+        weight: as it is now.
+        forms: of the declared weight.
+        held: whether compiled code or a captured graph goes on using the forms, so that they must never be given up.
+    """
+    forms.held |= held
     if getattr(weight, ATTRIBUTE, None) is not forms:
         setattr(weight, ATTRIBUTE, forms)
         forms.fresh.clear()
@@ -125,7 +134,9 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         if forms.given_up or name in forms.fresh:
             return forms.made.get(name)
         now, why_not = _as_it_is(weight)
-        if now is None or forms.in_a_row >= IN_A_ROW:
+        if forms.held and forms.made:
+            now = weight.detach() if now is None else now  # made anew each time, if nobody can tell
+        elif now is None or forms.in_a_row >= IN_A_ROW:
             forms.given_up = why_not or f"it was found written {IN_A_ROW} calls in a row"
             forms.made.clear()
             logger.info(

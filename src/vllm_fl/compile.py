@@ -51,6 +51,13 @@ def is_compiled(vllm_config: VllmConfig) -> bool:
     return vllm_config.compilation_config.mode not in (None, CompilationMode.NONE)
 
 
+def is_captured(vllm_config: VllmConfig) -> bool:
+    """Whether graphs of the model are captured."""
+    from vllm.config import CUDAGraphMode
+
+    return vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+
+
 def model_backend(device: DeviceSpec) -> str:
     """The compilation backend for models on a device."""
     return WITHOUT_INDUCTOR if device.inductor is None else DEFAULT_BACKEND

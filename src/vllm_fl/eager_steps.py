@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_world_group
 
 from fl_dispatch import get_default_manager
@@ -74,8 +74,7 @@ class NoEagerSteps:
 def of_worker(vllm_config: VllmConfig, model: nn.Module, runner: Any) -> EagerSteps | NoEagerSteps:
     """Eager steps, where shadow mode is on and could not see the calls of others."""
     sampling, compilation = get_default_manager().state.sampling, vllm_config.compilation_config
-    captured = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-    if sampling is None or not (compile.is_compiled(vllm_config) or captured):
+    if sampling is None or not (compile.is_compiled(vllm_config) or compile.is_captured(vllm_config)):
         return NoEagerSteps()
     if get_world_group().world_size > 1:
         return _told("ranks run in step, and they would have to agree on the steps")

@@ -75,9 +75,11 @@ class Weights:
     Args:
         model: loaded, and bound.
         compiled: whether compiled code will run it.
+        captured: whether graphs will.
     """
 
-    def __init__(self, model: nn.Module, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, compiled: bool, captured: bool = False) -> None:
+        self._held = compiled or captured
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
         named = [*((layer, "weight") for layer in found), *quantized.weights(model)]
         self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
@@ -88,7 +90,7 @@ class Weights:
         """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
         for layer, name, forms in self.declared:
             if (weight := _own(layer, name)) is not None:
-                prepared.follow(weight, forms)
+                prepared.follow(weight, forms, self._held)
 
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""

@@ -70,7 +70,8 @@ class WorkerFL(Worker):
             lora.tell_prompts(self.model_runner)
         model = self.fl_models()
         layers.bind_scopes(model)
-        self.fl_weights = linear.Weights(model, compile.is_compiled(self.vllm_config))
+        config = self.vllm_config
+        self.fl_weights = linear.Weights(model, compile.is_compiled(config), compile.is_captured(config))
         ranks.warn_of_unmatched_scopes()
         self.fl_survey = layers.survey(model)
         logger.info("%s", self.fl_survey.describe())

@@ -172,3 +172,14 @@ def test_compiled_code_uses_what_was_followed_before(weight: Tensor) -> None:
     assert len(make.befores) == 2
     prepared.follow(weight, forms)
     assert len(make.befores) == 2
+
+
+def test_forms_that_are_held_are_never_given_up(weight: Tensor) -> None:
+    """A captured graph would go on reading where they were."""
+    make, forms = Maker(), prepared.declare(weight)
+    prepared.of(weight, "a", make)
+    for _ in range(2 * prepared.IN_A_ROW):
+        weight.data.add_(1.0)
+        prepared.follow(weight, forms)
+        assert torch.equal(forms.made["a"], weight)
+    assert torch.equal(form(weight, "a", make), weight)

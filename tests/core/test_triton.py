@@ -213,6 +213,34 @@ def test_a_kernel_is_right_in_the_interpreter(interpreted: list[Any], name: str,
     assert all_ran
 
 
+OLDER_GPU = """
+import json, torch
+from fl_dispatch import call_op, freeze_dispatch, get_default_manager
+from fl_dispatch.backends.triton.impl import launch
+launch.capability = lambda device: (8, 0)
+manager, ran, ones = get_default_manager(), {}, torch.ones(48, 1)
+freeze_dispatch(compiling=False)
+manager.set_counting()
+for kind in ("int8", "float8_e4m3fn"):
+    manager.reset_counts()
+    x, weight = (torch.zeros(rows, 64).to(getattr(torch, kind)) for rows in (2, 48))
+    call_op("quantize", torch.zeros(2, 64), kind)
+    call_op("scaled_linear", x, ones[:2], weight, ones)
+    call_op("weight_only_linear", torch.zeros(2, 64), weight, ones)
+    ran[kind] = sorted({impl_id for (_, impl_id), count in manager.call_counts().items() if count})
+print(json.dumps(ran))
+"""
+
+
+@needs_triton
+def test_fp8_is_left_to_others_where_it_does_not_compile() -> None:
+    """By the choice itself: under frozen dispatch a kernel that declines would end the call."""
+    names = ("quantize", "scaled_linear", "weight_only_linear")
+    per_op = ";".join(f"{name}=impl:default.triton|reference" for name in names)
+    ran = json.loads(run(OLDER_GPU, TRITON_INTERPRET="1", VLLM_FL_PER_OP=per_op))
+    assert ran == {"int8": ["default.triton"], "float8_e4m3fn": ["reference.torch"]}
+
+
 def test_every_kernel_is_registered_below_flaggems_whether_or_not_it_can_run() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()

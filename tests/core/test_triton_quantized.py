@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from fl_dispatch import NotSupported
-from fl_dispatch.backends.triton.impl import launch, quantize, scaled, weight_only
+from fl_dispatch.backends.triton.impl import scaled, weight_only
 
 FP8 = torch.float8_e4m3fn
 HALF, SINGLE = torch.float16, torch.float32
@@ -22,7 +19,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module, kernels in ((scaled, ("row", "rows", "tiles")), (weight_only, ("row", "rows", "dequantize"))):
         for name in kernels:
             monkeypatch.setattr(module, f"_launch_{name}", lambda *args, name=name, **options: names.append(name))
-    monkeypatch.setattr(quantize, "_launch", lambda *args, **options: names.append("quantize"))
     return names
 
 
@@ -78,22 +74,3 @@ def test_rows_groups_and_types_decide_how_few_bits_are_multiplied(
     found = weight_only.weight_only_linear(torch.zeros(rows, inner, dtype=dtype), weight, scale)
     assert launched == kernels
     assert (found.shape, found.dtype) == ((rows, 40), dtype)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "has", "refused"), [(FP8, (8, 6), True), (FP8, (8, 9), False), (torch.int8, (8, 0), False)]
-)
-def test_fp8_is_declined_where_it_does_not_compile(
-    dtype: torch.dtype, has: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch, launched: list[str]
-) -> None:
-    monkeypatch.setattr(launch, "capability", lambda device: has)
-    x, weight, ones = torch.zeros(2, 64, dtype=dtype), torch.zeros(48, 64, dtype=dtype), torch.ones(48, 1)
-    calls = [
-        lambda: scaled.scaled_linear(x, ones[:2], weight, ones),
-        lambda: weight_only.weight_only_linear(torch.zeros(2, 64), weight, ones),
-        lambda: quantize.quantize(torch.zeros(2, 64), str(dtype).removeprefix("torch.")),
-    ]
-    for call in calls:
-        with pytest.raises(NotSupported, match=r"fp8 on compute capability 8\.6") if refused else nullcontext():
-            call()
-    assert bool(launched) is not refused

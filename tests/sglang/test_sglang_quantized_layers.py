@@ -42,6 +42,17 @@ REFUSED = {
         {**compressed("float-quantized", whole("float", "channel"), TOKEN_FP8), "sparsity_config": SPARSE},
         "sparse weights",
     ),
+    "rotated inputs": (
+        {
+            **compressed("pack-quantized", {**W4, "group_size": 32}, None),
+            "transform_config": {"config_groups": {"R4": {}}},
+        },
+        "'transform_config'",
+    ),
+    "layers in fp8 besides": (
+        {**compressed("pack-quantized", {**W4, "group_size": 32}, None), "linear_fp8_config": FP8_CONFIG},
+        "'linear_fp8_config'",
+    ),
     "int8 for inputs of fp8": (
         compressed("int-quantized", whole("int", "channel"), {**whole("float", "token"), "dynamic": True}),
         "weights of 8 bits",

@@ -58,6 +58,7 @@ class Verification:
         declined: the other inputs, label → why the implementation does not take them.
         worst: the largest error, or ``None`` where nothing was compared.
         rounding: errors of half-type results in units of the last place.
+        mean_error: the largest bound of their mean among the inputs.
         problems: what is wrong, one sentence each, beginning with the sample's label.
         failed: the inputs that something was wrong with, label → the arguments in words.
     """
@@ -73,6 +74,7 @@ class Verification:
     declined: dict[str, str] = field(default_factory=dict)
     worst: Deviation | None = None
     rounding: Rounding = field(default_factory=Rounding)
+    mean_error: float = 0.0
     problems: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -140,7 +142,7 @@ def verify(
         first = _verify_input(found, given, function, repeats, deterministic, bool(compiled))
         if first is not None and given.serving and first:
             stable.append((given, first))
-    if not found.problems and (problem := found.rounding.problem(inputs.operator.mean_error)):
+    if not found.problems and (problem := found.rounding.problem(found.mean_error)):
         found.problems.append(f"all inputs: {problem}")
     if stable and not found.problems and not compiled:
         with load(device):
@@ -233,7 +235,9 @@ def _judged(
     if compared.worst is not None and (found.worst is None or not compared.worst.share <= found.worst.share):
         found.worst = compared.worst
     found.rounding += compared.rounding
-    problem = compared.problem or compared.rounding.problem(operator.mean_error)
+    bound = operator.most_mean_error(given.args)
+    found.mean_error = max(found.mean_error, bound)
+    problem = compared.problem or compared.rounding.problem(bound)
     if compared.missing:
         marked = [] if compiled else _marked(given, function)
         problem = absent(kept, marked, compared.missing, UNTOUCHED)

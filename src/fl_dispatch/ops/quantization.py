@@ -167,7 +167,6 @@ def _fp8_terms(x: Tensor, *args: object) -> int:
     aliases=("scaled_mm", "quant_matmul", "w8a8_linear", "block_scaled_mm"),
     terms=row_terms,
     narrow_terms=_fp8_terms,
-    mean_error=SEVERAL_ROUNDINGS,  # of such sums, in float16
     workload=_scaled_workload,
     work=_scaled_work,
 )

@@ -31,6 +31,8 @@ from .schemes import CHANNEL, TENSOR, QuantizedMethod
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
+UNREAD = ("transform_config", "linear_fp8_config")
+"""Parts of a checkpoint's configuration that SGLang drops, or computes by layers of its own."""
 REORDERED = ("group", "dynamic")
 """The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
 
@@ -177,6 +179,14 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         if any(found.format != "dense" for found in self.sparsity_scheme_map.values()):
             raise refused("sparse weights of compressed-tensors")
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfigFL:
+        for key in UNREAD:
+            if config.get(key):
+                raise refused(f"compressed-tensors with '{key}'")
+        made: CompressedTensorsConfigFL = super().from_config(config)
+        return made
+
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
         found = self._products(layer, prefix) if kinds is EXPERTS else self.get_scheme_dict(layer, prefix)
         return None if not found or found["weights"] is None else _compressed(found, self.quant_format, prefix, kinds)
@@ -261,6 +271,8 @@ class AWQConfigFL(Served, AWQConfig):
             return None
         if not self.zero_point:
             raise refused(f"'awq' without zero points ({prefix})")
+        if kinds is EXPERTS and self.group_size <= 0:
+            raise refused(f"experts quantized by 'awq' without groups ({prefix})")
         return kinds.awq(self.weight_bits, self.group_size, True)
 
 

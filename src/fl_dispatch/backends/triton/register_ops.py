@@ -78,6 +78,7 @@ def register_builtins(registry: Registry) -> None:
             for name in IMPLEMENTED
         ]
     else:
+        from .impl import quantize, scaled, weight_only
         from .triton import TritonBackend
 
         # In host memory the launch declines, so that a call need not look where its tensors are.
@@ -85,6 +86,11 @@ def register_builtins(registry: Registry) -> None:
             BackendImplKind.DEFAULT,
             IMPL_ID,
             PRIORITY,
+            supports={
+                "quantize": quantize.supports,
+                "scaled_linear": scaled.supports,
+                "weight_only_linear": weight_only.supports,
+            },
             device_types=None if interpreted() else (detect_device().torch_type,),
         )
         impls = [replace(impl, opaque=impl.op_name in NOT_TRACED) for impl in made]

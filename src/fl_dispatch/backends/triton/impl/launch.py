@@ -53,16 +53,15 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return device_of(device.type).capability(device.index or 0) if device.type == CUDA.torch_type else None
 
 
-def require_float8(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse fp8 where it would not compile.
-
-    Raises:
-        NotSupported: the dtype is fp8, and the GPU older than that.
-    """
-    if dtype.is_floating_point and dtype.itemsize == 1:
-        has = capability(device)
-        if has is not None and has < FLOAT8_CAPABILITY:
-            raise NotSupported(f"fp8 on compute capability {has[0]}.{has[1]}; Triton has it from 8.9 on")
+def compiles(dtype: torch.dtype, device: torch.device) -> bool | str:
+    """Whether kernels with numbers of a dtype compile for a device, or why fp8 does not."""
+    if not dtype.is_floating_point or dtype.itemsize > 1:
+        return True
+    has = capability(device)
+    older = has is not None and has < FLOAT8_CAPABILITY
+    return (
+        f"Triton compiles fp8 from compute capability 8.9 on, and this is {has[0]}.{has[1]}" if has and older else True
+    )
 
 
 def stages_that_fit(device: torch.device, stage: int, wanted: int) -> int:

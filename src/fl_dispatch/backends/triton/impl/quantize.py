@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from .launch import Launcher, power_of_two, require_float8
+from .launch import Launcher, compiles, power_of_two
 
 WIDEST = 32768
 """Elements of a row or group that a program can hold."""
@@ -61,13 +61,15 @@ def _quantize(
 _launch = Launcher(_quantize)
 
 
+def supports(x: Tensor, dtype: str, *others: object) -> bool | str:
+    """A type that compiles."""
+    return compiles(getattr(torch, dtype), x.device) if dtype in LARGEST else f"quantization to {dtype}"
+
+
 def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.quantization.quantize`."""
-    if dtype not in LARGEST:
-        raise NotSupported(f"quantization to {dtype}")
     if x.dtype is torch.float64:
         raise NotSupported("float64")
-    require_float8(getattr(torch, dtype), x.device)
     inner = x.shape[-1]
     count, group = groups(inner, group_size), group_size if group_size > 0 else inner
     if group > WIDEST:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two, processors, require_float8, stages_that_fit
+from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
 """Rows of the least product that matrix units take."""
@@ -257,7 +257,6 @@ _launch_tiles = Launcher(_tiles)
 def _refuse(x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor | None, block_size: int) -> None:
     if x.dtype is not weight.dtype or x_scale.dtype is not torch.float32:
         raise NotSupported("rows and weights of one type, and scales of float32")
-    require_float8(x.dtype, x.device)
     if block_size and (block_size < LEAST_BLOCK or block_size & (block_size - 1) or x.dtype is torch.int8):
         raise NotSupported(f"blocks of fp8, whose side is a power of two from {LEAST_BLOCK} on")
     if any(each is not None and each.numel() and each.stride(-1) != 1 for each in (x, weight, bias)):
@@ -274,6 +273,11 @@ def _tile(rows: int, columns: int, device: torch.device) -> Tile:
         if -(-rows // tile.rows) * -(-columns // tile.columns) >= units:
             return tile
     return TILES[-1]
+
+
+def supports(x: Tensor, *others: object) -> bool | str:
+    """Rows of a type that compiles."""
+    return compiles(x.dtype, x.device)
 
 
 def scaled_linear(

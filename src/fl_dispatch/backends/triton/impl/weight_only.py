@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two, processors, require_float8, stages_that_fit
+from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
 """Rows, and stored elements, of the least product that matrix units take."""
@@ -212,6 +212,11 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     return out
 
 
+def supports(x: Tensor, weight: Tensor, *others: object) -> bool | str:
+    """Weights of a type that compiles."""
+    return compiles(weight.dtype, weight.device)
+
+
 def weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
@@ -219,7 +224,6 @@ def weight_only_linear(
     columns, stored = weight.shape
     if x.dtype is torch.float64:
         raise NotSupported("float64")
-    require_float8(weight.dtype, weight.device)
     if any(each is not None and each.numel() and each.stride(-1) != 1 for each in (x, weight, bias)):
         raise NotSupported("elements of a row, of a column or of the bias that do not lie side by side")
     out = x.new_empty((*x.shape[:-1], columns))
