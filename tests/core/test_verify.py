@@ -435,3 +435,20 @@ def test_a_long_sum_in_a_half_type_is_wrong() -> None:
         return (x.bfloat16() @ weight.bfloat16().t()).float()
 
     assert check(half, "linear", samples=_long_products()).verdict == "wrong"
+
+
+@pytest.mark.parametrize(("kind", "narrow"), [(torch.int8, False), (torch.float8_e4m3fn, True)])
+@pytest.mark.parametrize("result", [torch.float16, torch.float32])
+def test_only_sums_of_fp8_in_half_types_may_be_as_far_off_as_a_chip_that_sums_them_with_few_bits(
+    kind: torch.dtype, narrow: bool, result: torch.dtype
+) -> None:
+    operator, ones = OPERATORS["scaled_linear"], torch.ones(1, 1)
+    short, long = (
+        operator.tolerance(
+            result, (torch.zeros(1, n).to(kind), ones, torch.zeros(1, n).to(kind), ones, None, "", 0)
+        ).atol
+        for n in (32, 4096)
+    )
+    args = (torch.zeros(1, 64).to(kind), ones, torch.zeros(1, 64).to(kind), ones, None, "", 0)
+    assert (operator.most_mean_error(args) > operator.mean_error) is narrow
+    assert (long - short > 2.0**-14 * 100) is (narrow and result is torch.float16)
