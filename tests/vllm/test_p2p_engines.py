@@ -212,8 +212,9 @@ def together(
     reader, _ = serve(folder / "reader.txt", model, "kv_producer", RUNNERS[reads], **known)
     known = {"heartbeats": heartbeats, "kv_buffer_size": str(ROOM), "mem_pool_size_gb": 0}
     writer, writer_zmq = serve(folder / "writer.txt", model, "kv_consumer", RUNNERS[writes], **known)
-    readers_zmq = Address(HOST, free_port())
-    routes = {way: [Route.between(readers_zmq, writer_zmq) for _ in TWO] for way in WAYS}
+    pushes, readers_zmq = (Address(HOST, free_port()) for _ in range(2))
+    pushed = ("PUT", "spoiled")
+    routes = {way: [Route.between(pushes if way in pushed else readers_zmq, writer_zmq) for _ in TWO] for way in WAYS}
 
     def read(way: str) -> dict[str, Any]:
         files = {"ready": f"{way}.ready", "after": f"{way}.go", **WAYS[way]}
@@ -225,7 +226,7 @@ def together(
         return {"kv_transfer_config": transfer("kv_producer", port, send_type=send_type), "block_size": BLOCK}
 
     jobs = (
-        (model, [read("PUT"), read("spoiled")], engine("PUT", free_port())),
+        (model, [read(way) for way in pushed], engine("PUT", pushes.port)),
         (model, [read("GET"), read("left")], engine("GET", readers_zmq.port)),
     )
     readers = [start_features(job, VLLM_HOST_IP=HOST, **RUNNERS[reads]) for job in jobs]
