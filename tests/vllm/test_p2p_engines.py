@@ -34,7 +34,7 @@ BLOCK_BYTES = 12288
 """A block's bytes in the small Qwen3: three layers, two heads, 32 numbers a key and a value, in float32."""
 BLOCKS = 36
 """Blocks of each engine: two requests of :data:`LONG` answers do not fit."""
-LONG = 100
+LONG = 200
 ROOM = 520_000
 """Bytes for caches that wait: seven parts of four blocks, which take 64 KiB each, and some smaller ones."""
 WAYS: dict[str, dict[str, Any]] = {"PUT": {}, "spoiled": {"spoil": True}, "GET": {"until": "GET.taken"}, "left": {}}
@@ -260,6 +260,14 @@ def test_answers_are_streamed_through_the_proxy(together: Together, expected: Ca
     before = together.counts()
     assert together.ask(PROMPTS[1], "streamed", stream=True) == expected("qwen3")[1]
     assert together.gained(before)["loaded_blocks"] == 2
+
+
+def test_several_answers_to_one_prompt_load_it_once(together: Together) -> None:
+    before, prompt = together.counts(), [(3 * token) % 400 + 5 for token in range(100)]
+    assert together.ask(prompt, "several", n=3, temperature=1)
+    gained = together.gained(before)
+    assert gained["loaded_blocks"] == 7
+    assert gained["local_compute"] <= 1 + 2 * BLOCK, "the others compute their last block"
 
 
 @pytest.mark.parametrize("way", ["PUT", "GET"])

@@ -9,9 +9,11 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -196,15 +198,20 @@ def test_our_kv_connector_is_the_only_one_and_its_options_are_read_before_a_mode
 def test_a_connector_of_somebody_elses_is_not_ours_whatever_its_name(
     among: bool, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
     from vllm_fl.compat import p2p
 
-    foreign = {"kv_connector": "P2pConnector", "kv_connector_module_path": "somebody.elses"}
+    elses = ModuleType("somebody_elses")
+    elses.P2pConnector = ExampleConnector  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, elses.__name__, elses)
+    foreign = {"kv_connector": "P2pConnector", "kv_connector_module_path": elses.__name__}
     ours = {**foreign, "kv_connector_module_path": p2p.MODULE}
     refused = "P2pConnector as one of several" if among else "nccl_num_channels: keys and values do not travel"
 
     def transfer(one: dict[str, str]) -> Any:
         if among:
-            return _connector("MultiConnector", connectors=[one])
+            return _connector("MultiConnector", connectors=[{**one, "kv_role": "kv_producer"}])
         return _connector(nccl_num_channels=1, **one)
 
     configure(kv_transfer_config=transfer(foreign))
