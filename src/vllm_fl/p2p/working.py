@@ -75,7 +75,10 @@ class Working:
         )
 
     def begin(self, orders: Orders) -> None:
-        """Before a step's model: end, await, drop and load what the scheduler says."""
+        """Before a step's model: end, await, drop and load what the scheduler says.
+
+        vLLM calls it that early in steps with loads, because its scheduler sets ``has_sync_kv_loads``.
+        """
         if self._outbox is not None:
             for transfer in orders.ended:
                 self._outbox.drop(transfer)
