@@ -128,9 +128,11 @@ def _transfer_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     if transfer is None:
         return []
     options = transfer.kv_connector_extra_config
-    among = [one.get("kv_connector") for one in options.get("connectors", ())]
-    if transfer.kv_connector not in p2p.NAMES:
-        return [(not p2p.NAMES.isdisjoint(among), f"{p2p.CLASS} as one of several connectors")]
+    if not p2p.is_ours(transfer.kv_connector, transfer.kv_connector_module_path):
+        among = [
+            (one.get("kv_connector"), one.get("kv_connector_module_path")) for one in options.get("connectors", ())
+        ]
+        return [(any(p2p.is_ours(*one) for one in among), f"{p2p.CLASS} as one of several connectors")]
     from .p2p.options import check
 
     check(options)

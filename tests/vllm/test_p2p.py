@@ -33,7 +33,7 @@ from vllm_fl.p2p.outbox import Outbox
 from vllm_fl.p2p.pool import BuddyPool, Piece
 from vllm_fl.p2p.remembered import LAST, Remembered
 from vllm_fl.p2p.route import Address, Route, transfer_of
-from vllm_fl.p2p.scheduling import Scheduling
+from vllm_fl.p2p.scheduling import UNROUTED, Scheduling
 from vllm_fl.p2p.secret import Secret
 
 UNIT = 64
@@ -86,6 +86,9 @@ def test_a_piece_is_memory_of_its_own() -> None:
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
+DEEP = b"\x82\xa1a" + b"\x91" * 4000 + b"\xc0" + msgspec.msgpack.encode("type") + msgspec.msgpack.encode("heartbeat")
+"""A header whose first value is nested deeper than its reader goes."""
+
 names = st.text("abcdef0123456789-", min_size=1, max_size=128)
 counts = st.integers(1, 1 << 30)
 messages = st.one_of(
@@ -123,6 +126,7 @@ def test_arbitrary_frames_are_a_bad_message_or_one_of_ours(given_: list[bytes]) 
         (msgspec.msgpack.encode({"type": "state", "transfer": "x"}), "a State does not belong here"),
         (b"x" * (HEADER_BYTES + 1), "a header of 4097 bytes"),
         (b"", "truncated"),
+        (DEEP, "recursion"),
     ],
 )
 def test_a_bad_header_says_why(header: bytes, said: str) -> None:
@@ -210,6 +214,18 @@ def test_a_secret_comes_from_a_file_that_has_one(tmp_path: Path) -> None:
     check({"secret_file": str(file)})
 
 
+@pytest.mark.parametrize(
+    ("host", "shared", "warns"),
+    [("127.0.0.1", False, False), ("::1", False, False), ("0.0.0.0", False, True), ("0.0.0.0", True, False)],
+)
+def test_a_listener_that_others_reach_without_a_secret_says_so(
+    host: str, shared: bool, warns: bool, secret: Callable[[str], Secret], caplog: pytest.LogCaptureFixture
+) -> None:
+    address = Address(host, free_port())
+    Engine(address, None, None, secret("sesame") if shared else Secret(), 1024).close()
+    assert (f"whoever reaches {address} can fill this process's memory" in caplog.text) == warns
+
+
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -272,11 +288,11 @@ def test_parts_are_ready_once_all_are_here_and_loaded_as_they_were(when: int) ->
     parts = [(0, 2), (2, 1), (3, 3)]
     for number, (first, count) in enumerate(parts):
         if number == when:
-            box.await_("t", HERE)
+            box.await_("t", HERE, 6)
         assert box.outcomes() == ([], {})
         assert box.put(part(first, count, 6), data(*range(first, first + count))) == ""
     if when == 3:
-        box.await_("t", HERE)
+        box.await_("t", HERE, 6)
     assert box.outcomes() == (["t"], {})
     assert box.outcomes() == ([], {})
     box.load("t", lambda first, count, loaded: got.update({first: (count, loaded.tolist())}))
@@ -290,14 +306,14 @@ def test_parts_are_ready_once_all_are_here_and_loaded_as_they_were(when: int) ->
         (part(1, layout=bytes(15) + b"x"), data(1), "another form"),
         (part(1, 2), data(1), "4 bytes are not 2 blocks of 4"),
         (part(1, 3), data(1, 2, 3), "contradict"),
-        (part(1, total=4), data(1), "contradict"),
+        (part(1, total=4), data(1), "its sender says that it has 4 blocks, and the prompt has 3"),
         (part(2), data(2), "contradict"),
         (part(0), data(0), "contradict"),
     ],
 )
 def test_a_part_that_does_not_fit_ends_its_transfer_only(second: Put, bytes_: memoryview, why: str) -> None:
     box = inbox()
-    box.await_("t", HERE)
+    box.await_("t", HERE, 3)
     assert box.put(part(0), data(0)) == box.put(part(0, transfer="other"), data(0)) == ""
     assert why in box.put(second, bytes_)
     ready, lost = box.outcomes()
@@ -307,9 +323,22 @@ def test_a_part_that_does_not_fit_ends_its_transfer_only(second: Put, bytes_: me
     assert box.put(part(1, transfer="other"), data(1)) == ""
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("total", [1, 4])
+def test_a_transfer_of_another_length_than_the_prompt_is_lost(early: bool, total: int) -> None:
+    box, why = inbox(), f"its sender says that it has {total} blocks, and the prompt has 3"
+    if not early:
+        box.await_("t", HERE, 3)
+    assert box.put(part(0, total=total), data(0)) == ("" if early else why)
+    if early:
+        box.await_("t", HERE, 3)
+    assert box.outcomes() == ([], {"t": why})
+    assert box._pool.taken == 0
+
+
 def test_a_part_too_much_changes_nothing_that_is_ready() -> None:
     box = inbox()
-    box.await_("t", HERE)
+    box.await_("t", HERE, 3)
     assert box.put(part(0, 3), data(0, 1, 2)) == ""
     assert box.put(part(0, 3), data(9, 9, 9)) == "all of it is here"
     assert box.outcomes() == (["t"], {})
@@ -320,7 +349,7 @@ def test_a_part_too_much_changes_nothing_that_is_ready() -> None:
 
 def test_a_full_buffer_refuses_and_gives_back_what_it_had_of_the_transfer() -> None:
     box = inbox(capacity=2 * UNIT)
-    box.await_("t", HERE)
+    box.await_("t", HERE, 3)
     assert box.put(part(0), data(0)) == box.put(part(1), data(1)) == ""
     assert "buffer of 128 bytes is full" in box.put(part(2), data(2))
     assert "is full" in box.outcomes()[1]["t"]
@@ -329,7 +358,7 @@ def test_a_full_buffer_refuses_and_gives_back_what_it_had_of_the_transfer() -> N
 
 def test_whoever_awaits_asks_until_it_is_there_and_gives_up_in_the_end() -> None:
     box = inbox(silence=0.05)
-    box.await_("t", HERE)
+    box.await_("t", HERE, 3)
     assert box.questions() == [("t", HERE)]
     assert box.questions() == []
     time.sleep(0.06)
@@ -340,7 +369,7 @@ def test_whoever_awaits_asks_until_it_is_there_and_gives_up_in_the_end() -> None
 
 def test_an_engine_that_answers_but_sends_nothing_is_given_up_too() -> None:
     box = inbox(timeout=0.05)
-    box.await_("t", HERE)
+    box.await_("t", HERE, 3)
     time.sleep(0.06)
     box.answered("t", "")
     box.questions()
@@ -353,14 +382,14 @@ def test_what_nobody_awaits_is_thrown_away() -> None:
     time.sleep(0.06)
     box.questions()
     assert box._pool.taken == 0
-    box.await_("t", HERE)
+    box.await_("t", HERE, 3)
     assert box.outcomes() == ([], {"t": "nobody asked for it for 0.05 s"})
 
 
 def test_what_is_ready_stays_until_it_is_loaded_or_dropped() -> None:
     box = inbox(timeout=0.01, silence=0.01)
     for name in ("t", "u"):
-        box.await_(name, HERE)
+        box.await_(name, HERE, 3)
         assert box.put(part(0, 3, transfer=name), data(0, 1, 2)) == ""
     time.sleep(0.02)
     assert box.questions() == []
@@ -447,6 +476,30 @@ def test_the_rest_of_a_dropped_transfer_does_not_come() -> None:
     assert box.asked("t") == box.asked("another") == "its request has ended before its prompt was read"
 
 
+def test_parts_beyond_a_transfers_length_are_given_back() -> None:
+    box = outbox()
+    for _ in range(3):
+        put_out(box, 0, total=1)
+    leaving = box.next(0)
+    assert leaving is not None
+    box.sent(leaving)
+    assert box.next(0) is None
+    assert box._pool.taken == 0
+
+
+def test_a_step_waits_no_longer_than_the_time_limit() -> None:
+    box = outbox(timeout=0.05)
+    put_out(box, 0)
+    leaving = box.next(0)
+    assert leaving is not None
+    began = time.monotonic()
+    box.wait_until_sent("t")
+    assert 0.05 <= time.monotonic() - began < SOON
+    assert box.asked("t") == "it was not sent within 0.05 s"
+    box.failed(leaving, "it is refused")
+    assert box._pool.taken == 0
+
+
 def test_a_busy_engine_gets_no_second_part() -> None:
     box = outbox()
     put_out(box, 0)
@@ -514,7 +567,7 @@ def test_a_prompt_travels(on_demand: bool, shared: bool, host: str, secret: Call
     secrets = (secret("sesame"), secret("sesame")) if shared else (Secret(), Secret())
     with pair(on_demand, secrets=secrets, host=host) as two:
         send_all(two)
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         assert arrived(two) == list(data(0, 1, 2))
         assert two.out._pool.taken == two.box._pool.taken == 0
 
@@ -524,7 +577,7 @@ def test_without_the_same_secret_nothing_travels(ours: str, theirs: str, secret:
     secrets = tuple(secret(content) if content else Secret() for content in (theirs, ours))
     with pair(silence=0.3, secrets=secrets) as two:  # type: ignore[arg-type]
         send_all(two)
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         assert eventually(lambda: "does not answer" in two.out.asked("t"))
         assert eventually(lambda: two.box.outcomes()[1]) == {"t": f"the engine at {two.sender.address} does not answer"}
         assert two.box._pool.taken == 0
@@ -532,7 +585,7 @@ def test_without_the_same_secret_nothing_travels(ours: str, theirs: str, secret:
 
 def test_what_the_sender_does_not_know_is_lost_at_once() -> None:
     with pair() as two:
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         assert eventually(lambda: two.box.outcomes()[1]) == {"t": "nothing is known of it"}
 
 
@@ -546,7 +599,7 @@ def test_an_engine_that_is_gone_is_noticed_by_both_and_waited_for_once() -> None
     with pair(silence=0.2) as two:
         nobody = Address("127.0.0.1", free_port())
         send_all(two, to=nobody)
-        two.box.await_("t", nobody)
+        two.box.await_("t", nobody, 3)
         assert eventually(lambda: two.box.outcomes()[1]) == {"t": f"the engine at {nobody} does not answer"}
         assert eventually(lambda: "does not answer" in two.out.asked("t"))
         send_all(two, "u", to=nobody)
@@ -557,7 +610,7 @@ def test_a_silent_engine_holds_nobody_else_up() -> None:
     with pair(silence=SOON) as two, socket.create_server(("127.0.0.1", 0)) as silent:
         send_all(two, "stuck", to=Address("127.0.0.1", silent.getsockname()[1]))
         send_all(two)
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         began = time.monotonic()
         assert arrived(two) == list(data(0, 1, 2))
         assert time.monotonic() - began < SOON / 2
@@ -568,12 +621,19 @@ def test_garbage_and_strangers_change_nothing() -> None:
     with pair() as two, zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.set(zmq.LINGER, 0)
         stranger.connect(f"tcp://{two.receiver.address}")
-        for garbage in ([b""], [b"x"] * 9, [b"cos\nsystem\n", b""], frames(Get("t")), frames(State("t", "forged"))):
+        for garbage in (
+            [b""],
+            [b"x"] * 9,
+            [b"cos\nsystem\n", b""],
+            [DEEP, b""],
+            frames(Get("t")),
+            frames(State("t", "forged")),
+        ):
             stranger.send_multipart(garbage)
         with socket.create_connection((two.receiver.address.host, two.receiver.address.port)) as raw:
             raw.sendall(os.urandom(4096))
         send_all(two)
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         assert arrived(two) == list(data(0, 1, 2))
 
 
@@ -584,7 +644,7 @@ def test_a_message_that_is_too_large_is_not_read() -> None:
         stranger.send_multipart(frames(part(0, 1, 1, "large"), bytes(1 << 20)))
         time.sleep(0.3)
         assert two.box._pool.taken == 0
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         assert eventually(lambda: two.box.outcomes()[1]) == {"t": "nothing is known of it"}, "it goes on"
 
 
@@ -603,7 +663,7 @@ def test_an_error_in_a_thread_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -
         assert eventually(lambda: "does not answer" in two.out.asked("first"))
         time.sleep(0.25)
         send_all(two)
-        two.box.await_("t", two.sender.address)
+        two.box.await_("t", two.sender.address, 3)
         assert arrived(two) == list(data(0, 1, 2))
 
 
@@ -611,9 +671,57 @@ def test_sockets_to_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(engine_module, "PEERS", 3)
     with pair(silence=0.2) as two:
         for port in (*range(1, 9), 65536):
-            two.box.await_(str(port), Address("127.0.0.1", port))
+            two.box.await_(str(port), Address("127.0.0.1", port), 3)
         assert eventually(lambda: len(two.box.outcomes()[1]) > 0)
         assert len(two.receiver._asked) <= 3
+
+
+def test_an_address_that_cannot_be_asked_holds_no_other_transfer_up() -> None:
+    with pair(on_demand=True) as two:
+        send_all(two)
+        with two.box._lock:  # both are due in one turn
+            arriving = two.box._arriving
+        two.box.await_("bad", Address("-", 1), 3)
+        two.box.await_("t", two.sender.address, 3)
+        with two.box._lock:
+            due = time.monotonic()
+            for one in arriving.values():
+                one.ask_at = due
+        ready, lost = [], {}
+
+        def both_are_known() -> bool:
+            more_ready, more_lost = two.box.outcomes()
+            ready.extend(more_ready)
+            lost.update(more_lost)
+            return bool(ready and lost)
+
+        began = time.monotonic()
+        assert eventually(both_are_known)
+        assert time.monotonic() - began < SOON / 2
+        assert ready == ["t"]
+        assert list(lost) == ["bad"]
+        assert "the engine at -:1 cannot be asked: " in lost["bad"]
+
+
+def test_an_engine_that_has_a_part_on_its_way_keeps_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "PEERS", 2)
+    with pair(silence=1.0) as two, socket.create_server(("127.0.0.1", 0)) as silent:
+        send_all(two, "stuck", to=Address("127.0.0.1", silent.getsockname()[1]))
+        boxes = [inbox() for _ in range(4)]
+        others = [Engine(Address("127.0.0.1", free_port()), box, None, Secret(), 1024) for box in boxes]
+        try:
+            for number, other in enumerate(others):
+                send_all(two, f"t{number}", to=other.address)
+                assert eventually(lambda name=f"t{number}": two.out.asked(name) == "all of it was sent")
+        finally:
+            for other in others:
+                other.close()
+        assert eventually(lambda: "does not answer" in two.out.asked("stuck"))
+        send_all(two)
+        two.box.await_("t", two.sender.address, 3)
+        assert arrived(two) == list(data(0, 1, 2))
+        assert len(two.sender._peers) <= 2
+        assert two.out._pool.taken == 0
 
 
 def test_a_busy_port_is_one_clear_error() -> None:
@@ -656,7 +764,7 @@ def test_a_request_waits_until_every_worker_has_its_cache_and_loads_all_but_the_
     half, request = writer(workers=2), ask("a", PROMPT, ROUTE)
     name = transfer_of(ROUTE.name, request)
     half.arrived(request)
-    assert half.orders(step()) == Orders(awaited=[(name, HERE)]), "before it can be scheduled"
+    assert half.orders(step()) == Orders(awaited=[(name, HERE, 3)]), "before it can be scheduled"
     assert half.matched_tokens(request, 4) is None
     half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
     assert half.matched_tokens(request, 4) is None
@@ -720,13 +828,51 @@ def test_other_requests_are_left_alone(request_: Any) -> None:
     assert half.orders(step()) == Orders()
 
 
-def test_of_two_requests_for_one_transfer_one_waits() -> None:
-    half, requests = writer(), [ask(name, PROMPT, ROUTE) for name in "01"]
-    for request in requests:
+@pytest.mark.parametrize("end", ["loaded", "lost", "gone"])
+def test_of_two_requests_for_one_transfer_one_loads_it_and_the_other_waits_so_long(end: str) -> None:
+    half, (first, second) = writer(), [ask(name, PROMPT, ROUTE) for name in "01"]
+    name = transfer_of(ROUTE.name, first)
+    for request in (first, second):
         half.arrived(request)
-    assert [half.matched_tokens(request, 0) for request in requests] == [None, 0]
-    half.finished(requests[1].request_id)
-    assert half.orders(step()).dropped == []
+    assert half.orders(step()).awaited == [(name, HERE, 3)]
+    assert [half.matched_tokens(request, 0) for request in (first, second)] == [None, None]
+    assert half.matched_tokens(second, 10) == 0, "its prompt is known"
+    if end == "gone":
+        half.finished(first.request_id)
+    elif end == "lost":
+        half.heard(Outcomes(lost={name: "the engine is gone"}))
+    else:
+        half.heard(Outcomes({name: 1}))  # type: ignore[arg-type]
+        assert [half.matched_tokens(request, 0) for request in (first, second)] == [10, None]
+        half.allocated(first, lambda: [1, 2, 3], 10)
+    assert half.matched_tokens(second, 8 if end == "loaded" else 0) == 0
+    half.allocated(second, lambda: [1, 2, 4], 0)
+    assert len(half.orders(step()).loads) == (end == "loaded")
+    half.finished(second.request_id)
+    assert half.orders(step()) == Orders()
+    assert half._followers == {}
+
+
+def test_of_two_equal_prompts_in_one_request_one_is_sent() -> None:
+    half, requests = Scheduling(HERE, True, False, BLOCK, 1), [ask(name, PROMPT, ROUTE) for name in "01"]
+    for request in requests:
+        half.allocated(request, list, 0)
+    orders = half.orders(step(new={one.request_id: ([1, 2, 3], 0, 11) for one in requests}))
+    assert [(send.first, send.total) for send in orders.sends] == [(0, 3)]
+    for request in requests:
+        half.finished(request.request_id)
+    assert half.orders(step()) == Orders()
+    assert half._departing == set()
+
+
+@pytest.mark.parametrize(("before", "warns"), [(None, True), (ROUTE, False)])
+def test_an_engine_that_no_route_reaches_says_so_once(
+    before: Route | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = writer()
+    for route in (before, *[None] * (2 * UNROUTED)):
+        half.arrived(ask("a", PROMPT, route))
+    assert caplog.text.count("came under an id that the proxy wrote") == warns
 
 
 def test_blocks_are_sent_as_soon_as_they_are_complete_and_once() -> None:
@@ -759,12 +905,13 @@ def test_a_prompt_that_ends_before_it_is_read_is_not_waited_for() -> None:
     assert half.orders(step()).ended == [transfer_of(ROUTE.name, request)]
 
 
-def test_an_engine_that_does_both_is_what_the_route_says() -> None:
+@pytest.mark.parametrize(("produces", "consumes"), [(True, True), (True, False), (False, True)])
+def test_an_engine_takes_only_routes_that_name_itself(produces: bool, consumes: bool) -> None:
     for own, reads in ((ROUTE.prefill, True), (ROUTE.decode, False), (Address("127.0.0.1", 9), None)):
-        half, request = Scheduling(own, True, True, BLOCK, 1), ask("a", PROMPT, ROUTE)
+        half, request = Scheduling(own, produces, consumes, BLOCK, 1), ask("a", PROMPT, ROUTE)
         half.arrived(request)
-        assert half.matched_tokens(request, 0) == (None if reads is False else 0)
+        assert half.matched_tokens(request, 0) == (None if reads is False and consumes else 0)
         half.allocated(request, list, 0)
         orders = half.orders(step(new={request.request_id: ([1, 2, 3], 0, 11)}))
-        assert bool(orders.sends) == (reads is True)
-        assert bool(orders.awaited) == (reads is False)
+        assert bool(orders.sends) == (reads is True and produces)
+        assert bool(orders.awaited) == (reads is False and consumes)

@@ -34,7 +34,7 @@ BLOCK_BYTES = 12288
 """A block's bytes in the small Qwen3: three layers, two heads, 32 numbers a key and a value, in float32."""
 BLOCKS = 36
 """Blocks of each engine: two requests of :data:`LONG` answers do not fit."""
-LONG = 100
+LONG = 200
 ROOM = 520_000
 """Bytes for caches that wait: seven parts of four blocks, which take 64 KiB each, and some smaller ones."""
 WAYS: dict[str, dict[str, Any]] = {"PUT": {}, "spoiled": {"spoil": True}, "GET": {"until": "GET.taken"}, "left": {}}
@@ -212,8 +212,9 @@ def together(
     reader, _ = serve(folder / "reader.txt", model, "kv_producer", RUNNERS[reads], **known)
     known = {"heartbeats": heartbeats, "kv_buffer_size": str(ROOM), "mem_pool_size_gb": 0}
     writer, writer_zmq = serve(folder / "writer.txt", model, "kv_consumer", RUNNERS[writes], **known)
-    readers_zmq = Address(HOST, free_port())
-    routes = {way: [Route.between(readers_zmq, writer_zmq) for _ in TWO] for way in WAYS}
+    pushes, readers_zmq = (Address(HOST, free_port()) for _ in range(2))
+    pushed = ("PUT", "spoiled")
+    routes = {way: [Route.between(pushes if way in pushed else readers_zmq, writer_zmq) for _ in TWO] for way in WAYS}
 
     def read(way: str) -> dict[str, Any]:
         files = {"ready": f"{way}.ready", "after": f"{way}.go", **WAYS[way]}
@@ -225,7 +226,7 @@ def together(
         return {"kv_transfer_config": transfer("kv_producer", port, send_type=send_type), "block_size": BLOCK}
 
     jobs = (
-        (model, [read("PUT"), read("spoiled")], engine("PUT", free_port())),
+        (model, [read(way) for way in pushed], engine("PUT", pushes.port)),
         (model, [read("GET"), read("left")], engine("GET", readers_zmq.port)),
     )
     readers = [start_features(job, VLLM_HOST_IP=HOST, **RUNNERS[reads]) for job in jobs]
@@ -259,6 +260,14 @@ def test_answers_are_streamed_through_the_proxy(together: Together, expected: Ca
     before = together.counts()
     assert together.ask(PROMPTS[1], "streamed", stream=True) == expected("qwen3")[1]
     assert together.gained(before)["loaded_blocks"] == 2
+
+
+def test_several_answers_to_one_prompt_load_it_once(together: Together) -> None:
+    before, prompt = together.counts(), [(3 * token) % 400 + 5 for token in range(100)]
+    assert together.ask(prompt, "several", n=3, temperature=1)
+    gained = together.gained(before)
+    assert gained["loaded_blocks"] == 7
+    assert gained["local_compute"] <= 1 + 2 * BLOCK, "the others compute their last block"
 
 
 @pytest.mark.parametrize("way", ["PUT", "GET"])

@@ -6,7 +6,10 @@ The proxy is the real one. Servers that do what a test wants stand for the engin
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from fl_dispatch.errors import ConfigError
 from processes import free_port
 from vllm_fl.p2p import heartbeat
 from vllm_fl.p2p import instances as instances_module
+from vllm_fl.p2p import proxy as proxy_module
 from vllm_fl.p2p.heartbeat import Heart
 from vllm_fl.p2p.instances import Instances
 from vllm_fl.p2p.messages import BadMessage, Heartbeat, frames
@@ -77,7 +81,8 @@ class Scene:
         """An engine that the proxy has heard."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            engine.asked.append((request.headers.get("X-Request-Id", ""), await request.json()))
+            form = request.content_type.startswith("multipart/")
+            engine.asked.append((request.headers.get("X-Request-Id", ""), {} if form else await request.json()))
             try:
                 return await answer(request)
             except (asyncio.CancelledError, ConnectionError):
@@ -174,15 +179,55 @@ async def test_one_engine_reads_and_another_one_writes_under_an_id_that_names_bo
         assert written == {**ASKED, "stream": True}
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/v1/responses"])
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", ""])
+def test_a_clients_own_id_never_says_where_caches_go(path: str, kind: str) -> None:
+    async def test() -> None:
+        async with scene() as here:
+            decode = await here.engine("D", well)
+            forged = str(Route.between(Address("10.0.0.1", 1), decode.zmq))
+            kept = {**ASKED, "user": "request_id", "number": 1e-7, "text": "\u00e9\ud800"}
+            body = json.dumps({"request_id": forged, **kept}).replace("request_id", "reque\\u0073t_id", 1)
+            headers = {"X-Request-Id": forged, "Content-Type": kind}
+            for _ in range(2):
+                async with here.client.post(f"http://{here.address}{path}", data=body, headers=headers) as answer:
+                    assert answer.status == 200
+            assert [asked for _, asked in decode.asked] == [kept, kept]
+            ids = {name for name, _ in decode.asked}
+            assert len(ids) == 2, "each has an id of the proxy's"
+            assert not any("_addr_" in name or not name for name in ids)
+
+    run(test)()
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000])
+def test_a_body_in_which_an_id_cannot_be_looked_for_reaches_no_engine(body: bytes) -> None:
+    async def test() -> None:
+        async with scene() as here:
+            prefill, decode = await here.engine("P", well), await here.engine("D", well)
+            for path in ("/v1/completions", "/v1/responses"):
+                async with here.client.post(f"http://{here.address}{path}", data=body) as answer:
+                    assert answer.status == 400
+                    assert "no JSON" in (await answer.json())["error"]["message"]
+            assert prefill.asked == decode.asked == []
+
+    run(test)()
+
+
 @run
-async def test_a_clients_own_id_never_says_where_caches_go() -> None:
+async def test_a_file_that_is_uploaded_stays_as_it_is() -> None:
     async with scene() as here:
-        decode = await here.engine("D", well)
-        forged = {"X-Request-Id": str(Route.between(Address("10.0.0.1", 1), decode.zmq))}
-        for path in ("/v1/completions", "/v1/embeddings"):
-            async with here.client.post(f"http://{here.address}{path}", json=ASKED, headers=forged) as answer:
-                assert answer.status == 200
-        assert decode.routes() == [None, None]
+        got: list[bytes] = []
+
+        async def keeps(request: web.Request) -> web.StreamResponse:
+            got.append(await request.read())
+            return web.Response()
+
+        await here.engine("D", keeps)
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        async with here.client.post(f"http://{here.address}/v1/files", data=b"--x\r\n", headers=kind) as answer:
+            assert answer.status == 200
+        assert got == [b"--x\r\n"]
 
 
 @pytest.mark.parametrize("bad", [dies, hangs, badly])
@@ -210,6 +255,76 @@ async def test_a_request_whose_writing_engine_dies_is_read_and_written_anew() ->
         assert [route.decode for route in prefill.routes() if route] == [dead.zmq, alive.zmq]
         async with here.health() as answer:
             assert (await answer.json())["decode"] == [str(alive.http)]
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_a_connection_that_was_just_closed_is_no_dead_engine(role: str) -> None:
+    async def test() -> None:
+        async with scene() as here:
+            reached = 0
+
+            async def dies_once(request: web.Request) -> web.StreamResponse:
+                nonlocal reached
+                reached += 1
+                return await (dies if reached == 2 else well)(request)
+
+            one, other = await here.engine(role, dies_once), await here.engine("D" if role == "P" else "P", well)
+            for _ in range(2):
+                async with here.post() as answer:
+                    assert await answer.json() == {"answer": "well"}
+            assert (len(one.asked), len(other.asked)) == (3, 2)
+            assert None not in one.routes() + other.routes()
+            assert len(here.proxy.instances.of(role)) == 1
+
+    run(test)()
+
+
+def test_an_unused_connection_is_closed_before_the_engine_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proxy_module.IDLE < 5, "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.setattr(proxy_module, "IDLE", 0.1)
+
+    async def test() -> None:
+        async with scene() as here:
+            callers = set()
+
+            async def notes(request: web.Request) -> web.StreamResponse:
+                assert request.transport is not None
+                callers.add(request.transport.get_extra_info("peername"))
+                return web.Response()
+
+            await here.engine("D", notes)
+            for pause in (0.0, 0.5):
+                async with here.post() as answer:
+                    await answer.read()
+                await asyncio.sleep(pause)
+            assert len(callers) == 1
+            async with here.post() as answer:
+                await answer.read()
+            assert len(callers) == 2
+
+    run(test)()
+
+
+@run
+async def test_an_engine_that_hangs_or_joins_does_not_get_all_requests() -> None:
+    async with scene() as here:
+        here.proxy._read_within = WITHIN
+        stuck, prefill = await here.engine("P", hangs), await here.engine("P", well)
+        await here.engine("D", well)
+
+        async def ask() -> None:
+            async with here.post() as answer:
+                await answer.read()
+
+        first = asyncio.create_task(ask())
+        await eventually(lambda: len(stuck.asked) == 1)
+        for _ in range(4):
+            await ask()
+        joined = await here.engine("P", well)
+        for _ in range(4):
+            await ask()
+        first.cancel()
+        assert (len(stuck.asked), len(prefill.asked), len(joined.asked)) == (1, 6, 2)
 
 
 @run
@@ -311,6 +426,36 @@ def test_a_heart_beats_for_a_server_that_answers_and_for_a_proxy_that_comes_back
         mute.close()
 
 
+@pytest.mark.parametrize(("serves", "missing"), [(False, "http_port"), (True, "proxy_ip")])
+def test_a_heart_that_nobody_hears_says_once_who_is_missing(
+    serves: bool, missing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeat, "STARTING", 0.02)
+    monkeypatch.setattr(heartbeat, "PATIENCE", 0.1)
+    with socket.create_server((HOST, 0)) as server:
+        http = Address(HOST, server.getsockname()[1] if serves else free_port())
+        heart = Heart(Address(HOST, free_port()), "P", http, Address(HOST, 1), Secret())
+        try:
+            asyncio.run(eventually(lambda: missing in caplog.text))
+            time.sleep(0.3)
+        finally:
+            heart.close()
+    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert (str(http) in record.getMessage()) == (not serves)
+    assert "no proxy has heard of this engine for 0.1 s" in record.getMessage()
+
+
+def test_a_proxy_that_others_reach_without_a_secret_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        for host in (HOST, "0.0.0.0"):
+            runner = web.AppRunner(Proxy(Address(host, free_port()), Secret(), 1.0).app())
+            await runner.setup()
+            await runner.cleanup()
+
+    asyncio.run(test())
+    assert caplog.text.count("can fill this process's memory") == 1
+
+
 @run
 async def test_garbage_does_not_keep_heartbeats_from_being_heard() -> None:
     port = free_port()
@@ -318,10 +463,34 @@ async def test_garbage_does_not_keep_heartbeats_from_being_heard() -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as somebody:
             somebody.connect(f"tcp://{HOST}:{port}")
             beat = Heartbeat("D", f"{HOST}:1", f"{HOST}:2")
-            for garbage in ([b""], [b"x"] * 5, frames(Heartbeat("P", "evil/../:80", f"{HOST}:1")), frames(beat)):
+            deep = b"\x82\xa1a" + b"\x91" * 4000 + b"\xc0\xa4type\xa9heartbeat"
+            wrong = frames(Heartbeat("P", "evil/../:80", f"{HOST}:1"))
+            for garbage in ([b""], [b"x"] * 5, [deep, b""], wrong, frames(beat)):
                 await somebody.send_multipart(garbage)
             await eventually(lambda: len(here.proxy.instances.of("D")) == 1)
         assert here.proxy.instances.of("P") == []
+
+
+def test_an_error_does_not_end_the_hearing_of_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+
+    async def test() -> None:
+        async with scene(heartbeats=port) as here:
+            real, failures = here.proxy.instances.hear, iter([RuntimeError("planted")])
+
+            def hear(beat: Heartbeat) -> None:
+                for error in failures:
+                    raise error
+                real(beat)
+
+            monkeypatch.setattr(here.proxy.instances, "hear", hear)
+            with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as somebody:
+                somebody.connect(f"tcp://{HOST}:{port}")
+                for _ in range(2):
+                    await somebody.send_multipart(frames(beat(10, "D")))
+                await eventually(lambda: len(here.proxy.instances.of("D")) == 1)
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("busy", ["--port", "--proxy-port"])
@@ -350,11 +519,29 @@ def test_engines_come_take_turns_and_go(monkeypatch: pytest.MonkeyPatch) -> None
     for port in (10, 20, 40, 10):
         first = known.of("P")[0]
         assert first.http.port == port
-        first.served += 1
-    known.lose(known.of("D")[0], "planted")
+        with known.serving(first):
+            assert known.of("P")[-1] is first, "it is the busiest"
+    known.failed(known.of("D")[0], "planted")
     assert [one.http.port for one in known.of("D")] == [40]
     monkeypatch.setattr(instances_module, "GONE_AFTER", -1.0)
     assert known.of("P") == []
+
+
+def test_an_engine_that_failed_comes_back_later_and_is_the_last_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Instances()
+    for one in (beat(10), beat(20)):
+        known.hear(one)
+    failed, other = known.of("P")
+    known.failed(failed, "planted")
+    known.hear(beat(10))
+    assert known.of("P") == [other], "its heart still beats"
+    failed.back_at = 0.0
+    assert known.of("P") == [other], "not before it beats again"
+    known.hear(beat(10))
+    with known.serving(other):
+        assert known.of("P") == [other, failed]
+        known.answered(failed)
+        assert known.of("P") == [failed, other]
 
 
 def test_a_heartbeat_with_a_wrong_address_or_too_many_of_them_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

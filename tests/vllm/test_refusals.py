@@ -9,9 +9,11 @@ import dataclasses
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -192,10 +194,40 @@ def test_our_kv_connector_is_the_only_one_and_its_options_are_read_before_a_mode
         configure(kv_transfer_config=_connector("MultiConnector", connectors=[{"kv_connector": "P2pConnector"}]))
 
 
-def _connector(name: str, **extra: Any) -> Any:
+@pytest.mark.parametrize("among", [False, True])
+def test_a_connector_of_somebody_elses_is_not_ours_whatever_its_name(
+    among: bool, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    from vllm_fl.compat import p2p
+
+    elses = ModuleType("somebody_elses")
+    elses.P2pConnector = ExampleConnector  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, elses.__name__, elses)
+    foreign = {"kv_connector": "P2pConnector", "kv_connector_module_path": elses.__name__}
+    ours = {**foreign, "kv_connector_module_path": p2p.MODULE}
+    refused = "P2pConnector as one of several" if among else "nccl_num_channels: keys and values do not travel"
+
+    def transfer(one: dict[str, str]) -> Any:
+        if among:
+            return _connector("MultiConnector", connectors=[{**one, "kv_role": "kv_producer"}])
+        return _connector(nccl_num_channels=1, **one)
+
+    configure(kv_transfer_config=transfer(foreign))
+    with pytest.raises(ValueError, match=refused):
+        configure(kv_transfer_config=transfer(ours))
+    with pytest.raises(ValueError, match=refused):
+        configure(kv_transfer_config=transfer({"kv_connector": "P2pNcclConnector"}))
+    monkeypatch.setattr(p2p, "_offered", {p2p.CLASS})  # as in a vLLM that has its P2pNcclConnector again
+    configure(kv_transfer_config=transfer({"kv_connector": "P2pNcclConnector"}))
+
+
+def _connector(kv_connector: str, kv_connector_module_path: str | None = None, **extra: Any) -> Any:
     from vllm.config import KVTransferConfig
 
-    return KVTransferConfig(kv_connector=name, kv_role="kv_producer", kv_connector_extra_config=extra)
+    named = {"kv_connector": kv_connector, "kv_connector_module_path": kv_connector_module_path}
+    return KVTransferConfig(**named, kv_role="kv_producer", kv_connector_extra_config=extra)
 
 
 def test_the_host_itself_refuses_balanced_experts_by_the_platforms_name(configure: Callable[..., Any]) -> None:

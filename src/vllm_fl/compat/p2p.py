@@ -10,6 +10,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 MODULE = "vllm_fl.p2p.connector"
 CLASS = "P2pConnector"
 NAMES = frozenset({CLASS, "P2pNcclConnector"})
+_offered: set[str] = set()
 
 
 def offer() -> None:
@@ -20,3 +21,9 @@ def offer() -> None:
     for name in NAMES:
         if name not in factory._registry:
             factory.register_connector(name, MODULE, CLASS)
+            _offered.add(name)
+
+
+def is_ours(name: str | None, module: str | None = None) -> bool:
+    """Whether vLLM's factory loads our connector under a name, for a user who names this module or none."""
+    return module == MODULE if module else name in _offered

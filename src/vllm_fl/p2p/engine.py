@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from threading import Event, Thread
 
 import zmq
@@ -68,7 +68,7 @@ class Engine:
         self._flying: dict[Address, tuple[Part, float]] = {}  # with the time at which its engine counts as dead
         self._quiet: dict[Address, float] = {}  # until when an engine that was silent is not tried again
         self._listener = self._socket(zmq.ROUTER, address)
-        secret.listen(self._listener)
+        secret.listen(self._listener, address)
         try:
             self._listener.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -104,15 +104,22 @@ class Engine:
         socket.set(zmq.RCVHWM, 4)
         return socket
 
-    def _peer(self, peers: OrderedDict[Address, zmq.Socket[bytes]], address: Address) -> zmq.Socket[bytes]:
+    def _peer(
+        self, peers: OrderedDict[Address, zmq.Socket[bytes]], address: Address, needed: Container[Address] = ()
+    ) -> zmq.Socket[bytes]:
+        """The socket to an engine. If it is one too many, another one is closed, but none that is ``needed``."""
         socket = peers.get(address)
         if socket is None:
             socket = self._socket(zmq.DEALER, address)
             self._secret.call(socket)
-            socket.connect(f"tcp://{address}")
+            try:
+                socket.connect(f"tcp://{address}")
+            except zmq.ZMQError:
+                socket.close()
+                raise
+            for idle in [one for one in peers if one not in needed][: max(0, len(peers) + 1 - PEERS)]:
+                peers.pop(idle).close()
             peers[address] = socket
-            while len(peers) > PEERS:
-                peers.popitem(last=False)[1].close()
         peers.move_to_end(address)
         return socket
 
@@ -128,8 +135,15 @@ class Engine:
         for address, socket in self._asked.items():
             if socket in ready:
                 self._hear_answer(address, socket)
-        for transfer, producer in self._inbox.questions() if self._inbox is not None else ():
-            self._tell(self._peer(self._asked, producer), Get(transfer))
+        if self._inbox is not None:
+            self._ask(self._inbox)
+
+    def _ask(self, inbox: Inbox) -> None:
+        for transfer, producer in inbox.questions():
+            try:
+                self._tell(self._peer(self._asked, producer), Get(transfer))
+            except Exception as error:  # recorded: this transfer is lost, and the others are asked for
+                inbox.answered(transfer, short(f"the engine at {producer} cannot be asked: {error}"))
 
     def _hear(self) -> None:
         who, *heard = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -180,7 +194,8 @@ class Engine:
             return
         put = Put(part.transfer, part.layout, part.first, part.count, part.total)
         try:
-            self._peer(self._peers, part.to).send_multipart(frames(put, part.piece.bytes.numpy().data), zmq.NOBLOCK)
+            peer = self._peer(self._peers, part.to, self._flying)
+            peer.send_multipart(frames(put, part.piece.bytes.numpy().data), zmq.NOBLOCK)
         except Exception as error:  # recorded: its transfer ends
             outbox.failed(part, f"it cannot be sent to {part.to}: {error}")
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from threading import Event, Thread
 
 import zmq
@@ -19,6 +20,8 @@ EVERY = 3.0
 """Seconds between two heartbeats."""
 STARTING = 0.5
 """Seconds between two looks at a server that does not answer yet."""
+PATIENCE = 60.0
+"""Seconds without a beat after which the log says, once, who does not answer."""
 
 
 class Heart:
@@ -52,21 +55,24 @@ class Heart:
             self._secret.call(proxy)
             proxy.connect(f"tcp://{self._proxy}")
             proxy.poll(round(STARTING * 1000), zmq.POLLOUT)
-            beating = False
-            while not self._stop.wait(EVERY if beating else STARTING):
-                beating = self._answers() and self._told(proxy)
+            wait, since, named = STARTING, time.monotonic(), set[str]()
+            while not self._stop.wait(wait):
+                missing = self._missing(proxy)
+                wait = STARTING if missing else EVERY
+                if not missing:
+                    since = time.monotonic()
+                elif missing not in named and time.monotonic() - since >= PATIENCE:
+                    named.add(missing)
+                    logger.warning("P2P: no proxy has heard of this engine for %g s: %s", PATIENCE, missing)
 
-    def _answers(self) -> bool:
+    def _missing(self, proxy: zmq.Socket[bytes]) -> str:
+        """Beat; otherwise the answer says who is not there."""
         try:
             socket.create_connection((self._http.host, self._http.port), 1.0).close()
         except OSError:
-            return False
-        return True
-
-    def _told(self, proxy: zmq.Socket[bytes]) -> bool:
+            return f"its HTTP server at {self._http} (http_port) does not answer"
         try:
             proxy.send_multipart(frames(self._beat), zmq.NOBLOCK)
         except zmq.Again:
-            logger.debug("P2P: no proxy at %s", self._proxy)
-            return False
-        return True
+            return f"no proxy answers at {self._proxy} (proxy_ip, proxy_port)"
+        return ""

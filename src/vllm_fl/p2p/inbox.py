@@ -30,6 +30,7 @@ class _Arriving:
     producer: Address | None = None  # whom to ask, once it is awaited
     heard: float = 0.0  # when that engine last gave a sign of life
     ask_at: float = 0.0
+    expected: int = 0  # blocks of the prompt that awaits it, once it is awaited
     total: int = 0  # 0: no part has come
     here: int = 0  # blocks that have come, from the first on
     parts: list[tuple[int, int, Piece]] = field(default_factory=list)  # first block, blocks, bytes
@@ -95,17 +96,19 @@ class Inbox:
                 self._ready.append(transfer)
             return ""
 
-    def await_(self, transfer: str, producer: Address) -> None:
-        """Somebody here needs this transfer: :meth:`outcomes` tells once that it is ready or lost."""
+    def await_(self, transfer: str, producer: Address, blocks: int) -> None:
+        """Somebody here needs this transfer of so many blocks: :meth:`outcomes` tells once that it is ready or lost."""
         with self._lock:
             if transfer in self._gone:
                 self._lost[transfer] = self._gone[transfer]
                 return
             now = time.monotonic()
             arriving = self._arriving.setdefault(transfer, _Arriving(now))
-            arriving.producer = producer
+            arriving.producer, arriving.expected = producer, blocks
             arriving.touched = arriving.heard = arriving.ask_at = now
-            if arriving.complete:
+            if arriving.total not in (0, blocks):
+                self._lose(transfer, _other_length(arriving.total, blocks))
+            elif arriving.complete:
                 self._ready.append(transfer)
 
     def outcomes(self) -> tuple[list[str], dict[str, str]]:
@@ -148,7 +151,7 @@ class Inbox:
         return asked
 
     def answered(self, transfer: str, gone: str) -> None:
-        """The engine that was asked says that the rest comes, or why it does not."""
+        """The engine that was asked says that the rest comes, or why it does not; or it cannot be asked."""
         with self._lock:
             arriving = self._arriving.get(transfer)
             if arriving is None or arriving.producer is None or arriving.complete:
@@ -163,6 +166,8 @@ class Inbox:
             return "its blocks have another form: another model, dtype, block size or number of ranks"
         if len(data) != message.count * self._block_bytes:
             return f"{len(data)} bytes are not {message.count} blocks of {self._block_bytes}"
+        if arriving is not None and arriving.expected not in (0, message.total):
+            return _other_length(message.total, arriving.expected)
         here, total = (arriving.here, arriving.total) if arriving is not None else (0, 0)
         if message.first != here or here + message.count > message.total or total not in (0, message.total):
             return "its parts contradict each other"
@@ -182,3 +187,7 @@ class Inbox:
         for _, _, piece in arriving.parts if arriving is not None else ():
             self._pool.give(piece)
         self._gone[transfer] = why
+
+
+def _other_length(total: int, expected: int) -> str:
+    return f"its sender says that it has {total} blocks, and the prompt has {expected}"

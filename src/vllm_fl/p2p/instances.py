@@ -1,8 +1,10 @@
-"""The engines that a proxy knows: those whose heartbeat it has heard lately, in turn."""
+"""The engines that a proxy knows: those whose heartbeat it has heard lately, and how busy they are."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fl_dispatch.logger_manager import get_logger
@@ -15,19 +17,35 @@ logger = get_logger(__name__)
 
 GONE_AFTER = 3.5 * EVERY
 """Seconds without a heartbeat after which an engine gets no more requests."""
+HELD_BACK = EVERY
+"""Seconds after a failure before which no heartbeat brings an engine back."""
 MOST = 1024
 """Engines that a proxy remembers."""
 
 
 @dataclass
 class Instance:
-    """One engine."""
+    """One engine.
+
+    Args:
+        http, zmq, role: as its heartbeat says.
+        heard: when it came last.
+        there: whether it has beaten since it failed and was held back.
+        back_at: the earliest time for that.
+        requests: that it has now.
+        failures: since it answered last.
+        turn: the number of the last request that it got.
+    """
 
     http: Address
     zmq: Address
     role: str
     heard: float
-    served: int = 0
+    there: bool = True
+    back_at: float = 0.0
+    requests: int = 0
+    failures: int = 0
+    turn: int = 0
 
 
 class Instances:
@@ -35,6 +53,7 @@ class Instances:
 
     def __init__(self) -> None:
         self._known: dict[Address, Instance] = {}  # by the address of the HTTP server
+        self._turns = 0
 
     def hear(self, beat: Heartbeat) -> None:
         """An engine is there.
@@ -53,15 +72,34 @@ class Instances:
             known = self._known[http] = Instance(http, zmq, beat.role, 0.0)
             logger.info("P2P: engine %s (%s) has come, its KV cache at %s", http, beat.role, zmq)
         known.zmq, known.role, known.heard = zmq, beat.role, time.monotonic()
+        known.there = known.there or known.heard >= known.back_at
 
-    def lose(self, instance: Instance, why: str) -> None:
-        """An engine has failed; it comes back with its next heartbeat."""
-        if self._known.pop(instance.http, None) is not None:
-            logger.warning("P2P: engine %s has gone: %s", instance.http, why)
+    @contextmanager
+    def serving(self, instance: Instance) -> Iterator[None]:
+        """An engine has a request meanwhile."""
+        self._turns += 1
+        instance.turn = self._turns
+        instance.requests += 1
+        try:
+            yield
+        finally:
+            instance.requests -= 1
+
+    def answered(self, instance: Instance) -> None:
+        """An engine has answered."""
+        instance.failures = 0
+
+    def failed(self, instance: Instance, why: str) -> None:
+        """An engine has failed; a later heartbeat brings it back, and until it answers it is the last choice."""
+        instance.failures += 1
+        instance.there, instance.back_at = False, time.monotonic() + HELD_BACK
+        logger.warning("P2P: engine %s has failed: %s", instance.http, why)
 
     def of(self, role: str) -> list[Instance]:
-        """The engines of a role, ``P`` or ``D``, the one that has served least first."""
+        """The engines of a role, ``P`` or ``D``: those that have not failed first, then by their requests, in turn."""
         oldest = time.monotonic() - GONE_AFTER
         for silent in [one for one in self._known.values() if one.heard < oldest]:
-            self.lose(silent, f"no heartbeat for {GONE_AFTER:g} s")
-        return sorted((one for one in self._known.values() if role in one.role), key=lambda one: one.served)
+            del self._known[silent.http]
+            logger.warning("P2P: engine %s has gone: no heartbeat for %g s", silent.http, GONE_AFTER)
+        there = [one for one in self._known.values() if one.there and role in one.role]
+        return sorted(there, key=lambda one: (one.failures > 0, one.requests, one.turn))

@@ -98,7 +98,7 @@ def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]
         raise BadMessage(f"a header of {len(header)} bytes, at most {HEADER_BYTES} are read")
     try:
         message = _decoder.decode(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"the header is wrong: {error}") from error
     if not isinstance(message, kinds):
         raise BadMessage(f"a {type(message).__name__} does not belong here")

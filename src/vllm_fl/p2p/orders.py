@@ -34,7 +34,8 @@ class Load:
 class Orders(KVConnectorMetadata):
     """One step's; addresses are those of first ranks."""
 
-    awaited: list[tuple[str, Address]] = field(default_factory=list)
+    awaited: list[tuple[str, Address, int]] = field(default_factory=list)
+    """Transfers, the engines that have them, and the blocks that they must have."""
     dropped: list[str] = field(default_factory=list)
     """Transfers that nobody here needs any more."""
     ended: list[str] = field(default_factory=list)

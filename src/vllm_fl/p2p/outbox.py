@@ -125,6 +125,8 @@ class Outbox:
                 leaving.here -= 1
                 if leaving.unsent <= 0:
                     del self._leaving[part.transfer]
+                    for superfluous in leaving.waiting:
+                        self._pool.give(superfluous.piece)
                     self._gone[part.transfer] = "all of it was sent"
                     logger.debug("P2P: %d blocks of %s were sent to %s", part.total, part.transfer, part.to)
             self._changed.notify_all()
@@ -143,7 +145,11 @@ class Outbox:
     def wait_until_sent(self, transfer: str) -> None:
         """Return when everything of a transfer that was put here has arrived, or it is given up."""
         with self._changed:
-            self._changed.wait_for(lambda: transfer not in self._leaving or not self._leaving[transfer].here)
+            done = self._changed.wait_for(
+                lambda: transfer not in self._leaving or not self._leaving[transfer].here, self._timeout
+            )
+            if not done:
+                self._give_up(transfer, f"it was not sent within {self._timeout:g} s")
 
     def _next_transfer(self, busy: Container[Address]) -> str | None:
         for name, leaving in self._leaving.items():

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import zmq
 import zmq.asyncio
-from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp import (
+    ClientError,
+    ClientOSError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    ServerDisconnectedError,
+    TCPConnector,
+    web,
+)
 
 from fl_dispatch.logger_manager import get_logger
 
@@ -30,7 +40,13 @@ WRITING = ("/v1/completions", "/v1/chat/completions")
 BODY_BYTES = 256 << 20
 PASSED_ON = ("Authorization", "Content-Type", "Accept")
 """Headers that engines get from clients. An id is never a client's, because it says where KV caches go."""
+FORMS = ("multipart/", "application/x-www-form-urlencoded")
+"""Beginnings of the content types of bodies that are not JSON; vLLM takes no id from these."""
 CONNECT_WITHIN = 5.0
+IDLE = 2.0
+"""Seconds after which an unused connection to an engine is closed, less than vLLM's 5, after which the engine does."""
+CLOSED = (ServerDisconnectedError, ClientOSError)
+"""Errors of a connection that the engine may just have closed because it was unused; they count when they repeat."""
 SERVING: dict[str, Any] = {"handler_cancellation": True, "access_log": None}
 """How aiohttp serves: a handler ends with its client, so that engines end the request, too."""
 ROLES = {"prefill": "P", "decode": "D"}
@@ -64,12 +80,13 @@ class Proxy:
         return app
 
     async def _running(self, app: web.Application) -> AsyncIterator[None]:
-        timeout, connector = ClientTimeout(total=None, sock_connect=CONNECT_WITHIN), TCPConnector(limit=0)
+        timeout = ClientTimeout(total=None, sock_connect=CONNECT_WITHIN)
+        connector = TCPConnector(limit=0, keepalive_timeout=IDLE)
         with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as listener:
             listener.set(zmq.LINGER, 0)
             listener.set(zmq.IPV6, int(":" in self._heartbeats.host))
             listener.set(zmq.MAXMSGSIZE, HEADER_BYTES + OVERHEAD)
-            self._secret.listen(listener)
+            self._secret.listen(listener, self._heartbeats)
             try:
                 listener.bind(f"tcp://{self._heartbeats}")
             except zmq.ZMQError as error:
@@ -89,6 +106,8 @@ class Proxy:
                 self.instances.hear(beat)
             except BadMessage as error:
                 logger.warning("P2P: a message to the proxy is dropped: %s", error)
+            except Exception:  # recorded: one bad message must not end the task
+                logger.exception("P2P: an error at %s, which goes on", self._heartbeats)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Which engines are there; 503 without one that writes."""
@@ -96,13 +115,12 @@ class Proxy:
         return web.json_response(known, status=200 if known["decode"] else 503)
 
     async def _write(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        headers = _passed_on(request)
+        body, headers = await _passed_on(request)
         for decode in self.instances.of("D"):
-            decode.served += 1
-            route = await self._read(request.path, body, headers, decode)
-            named = headers if route is None else {**headers, "X-Request-Id": str(route)}
-            answer = await self._answer(request, decode, body, named)
+            with self.instances.serving(decode):
+                route = await self._read(request.path, body, headers, decode)
+                named = headers if route is None else {**headers, "X-Request-Id": str(route)}
+                answer = await self._answer(request, decode, body, named)
             if answer is not None:
                 return answer
         return _nobody()
@@ -118,15 +136,17 @@ class Proxy:
         for prefill in self.instances.of("P"):
             if prefill.http == decode.http:
                 return None  # it does both, and it is its turn
-            prefill.served += 1
             route = Route.between(prefill.zmq, decode.zmq)
             url, named = f"http://{prefill.http}{path}", {**headers, "X-Request-Id": str(route)}
             try:
-                async with self._session.post(url, data=first, headers=named, timeout=timeout) as answer:
-                    await answer.read()
+                with self.instances.serving(prefill):
+                    answer = await self._asked("POST", url, data=first, headers=named, timeout=timeout)
+                    async with answer:
+                        await answer.read()
             except (ClientError, TimeoutError) as error:
-                self.instances.lose(prefill, f"{type(error).__name__}: {error}")
+                self.instances.failed(prefill, f"{type(error).__name__}: {error}")
                 continue
+            self.instances.answered(prefill)
             if answer.status == 200:
                 return route
             logger.warning("P2P: engine %s answered %d to a prompt", prefill.http, answer.status)
@@ -135,9 +155,10 @@ class Proxy:
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         """Any other request goes to an engine that writes."""
-        body, headers = await request.read(), _passed_on(request)
+        body, headers = await _passed_on(request)
         for decode in self.instances.of("D"):
-            answer = await self._answer(request, decode, body, headers)
+            with self.instances.serving(decode):
+                answer = await self._answer(request, decode, body, headers)
             if answer is not None:
                 return answer
         return _nobody()
@@ -149,7 +170,8 @@ class Proxy:
         response: web.StreamResponse | None = None
         url = f"http://{decode.http}{request.path_qs}"
         try:
-            async with self._session.request(request.method, url, data=body, headers=headers) as answer:
+            async with await self._asked(request.method, url, data=body, headers=headers) as answer:
+                self.instances.answered(decode)
                 kind = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
                 if "event-stream" not in kind["Content-Type"]:
                     return web.Response(status=answer.status, headers=kind, body=await answer.read())
@@ -158,10 +180,17 @@ class Proxy:
         except _ClientGone:
             logger.debug("P2P: a client has gone, and engine %s is told", decode.http)
         except (ClientError, TimeoutError) as error:
-            self.instances.lose(decode, f"{type(error).__name__}: {error}")
+            self.instances.failed(decode, f"{type(error).__name__}: {error}")
             if response is not None and request.transport is not None:
                 request.transport.abort()  # the client must not take this for the end of the answer
         return response
+
+    async def _asked(self, method: str, url: str, **how: Any) -> ClientResponse:
+        """An engine's answer, whose body is still to be read; a request that met a closed connection is sent again."""
+        try:
+            return await self._session.request(method, url, **how)
+        except CLOSED:
+            return await self._session.request(method, url, **how)
 
 
 async def _stream(request: web.Request, answer: ClientResponse, response: web.StreamResponse) -> None:
@@ -183,8 +212,28 @@ async def _stream(request: web.Request, answer: ClientResponse, response: web.St
         await response.write_eof()
 
 
-def _passed_on(request: web.Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+async def _passed_on(request: web.Request) -> tuple[bytes, dict[str, str]]:
+    """Body and headers of a client's request for an engine: under an id of ours, whatever the client says.
+
+    Raises:
+        web.HTTPBadRequest: the body should be JSON and is none, so that nobody knows whether it has an id.
+    """
+    headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+    return _without_id(await request.read(), request.content_type), {**headers, "X-Request-Id": uuid.uuid4().hex}
+
+
+def _without_id(body: bytes, kind: str) -> bytes:
+    """The same body without ``request_id``, which vLLM would take for the request's id."""
+    if not body or kind.startswith(FORMS):
+        return body
+    try:
+        asked = json.loads(body)
+        if isinstance(asked, dict):
+            asked.pop("request_id", None)
+        return json.dumps(asked).encode()
+    except (ValueError, RecursionError) as error:
+        message = json.dumps({"error": {"message": f"the body is no JSON: {error}", "type": "BadRequest", "code": 400}})
+        raise web.HTTPBadRequest(text=message, content_type="application/json") from error
 
 
 def _nobody() -> web.Response:

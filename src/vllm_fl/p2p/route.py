@@ -61,7 +61,7 @@ class Route:
 
     @classmethod
     def of(cls, request_id: str) -> Route | None:
-        """The route in a request's id, around which vLLM writes more."""
+        """The route in a request's id, around which vLLM writes more (``_base_request_id``, ``assign_request_id``)."""
         found = _ROUTE.search(request_id)
         if found is None:
             return None

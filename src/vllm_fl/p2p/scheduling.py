@@ -3,7 +3,8 @@
 A request whose prompt another engine has read is awaited from its arrival on, and waits without blocks of its own until
 all workers have its KV cache in main memory. Then it is scheduled with all tokens of its prompt but the last one as
 known, and the workers copy them in before that step. If the cache does not come, the request is scheduled like any
-other, and computes its prompt.
+other, and computes its prompt. Several requests with one id and one prompt (``n`` > 1) load it once: all but the first
+wait for that, and find its blocks in the prefix cache.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
+
+UNROUTED = 100
+"""Requests without a route, from the start on, after which an engine that only takes prompts over says so."""
 
 
 class _State(Enum):
@@ -63,28 +67,39 @@ class Scheduling:
         self._block_size, self._workers = block_size, workers
         self._arrivals: dict[str, _Arrival] = {}  # by request
         self._claimed: dict[str, str] = {}  # transfer → the request that has it
+        self._followers: dict[str, str] = {}  # request → the transfer that another one has claimed
         self._departures: dict[str, _Departure] = {}  # by request
+        self._departing: set[str] = set()  # their transfers
+        self._routed, self._unrouted = False, 0
         self._orders = Orders()
 
     def arrived(self, request: Request) -> None:
         """A request has come; what another engine knows of it is awaited, however long it waits to be scheduled."""
+        if self._consumes and not self._produces:
+            self._count_unrouted(request)
         found = self._transfer(request, consumed=True)
-        if found is None or found[0] in self._claimed:
+        if found is None:
             return
         name, route = found
+        if name in self._claimed:
+            self._followers[request.request_id] = name
+            return
         arrival = self._arrivals[request.request_id] = _Arrival(name)
         self._claimed[name] = request.request_id
         if request.skip_reading_prefix_cache:  # it wants something of each token, such as log-probabilities
             self._drop(arrival)
         else:
-            self._orders.awaited.append((name, route.prefill))
+            self._orders.awaited.append((name, route.prefill, self._blocks_of(request)))
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond the ``computed`` ones that can be loaded now; ``None``: not known yet."""
+        wanted = request.num_prompt_tokens - 1 - computed
+        followed = self._arrival(self._followers.get(request.request_id, ""))
+        if followed is not None:
+            return None if wanted > 0 and followed.state is not _State.DONE else 0
         arrival = self._arrivals.get(request.request_id)
         if arrival is None or arrival.state is _State.DONE:
             return 0
-        wanted = request.num_prompt_tokens - 1 - computed
         if wanted <= 0:  # this engine's own prefix cache has them
             self._drop(arrival)
             return 0
@@ -144,9 +159,12 @@ class Scheduling:
 
     def finished(self, request_id: str) -> None:
         """A request has ended, in whatever way."""
+        self._followers.pop(request_id, None)
         departure = self._departures.pop(request_id, None)
-        if departure is not None and departure.sent < departure.total:
-            self._orders.ended.append(departure.transfer)
+        if departure is not None:
+            self._departing.discard(departure.transfer)
+            if departure.sent < departure.total:
+                self._orders.ended.append(departure.transfer)
         arrival = self._arrivals.pop(request_id, None)
         if arrival is not None:
             self._claimed.pop(arrival.transfer, None)
@@ -161,7 +179,10 @@ class Scheduling:
         self._orders.dropped.append(arrival.transfer)
 
     def _transfer(self, request: Request, consumed: bool) -> tuple[str, Route] | None:
-        """The name and the route of a request's transfer, if this engine is the one that takes or hands it over."""
+        """The name and the route of a request's transfer, if this engine is the one that takes or hands it over.
+
+        The route must say so: otherwise a foreign id would have it talk to whomever the id names.
+        """
         if request.prompt_token_ids is None or not (self._consumes if consumed else self._produces):
             return None
         if request.num_prompt_tokens < 2:  # nobody loads the last token's keys
@@ -169,18 +190,35 @@ class Scheduling:
         route = Route.of(request.request_id)
         if route is None:
             return None
-        if self._produces and self._consumes and (route.decode if consumed else route.prefill) != self._own:
+        if (route.decode if consumed else route.prefill) != self._own:
             return None
         return transfer_of(route.name, request), route
 
     def _note_departure(self, request: Request) -> None:
         if request.request_id in self._departures:
             return
-        transfer = self._transfer(request, consumed=False)
-        prompt = request.num_prompt_tokens
-        if transfer is not None:
-            total = -(-prompt // self._block_size)
-            self._departures[request.request_id] = _Departure(transfer[0], transfer[1].decode, prompt, total)
+        found = self._transfer(request, consumed=False)
+        if found is None or found[0] in self._departing:  # of equal prompts in one request one is sent
+            return
+        name, route = found
+        total = self._blocks_of(request)
+        self._departures[request.request_id] = _Departure(name, route.decode, request.num_prompt_tokens, total)
+        self._departing.add(name)
+
+    def _blocks_of(self, request: Request) -> int:
+        return -(-request.num_prompt_tokens // self._block_size)
+
+    def _count_unrouted(self, request: Request) -> None:
+        if self._routed or Route.of(request.request_id) is not None:
+            self._routed = True
+            return
+        self._unrouted += 1
+        if self._unrouted == UNROUTED:
+            logger.warning(
+                "P2P: none of the first %d requests came under an id that the proxy wrote, so their prompts were "
+                "computed here; clients must ask the proxy, and vLLM must keep the header X-Request-Id",
+                UNROUTED,
+            )
 
     def _send(self, request_id: str, departure: _Departure, computed: int) -> None:
         """Have the blocks sent that are complete after this step."""

@@ -7,6 +7,7 @@ the public key, without which a client cannot begin to talk. A stranger is turne
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ import zmq
 from zmq.utils import z85
 
 from fl_dispatch.errors import ConfigError
+from fl_dispatch.logger_manager import get_logger
+
+from .route import Address
+
+logger = get_logger(__name__)
 
 OVERHEAD = 64
 """Bytes by which encryption makes a frame longer, at most."""
@@ -45,11 +51,17 @@ class Secret:
         self._private = z85.encode(hashlib.blake2b(content, digest_size=32, person=b"fl-p2p").digest())
         self._public = zmq.curve_public(self._private)
 
-    def listen(self, socket: zmq.Socket[Any]) -> None:
-        """Have a socket that will be bound hear only those with the secret."""
+    def listen(self, socket: zmq.Socket[Any], address: Address) -> None:
+        """Have a socket that will be bound to an address hear only those with the secret."""
         if self._private:
             socket.set(zmq.CURVE_SERVER, 1)
             socket.set(zmq.CURVE_SECRETKEY, self._private)
+        elif not _own_machines(address.host):
+            logger.warning(
+                "P2P: whoever reaches %s can fill this process's memory and forge messages, because no secret is set "
+                "(secret_file)",
+                address,
+            )
 
     def call(self, socket: zmq.Socket[Any]) -> None:
         """Have a socket that will be connected talk only to those with the secret."""
@@ -58,3 +70,11 @@ class Secret:
             socket.set(zmq.CURVE_SERVERKEY, self._public)
             socket.set(zmq.CURVE_PUBLICKEY, public)
             socket.set(zmq.CURVE_SECRETKEY, private)
+
+
+def _own_machines(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -75,7 +75,10 @@ class Working:
         )
 
     def begin(self, orders: Orders) -> None:
-        """Before a step's model: end, await, drop and load what the scheduler says."""
+        """Before a step's model: end, await, drop and load what the scheduler says.
+
+        vLLM calls it that early in steps with loads, because its scheduler sets ``has_sync_kv_loads``.
+        """
         if self._outbox is not None:
             for transfer in orders.ended:
                 self._outbox.drop(transfer)
@@ -83,8 +86,8 @@ class Working:
             return
         for transfer in orders.dropped:
             self._inbox.drop(transfer)
-        for transfer, producer in orders.awaited:
-            self._inbox.await_(transfer, producer.of_rank(self._rank))
+        for transfer, producer, count in orders.awaited:
+            self._inbox.await_(transfer, producer.of_rank(self._rank), count)
         for load in orders.loads:
             self._load(self._inbox, load)
 
@@ -110,14 +113,17 @@ class Working:
     def _load(self, inbox: Inbox, load: Load) -> None:
         blocks = self._blocks
         assert blocks is not None
-        begin, end = load.first, load.first + len(load.ids)
+        begin, end, written = load.first, load.first + len(load.ids), 0
 
         def write(first: int, count: int, data: Tensor) -> None:
+            nonlocal written
             start, stop = max(first, begin), min(first + count, end)
             if start < stop:
                 blocks.write(load.ids[start - begin : stop - begin], data, start - first, count)
+                written += stop - start
 
         inbox.load(load.transfer, write)
+        assert written == len(load.ids), f"{written} of {len(load.ids)} blocks of {load.transfer} were loaded"
         self.tally.add(loaded_blocks=len(load.ids))
         logger.debug("P2P: %d blocks of %s were loaded", len(load.ids), load.transfer)
 
