@@ -59,8 +59,6 @@ class DeltaNetLayer(StateLayer):
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states
             return
-        if step.spec_sequence_masks is not None:
-            raise ValueError("a gated delta net got a batch with drafts, which are refused for it")
         decodes, single, tokens = step.num_decodes, step.num_decode_tokens, step.num_actual_tokens
         slots = step.non_spec_state_indices_tensor
         assert slots is not None

@@ -35,8 +35,6 @@ class Mamba1Layer(ScanLayer):
         if step is None:
             output.zero_()
             return
-        if step.num_accepted_tokens is not None:
-            raise ValueError("a state space got a batch with drafts, which are refused for it")
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         x, gate = self.in_proj(hidden_states[:tokens])[0].chunk(2, dim=1)
         inputs, states, parts = self.fl_inputs(), self.kv_cache[1][:, :, None], []

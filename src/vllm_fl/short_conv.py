@@ -40,8 +40,6 @@ class ShortConvLayer(StateLayer):
         if step is None:
             output.zero_()
             return
-        if step.num_accepted_tokens is not None:
-            raise ValueError("a short convolution got a batch with drafts, which are refused for it")
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         before, behind, x = self.in_proj(hidden_states[:tokens])[0].chunk(3, dim=1)
         x, inputs, weight, bias = before * x, self.fl_inputs(), self.conv.weight.squeeze(1), self.conv.bias

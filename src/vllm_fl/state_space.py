@@ -70,8 +70,6 @@ class StateSpaceLayer(ScanLayer):
         if step is None:
             output.zero_()
             return
-        if step.num_accepted_tokens is not None:
-            raise ValueError("a state space got a batch with drafts, which are refused for it")
         sizes = self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size
         _, mixed, dt = projected_states.split(sizes, dim=1)
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens

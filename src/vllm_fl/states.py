@@ -26,11 +26,18 @@ class StateLayer(DispatchedLayer):
         return True
 
     def fl_step(self) -> Any:
-        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states."""
+        """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.
+
+        Raises:
+            ValueError: the batch has drafts, which are refused for such models at start.
+        """
         from vllm.forward_context import get_forward_context
 
         steps = get_forward_context().attn_metadata
-        return steps.get(self.prefix) if isinstance(steps, dict) else None
+        step = steps.get(self.prefix) if isinstance(steps, dict) else None
+        if step is not None and step.num_accepted_tokens is not None:
+            raise ValueError(f"{self.prefix} got a batch with drafts, which are refused for layers with a state")
+        return step
 
     def fl_inputs(self) -> Tensor:
         """The last inputs of a convolution as its operators have them, ``[slots, channels, width - 1]``."""

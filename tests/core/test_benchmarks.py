@@ -12,7 +12,7 @@ import pytest
 from sampling import drawn
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NEEDS = {"flaggems_mm": "flag_gems", "plot_serve": "matplotlib", "serve_sglang": "sglang"}
+NEEDS = {"flaggems_mm": "flag_gems", "plot_serve": "matplotlib"}
 """Packages that only these import."""
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if "argparse" in path.read_text())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,11 @@ import pytest
 from serving import STEP, answered, start
 
 import quantized_checkpoints as checkpoints
-from quantized_checkpoints import SCHEMES, Scheme
+import quantized_engines
+from quantized_checkpoints import SCHEMES
+from quantized_engines import Rules, comparisons
 from quantized_network import Comparison
-from running import MAX_TOKENS, PROMPTS
+from running import PROMPTS
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -28,28 +29,17 @@ PRODUCTS = 4 * 4
 LAYERS = {"gptq": "GptqLayer", "gptq, 8 bits": "GptqLayer", "awq": "AwqLayer"}
 
 
-@dataclass(frozen=True)
-class Run:
-    """An engine with a checkpoint."""
-
-    scheme: str
-    ranks: int = 1
-
-    @property
-    def made(self) -> Scheme:
-        return SCHEMES[self.scheme]
+class Run(quantized_engines.Run):
+    """As the host names its layer."""
 
     @property
     def layer(self) -> str:
         return LAYERS.get(self.scheme, self.made.layer)
 
-    def __str__(self) -> str:
-        return self.scheme + (", two ranks" if self.ranks > 1 else "")
-
 
 ALONE = [Run(name) for name in drawn(list(SCHEMES), 2, "quantized checkpoints, SGLang")]
 DIVIDED = ("compressed-tensors W8A8 int8", "compressed-tensors W4A16, zero points", "gptq", "awq", "fp8")
-RUNS = [*ALONE, *(Run(name, 2) for name in drawn(DIVIDED, 1, "quantized, ranks, SGLang"))]
+RUNS = [*ALONE, *(Run(name, {"tp_size": 2}, "two ranks") for name in drawn(DIVIDED, 1, "quantized, ranks, SGLang"))]
 each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 each_operator = pytest.mark.parametrize(
     ("run", "operator"), [(run, operator) for run in ALONE for operator in run.made.operators], ids=str
@@ -69,30 +59,18 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], dict[st
     for run in RUNS:
         orders = [{name: ["impl:vendor.wrong"]} for name in run.made.operators if run in ALONE]
         wrong = [{**STEP, "policy": {"prefer": "reference", "per_op_order": order}} for order in orders]
-        engine = {"tp_size": run.ranks}
-        runs[run] = start(checkpoint(run.scheme), ASKED, *wrong, variables=PLUGINS, engine=engine)
+        runs[run] = start(checkpoint(run.scheme), ASKED, *wrong, variables=PLUGINS, engine=run.engine)
     return lambda run: runs[run].result()
 
 
 @pytest.fixture(scope="module")
 def compared(answers: Callable[[Run], dict[str, Any]]) -> Callable[[Run], Comparison]:
-    @cache
-    def compare(run: Run) -> Comparison:
-        return Comparison.of(*answered(PROMPTS, answers(run)["steps"][0]), run.made, run.ranks)
-
-    return compare
+    return comparisons(lambda run: answered(PROMPTS, answers(run)["steps"][0]))
 
 
 @each_run
-def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
-    assert compared(run).agrees
-
-
-@each_run
-def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
-    run: Run, compared: Callable[[Run], Comparison]
-) -> None:
-    assert compared(run).right.decides(PROMPTS, MAX_TOKENS)
+class TestNumbers(Rules):
+    """They are right."""
 
 
 @each_run

@@ -5,8 +5,7 @@ As :mod:`test_sglang_quantized`, with the model of :mod:`quantized_mixture`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ import pytest
 from serving import STEP, answered, start
 
 import quantized_checkpoints as checkpoints
-from quantized_checkpoints import SCHEMES, Scheme
+import quantized_engines
+from quantized_checkpoints import SCHEMES
+from quantized_engines import Rules, comparisons
 from quantized_mixture import BOTH_KINDS, EXPERTS, LAYERS, mixture, operator
 from quantized_network import Comparison
-from running import MAX_TOKENS, PROMPTS, ran
+from running import PROMPTS, ran
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
@@ -30,28 +31,12 @@ SERVED = (*EXPERTS, "compressed-tensors W8A8 int8, static")
 NAMES = {"gptq": "GptqExperts", "gptq, 8 bits": "GptqExperts", "awq": "AwqExperts"}
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """An engine with a checkpoint; ``engine``: further arguments of ``sglang.Engine``."""
-
-    scheme: str
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = "one rank"
-
-    @property
-    def made(self) -> Scheme:
-        return SCHEMES[self.scheme]
-
-    @property
-    def ranks(self) -> int:
-        return int(self.engine.get("tp_size", 1))
+class Run(quantized_engines.Run):
+    """As the host names its experts."""
 
     @property
     def experts(self) -> str:
         return NAMES.get(self.scheme, self.made.layer.replace("Layer", "Experts"))
-
-    def __str__(self) -> str:
-        return f"{self.scheme}, {self.kind}"
 
 
 TWO = {"tp_size": 2}
@@ -94,23 +79,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[[
 
 @pytest.fixture(scope="module")
 def compared(answers: Callable[[Run], dict[str, Any]], model: Path) -> Callable[[Run], Comparison]:
-    @cache
-    def compare(run: Run) -> Comparison:
-        return Comparison.of(*answered(PROMPTS, answers(run)["steps"][0]), run.made, run.ranks, model)
-
-    return compare
+    return comparisons(lambda run: answered(PROMPTS, answers(run)["steps"][0]), model)
 
 
 @each_run
-def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
-    assert compared(run).agrees
-
-
-@each_run
-def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
-    run: Run, compared: Callable[[Run], Comparison]
-) -> None:
-    assert compared(run).right.decides(PROMPTS, MAX_TOKENS)
+class TestNumbers(Rules):
+    """They are right."""
 
 
 @each_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from vllm.model_executor.hw_agnostic import custom_op as hw_agnostic
 
 from fl_dispatch import SelectionPolicy
 from fl_dispatch.settings import Settings, get_settings
+from vllm import forward_context
 from vllm_fl import layers
+from vllm_fl.states import StateLayer
 
 ALWAYS = [row for row in layers.LAYER_CLASSES if row.custom_op and not row.own_kernel and not row.transformers]
 """Rows that every process registers, for every model."""
@@ -100,3 +103,20 @@ def test_a_survey_without_a_layer_of_ours_is_refused_unless_that_is_meant() -> N
         survey.refuse_native_run(settings())
     survey.refuse_native_run(settings(oot_enabled=False))
     layers.Survey("vLLM", ours={}, native={}, attention={}).refuse_native_run(settings())
+
+
+@pytest.mark.parametrize(
+    "mixin", sorted({row.mixin for row in layers.LAYER_CLASSES if issubclass(row.mixin, StateLayer)}, key=str)
+)
+def test_a_layer_with_a_state_refuses_a_batch_with_drafts(
+    mixin: type[StateLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with such layers is refused beside drafts at start; this is what holds if that were missed."""
+    layer = mixin.__new__(mixin)
+    object.__setattr__(layer, "prefix", "model.layers.0")
+    context = SimpleNamespace(attn_metadata={layer.prefix: SimpleNamespace(num_accepted_tokens=torch.ones(1))})
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+    with pytest.raises(ValueError, match=r"model\.layers\.0 got a batch with drafts"):
+        layer.fl_step()
+    context.attn_metadata[layer.prefix].num_accepted_tokens = None
+    assert layer.fl_step() is context.attn_metadata[layer.prefix]

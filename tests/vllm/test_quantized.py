@@ -7,7 +7,6 @@ default, and one of two ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from engines import MAX_TOKENS, PROMPTS, ran, start_features
 
 import quantized_checkpoints as checkpoints
-from quantized_checkpoints import SCHEMES, Scheme
+from quantized_checkpoints import SCHEMES
+from quantized_engines import Rules, Run, comparisons
 from quantized_network import Comparison, answered
 from sampling import drawn
 
@@ -31,29 +31,9 @@ PRODUCTS = 4 * 4
 """Those of a layer, merged as vLLM does, in all layers."""
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """An engine with a checkpoint; ``engine``: further arguments of ``LLM``."""
-
-    scheme: str
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    kind: str = "eager"
-
-    @property
-    def made(self) -> Scheme:
-        return SCHEMES[self.scheme]
-
-    @property
-    def ranks(self) -> int:
-        return int(self.engine.get("tensor_parallel_size", 1))
-
-    def __str__(self) -> str:
-        return f"{self.scheme}, {self.kind}"
-
-
 BOTH_KINDS = ("compressed-tensors W8A8 int8", "gptq")
 """Schemes of either sort of product, which run in every kind of engine."""
-EAGER = [Run(name) for name in drawn(list(SCHEMES), 3, "quantized checkpoints")]
+EAGER = [Run(name, kind="eager") for name in drawn(list(SCHEMES), 3, "quantized checkpoints")]
 COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(BOTH_KINDS, 1, "quantized, compiled")]
 RANKS = [Run(name, {"tensor_parallel_size": 2}, "two ranks") for name in drawn(BOTH_KINDS, 1, "quantized, ranks")]
 RUNS = [*EAGER, *COMPILED, *RANKS]
@@ -86,23 +66,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
 
 @pytest.fixture(scope="module")
 def compared(answers: dict[Run, Any]) -> Callable[[Run], Comparison]:
-    @cache
-    def compare(run: Run) -> Comparison:
-        return Comparison.of(*answered(PROMPTS, answers[run]["steps"][0]), run.made, run.ranks)
-
-    return compare
+    return comparisons(lambda run: answered(PROMPTS, answers[run]["steps"][0]))
 
 
 @each_run
-def test_it_computes_what_the_dequantized_network_does(run: Run, compared: Callable[[Run], Comparison]) -> None:
-    assert compared(run).agrees
-
-
-@each_run
-def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
-    run: Run, compared: Callable[[Run], Comparison]
-) -> None:
-    assert compared(run).right.decides(PROMPTS, MAX_TOKENS)
+class TestNumbers(Rules):
+    """They are right."""
 
 
 @each_run

@@ -58,10 +58,9 @@ def compiles(dtype: torch.dtype, device: torch.device) -> bool | str:
     if not dtype.is_floating_point or dtype.itemsize > 1:
         return True
     has = capability(device)
-    older = has is not None and has < FLOAT8_CAPABILITY
-    return (
-        f"Triton compiles fp8 from compute capability 8.9 on, and this is {has[0]}.{has[1]}" if has and older else True
-    )
+    if has is None or has >= FLOAT8_CAPABILITY:
+        return True
+    return f"Triton compiles fp8 from compute capability 8.9 on, and this is {has[0]}.{has[1]}"
 
 
 def stages_that_fit(device: torch.device, stage: int, wanted: int) -> int:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.ops.declaration import HALF_TYPES
+
 from .launch import Launcher, power_of_two, shared_memory
 
 COLUMNS = 4
@@ -29,7 +31,6 @@ TILE = (64, 128, 5)
 """Columns, elements of them, and stages of a program with several rows."""
 SHARED_MEMORY = 120 << 10
 """Bytes that its stages need."""
-HALF = (torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -120,7 +121,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         0 not in weight.shape
         and x.shape[-1:] == (inner,)
         and weight.dtype is x.dtype
-        and x.dtype in (torch.float32, *HALF)
+        and x.dtype in (torch.float32, *HALF_TYPES)
         and weight.device == x.device
         and weight.stride(1) == 1
         and x.stride(-1) == 1
@@ -137,7 +138,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         1 < rows <= MOST_ROWS
         and columns * inner <= SMALL_WEIGHTS
         and (inner <= SHORT or columns >= MANY_COLUMNS)
-        and x.dtype in HALF
+        and x.dtype in HALF_TYPES
     )
     if not (single or (few and shared_memory(x.device) >= SHARED_MEMORY)) or not _fits(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.declaration import HALF_TYPES
 
 from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
@@ -33,7 +34,6 @@ NARROW, WIDE = (32, 2, 8), (64, 4, 4)
 """Columns, warps and stages for some rows: where wide tiles leave processors idle, and elsewhere."""
 DEQUANTIZED = (16, 256, 4)
 """Columns, bytes and warps of a program that dequantizes."""
-HALF = (torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -251,7 +251,7 @@ def weight_only_linear(
     group = stored // groups
     together = min(STORED, _divisor(group))
     wide = -(-columns // WIDE[0]) >= processors(x.device)
-    if count > SOME_ROWS * (4 if wide else 1) or together < FEW_ROWS or x.dtype not in HALF:
+    if count > SOME_ROWS * (4 if wide else 1) or together < FEW_ROWS or x.dtype not in HALF_TYPES:
         return torch.nn.functional.linear(x, dequantized(weight, scale, zero).to(x.dtype), bias)
     tall = max(FEW_ROWS, power_of_two(count))
     at_once, warps, stages = WIDE if wide else NARROW

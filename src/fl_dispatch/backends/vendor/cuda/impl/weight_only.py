@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fl_dispatch import prepared
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.declaration import HALF_TYPES
 from fl_dispatch.ops.quantization import FP8
 
 from . import packed_weights
 from .limits import capability, problem
 
-HALF = (torch.float16, torch.bfloat16)
 MARLIN, MACHETE = "vendor.cuda.marlin", "vendor.cuda.machete"
 MARLIN_GROUPS, MACHETE_GROUPS = (32, 64, 128), (64, 128)
 MARLIN_TILES = ((64, 128), (128, 64))
@@ -40,7 +40,7 @@ def _why_not(
     """Why neither the sizes nor the types fit, or an empty string."""
     if why := problem("x", x, contiguous=False):
         return why
-    if x.dtype not in HALF or scale.dtype is not x.dtype:
+    if x.dtype not in HALF_TYPES or scale.dtype is not x.dtype:
         return f"x is {x.dtype} and scale {scale.dtype}, not one half type"
     columns, groups = scale.shape
     inner = x.shape[-1]
@@ -133,7 +133,7 @@ def supports_machete(
     return _why_not(x, weight, scale, zero, MACHETE_GROUPS, MACHETE_TILES) or True
 
 
-_FOR_ROWS = {dtype: functools.partial(packed_weights.machete_numbers, dtype) for dtype in HALF}
+_FOR_ROWS = {dtype: functools.partial(packed_weights.machete_numbers, dtype) for dtype in HALF_TYPES}
 
 
 def machete(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
