@@ -118,13 +118,27 @@ READ = (
     HostFact(
         "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
         (
-            *("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens", "num_accepted_tokens"),
+            *("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens"),
             *("state_indices_tensor_d", "state_indices_tensor_p", "query_start_loc_p", "has_initial_states_p"),
         ),
         "reads",
         "state_space",
         "How a step's batch is sorted, and where its states lie; Mamba 1 and short convolutions have the same.",
         since="0.32",
+    ),
+    *(
+        HostFact(
+            owner,
+            ("num_accepted_tokens",),
+            "reads",
+            "states",
+            "Whether a step's batch has drafts, which layers with a state refuse.",
+            since="0.32",
+        )
+        for owner in (
+            "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
+            "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
+        )
     ),
     HostFact(
         f"{_LAYERS}.mamba.abstract:MambaBase",
