@@ -1,6 +1,7 @@
-"""TRL trains a model by GRPO with an engine in its own process: ``python run_trl.py job.json result.json``.
+"""TRL trains a model with an engine in its own process: ``python run_trl.py job.json result.json``.
 
-A job is ``{"model": folder, "output": folder, "steps": n, "sleep": does the engine sleep while the trainer learns}``.
+A job is ``{"model": folder, "output": folder, "trainer": a name of TRAINERS, "steps": n, "sleep": does the engine sleep
+while the trainer learns}``.
 """
 
 from __future__ import annotations
@@ -16,55 +17,98 @@ PROMPTS = ["the river runs", "cold white snow"]
 COMPLETIONS, MAX_TOKENS = 8, 8
 
 
-def main(job: dict[str, Any]) -> dict[str, Any]:
-    """The mean reward of each step, and how far the engine's log-probabilities were from the trainer's.
+class Small:
+    """The reward of a completion: its share of token ids below ``half``. ``means`` has that of each step."""
 
-    A completion's reward is its share of token ids in the lower half of the vocabulary. ``weights`` are the bytes that
-    the engine's weights take in the end.
-    """
+    __name__ = "small"
+
+    def __init__(self, half: int) -> None:
+        self.half = half
+        self.means: list[float] = []
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rewards = [sum(token < self.half for token in ids) / len(ids) for ids in completion_ids]
+        self.means.append(sum(rewards) / len(rewards))
+        return rewards
+
+
+def grpo(job: dict[str, Any], reward: Small, common: dict[str, Any]) -> tuple[Any, Any]:
+    """A trainer by group relative policy optimization, and its engine."""
     from datasets import Dataset
-    from transformers import AutoConfig
     from trl import GRPOConfig, GRPOTrainer
 
-    half = AutoConfig.from_pretrained(job["model"]).vocab_size // 2
-
-    def small(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [sum(token < half for token in ids) / len(ids) for ids in completion_ids]
-
     asked = GRPOConfig(
-        output_dir=job["output"],
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_enable_sleep_mode=job["sleep"],
         vllm_max_model_length=64,
-        max_steps=job["steps"],
         per_device_train_batch_size=COMPLETIONS * len(PROMPTS),
         num_generations=COMPLETIONS,
         max_completion_length=MAX_TOKENS,
-        learning_rate=2e-2,
-        lr_scheduler_type="constant",
         model_init_kwargs={"dtype": "float32"},
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        seed=1,
+        **common,
     )
-    trainer = GRPOTrainer(
+    prompts = Dataset.from_list([{"prompt": text} for text in PROMPTS])
+    trainer = GRPOTrainer(model=job["model"], reward_funcs=reward, args=asked, train_dataset=prompts)
+    return trainer, trainer.vllm_generation.llm
+
+
+def online_dpo(job: dict[str, Any], reward: Small, common: dict[str, Any]) -> tuple[Any, Any]:
+    """A trainer by direct preference optimization on the engine's own pairs of completions, and its engine."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    asked = OnlineDPOConfig(
+        max_length=64,
+        max_new_tokens=MAX_TOKENS,
+        per_device_train_batch_size=COMPLETIONS * len(PROMPTS),
+        model_init_kwargs={"dtype": "float32"},
+        **common,
+    )
+    prompts = Dataset.from_list([{"prompt": text} for text in PROMPTS] * COMPLETIONS)
+    trainer = OnlineDPOTrainer(
         model=job["model"],
-        reward_funcs=small,
+        reward_funcs=reward,
         args=asked,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in PROMPTS]),
+        train_dataset=prompts,
+        processing_class=AutoTokenizer.from_pretrained(job["model"]),
     )
-    llm = trainer.vllm_generation.llm
+    return trainer, trainer.llm
+
+
+TRAINERS = {"GRPO": grpo, "Online DPO": online_dpo}
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    """The mean reward of each step, and how far the engine's log-probabilities were from the trainer's.
+
+    Online DPO tells nothing of the latter. ``weights`` are the bytes that the engine's weights take in the end.
+    """
+    from transformers import AutoConfig
+
+    reward = Small(AutoConfig.from_pretrained(job["model"]).vocab_size // 2)
+    common = {
+        "output_dir": job["output"],
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": job["sleep"],
+        "max_steps": job["steps"],
+        "learning_rate": 2e-2,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "seed": 1,
+    }
+    trainer, llm = TRAINERS[job["trainer"]](job, reward, common)
     llm.collective_rpc("fl_set_counting", args=(True,))
     trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "reward" in entry]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    difference = "sampling/sampling_logp_difference/mean"
     return {
-        "rewards": [entry["reward"] for entry in steps],
-        "apart": [entry["sampling/sampling_logp_difference/mean"] for entry in steps],
+        "rewards": reward.means,
+        "apart": [entry[difference] for entry in steps if difference in entry],
         "weights": llm.collective_rpc(weight_bytes)[0],
         "report": llm.collective_rpc("fl_report")[0],
     }
