@@ -26,6 +26,7 @@ from typing import Any
 import processes
 import sampling
 from processes import Finished
+from rotations import resting
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -90,67 +91,6 @@ ENVIRONMENTS = {
         sample=1,
     ),
 }
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Files of long tests about one subject, of which a run of everything draws some.
-
-    Args:
-        draws: how many of the files a run draws.
-        files: below ``tests``.
-    """
-
-    draws: int
-    files: tuple[str, ...]
-
-
-ROTATIONS = {
-    "quantized models": Rotation(
-        4,
-        (
-            *(f"vllm/test_{name}.py" for name in ("quantized", "quantized_experts", "quantized_cache")),
-            *(f"sglang/test_sglang_{name}.py" for name in ("quantized", "quantized_experts", "quantized_cache")),
-            "npu/test_npu_quantized.py",
-            "npu_sglang/test_npu_sglang_quantized.py",
-        ),
-    ),
-    "layers with a state, and drafts": Rotation(
-        3, tuple(f"vllm/test_{name}.py" for name in ("states", "delta_net", "sights", "drafts", "speculation"))
-    ),
-    "ways to serve with vLLM": Rotation(
-        4,
-        (
-            *(f"vllm/test_{name}.py" for name in ("p2p_engines", "nodes", "loading", "debugging", "live_weights")),
-            *(f"vllm/test_{name}.py" for name in ("pooling", "half_precision")),
-        ),
-    ),
-    "ways to serve with SGLang": Rotation(
-        4,
-        (
-            *(f"sglang/test_sglang_{name}.py" for name in ("bisect", "lora", "data_parallel", "host_versions")),
-            *(f"sglang/test_sglang_{name}.py" for name in ("bad_input", "selection")),
-            "sglang/test_parallel.py",
-        ),
-    ),
-    "the emulated chip": Rotation(
-        3,
-        tuple(
-            f"npu/test_{name}.py" for name in ("npu_ways", "npu_flagcx", "emulated_chip", "own_chip", "verify_ascend")
-        ),
-    ),
-}
-"""Subject → its files. The end of a run names those that rested."""
-
-
-def resting() -> set[str]:
-    """Files that this commit's run of everything leaves to another commit's."""
-    files = {subject: [f"tests/{file}" for file in rotation.files] for subject, rotation in ROTATIONS.items()}
-    return {
-        file
-        for subject, rotation in ROTATIONS.items()
-        for file in set(files[subject]) - set(sampling.drawn(files[subject], rotation.draws, subject))
-    }
 
 
 @dataclass
@@ -250,7 +190,7 @@ def report(number: int, total: int, unit: Unit) -> None:
         print(f"{unit.ended.log}\n(exit status {unit.ended.returncode})", flush=True)
 
 
-def summary(done: list[Unit], rested: set[str], warming: float, seconds: float) -> None:
+def summary(done: list[Unit], left_out: set[str], warming: float, seconds: float) -> None:
     """The slowest set-ups and tests, the seconds of each part, what did not run, and how many tests there were."""
     slowest = sorted(
         ((entry["seconds"], unit.environment, entry["part"], entry["test"]) for unit in done for entry in unit.records),
@@ -274,7 +214,7 @@ def summary(done: list[Unit], rested: set[str], warming: float, seconds: float) 
         tests = sorted({record["test"] for record in unit.records if record["outcome"] == "failed"})
         print(f"FAILED  {unit.environment}  {unit.name}: {', '.join(tests) or 'it ended before its tests did'}")
     total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES[:0:-1] if counts[outcome])
-    for file in sorted(rested):
+    for file in sorted(left_out):
         print(f"not drawn  {file}")
     print(f"{'failed' if failed else 'passed'}: {total}; sample drawn by {sampling.seed()}")
 
@@ -305,18 +245,24 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen(names: list[str], rested: set[str]) -> dict[str, list[str]]:
-    """Environment → the files that the command line names, or all but those that rest."""
+def rested(names: list[str]) -> set[str]:
+    """The files that a run leaves to other commits': none if the command line names what to run."""
+    return set() if names else resting()
+
+
+def chosen(names: list[str]) -> dict[str, list[str]]:
+    """Environment → the files that the command line names; all but those that rest where it names none."""
     unknown = [name for name in names if name not in ENVIRONMENTS and not (ROOT / name).exists()]
     if unknown:
         sys.exit(f"suite.py: '{unknown[0]}' is neither a file here nor one of {', '.join(ENVIRONMENTS)}")
     paths = {str((ROOT / name).resolve().relative_to(ROOT)) for name in names if name not in ENVIRONMENTS}
     named = [name for name in names if name in ENVIRONMENTS]
     environments = named or [name for name, place in ENVIRONMENTS.items() if not (paths and place.sample)]
+    left_out = rested(names)
     found = {
         name: [file for file in ENVIRONMENTS[name].files() if file in paths]
         if paths
-        else [file for file in ENVIRONMENTS[name].drawn() if file not in rested]
+        else [file for file in ENVIRONMENTS[name].drawn() if file not in left_out]
         for name in environments
     }
     return {name: files for name, files in found.items() if files}
@@ -328,8 +274,7 @@ def main() -> int:
         os.environ["FL_SAMPLE"] = sampling.ALL
     options = given.pytest.split() + (["-m", "not engine"] if given.fast else [])
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
-    rested = set() if given.files else resting()
-    queue = units(recorded, chosen(given.files, rested))
+    queue = units(recorded, chosen(given.files))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fl-suite-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         scratch = Path(folder)
@@ -350,7 +295,7 @@ def main() -> int:
             report(number, len(queue), done[-1])
         for future in started.values():
             future.result()[1].stdin.close()  # type: ignore[union-attr]
-    summary(done, rested, warming, time.monotonic() - began)
+    summary(done, rested(given.files), warming, time.monotonic() - began)
     if given.record:
         record(done)
     return int(any(unit.failed for unit in done))

@@ -22,6 +22,8 @@ _DELTA_NET = f"{_LAYERS}.mamba.gdn.qwen_gdn_linear_attn"
 _MIXER1 = f"{_LAYERS}.mamba.mamba_mixer:MambaMixer"
 _MIXER = f"{_LAYERS}.mamba.mamba_mixer2:MambaMixer2"
 _SHORT_CONV = f"{_LAYERS}.mamba.short_conv:ShortConv"
+_MAMBA_STEP = "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata"
+_DELTA_NET_STEP = "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata"
 _ROPE = f"{_LAYERS}.rotary_embedding"
 _WORKER = "vllm.v1.worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -116,7 +118,7 @@ READ = (
         for owner in (f"{_DELTA_NET}:QwenGatedDeltaNetAttention", _MIXER, _MIXER1, _SHORT_CONV)
     ),
     HostFact(
-        "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
+        _MAMBA_STEP,
         (
             *("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens"),
             *("state_indices_tensor_d", "state_indices_tensor_p", "query_start_loc_p", "has_initial_states_p"),
@@ -135,10 +137,7 @@ READ = (
             "Whether a step's batch has drafts, which layers with a state refuse.",
             since="0.32",
         )
-        for owner in (
-            "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadata",
-            "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
-        )
+        for owner in (_MAMBA_STEP, _DELTA_NET_STEP)
     ),
     HostFact(
         f"{_LAYERS}.mamba.abstract:MambaBase",
@@ -149,7 +148,7 @@ READ = (
         since="0.32",
     ),
     HostFact(
-        "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
+        _DELTA_NET_STEP,
         (
             *("num_decodes", "num_decode_tokens", "num_prefills", "num_actual_tokens"),
             *("non_spec_state_indices_tensor", "prefill_state_indices"),

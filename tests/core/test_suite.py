@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import sampling
-from suite import ENVIRONMENTS, ROOT, ROTATIONS, resting
+from rotations import ROTATIONS, resting
+from suite import ENVIRONMENTS, ROOT, chosen
 
-ROTATING = {f"tests/{file}" for rotation in ROTATIONS.values() for file in rotation.files}
+ROTATING = {file for rotation in ROTATIONS.values() for file in rotation.files}
 
 
 @pytest.fixture
@@ -40,6 +41,19 @@ def test_every_rotating_file_runs_in_one_of_forty_commits_and_rests_in_another(c
 
 def test_a_commit_draws_the_same_files_each_time(commit: pytest.MonkeyPatch) -> None:
     assert rests(commit, "a commit") == rests(commit, "a commit")
+
+
+def test_a_run_of_everything_has_all_files_but_those_that_rest(commit: pytest.MonkeyPatch) -> None:
+    left_out = rests(commit, "a commit")
+    queued = {file for files in chosen([]).values() for file in files}
+    known = {file for environment in ENVIRONMENTS.values() for file in environment.files()}
+    assert known - queued == left_out
+
+
+def test_a_file_or_an_environment_that_is_named_does_not_rest(commit: pytest.MonkeyPatch) -> None:
+    left_out = rests(commit, "a commit")
+    assert {file for files in chosen(sorted(left_out)).values() for file in files} == left_out
+    assert chosen(["sglang"]) == {"sglang": ENVIRONMENTS["sglang"].files()}
 
 
 def test_nothing_rests_in_the_exhaustive_run(commit: pytest.MonkeyPatch) -> None:

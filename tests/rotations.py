@@ -1,0 +1,91 @@
+"""Long files about one subject take turns in a run of everything; naming a file or an environment runs all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sampling
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Test files about one subject, of which a run of everything draws some.
+
+    Args:
+        draws: how many of the files a run draws.
+        files: from the folder of the checkout.
+    """
+
+    draws: int
+    files: tuple[str, ...]
+
+
+ROTATIONS = {
+    "quantized models": Rotation(
+        4,
+        (
+            "tests/vllm/test_quantized.py",
+            "tests/vllm/test_quantized_experts.py",
+            "tests/vllm/test_quantized_cache.py",
+            "tests/sglang/test_sglang_quantized.py",
+            "tests/sglang/test_sglang_quantized_experts.py",
+            "tests/sglang/test_sglang_quantized_cache.py",
+            "tests/npu/test_npu_quantized.py",
+            "tests/npu_sglang/test_npu_sglang_quantized.py",
+        ),
+    ),
+    "layers with a state, and drafts": Rotation(
+        3,
+        (
+            "tests/vllm/test_states.py",
+            "tests/vllm/test_delta_net.py",
+            "tests/vllm/test_sights.py",
+            "tests/vllm/test_drafts.py",
+            "tests/vllm/test_speculation.py",
+        ),
+    ),
+    "ways to serve with vLLM": Rotation(
+        4,
+        (
+            "tests/vllm/test_p2p_engines.py",
+            "tests/vllm/test_nodes.py",
+            "tests/vllm/test_loading.py",
+            "tests/vllm/test_debugging.py",
+            "tests/vllm/test_live_weights.py",
+            "tests/vllm/test_pooling.py",
+            "tests/vllm/test_half_precision.py",
+        ),
+    ),
+    "ways to serve with SGLang": Rotation(
+        4,
+        (
+            "tests/sglang/test_sglang_bisect.py",
+            "tests/sglang/test_sglang_lora.py",
+            "tests/sglang/test_sglang_data_parallel.py",
+            "tests/sglang/test_sglang_host_versions.py",
+            "tests/sglang/test_sglang_bad_input.py",
+            "tests/sglang/test_sglang_selection.py",
+            "tests/sglang/test_parallel.py",
+        ),
+    ),
+    "the emulated chip": Rotation(
+        3,
+        (
+            "tests/npu/test_npu_ways.py",
+            "tests/npu/test_npu_flagcx.py",
+            "tests/npu/test_emulated_chip.py",
+            "tests/npu/test_own_chip.py",
+            "tests/npu/test_verify_ascend.py",
+        ),
+    ),
+}
+"""Subject → its files."""
+
+
+def resting() -> set[str]:
+    """Files that this commit's run of everything leaves to another commit's; none where all cases are asked for."""
+    return {
+        file
+        for subject, rotation in ROTATIONS.items()
+        for file in set(rotation.files) - set(sampling.drawn(rotation.files, rotation.draws, subject))
+    }
