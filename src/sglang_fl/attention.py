@@ -6,9 +6,10 @@ grouped into pages, so a page is a block of the operators, and every ``page_size
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +18,11 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor
 
 from fl_dispatch import bind_op
+from fl_dispatch.hosting import warm_batches
 from fl_dispatch.hosting.attached import Attached
+
+from . import own_kernels
+from .graph_batch import GraphBatch
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -47,13 +52,15 @@ class AttentionFLMetadata:
 
 @dataclass(frozen=True)
 class BoundOperators:
-    """An attention layer's operators, bound for its prefix."""
+    """An attention layer's operators, bound for its prefix, which is their scope."""
 
+    scope: str | None
     write: Callable[..., Any]
     attend: Callable[..., Any]
     attend_latent: Callable[..., Any]
 
 
+NAMES = ("kv_cache_write", "paged_attention", "mla_decode")
 OPERATORS = Attached[BoundOperators]("fl_operators")
 MAY_SKIP = False
 """No row is negative: SGLang writes padding to row 0, which no request has."""
@@ -61,8 +68,7 @@ MAY_SKIP = False
 
 def bind(layer: RadixAttention, scope: str | None) -> None:
     """Bind a layer's operators, again for its prefix."""
-    names = ("kv_cache_write", "paged_attention", "mla_decode")
-    OPERATORS.give(layer, BoundOperators(*(bind_op(name, scope) for name in names)))
+    OPERATORS.give(layer, BoundOperators(scope, *(bind_op(name, scope) for name in NAMES)))
 
 
 def refusal(layer: RadixAttention) -> str | None:
@@ -85,6 +91,7 @@ class AttentionFLBackend(AttentionBackend):
 
     operator: ClassVar = "paged_attention"
     forward_metadata: AttentionFLMetadata
+    graph_batch: GraphBatch | None = None
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__()
@@ -96,9 +103,10 @@ class AttentionFLBackend(AttentionBackend):
         self.page_size: int = model_runner.page_size
         self.req_to_token_pool = model_runner.req_to_token_pool  # SGLang's models ask the backend for both pools
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.longest = min(length, int(getattr(self.token_to_kv_pool, "size", length)))
 
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Describe the step's batch."""
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Describe the batch of an eager step."""
         batch, mode = forward_batch, forward_batch.forward_mode
         if batch.encoder_lens is not None:
             raise NotImplementedError("sglang_fl does not support cross attention yet")
@@ -112,21 +120,91 @@ class AttentionFLBackend(AttentionBackend):
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
             torch.cumsum(batch.extend_seq_lens, dim=0, out=starts[1:])
         longest = int(batch.seq_lens_cpu.max()) if requests else 0
-        table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : longest : self.page_size]
         exact = batch.spec_info is None  # a draft's length is known to the device first
         self.forward_metadata = AttentionFLMetadata(
             query_start_loc=starts,
             seq_lens=batch.seq_lens.to(torch.int32),
-            block_table=(table if self.page_size == 1 else table // self.page_size).to(torch.int32),
+            block_table=self._pages(batch, longest).to(torch.int32),
             max_query_len=longest_query,
             max_seq_len=longest,
             query_start_loc_host=[0, *accumulate(queries)] if exact else None,
             seq_lens_host=batch.seq_lens_cpu.tolist() if exact else None,
         )
 
+    def _pages(self, batch: ForwardBatch, longest: int) -> Tensor:
+        """Numbers of the pages of each request ``[requests, pages of the longest]``."""
+        table = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : longest : self.page_size]
+        return table if self.page_size == 1 else table // self.page_size
+
+    # -- graphs -------------------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Make room for the batches of captured graphs."""
+        table = self.req_to_token_pool.req_to_token
+        self.graph_batch = GraphBatch.make(max_bs, -(-table.shape[1] // self.page_size), table.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Describe the batch of a step that is captured, or replayed next, where its graph looks for it.
+
+        A graph holds the choices that were made from the longest sequence, so that is the longest that may come; and it
+        would hold numbers of the host, so it gets none.
+        """
+        batch = forward_batch
+        assert self.graph_batch is not None
+        lengths = batch.seq_lens_cpu
+        longest = self.req_to_token_pool.req_to_token.shape[1] if lengths is None else int(lengths.max())
+        starts, seq_lens, table = self.graph_batch.write(batch.seq_lens, self._pages(batch, longest))
+        self.forward_metadata = AttentionFLMetadata(starts, seq_lens, table, 1, self.longest)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1  # SGLang also pads eager batches with it
+
+    def warm_up(self, runner: ModelRunner) -> int:
+        """Run each kind of layer on batches of every kind, whose requests have no other tokens than their new ones.
+
+        Returns:
+            How often attention was called.
+        """
+        layers: dict[Any, RadixAttention] = {}
+        for layer in runner.model.modules():
+            if isinstance(layer, RadixAttention):
+                heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
+                options = (layer.sliding_window_size, layer.logit_cap, layer.scaling, layer.attn_type)
+                rules = warm_batches.rules(NAMES, OPERATORS.of(layer).scope)
+                layers.setdefault((heads, options, self._scales(layer, self._keys(layer)), *rules), layer)
+        tokens = runner.server_args.chunked_prefill_size or 0
+        tokens = tokens if tokens > 0 else runner.server_args.max_prefill_tokens
+        batches = list(warm_batches.attention_batches(tokens, runner.max_running_requests, self.longest))
+        for layer in layers.values():
+            for queries, longest in batches:
+                self._try(layer, queries, longest, runner.dtype)
+        return len(layers) * len(batches)
+
+    def _try(self, layer: RadixAttention, queries: Sequence[int], longest: int, dtype: torch.dtype) -> None:
+        """Call the layer's operators on a batch; keys go to SGLang's row for padding.
+
+        Args:
+            queries: new tokens of each request.
+            longest: the number of keys that is announced.
+        """
+        tokens, options = sum(queries), {"device": self.req_to_token_pool.req_to_token.device}
+        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, **options)
+        pages = torch.zeros(len(queries), -(-longest // self.page_size), dtype=torch.int32, **options)
+        self.forward_metadata = AttentionFLMetadata(starts, starts.diff(), pages, max(queries), longest)
+        query = torch.zeros(tokens, layer.tp_q_head_num * layer.qk_head_dim, dtype=dtype, **options)
+        key = torch.zeros(tokens, layer.tp_k_head_num, layer.qk_head_dim, dtype=dtype, **options)
+        batch: Any = SimpleNamespace(out_cache_loc=torch.zeros(tokens, dtype=torch.int64, **options))
+        self._run(query, key, key[..., : layer.v_head_dim], layer, batch)
+
+    # -- a layer ------------------------------------------------------------------------------------------------------
+
+    def _keys(self, layer: RadixAttention) -> Tensor:
+        keys: Tensor = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        return keys
+
     def _caches(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        keys = self._keys(layer)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         if keys.dim() == 4:  # pages already: another layout than SGLang's
             return keys, values
@@ -195,10 +273,7 @@ class AttentionFLBackend(AttentionBackend):
     forward_extend = forward_decode = _run
 
     def support_triton(self) -> bool:
-        return False
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1  # SGLang also pads eager batches with it
+        return own_kernels.start_triton()
 
 
 class MLAFLBackend(AttentionFLBackend):
@@ -242,7 +317,7 @@ class MLAFLBackend(AttentionFLBackend):
             unknown = {**unknown, **({} if sinks is None else {"sinks": sinks})}
             raise NotImplementedError(f"sglang_fl's latent attention does not know {', '.join(sorted(unknown))}")
         metadata, rank = self.forward_metadata, layer.v_head_dim
-        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
+        rows = self._keys(layer).unflatten(0, (-1, self.page_size))
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
             OPERATORS.of(layer).write(
@@ -285,3 +360,11 @@ def absorb_always(attention: Any, forward_batch: ForwardBatch) -> Any:
     if getattr(attention, "learnable_sink_param", None) is not None:
         raise NotImplementedError("sglang_fl does not support attention sinks in latent attention yet")
     return AttnForwardMethod.MLA
+
+
+def ours(backend: AttentionBackend) -> AttentionFLBackend | None:
+    """Our backend, or the one of ours that a backend of SGLang's hands some layers or batches to."""
+    if isinstance(backend, AttentionFLBackend):
+        return backend
+    inner = (vars(backend).get(name) for name in ("prefill_backend", "decode_backend", "full_attn_backend", "primary"))
+    return next((found for found in inner if isinstance(found, AttentionFLBackend)), None)

@@ -14,10 +14,11 @@ from fl_dispatch.hosting.host_facts import check
 from fl_dispatch.hosting.host_source import SourceTree
 from fl_dispatch.logger_manager import get_logger
 
+from . import own_kernels
 from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
-from .host_facts import ADAPTERS, BATCH, FUSED_OP, GROUP, HOOKED, OLDER_OP, RUNNER
+from .host_facts import ADAPTERS, BATCH, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, RUNNER
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 logger = get_logger(__name__)
@@ -33,14 +34,15 @@ def warn_of_untested_host() -> None:
         logger.warning("SGLang %s is %s (tested: %s): %s", version, how, tested, found)
 
 
-def _never_triton(original: Any, backend: str) -> bool:
-    return False if backend == ATTENTION else bool(original(backend))
+def _supports_triton(original: Any, backend: str) -> bool:
+    return (backend != ATTENTION or own_kernels.start_triton()) and bool(original(backend))
 
 
-def _last_locations(req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
+def _last_locations(original: Any, req_to_token: Any, req_pool_indices: Any, prefix_lens: Any) -> Any:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+    find = original if own_kernels.start_triton() else get_last_loc_torch
+    return find(req_to_token, req_pool_indices, prefix_lens)
 
 
 def _cap_logits(original: Any, logits: Any, cap: float) -> Any:
@@ -80,11 +82,13 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
         _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
         _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
-        _hook("sglang.srt.utils.common.support_triton", _never_triton, "around"),
+        _hook("sglang.srt.utils.common.support_triton", _supports_triton, "around"),
         _hook("sglang.srt.utils.common.add_prometheus_middleware", metrics.join_metrics, "after"),
-        _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "replace"),
+        _hook("sglang.srt.mem_cache.allocation.get_last_loc", _last_locations, "around"),
         _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
         _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),
+        _hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", own_kernels.rotate_and_write, "around"),
+        _hook(f"{NORMS}.can_use_fused_inplace_qknorm", own_kernels.norm_queries_and_keys, "around"),
         _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
         _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),

@@ -123,7 +123,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
         "device": device.torch_type,
         **({"page_size": multiple} if multiple > 1 else {}),
         "attention_backend": ATTENTION,
-        "sampling_backend": "pytorch",
+        **({} if HOST.name in device.host_kernels else {"sampling_backend": "pytorch"}),
     }
     if args.prefill_attention_backend is not None and args.decode_attention_backend is not None:
         del defaults["attention_backend"]
@@ -133,7 +133,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     for spec in device_specs():
         if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
             _take_back_attention(args, spec.host_attention[HOST.name])
-    _capture_nothing(args, device)
+    _adapt_graphs(args, device)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
@@ -152,16 +152,23 @@ def _take_back_attention(args: ServerArgs, host: str) -> None:
             _set(args, field, ATTENTION, f"'{host}' is SGLang's own code for this device, not operators")
 
 
-def _capture_nothing(args: ServerArgs, device: DeviceSpec) -> None:
-    """Switch graphs off for both phases. SGLang has read its flags about graphs when it asks us, and reads this."""
+def _adapt_graphs(args: ServerArgs, device: DeviceSpec) -> None:
+    """Whole graphs of decoding where SGLang's own runner captures them, and no others.
+
+    SGLang has read its flags about graphs when it asks us, and reads this.
+    """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = args.cuda_graph_config
+    decodes = device.graphs and HOST.name in device.host_kernels
     no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
     for phase in Phase.ALL:
-        if (before := graphs[phase].backend) != Backend.DISABLED:
-            logger.info("graphs of %s: none instead of '%s', because %s", phase, before, no_graphs)
-            graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+        before = graphs[phase].backend
+        wanted = Backend.FULL if decodes and phase == Phase.DECODE else Backend.DISABLED
+        if before not in (wanted, Backend.DISABLED):
+            reason = "sglang_fl captures decoding as a whole" if wanted == Backend.FULL else no_graphs
+            logger.info("graphs of %s: '%s' instead of '%s', because %s", phase, wanted, before, reason)
+            graphs = with_phase(graphs, phase, backend=wanted)
     args.cuda_graph_config = graphs
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -30,6 +30,9 @@ from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.collectives import Communicator, connect
 
 from .hooks import Kind
+
+if TYPE_CHECKING:
+    from fl_dispatch import Manifest
 
 COMMUNICATOR = Attached[Communicator]("fl_communicator")
 """The communicator of a group of several ranks."""
@@ -190,6 +193,17 @@ def check_ranks() -> None:
     if several:
         ranks.refuse_divergence(parallel.world_group.cpu_group, parallel.tp_group.cpu_group)
     get_default_manager().lockstep = several
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Refuse to serve if ranks have fixed different choices. Every rank must call it.
+
+    Raises:
+        RankDivergenceError: on every rank that sees a difference.
+    """
+    parallel = get_parallel()
+    if parallel.world_group.world_size > 1:
+        ranks.refuse_other_manifest(manifest, parallel.tp_group.cpu_group)
 
 
 HOOKED: tuple[tuple[str, Callable[..., Any], Kind], ...] = (

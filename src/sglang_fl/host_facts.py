@@ -16,6 +16,7 @@ FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
+NORMS = "sglang.kernels.ops.layernorm.norm"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 _LAYERS = "sglang.srt.layers"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
@@ -101,6 +102,21 @@ HOOKED = (
             "on a CPU SGLang would enlarge layers for kernels that it does not run here, and leave the memory of "
             "experts' additional columns as it found it"
         ),
+    ),
+    HostFact(
+        "sglang.srt.models.utils",
+        ("enable_fused_set_kv_buffer(forward_batch)",),
+        "replaces",
+        "own_kernels",
+        "on NVIDIA GPUs SGLang rotates and writes the cache in one kernel, so two operators would never be called",
+    ),
+    HostFact(
+        NORMS,
+        ("can_use_fused_inplace_qknorm(head_dim, dtype)",),
+        "replaces",
+        "own_kernels",
+        "on NVIDIA GPUs SGLang computes the norms of queries and keys in one kernel, so no operator would be called",
+        since="0.5.20",
     ),
     HostFact(
         BATCH,
@@ -284,8 +300,17 @@ READ = (
         ("Backend", "Phase", "with_phase(config, phase, **changes)"),
         "reads",
         "config",
-        "No graphs are captured: the plugin is asked when the flags about graphs are this configuration already.",
+        "The plugin is asked when the flags about graphs are this configuration already.",
     ),
+    HostFact(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        ("_dummy_run", "capture_bs", "max_bs", "buffers", "attn_backend", "seq_len_fill_value"),
+        "reads",
+        "graphs",
+        "Batches of every size before graphs are captured, and which those are.",
+        since="0.5.20",
+    ),
+    HostFact(RUNNER, ("decode_cuda_graph_runner",), "reads", "graphs", "The report counts replays."),
 )
 
 OVERRIDDEN = (

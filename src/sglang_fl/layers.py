@@ -201,7 +201,7 @@ class FirstPass:
             prefix: found.fl_operator for prefix, layer in modules.items() if (found := BRIDGE.find(layer)) is not None
         }
         claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
-        if (ours := _ours(backend)) is not None:
+        if (ours := attention.ours(backend)) is not None:
             layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))
             claims.update(dict.fromkeys(layers, ours.operator))
         watch, manager = cls(claims, _entered={""}), get_default_manager()  # SGLang calls the model's forward itself
@@ -231,14 +231,6 @@ class FirstPass:
             if operator not in dispatched and _parent(prefix) in self._entered:
                 missed.setdefault(operator, []).append(prefix)
         return missed
-
-
-def _ours(backend: AttentionBackend) -> attention.AttentionFLBackend | None:
-    """Our backend, or the one of ours that a backend of SGLang's hands some layers or batches to."""
-    if isinstance(backend, attention.AttentionFLBackend):
-        return backend
-    inner = (vars(backend).get(name) for name in ("prefill_backend", "decode_backend", "full_attn_backend", "primary"))
-    return next((found for found in inner if isinstance(found, attention.AttentionFLBackend)), None)
 
 
 def _parent(prefix: str) -> str:

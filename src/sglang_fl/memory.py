@@ -1,4 +1,4 @@
-"""SGLang's key-value pools and page allocators, as they run on any device: its own classes without Triton kernels."""
+"""SGLang's key-value pools and page allocators, as they run on any device: without Triton kernels where none run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from fl_dispatch.hosting import kv_layout
 from fl_dispatch.hosting.kv_layout import KVLayout
 from fl_dispatch.logger_manager import get_logger
+
+from . import own_kernels
 
 logger = get_logger(__name__)
 
@@ -132,6 +134,9 @@ class PagedAllocatorFL(PagedTokenToKVPoolAllocator):
         return self.alloc_extend(seq_lens - 1, seq_lens_cpu - 1, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
 
 
-def make_allocator(size: int, page_size: int, **kwargs: Any) -> TokenAllocatorFL | PagedAllocatorFL:
+def make_allocator(size: int, page_size: int, **kwargs: Any) -> TokenAllocatorFL | PagedTokenToKVPoolAllocator:
     """The allocator for pages of this size; SGLang calls it as a class."""
-    return (TokenAllocatorFL if page_size == 1 else PagedAllocatorFL)(size, page_size=page_size, **kwargs)
+    if page_size == 1:
+        return TokenAllocatorFL(size, page_size=page_size, **kwargs)
+    pages = PagedTokenToKVPoolAllocator if own_kernels.start_triton() else PagedAllocatorFL
+    return pages(size, page_size=page_size, **kwargs)

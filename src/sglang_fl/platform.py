@@ -6,31 +6,38 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from sglang.srt.platforms import interface
 from sglang.srt.platforms.device_mixin import DeviceCapability, PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 from fl_dispatch.devices import detect_device
 
-from . import config, startup
+from . import config, own_kernels, startup
 from .quantization import SERVED, config_class
 from .v0_5_21 import OlderPlatform
 
 DEVICE = detect_device()
 
-DISPATCH_KEY = "fl"
-"""SGLang looks for methods ``forward_<key>`` of its layers; none has this one, so what is not bridged is native."""
+
+def _capabilities() -> Any:
+    """SGLang's ``PlatformCapabilities``; ``None`` for a version that asks :class:`OlderPlatform` instead."""
+    kind = getattr(interface, "PlatformCapabilities", None)
+    if kind is None:
+        return None
+    return kind(supports_triton=own_kernels.start_triton(), graph_capture=own_kernels.capture())
 
 
 class PlatformFL(OlderPlatform, SRTPlatform):
     """An out-of-tree platform for any device that has a spec.
 
-    ``capabilities`` stays SGLang's default, which claims nothing: no graphs are captured, and SGLang's own Triton
-    kernels are not started.
+    Where SGLang has nothing of its own for the device, ``capabilities`` claim nothing: no graphs are captured, and
+    SGLang's own Triton kernels are not started.
     """
 
     _enum = PlatformEnum.OOT
     device_name = DEVICE.name
     device_type = DEVICE.torch_type
+    capabilities = _capabilities()
     supported_quantization = list(SERVED)  # noqa: RUF012  SGLang's type
 
     # -- the device ---------------------------------------------------------------------------------------------------
@@ -47,7 +54,9 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         return DEVICE.device_name(device_id)
 
     def get_device_uuid(self, device_id: int = 0) -> str:
-        return f"{DEVICE.name}-{device_id}"
+        properties = getattr(DEVICE.module(), "get_device_properties", None)
+        found = None if properties is None else getattr(properties(device_id), "uuid", None)
+        return f"{DEVICE.name}-{device_id}" if found is None else str(found)
 
     def get_device_capability(self, device_id: int = 0) -> DeviceCapability | None:
         capability = DEVICE.capability(device_id)
@@ -87,7 +96,7 @@ class PlatformFL(OlderPlatform, SRTPlatform):
     # -- what SGLang asks for -----------------------------------------------------------------------------------------
 
     def get_dispatch_key_name(self) -> str:
-        return DISPATCH_KEY
+        return own_kernels.key()
 
     def get_default_attention_backend(self) -> str:
         return config.ATTENTION
@@ -107,7 +116,11 @@ class PlatformFL(OlderPlatform, SRTPlatform):
         return memory.make_allocator  # type: ignore[return-value]  # SGLang only calls it
 
     def get_graph_runner_cls(self) -> type:
-        raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet")
+        if not own_kernels.capture():
+            raise ValueError(f"sglang_fl captures no graphs on {DEVICE.name} yet")
+        from .graphs import GraphRunnerFL
+
+        return GraphRunnerFL
 
     def get_quantization_config(self, quantization: str) -> type | None:
         """Ours for a method that is served; others were refused before a model loads."""

@@ -38,12 +38,21 @@ def own_rank() -> int:
     return int(here.tp_rank + here.tp_size * (here.pp_rank + here.pp_size * replica))
 
 
+def graphs_of(runner: ModelRunner) -> dict[str, Any] | None:
+    """Sizes of the batches whose decoding a model runner has captured, and how many steps replayed it."""
+    found: Any = getattr(runner, "decode_cuda_graph_runner", None)
+    if not getattr(found, "fl_captured", False):
+        return None
+    return {"requests": list(found.capture_bs), "replays": found.fl_replays}
+
+
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
     """Report of what runs in this process: the core's, and what the plugin knows of the model.
 
     ``layers`` and ``native_layers`` are class name → how many run a bridge, and SGLang's own code; ``fallen_through``
-    is ``"class: reason"`` → calls; ``undispatched`` is operator → layers that the first pass missed, ``None`` before
-    it.
+    is ``"class: reason"`` → calls; ``graphs`` has the sizes of batches whose decoding was captured, and how many steps
+    replayed it, ``None`` without graphs; ``undispatched`` is operator → layers that the first pass missed, ``None``
+    before it.
     """
     loaded = LOADED.of(runner)
     return {
@@ -51,6 +60,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
         **dispatch_report(),
         **loaded.survey.as_data(),
         "attention_backend": type(runner.attn_backend).__name__,
+        "graphs": graphs_of(runner),
         "fallen_through": {f"{name}: {reason}": calls for (name, reason), calls in fallen_through.items()},
         "undispatched": loaded.undispatched,
     }

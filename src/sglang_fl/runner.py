@@ -81,4 +81,4 @@ def _sizes(runner: ModelRunner) -> runs.Sizes | None:
     chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not divided
     tokens = chunk if chunk > 0 else schedule.max_prefill_tokens
     dtype = str(runner.dtype).removeprefix("torch.")
-    return runs.Sizes(dtype, get_parallel().tp_size, requests, tokens, eager=True)
+    return runs.Sizes(dtype, get_parallel().tp_size, requests, tokens, eager=report.graphs_of(runner) is None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from . import own_kernels
+
 
 class OlderPlatform:
     """The questions that became ``get_kv_pool_cls(kind=)`` and fields of ``capabilities``."""
@@ -19,7 +21,7 @@ class OlderPlatform:
         return self.get_kv_pool_cls(kind="dsa")
 
     def support_cuda_graph(self) -> bool:
-        return False
+        return own_kernels.capture()
 
     def support_piecewise_cuda_graph(self) -> bool:
         return False

@@ -16,8 +16,9 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
 from fl_dispatch import BackendImplKind, OpImpl, OpRegistry, bind_op
+from fl_dispatch.hosting import warm_batches
 
-from . import kv_layout, warm_up
+from . import kv_layout
 from .attention_metadata import AttentionFLMetadata, AttentionFLMetadataBuilder
 from .compat.attention_class import CacheQuestions
 from .slots import real
@@ -107,7 +108,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
         given = (self.alibi_slopes is not None, self.sinks is not None, self.sliding_window, self.softcap, self.scale)
-        rules = warm_up.rules(OPERATORS, self.fl_scope)
+        rules = warm_batches.rules(OPERATORS, self.fl_scope)
         return (self.num_heads, self.num_kv_heads, self.head_size, *rules, *given)
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:

@@ -19,8 +19,9 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend,
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from fl_dispatch import bind_op
+from fl_dispatch.hosting import warm_batches
 
-from . import kv_layout, warm_up
+from . import kv_layout
 from .mla_context import context_rows
 from .mla_metadata import MLAFLMetadata, MLAFLMetadataBuilder
 from .mla_prefill import merge
@@ -94,7 +95,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
         dims = (self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
-        return (self.num_heads, *dims, self.scale, *warm_up.rules(OPERATORS, self.fl_scope))
+        return (self.num_heads, *dims, self.scale, *warm_batches.rules(OPERATORS, self.fl_scope))
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
         """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.

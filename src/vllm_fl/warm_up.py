@@ -7,13 +7,12 @@ are captured, where an implementation's first failure could not be told from a f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import get_policy
 from fl_dispatch.hosting import warm_batches
 from fl_dispatch.hosting.bound_layer import Bindable
 
@@ -54,12 +53,6 @@ def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
             calls += 1
     torch.accelerator.synchronize()
     return calls
-
-
-def rules(operators: Iterable[str], scope: str | None) -> list[str]:
-    """The policy's statement about a layer's operators; layers that differ in it are of different kinds."""
-    policy = get_policy()
-    return [str(rule(op, scope)) for op in operators for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
 
 
 def token_counts(vllm_config: VllmConfig) -> list[int]:

@@ -6,8 +6,10 @@ its operators on these; ``fl tune`` does the same before it looks whether an imp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
+
+from .. import get_policy
 
 QUERIES = (1, 2, 3, 5, 9, 17, 33, 65, 200)
 """New tokens of a request: each is in another power of two, at which kernels change."""
@@ -17,6 +19,12 @@ MIXED = ((1,), (1, 1, 1, 1))
 LONG = (70, 300)
 KEYS, DECODE_KEYS = (1024, 4096), (256, 512, 1024, 2048, 4096, 8192)
 """Longest sequences; the keys of a decoding request are divided among programs, twice as many from each of these."""
+
+
+def rules(operators: Iterable[str], scope: str | None) -> list[str]:
+    """The policy's statement about a layer's operators; layers that differ in it are of different kinds."""
+    policy = get_policy()
+    return [str(rule(op, scope)) for op in operators for rule in (policy.get_per_op_order, policy.get_tuned_rules)]
 
 
 def token_counts(most: int) -> list[int]:
