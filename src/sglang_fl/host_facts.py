@@ -15,6 +15,7 @@ RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
+DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 NORMS = "sglang.kernels.ops.layernorm.norm"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
@@ -303,7 +304,7 @@ READ = (
         "The plugin is asked when the flags about graphs are this configuration already.",
     ),
     HostFact(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner",
+        DECODE_GRAPHS,
         ("_dummy_run", "capture_bs", "max_bs", "buffers", "attn_backend", "seq_len_fill_value"),
         "reads",
         "graphs",
@@ -317,7 +318,9 @@ OVERRIDDEN = (
     HostFact(
         f"{_LAYERS}.attention.base_attn_backend:AttentionBackend",
         (
+            "init_forward_metadata(forward_batch)",
             "init_forward_metadata_out_graph(forward_batch, in_capture=None)",
+            "init_cuda_graph_state(max_bs, max_num_tokens)",
             "forward_extend(q, k, v, layer, forward_batch, save_kv_cache=None, sinks=None, **unknown)",
             "forward_decode(q, k, v, layer, forward_batch, save_kv_cache=None, sinks=None, **unknown)",
             "support_triton()",
@@ -427,17 +430,33 @@ OVERRIDDEN = (
     HostFact(
         _PLATFORM,
         ("capabilities",),
+        "overrides",
+        "platform",
+        "Whether graphs are captured and SGLang's own Triton kernels started.",
+        since="0.5.22",
+    ),
+    HostFact(
+        "sglang.srt.platforms.interface:PlatformCapabilities",
+        ("supports_triton", "graph_capture"),
         "reads",
         "platform",
-        "The default claims no graphs and no Triton kernels.",
+        "Whether graphs are captured and SGLang's own Triton kernels started.",
         since="0.5.22",
+    ),
+    HostFact(
+        DECODE_GRAPHS,
+        ("capture()", "can_run_graph(forward_batch)", "execute(*args, **kwargs)"),
+        "overrides",
+        "graphs",
+        "Choices are warmed up and frozen before graphs are captured, and replays are counted.",
+        since="0.5.20",
     ),
     HostFact(
         _PLATFORM,
         ("support_cuda_graph()", "support_piecewise_cuda_graph()"),
         "overrides",
         "v0_5_21",
-        "No graphs are captured.",
+        "Whether graphs are captured.",
         until="0.5.22",
     ),
 )
