@@ -1,0 +1,114 @@
+"""SGLang on a GPU through the plugin: greedy tokens equal Hugging Face's in float32, eager and from captured graphs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("sglang")
+sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
+
+from serving import STEP, python, start
+
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from running import MAX_TOKENS, expected_tokens, ran
+
+pytestmark = pytest.mark.gpu
+EAGER = {"disable_cuda_graph": True}
+GRAPHS: Mapping[str, Any] = {}
+TREE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+TREES = {TREE: os.environ.get(TREE, "python")}
+"""SGLang's radix tree in Rust fails beside PyTorch 2.11; an engine's environment has no other variable of SGLang's."""
+NEUTRAL = {**TREES, "SGLANG_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
+REFERENCES = {**TREES, "SGLANG_FL_PREFER": "reference"}
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str], str]] = {
+    "eager": ("qwen3", EAGER, NEUTRAL, "default.triton"),
+    "graphs": ("qwen3", GRAPHS, NEUTRAL, "default.triton"),
+    "pages, graphs": ("llama", {"page_size": 16}, NEUTRAL, "default.triton"),
+    "experts, eager": ("qwen3_moe", EAGER, NEUTRAL, "default.triton"),
+    "experts, graphs": ("qwen3_moe", GRAPHS, NEUTRAL, "default.triton"),
+    "latent attention, eager": ("deepseek_v3", EAGER, NEUTRAL, "default.triton"),
+    "latent attention, graphs": ("deepseek_v3", GRAPHS, NEUTRAL, "default.triton"),
+    "references": ("llama", GRAPHS, REFERENCES, "reference.torch"),
+}
+"""Name → checkpoint, arguments of ``sglang.Engine``, variables, and what must run attention."""
+CAPTURED = [name for name in RUNS if name.endswith("graphs")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda family: build_checkpoint(family, folder / family))
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]:
+    """A run's engine, which gets the same prompts twice."""
+
+    def run(name: str) -> dict[str, Any]:
+        family, engine, variables, _ = RUNS[name]
+        return start(checkpoint(family), STEP, STEP, engine=engine, variables=variables).result()
+
+    return cache(run)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_tokens_equal_hugging_face_twice(
+    name: str, result: Callable[[str], dict[str, Any]], checkpoint: Callable[[str], Path]
+) -> None:
+    expected = expected_tokens(checkpoint(RUNS[name][0]))
+    assert [step["tokens"] for step in result(name)["steps"]] == [expected, expected]
+    assert result(name)["steps"][1]["cached"] != [0] * len(expected)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_layer_is_ours_and_so_is_its_kernel(name: str, result: Callable[[str], dict[str, Any]]) -> None:
+    found = result(name)
+    assert set().union(*(ran(found, operator) for operator in ("paged_attention", "mla_decode"))) == {RUNS[name][3]}
+    assert ran(found, "rms_norm") == ran(found, "kv_cache_write") == {RUNS[name][3]}
+    report = found["report"]
+    assert report["failed"] == report["native_layers"] == report["fallen_through"] == report["undispatched"] == {}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_decoding_replays_graphs_of_what_was_frozen(name: str, result: Callable[[str], dict[str, Any]]) -> None:
+    report = result(name)["report"]
+    assert {1, 2, 4} <= set(report["graphs"]["requests"])
+    assert report["graphs"]["replays"] >= 2 * (MAX_TOKENS - 1)
+    attention = "mla_decode" if RUNS[name][0] == "deepseek_v3" else "paged_attention"
+    assert "default.triton" in str(report["manifest"]["choices"][attention])
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in CAPTURED])
+def test_nothing_is_captured_where_nobody_asks_or_no_graph_can_hold_it(
+    name: str, result: Callable[[str], dict[str, Any]]
+) -> None:
+    found = result(name)
+    assert found["report"]["graphs"] is None
+    assert ("no graphs are captured, because none can hold 'reference.torch'" in found["log"]) == (name == "references")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_divided_between_two_gpus_gives_the_same_tokens(checkpoint: Callable[[str], Path]) -> None:
+    found = start(checkpoint("qwen3"), STEP, STEP, engine={"tp_size": 2}, variables=NEUTRAL).result()
+    expected = expected_tokens(checkpoint("qwen3"))
+    assert [step["tokens"] for step in found["steps"]] == [expected, expected]
+    first, second = found["reports"]
+    assert first["manifest"] == second["manifest"]
+    assert first["graphs"]["replays"] == second["graphs"]["replays"] > MAX_TOKENS
+
+
+def test_sglang_can_be_left_alone() -> None:
+    """The switch is SGLang's own: no plugin of that name is loaded, so its platform for NVIDIA GPUs runs."""
+    code = "from sglang.srt.platforms import current_platform as p; print(type(p).__name__, p.is_out_of_tree())"
+    assert python("-c", code, cold=True, SGLANG_PLUGINS="none").last_line == "CudaSRTPlatform False"
+    assert python("-c", code, cold=True).last_line == "PlatformFL True"
