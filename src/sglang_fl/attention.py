@@ -22,6 +22,7 @@ from fl_dispatch.hosting import warm_batches
 from fl_dispatch.hosting.attached import Attached
 
 from . import own_kernels
+from .config import largest_step
 from .graph_batch import GraphBatch
 
 if TYPE_CHECKING:
@@ -172,9 +173,8 @@ class AttentionFLBackend(AttentionBackend):
                 options = (layer.sliding_window_size, layer.logit_cap, layer.scaling, layer.attn_type)
                 rules = warm_batches.rules(NAMES, OPERATORS.of(layer).scope)
                 layers.setdefault((heads, options, self._scales(layer, self._keys(layer)), *rules), layer)
-        tokens = runner.server_args.chunked_prefill_size or 0
-        tokens = tokens if tokens > 0 else runner.server_args.max_prefill_tokens
-        batches = list(warm_batches.attention_batches(tokens, runner.max_running_requests, self.longest))
+        sizes = (largest_step(), runner.max_running_requests, self.longest)
+        batches = list(warm_batches.attention_batches(*sizes))
         for layer in layers.values():
             for queries, longest in batches:
                 self._try(layer, queries, longest, runner.dtype)

@@ -116,6 +116,15 @@ def hosts_own_attention() -> list[str]:
     return sorted({*attention_backends()} - {ATTENTION})
 
 
+def largest_step() -> int:
+    """Tokens of the largest step, in a scheduler process."""
+    from sglang.srt.runtime_context import get_schedule
+
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not divided
+    return int(chunk if chunk > 0 else schedule.max_prefill_tokens)
+
+
 def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     """Set what runs on this device, as far as the user chose nothing."""
     multiple = kv_layout.wish().multiple

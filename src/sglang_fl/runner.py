@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_parallel
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
@@ -77,8 +77,6 @@ def _sizes(runner: ModelRunner) -> runs.Sizes | None:
     requests = getattr(runner, "max_running_requests", None)
     if requests is None:
         return None
-    schedule = get_schedule()
-    chunk = schedule.chunked_prefill_size or -1  # -1: prompts are not divided
-    tokens = chunk if chunk > 0 else schedule.max_prefill_tokens
+    tokens = config.largest_step()
     dtype = str(runner.dtype).removeprefix("torch.")
     return runs.Sizes(dtype, get_parallel().tp_size, requests, tokens, eager=report.graphs_of(runner) is None)
