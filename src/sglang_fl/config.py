@@ -49,8 +49,17 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
         (args.enable_two_batch_overlap or args.enable_single_batch_overlap, "overlapping batches"),
         (args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse, "a cache of several levels"),
         (args.enable_pdmux, "--enable-pdmux"),
+        (_interleaves_experts(), "experts' weights in the order of SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
+        (getattr(args, "enable_fused_qk_norm_rope", False), "--enable-fused-qk-norm-rope"),
         (args.cpu_offload_gb > 0 or args.offload_group_size > 0, "weights that are kept elsewhere"),
     ]
+
+
+def _interleaves_experts() -> bool:
+    from sglang.srt.environ import envs
+
+    asked = getattr(envs, "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", None)
+    return asked is not None and bool(asked.get())
 
 
 def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:

@@ -203,6 +203,21 @@ READ = (
         "The plugin answers no, else SGLang's own code for Ascend NPUs runs: it needs sgl_kernel_npu, and no platform.",
     ),
     HostFact(
+        "sglang.srt.utils.common",
+        ("is_cuda()",),
+        "reads",
+        "bridge.mixture",
+        "Some blocks scale the sum of their experts only where it says no.",
+    ),
+    HostFact(
+        "sglang.srt.environ:Envs",
+        ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED",),
+        "reads",
+        "config",
+        "It is refused, because it lays experts' weights out in another order.",
+        since="0.5.20",
+    ),
+    HostFact(
         "sglang.srt.plugins.hook_registry:HookRegistry",
         ("_hooks", "_patched", "register"),
         "reads",

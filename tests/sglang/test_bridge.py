@@ -578,8 +578,12 @@ def test_experts_know_more_activations_than_sglangs_own_forward(
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-5)
 
 
-def test_experts_are_scaled_once() -> None:
-    """By us as on SGLang's GPUs, whose native experts leave it out, unless the block around them does it."""
+@pytest.mark.parametrize("gpu", [False, True])
+def test_experts_are_scaled_once(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By us as on SGLang's GPUs, whose native experts leave it out, unless the block around them does it.
+
+    On SGLang's GPUs no block does.
+    """
     seed("scaled experts")
 
     class Glm4MoeSparseMoeBlock(nn.Module):
@@ -593,13 +597,16 @@ def test_experts_are_scaled_once() -> None:
     for ours, whole in zip(held.parameters(), alone.parameters(), strict=True):
         ours.copy_(whole)
     bridge_of(alone)
+    from sglang.srt.utils import common
+
     from sglang_fl import layers
 
+    monkeypatch.setattr(common, "is_cuda", lambda: gpu)
     layers.prepare(nn.ModuleDict({"mlp": Glm4MoeSparseMoeBlock(held)}))
     calls = dispatched(normal(TOKENS, MOE_HIDDEN))
     theirs = native_experts(held, calls).hidden_states
     assert calls_of("fused_moe") == 0
-    for layer, factor in ((held, 1.0), (alone, 2.5)):
+    for layer, factor in ((held, 2.5 if gpu else 1.0), (alone, 2.5)):
         ours = layer.quant_method.apply(layer, calls).hidden_states
         torch.testing.assert_close(ours, factor * theirs, rtol=2e-5, atol=1e-5)
     assert calls_of("fused_moe") == 2

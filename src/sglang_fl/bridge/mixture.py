@@ -23,8 +23,8 @@ ACTIVATIONS = {
     ("relu2", False): "relu2_no_mul",
 }
 SCALING_BLOCKS = frozenset({"DeepseekV2MoE", "Glm4MoeSparseMoeBlock", "Glm4MoeLiteSparseMoeBlock"})
-"""Blocks that multiply their experts' sum by ``routed_scaling_factor`` themselves, except on SGLang's own GPUs. The
-others leave it to the experts, and SGLang's native ones do not do it."""
+"""Blocks that multiply their experts' sum by ``routed_scaling_factor`` themselves, except where SGLang's ``is_cuda()``
+is true. The others leave it to the experts, and SGLang's native ones do not do it."""
 
 
 def unsupported(feature: str) -> str:
@@ -82,8 +82,10 @@ class Mixture:
 
     def place(self, model: nn.Module, prefix: str) -> None:
         """Called once when the model is loaded: the experts are its submodule ``prefix``."""
+        from sglang.srt.utils.common import is_cuda
+
         block = model.get_submodule(prefix.rpartition(".")[0])
-        if SCALING_BLOCKS & {base.__name__ for base in type(block).__mro__}:
+        if not is_cuda() and SCALING_BLOCKS & {base.__name__ for base in type(block).__mro__}:
             self.factor = 1.0
 
     def refusal(self, dispatch_output: Any) -> str | None:
