@@ -97,7 +97,7 @@ def serve(arguments: dict[str, Any]) -> None:
 
 
 def _report(engine: Any) -> dict[str, Any] | None:
-    """What ran in the scheduler's process; ``None`` without the plugin."""
+    """The part of the scheduler's report that says which implementations ran; ``None`` without the plugin."""
     if os.environ.get("SGLANG_PLUGINS") == "none":
         return None
     from sglang_fl import report

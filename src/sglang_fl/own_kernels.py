@@ -1,8 +1,8 @@
-"""What SGLang has for the device itself and runs beside our operators: kernels, and its runner of graphs.
+"""SGLang's own kernels for the device, and its runner of graphs, which run beside our operators.
 
 On a device that SGLang serves by itself (:attr:`DeviceSpec.host_kernels`) layers without an operator of ours run
-SGLang's kernels for it. Elsewhere nothing of that is started. Where SGLang has one kernel for several layers, of which
-any is ours, that kernel is not taken: nobody would see that the operator is never called.
+SGLang's kernels for it. Elsewhere nothing of that is started. SGLang has kernels for several layers together; one of
+them is not taken if any of its layers is ours, because nobody would see that the operator is never called.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def _capabilities() -> Any:
 class PlatformFL(OlderPlatform, SRTPlatform):
     """An out-of-tree platform for any device that has a spec.
 
-    Where SGLang has nothing of its own for the device, ``capabilities`` claim nothing: no graphs are captured, and
+    Its ``capabilities`` claim nothing where SGLang has nothing of its own for the device: no graphs are captured, and
     SGLang's own Triton kernels are not started.
     """
 

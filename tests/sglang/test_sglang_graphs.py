@@ -1,4 +1,4 @@
-"""What captured decode graphs rely on, as far as a CPU can run it; with a GPU ``tests/gpu/test_sglang_gpu.py`` does."""
+"""Captured decode graphs: all that they rely on and a CPU can run; with a GPU ``tests/gpu/test_sglang_gpu.py`` does."""
 
 from __future__ import annotations
 
