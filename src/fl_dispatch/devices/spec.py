@@ -82,8 +82,8 @@ class DeviceSpec:
             own; the plugin puts its own there.
         host_questions: host → its function, ``module:name``, that says whether this device is there, and whose answer
             leads to code that needs kernels of the host's own; under the plugin it says no.
-        host_kernels: host → its own name of this device, as in ``forward_cuda`` of its layers. Its kernels for other layers,
-            its Triton kernels and its runner of graphs then run beside our operators.
+        host_kernels: host → its own name of this device, as in ``forward_cuda`` of its layers. Its kernels for other
+            layers, its Triton kernels and its runner of graphs then run beside our operators.
         native_platforms: host → path of a platform's class that is the host's own for this device, with our operators.
         replaces_aten: whether FlagGems replaces PyTorch's own operators where the user said nothing.
         detect: whether this machine has one.
