@@ -35,6 +35,8 @@ QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 ATTENTION = ("fa3", "flashinfer", "triton")
 STANDARD = ("vanilla_fa3", "plugin_neutral", "plugin_shipped")
 CHUNK = 8192
+TREE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
+"""SGLang's radix tree in Rust fails beside PyTorch 2.11."""
 COMMON: Mapping[str, Any] = {
     "dtype": "bfloat16",
     "load_format": "dummy",
@@ -124,7 +126,7 @@ def _start(name: str, cell: Cell, sizes: Mapping[str, Any], folder: Path, logs: 
         for key, value in os.environ.items()
         if not key.startswith(("VLLM_FL_", "SGLANG_FL_", "SGLANG_PLUGINS"))
     }
-    fixed = {"HF_HUB_OFFLINE": "1", "TRITON_CACHE_DIR": str(folder / f"triton-{name}")}
+    fixed = {"HF_HUB_OFFLINE": "1", "TRITON_CACHE_DIR": str(folder / f"triton-{name}"), TREE: kept.get(TREE, "python")}
     arguments = {**COMMON, "model_path": str(folder), **sizes, **cell.engine}
     command = [sys.executable, __file__, "--serve", json.dumps(arguments)]
     return Child(name, command, {**kept, **fixed, **cell.variables}, logs / f"{name}.log")
