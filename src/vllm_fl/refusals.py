@@ -114,7 +114,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     return [
         (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES), cache_type),
         (quantized and device.accelerator, cache_type),
-        (quantized and version not in versions.TESTED_HOSTS, f"{cache_type} with vLLM {version}"),
+        (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),

@@ -24,7 +24,10 @@ TESTED_HOSTS = ("0.32",)
 """All engine tests run on these."""
 
 SMOKE_TESTED_HOSTS = ("0.26", "0.33")
-"""On these small models ran on a CPU, eagerly and in one process, with right tokens; no other tests."""
+"""On these small models ran on a CPU, eagerly and in one process, with right tokens; few other tests."""
+
+QUANTIZING_HOSTS = ("0.32", "0.33")
+"""The tests of quantized models and of a KV cache in fp8 run on these."""
 
 
 @cache

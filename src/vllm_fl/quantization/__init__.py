@@ -34,7 +34,7 @@ def verify(method: str) -> None:
     Args:
         method: vLLM's name of it.
     """
-    from ..compat.versions import TESTED_HOSTS, host_version
+    from ..compat.versions import QUANTIZING_HOSTS, host_version
     from ..host import HOST
 
     device, version, name = detect_device(), host_version(), SERVED.get(method, method)
@@ -46,7 +46,7 @@ def verify(method: str) -> None:
     if HOST.name not in device.quantized:
         where = ", ".join(sorted(spec.name for spec in device_specs() if HOST.name in spec.quantized))
         raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on {where})")
-    if version not in TESTED_HOSTS:
-        tested = ", ".join(TESTED_HOSTS)
-        raise ValueError(f"vllm_fl does not support quantization '{name}' on vLLM {version} yet (only on {tested})")
+    if version not in QUANTIZING_HOSTS:
+        those = ", ".join(QUANTIZING_HOSTS)
+        raise ValueError(f"vllm_fl does not support quantization '{name}' on vLLM {version} yet (only on {those})")
     register()

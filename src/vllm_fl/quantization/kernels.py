@@ -114,6 +114,9 @@ def register() -> None:
     linear.register_linear_kernel(Int8Layer, platform, "int8")
     linear.register_linear_kernel(Fp8Layer, platform, "fp8")
     linear.register_linear_kernel(PackedLayer, platform, "mp")
-    # vLLM 0.32 has no word for these two kinds.
-    linear._POSSIBLE_FP8_BLOCK_KERNELS.setdefault(platform, []).append(Fp8BlockLayer)
+    try:
+        linear.register_linear_kernel(Fp8BlockLayer, platform, "fp8_block")
+    except ValueError:  # vLLM 0.32 has no word for this kind
+        linear._POSSIBLE_FP8_BLOCK_KERNELS.setdefault(platform, []).append(Fp8BlockLayer)
+    # No version has one for this kind.
     linear._POSSIBLE_WFP8A16_KERNELS.setdefault(platform, []).append(Fp8WeightLayer)

@@ -20,7 +20,7 @@ from fl_dispatch.devices import CUDA, detect_device, device_of
 from fl_dispatch.devices.triton import interpreted
 from fl_dispatch.errors import NotSupported
 
-TESTED = ((3, 6), (3, 7))
+TESTED = ((3, 6), (3, 7), (3, 8))
 """Versions of Triton in which the short way is tested; with 3.7 not for attention but in engines."""
 MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
 INTERPRETED = interpreted()

@@ -24,7 +24,7 @@ from ..launch import INTERPRETED, Launcher
 
 logger = get_logger(__name__)
 
-TESTED = ((3, 6),)
+TESTED = ((3, 6), (3, 8))
 """Versions of Triton with which the kernels are tested and measured on a GPU."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}

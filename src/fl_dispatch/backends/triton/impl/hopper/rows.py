@@ -34,7 +34,9 @@ def copy_layout(warps):
 def copy_rows(buffer, source, rows, mask, FIRST: gl.constexpr, SIZE: gl.constexpr, L: gl.constexpr):
     """Start to copy ``SIZE`` elements, from ``FIRST`` on, of each row; rows outside the mask become 0."""
     column = FIRST + gl.arange(0, SIZE, layout=gl.SliceLayout(0, L))
-    async_load(buffer, source + rows[:, None] + column[None, :], mask=mask[:, None])
+    # Strides are multiples of 16. Triton 3.8 forgets that of rows that a loop carries.
+    offset = gl.multiple_of(rows[:, None], [16, 16])
+    async_load(buffer, source + offset + column[None, :], mask=mask[:, None])
 
 
 @gluon.jit
