@@ -31,6 +31,20 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
 
+from fl_dispatch.backends.reference.impl.quantization import quantize
+from fl_dispatch.backends.triton.impl import quantized_moe
+
+ours = quantized_moe.quantized_rows
+
+def quantized_rows(rows, kind, group, scale=None, repeat=1):  # the interpreter's rounding to fp8 loses a carry
+    if kind == "int8":
+        return ours(rows, kind, group, scale, repeat)
+    if scale is None:
+        return quantize(rows, kind, group)
+    parts = [quantize(row[None], kind, -1, one[None]) for row, one in zip(rows.repeat_interleave(repeat, 0), scale)]
+    return tuple(map(torch.cat, zip(*parts)))
+
+quantized_moe.quantized_rows = quantized_rows
 manager, device, rows = get_default_manager(), torch.device("cpu"), []
 for name, labels in json.loads(sys.argv[1]).items():
     (impl,) = implementations(manager, [name], ["default.triton"])
@@ -149,6 +163,34 @@ SMALL = {
         "padding tokens with out",
         "empty rank: no expert is here",
         "empty batch",
+    ],
+    "scaled_moe": [
+        "int8, one token",
+        "int8, half of the experts is here",
+        "int8, no gate, biases",
+        "int8, weights on the input, odd sizes",
+        "int8, padding tokens with out",
+        "int8, empty rank: no expert is here",
+        "int8, empty batch",
+        "int8, scales of the rows given, 9 tokens",
+        "float8_e4m3fn, one token",
+        "float8_e4m3fn, no gate, biases",
+        "float8_e4m3fn, padding tokens with out",
+        "float8_e4m3fn, scales of the rows given, 9 tokens",
+        "float8_e4m3fn in blocks of 128, 17 tokens",
+        "float8_e4m3fn in blocks of 32, short last ones, biases",
+    ],
+    "weight_only_moe": [
+        "4 bits, groups of 32, half of the experts is here",
+        "4 bits, groups of 32, swigluoai, biases",
+        "4 bits, groups of 32, padding tokens with out",
+        "4 bits, groups of 32, empty rank: no expert is here",
+        "4 bits, groups of 32, empty batch",
+        "4 bits, zero points, groups of 16, 9 tokens",
+        "4 bits, one scale a column, one token",
+        "8 bits, groups of 32, weights on the input, biases",
+        "8 bits, zero points, groups of 16, 9 tokens",
+        "8 bits, one scale a column, one token",
     ],
     "kv_cache_write": [
         "token-major cache",
