@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,12 +69,23 @@ class Environment:
     def files(self) -> list[str]:
         return sorted({str(path.relative_to(ROOT)) for pattern in self.patterns for path in TESTS.glob(pattern)})
 
-    def drawn(self) -> list[str]:
-        return sampling.drawn(self.files(), self.sample, self.folder) if self.sample else self.files()
+    def drawn(self, resting: Set[str] = frozenset()) -> list[str]:
+        """The files of a run of everything, without those that rest."""
+        files = [file for file in self.files() if file not in resting]
+        return sampling.drawn(files, self.sample, self.folder) if self.sample else files
 
 
-ENGINES = ("features", "lora", "runner_kernels")
-"""Files of tests whose engines run another version of the host too; see ``vllm/engines.py``."""
+ON_OTHER_VERSIONS = (
+    "features",
+    "lora",
+    "runner_kernels",
+    "quantized",
+    "quantized_experts",
+    "quantized_cache",
+    "quantized_layers",
+    "expert_methods",
+)
+"""Files of tests that another version of the host runs too; see ``vllm/conftest.py``."""
 ENVIRONMENTS = {
     "vllm": Environment(".venv", ("core/test_*.py", "vllm/test_*.py", "hosts/test_*.py", "gpu/test_*.py")),
     "sglang": Environment(".venv-sglang", ("sglang/test_*.py",)),
@@ -86,9 +97,9 @@ ENVIRONMENTS = {
     ),
     "vllm-0.33": Environment(
         ".venv",
-        tuple(f"vllm/test_{name}.py" for name in ENGINES),
+        tuple(f"vllm/test_{name}.py" for name in ON_OTHER_VERSIONS),
         {"FL_HOST_VERSION": "0.33"},
-        sample=1,
+        sample=2,
     ),
 }
 
@@ -262,7 +273,7 @@ def chosen(names: list[str]) -> dict[str, list[str]]:
     found = {
         name: [file for file in ENVIRONMENTS[name].files() if file in paths]
         if paths
-        else [file for file in ENVIRONMENTS[name].drawn() if file not in left_out]
+        else ENVIRONMENTS[name].drawn(left_out)
         for name in environments
     }
     return {name: files for name, files in found.items() if files}

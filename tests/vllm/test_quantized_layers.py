@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Static128BlockSym,
     kFp8StaticChannelSym,
@@ -17,7 +19,7 @@ from vllm.scalar_type import scalar_types
 
 from fl_dispatch.hosting.quantized import orders
 from vllm_fl.quantization import kernels
-from vllm_fl.quantization.configs import GPTQConfigFL
+from vllm_fl.quantization.configs import CompressedTensorsConfigFL, GPTQConfigFL
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 
@@ -51,3 +53,15 @@ def test_a_quantized_head_is_refused_by_name() -> None:
     GPTQConfigFL.from_config({**GPTQ, "lm_head": False}).get_quant_method(head, "lm_head")
     with pytest.raises(ValueError, match=r"vllm_fl does not support a quantized head yet \(lm_head\)"):
         GPTQConfigFL.from_config({**GPTQ, "lm_head": True}).get_quant_method(head, "lm_head")
+
+
+def test_packed_weights_have_a_kernel_of_ours_where_batches_are_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "pack-quantized"}
+    given = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+    layer = LinearBase.__new__(LinearBase)
+    nn.Module.__init__(layer)
+    scheme = CompressedTensorsConfigFL.from_config(given).get_scheme(layer, "model.layers.0.mlp.down_proj")
+    assert type(scheme) is CompressedTensorsWNA16
+    assert not scheme.use_batch_invariant

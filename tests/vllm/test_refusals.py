@@ -431,7 +431,7 @@ def test_a_quantization_on_an_untested_host_is_named_as_the_checkpoint_does(monk
     from vllm_fl.platform import PlatformFL
 
     monkeypatch.setattr(versions, "host_version", lambda: "0.26")
-    with pytest.raises(ValueError, match=r"'gptq' on vLLM 0.26 yet \(only on 0.32\)"):
+    with pytest.raises(ValueError, match=r"'gptq' on vLLM 0.26 yet \(only on 0.32, 0.33\)"):
         PlatformFL.verify_quantization("auto_gptq")
 
 

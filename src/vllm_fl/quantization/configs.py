@@ -135,6 +135,8 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
         if type(scheme) not in SCHEMES:
             name = type(scheme).__name__.removeprefix("CompressedTensors")
             raise ValueError(f"vllm_fl does not support the scheme {name} of compressed-tensors yet ({layer_name})")
+        # With VLLM_BATCH_INVARIANT vLLM 0.33 multiplies packed weights itself, as they are loaded.
+        scheme.use_batch_invariant = False
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, SCHEMES[type(scheme)])
         return scheme
