@@ -259,6 +259,7 @@ OLDER_GPU = """
 import json, torch
 from fl_dispatch import call_op, freeze_dispatch, get_default_manager
 from fl_dispatch.backends.triton.impl import launch
+from fl_dispatch.hosting.quantized.experts import Fp8Experts
 launch.capability = lambda device: (8, 0)
 manager, ran, ones = get_default_manager(), {}, torch.ones(48, 1)
 freeze_dispatch(compiling=False)
@@ -269,18 +270,29 @@ for kind in ("int8", "float8_e4m3fn"):
     call_op("quantize", torch.zeros(2, 64), kind)
     call_op("scaled_linear", x, ones[:2], weight, ones)
     call_op("weight_only_linear", torch.zeros(2, 64), weight, ones)
+    experts = torch.zeros(3, 64, 64).to(x.dtype)
+    weights = (experts, torch.ones(3, 64, 1), experts, torch.ones(3, 64, 1))
+    routing = (torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), "relu2_no_mul")
+    for name in ("scaled_moe", "weight_only_moe"):
+        call_op(name, torch.zeros(2, 64), *weights, *routing)
     ran[kind] = sorted({impl_id for (_, impl_id), count in manager.call_counts().items() if count})
-print(json.dumps(ran))
+kind, layer = Fp8Experts(), torch.nn.Module()
+for part in ("w13_weight", "w2_weight"):
+    layer.register_parameter(part, torch.nn.Parameter(experts, requires_grad=False))
+    layer.register_parameter(part + "_scale", torch.nn.Parameter(weights[1], requires_grad=False))
+kind.process_weights_after_loading(layer)
+print(json.dumps([ran, kind.waiting(layer, torch.float32, "relu2_no_mul"), kind.waiting(layer, torch.float32, "silu")]))
 """
 
 
 @needs_triton
 def test_fp8_is_left_to_others_where_it_does_not_compile() -> None:
     """By the choice itself: under frozen dispatch a kernel that declines would end the call."""
-    names = ("quantize", "scaled_linear", "weight_only_linear")
+    names = ("quantize", "scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
     per_op = ";".join(f"{name}=impl:default.triton|reference" for name in names)
-    ran = json.loads(run(OLDER_GPU, TRITON_INTERPRET="1", VLLM_FL_PER_OP=per_op))
+    ran, *waiting = json.loads(run(OLDER_GPU, TRITON_INTERPRET="1", VLLM_FL_PER_OP=per_op))
     assert ran == {"int8": ["default.triton"], "float8_e4m3fn": ["reference.torch"]}
+    assert waiting == 2 * ["Triton compiles fp8 from compute capability 8.9 on, and this is 8.0"]
 
 
 def test_every_kernel_is_registered_below_flaggems_whether_or_not_it_can_run() -> None:
