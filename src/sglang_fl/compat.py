@@ -18,7 +18,7 @@ from . import own_kernels
 from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
-from .host_facts import ADAPTERS, BATCH, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, RUNNER
+from .host_facts import ADAPTERS, BATCH, DUAL_PRODUCT, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, RUNNER
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 logger = get_logger(__name__)
@@ -88,6 +88,7 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook("sglang.srt.layers.logits_processor.fused_softcap", _cap_logits, "around"),
         _hook("sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _unpadded, "replace"),
         _hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", own_kernels.rotate_and_write, "around"),
+        _hook(f"{DUAL_PRODUCT}._select_mode", own_kernels.multiply_and_activate, "around"),
         _hook(f"{NORMS}.can_use_fused_inplace_qknorm", own_kernels.norm_queries_and_keys, "around"),
         _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
         _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),

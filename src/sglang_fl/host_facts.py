@@ -17,6 +17,7 @@ OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
+DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 _LAYERS = "sglang.srt.layers"
@@ -118,6 +119,14 @@ HOOKED = (
         "own_kernels",
         "on NVIDIA GPUs SGLang computes the norms of queries and keys in one kernel, so no operator would be called",
         since="0.5.20",
+    ),
+    HostFact(
+        DUAL_PRODUCT,
+        ("_select_mode(gate_up_proj, hidden_size)",),
+        "replaces",
+        "own_kernels",
+        "on NVIDIA GPUs SGLang multiplies and activates in one kernel, so no operator would be called",
+        since="0.5.22",
     ),
     HostFact(
         BATCH,

@@ -50,3 +50,11 @@ def rotate_and_write(original: Callable[[Any], bool], batch: Any) -> bool:
 def norm_queries_and_keys(original: Callable[..., bool], head_dim: int, dtype: torch.dtype) -> bool:
     """Whether SGLang's kernel computes the norms of queries and keys in one: only if norms are no operators of ours."""
     return not get_settings().registers("RMSNorm", "rms_norm") and bool(original(head_dim, dtype))
+
+
+def multiply_and_activate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """How SGLang's kernel multiplies and activates in one; ``None``, not at all, if the activation is ours.
+
+    Only Blackwell GPUs have that kernel, but SGLang imports its compiler on all of NVIDIA's to find that out.
+    """
+    return None if get_settings().registers("SiluAndMul", "silu_and_mul") else original(*args, **kwargs)
