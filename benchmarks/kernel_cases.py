@@ -31,6 +31,7 @@ from fl_dispatch.backends.triton.impl import (
     mla_prefill,
     moe,
     quantize,
+    quantized_moe,
     scaled,
     weight_only,
 )
@@ -128,6 +129,49 @@ def _experts(tokens: int, *, dtype: torch.dtype = torch.bfloat16, gated: bool = 
     )
 
 
+def _routed(tokens: int, experts: int) -> tuple[Tensor, Tensor]:
+    return _empty(tokens, 8, dtype=WIDE), _integers(tokens, 8)
+
+
+def _scaled_experts(
+    tokens: int, kind: torch.dtype, block: int = 0, *, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> None:
+    experts, hidden, inner = 64, 2048, 1024
+
+    def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
+        down, across = (columns // block, width // block) if block else (columns, 1)
+        return _empty(experts, columns, width, dtype=kind), _empty(experts, down, across, dtype=WIDE)
+
+    quantized_moe.scaled_moe(
+        _empty(tokens, hidden, dtype=dtype),
+        *weight(2 * inner, hidden),
+        *weight(hidden, inner),
+        *_routed(tokens, experts),
+        block_size=block,
+        **options,
+    )
+
+
+def _packed_experts(tokens: int, bits: int, group: int = 128, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    experts, hidden, inner = 64, 2048, 1024
+
+    def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
+        stored, kind = (width // 2, torch.uint8) if bits == 4 else (width, torch.int8)
+        return _empty(experts, columns, stored, dtype=kind), _empty(experts, columns, width // group, dtype=dtype)
+
+    zeros = [
+        _empty(experts, columns, width // group, dtype=torch.int8) for columns, width in ((2048, 2048), (2048, 1024))
+    ]
+    quantized_moe.weight_only_moe(
+        _empty(tokens, hidden, dtype=dtype),
+        *weight(2 * inner, hidden),
+        *weight(hidden, inner),
+        *_routed(tokens, experts),
+        w13_zero=zeros[0] if bits == 4 else None,
+        w2_zero=zeros[1] if bits == 4 else None,
+    )
+
+
 def _quantized(rows: int, kind: str, group: int = 0) -> None:
     quantize.quantize(_empty(rows, 4096), kind, group)
 
@@ -202,6 +246,30 @@ CASES = (
     Case("4 bits, 64 rows, many columns", lambda: _packed(64, 4, 28672), hopper=False),
     Case("4 bits, 256 rows", lambda: _packed(256, 4), hopper=False),
     Case("8 bits, 32 rows", lambda: _packed(32, 8), hopper=False),
+    Case("fp8 experts, 1 token", lambda: _scaled_experts(1, FP8), hopper=False),
+    Case("fp8 experts, 16 tokens", lambda: _scaled_experts(16, FP8), hopper=False),
+    Case("fp8 experts, 128 tokens", lambda: _scaled_experts(128, FP8), hopper=False),
+    Case("fp8 experts, 256 tokens", lambda: _scaled_experts(256, FP8), hopper=False),
+    Case("fp8 experts, 4096 tokens", lambda: _scaled_experts(4096, FP8), hopper=False),
+    Case("fp8 experts, float32", lambda: _scaled_experts(16, FP8, dtype=WIDE), hopper=False),
+    Case("fp8 experts, scales of rows given", lambda: _scaled_experts(
+        16, FP8, x13_scale=_empty(64, dtype=WIDE), x2_scale=_empty(64, dtype=WIDE)
+    ), hopper=False),
+    Case("fp8 experts of blocks, 1 token", lambda: _scaled_experts(1, FP8, 128), hopper=False),
+    Case("fp8 experts of blocks, 16 tokens", lambda: _scaled_experts(16, FP8, 128), hopper=False),
+    Case("fp8 experts of blocks, 256 tokens", lambda: _scaled_experts(256, FP8, 128), hopper=False),
+    Case("fp8 experts of blocks, 4096 tokens", lambda: _scaled_experts(4096, FP8, 128), hopper=False),
+    Case("int8 experts, 16 tokens", lambda: _scaled_experts(16, torch.int8), hopper=False),
+    Case("int8 experts, 128 tokens", lambda: _scaled_experts(128, torch.int8), hopper=False),
+    Case("int8 experts, 4096 tokens", lambda: _scaled_experts(4096, torch.int8), hopper=False),
+    Case("4 bits experts, 1 token", lambda: _packed_experts(1, 4), hopper=False),
+    Case("4 bits experts, 16 tokens", lambda: _packed_experts(16, 4), hopper=False),
+    Case("4 bits experts, 128 tokens", lambda: _packed_experts(128, 4), hopper=False),
+    Case("4 bits experts, 256 tokens, groups of 32", lambda: _packed_experts(256, 4, 32), hopper=False),
+    Case("4 bits experts, 4096 tokens", lambda: _packed_experts(4096, 4), hopper=False),
+    Case("4 bits experts, 16 tokens, float32", lambda: _packed_experts(16, 4, dtype=WIDE), hopper=False),
+    Case("8 bits experts, 16 tokens", lambda: _packed_experts(16, 8), hopper=False),
+    Case("8 bits experts, 4096 tokens", lambda: _packed_experts(4096, 8), hopper=False),
 )  # fmt: skip
 
 

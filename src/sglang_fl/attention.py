@@ -168,7 +168,7 @@ class AttentionFLBackend(AttentionBackend):
         """
         layers: dict[Any, RadixAttention] = {}
         for layer in runner.model.modules():
-            if isinstance(layer, RadixAttention):
+            if isinstance(layer, RadixAttention) and self.attends(layer):
                 heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
                 options = (layer.sliding_window_size, layer.logit_cap, layer.scaling, layer.attn_type)
                 rules = warm_batches.rules(NAMES, OPERATORS.of(layer).scope)
@@ -179,6 +179,10 @@ class AttentionFLBackend(AttentionBackend):
             for queries, longest in batches:
                 self._try(layer, queries, longest, runner.dtype)
         return len(layers) * len(batches)
+
+    def attends(self, layer: RadixAttention) -> bool:
+        """Whether a model that has this layer calls it."""
+        return True
 
     def _try(self, layer: RadixAttention, queries: Sequence[int], longest: int, dtype: torch.dtype) -> None:
         """Call the layer's operators on a batch; keys go to SGLang's row for padding.
@@ -291,6 +295,10 @@ class MLAFLBackend(AttentionFLBackend):
                 plain = layer.attn_type is AttentionType.DECODER and not layer.logit_cap
                 if not plain or layer.sliding_window_size > -1:
                     raise ValueError("sglang_fl supports latent attention only causal, without a window or a cap yet")
+
+    def attends(self, layer: RadixAttention) -> bool:
+        """DeepSeek's blocks have a layer more, for keys that are not absorbed, which no row of the pool can take."""
+        return (layer.tp_k_head_num, layer.qk_head_dim) == tuple(self._keys(layer).shape[1:])
 
     def _run(
         self,

@@ -34,6 +34,8 @@ from .hooks import Kind
 if TYPE_CHECKING:
     from fl_dispatch import Manifest
 
+TENSOR_PARALLEL = "tp"
+"""How SGLang's name of the group begins whose ranks share each layer."""
 COMMUNICATOR = Attached[Communicator]("fl_communicator")
 """The communicator of a group of several ranks."""
 
@@ -41,7 +43,8 @@ COMMUNICATOR = Attached[Communicator]("fl_communicator")
 def connect_group(result: None, group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
     """After a group is made, which all its ranks do together: connect them."""
     if group.world_size > 1:
-        collectives = connect(group.device_group, group.cpu_group, group.ranks, group.device.type)
+        layers = group.unique_name.startswith(TENSOR_PARALLEL)
+        collectives = connect(group.device_group, group.cpu_group, group.ranks, group.device, layers)
         ours = Communicator(group.unique_name, collectives, group.rank_in_group, group.world_size)
         COMMUNICATOR.give(group, ours)
 

@@ -73,7 +73,8 @@ class GraphRunnerFL(DecodeCudaGraphRunner):
         buffers = self.buffers
         buffers.seq_lens.fill_(self.seq_len_fill_value)  # SGLang's runners share them, and others write zeros
         buffers.seq_lens_cpu.fill_(self.seq_len_fill_value)
-        for requests in token_counts(self.max_bs):
-            self._dummy_run(requests, buffers=buffers)
+        with self.model_context():  # a router reads there whether its shared experts are among the others
+            for requests in token_counts(self.max_bs):
+                self._dummy_run(requests, buffers=buffers)
         detect_device().synchronize()
         logger.info("operators are warm: %d calls of attention", calls)

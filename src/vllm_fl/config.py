@@ -144,7 +144,7 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         return
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
-    # Layers with a state and quantized experts are refused on accelerators, so their operators are in no graph.
+    # On accelerators layers with a state are refused, and quantized experts whose first choice no graph can hold.
     refused = {*delta_net.OPERATORS, *state_space.OPERATORS, *quantized_experts.OPERATORS}
     elsewhere = refused | {*ATTENTION_OPERATORS, *LATENT_OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)

@@ -22,6 +22,8 @@ from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.collectives import Communicator, connect
 
 Capture = Callable[..., AbstractContextManager[Any]]
+TENSOR_PARALLEL = "tp"
+"""How vLLM's name of the group begins whose ranks share each layer."""
 ORIGINAL = Attached[Capture]("fl_original")
 """The original of a function of ours that stands in the place of one of vLLM's."""
 
@@ -39,7 +41,8 @@ class CommunicatorFL(DeviceCommunicatorBase):
         **kwargs: Any,  # differs between vLLM's versions
     ) -> None:
         super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)
-        collectives = connect(self.device_group, self.cpu_group, self.ranks, self.device.type)
+        layers = unique_name.startswith(TENSOR_PARALLEL)
+        collectives = connect(self.device_group, self.cpu_group, self.ranks, self.device, layers)
         self.communicator = Communicator(unique_name, collectives, self.rank_in_group, self.world_size)
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from fl_dispatch import get_default_manager, get_policy
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives
+from fl_dispatch.hosting.first_choices import without_graphs
+from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
 
 from . import compile, config, delta_net, kv_layout, quantization, short_conv, state_space
@@ -185,6 +187,11 @@ def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, 
     ]
 
 
+def _experts_wait() -> bool:
+    """Whether the references come first for quantized experts: they wait for an accelerator in each layer."""
+    return bool(without_graphs(quantized_experts.OPERATORS))
+
+
 def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     from vllm.platforms import current_platform
 
@@ -193,7 +200,7 @@ def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple
     name = quantization.SERVED[model.quantization]
     return [
         (model.use_mla, f"latent attention quantized by '{name}'"),
-        (model.is_moe and device.accelerator, f"experts quantized by '{name}'"),
+        (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),
         (_has_states(model), f"{STATES} quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),
     ]

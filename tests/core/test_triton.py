@@ -31,6 +31,20 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
 
+from fl_dispatch.backends.reference.impl.quantization import quantize
+from fl_dispatch.backends.triton.impl import quantized_moe
+
+ours = quantized_moe.quantized_rows
+
+def quantized_rows(rows, kind, group, scale=None, repeat=1):  # the interpreter's rounding to fp8 loses a carry
+    if kind == "int8":
+        return ours(rows, kind, group, scale, repeat)
+    if scale is None:
+        return quantize(rows, kind, group)
+    parts = [quantize(row[None], kind, -1, one[None]) for row, one in zip(rows.repeat_interleave(repeat, 0), scale)]
+    return tuple(map(torch.cat, zip(*parts)))
+
+quantized_moe.quantized_rows = quantized_rows
 manager, device, rows = get_default_manager(), torch.device("cpu"), []
 for name, labels in json.loads(sys.argv[1]).items():
     (impl,) = implementations(manager, [name], ["default.triton"])
@@ -150,6 +164,34 @@ SMALL = {
         "empty rank: no expert is here",
         "empty batch",
     ],
+    "scaled_moe": [
+        "int8, one token",
+        "int8, half of the experts is here",
+        "int8, no gate, biases",
+        "int8, weights on the input, odd sizes",
+        "int8, padding tokens with out",
+        "int8, empty rank: no expert is here",
+        "int8, empty batch",
+        "int8, scales of the rows given, 9 tokens",
+        "float8_e4m3fn, one token",
+        "float8_e4m3fn, no gate, biases",
+        "float8_e4m3fn, padding tokens with out",
+        "float8_e4m3fn, scales of the rows given, 9 tokens",
+        "float8_e4m3fn in blocks of 128, 17 tokens",
+        "float8_e4m3fn in blocks of 32, short last ones, biases",
+    ],
+    "weight_only_moe": [
+        "4 bits, groups of 32, half of the experts is here",
+        "4 bits, groups of 32, swigluoai, biases",
+        "4 bits, groups of 32, padding tokens with out",
+        "4 bits, groups of 32, empty rank: no expert is here",
+        "4 bits, groups of 32, empty batch",
+        "4 bits, zero points, groups of 16, 9 tokens",
+        "4 bits, one scale a column, one token",
+        "8 bits, groups of 32, weights on the input, biases",
+        "8 bits, zero points, groups of 16, 9 tokens",
+        "8 bits, one scale a column, one token",
+    ],
     "kv_cache_write": [
         "token-major cache",
         "padded and skipped tokens",
@@ -217,6 +259,7 @@ OLDER_GPU = """
 import json, torch
 from fl_dispatch import call_op, freeze_dispatch, get_default_manager
 from fl_dispatch.backends.triton.impl import launch
+from fl_dispatch.hosting.quantized.experts import Fp8Experts
 launch.capability = lambda device: (8, 0)
 manager, ran, ones = get_default_manager(), {}, torch.ones(48, 1)
 freeze_dispatch(compiling=False)
@@ -227,18 +270,29 @@ for kind in ("int8", "float8_e4m3fn"):
     call_op("quantize", torch.zeros(2, 64), kind)
     call_op("scaled_linear", x, ones[:2], weight, ones)
     call_op("weight_only_linear", torch.zeros(2, 64), weight, ones)
+    experts = torch.zeros(3, 64, 64).to(x.dtype)
+    weights = (experts, torch.ones(3, 64, 1), experts, torch.ones(3, 64, 1))
+    routing = (torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32), "relu2_no_mul")
+    for name in ("scaled_moe", "weight_only_moe"):
+        call_op(name, torch.zeros(2, 64), *weights, *routing)
     ran[kind] = sorted({impl_id for (_, impl_id), count in manager.call_counts().items() if count})
-print(json.dumps(ran))
+kind, layer = Fp8Experts(), torch.nn.Module()
+for part in ("w13_weight", "w2_weight"):
+    layer.register_parameter(part, torch.nn.Parameter(experts, requires_grad=False))
+    layer.register_parameter(part + "_scale", torch.nn.Parameter(weights[1], requires_grad=False))
+kind.process_weights_after_loading(layer)
+print(json.dumps([ran, kind.waiting(layer, torch.float32, "relu2_no_mul"), kind.waiting(layer, torch.float32, "silu")]))
 """
 
 
 @needs_triton
 def test_fp8_is_left_to_others_where_it_does_not_compile() -> None:
     """By the choice itself: under frozen dispatch a kernel that declines would end the call."""
-    names = ("quantize", "scaled_linear", "weight_only_linear")
+    names = ("quantize", "scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
     per_op = ";".join(f"{name}=impl:default.triton|reference" for name in names)
-    ran = json.loads(run(OLDER_GPU, TRITON_INTERPRET="1", VLLM_FL_PER_OP=per_op))
+    ran, *waiting = json.loads(run(OLDER_GPU, TRITON_INTERPRET="1", VLLM_FL_PER_OP=per_op))
     assert ran == {"int8": ["default.triton"], "float8_e4m3fn": ["reference.torch"]}
+    assert waiting == 2 * ["Triton compiles fp8 from compute capability 8.9 on, and this is 8.0"]
 
 
 def test_every_kernel_is_registered_below_flaggems_whether_or_not_it_can_run() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,24 @@ from fl_dispatch import get_default_manager, prepared
 from fl_dispatch.evidence.perplexity import TOLERANCE
 from fl_dispatch.evidence.verify import DTYPES, implementations, verify
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.inputs import mixtures
+from fl_dispatch.ops.inputs.mixtures import Mixture
 from fl_dispatch.ops.inputs.quantized import Products
 from fl_dispatch.ops.results import errors, flat
 from fl_dispatch.types import OpImpl
 from quantized_checkpoints import SCHEMES
+from quantized_engines import Run, comparisons
+from quantized_mixture import LAYERS, mixture, operator
 from quantized_network import answered, computed, distance, network, right_perplexity, scores
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
-NAMES = ("quantize", "scaled_linear", "weight_only_linear")
+NAMES = ("quantize", "scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
 HALF = (torch.float16, torch.bfloat16)
 
 
 def kernels() -> list[OpImpl]:
-    """Every implementation of the three operators that runs here, but for the references."""
+    """Every implementation of these operators that runs here, but for the references."""
     found = implementations(get_default_manager(), NAMES)
     ours = [impl for impl in found if "cuda" in (impl.device_types or ()) and impl.impl_id != "reference.torch"]
     return [impl for impl in ours if impl.available is None or impl.available()]
@@ -67,6 +72,8 @@ def test_every_family_of_kernels_is_there() -> None:
         ("scaled_linear", "vendor.cuda.cutlass"),
         ("weight_only_linear", "default.triton"),
         ("weight_only_linear", "vendor.cuda.marlin"),
+        ("scaled_moe", "default.triton"),
+        ("weight_only_moe", "default.triton"),
         *([("weight_only_linear", "vendor.cuda.machete")] if torch.cuda.get_device_capability()[0] == 9 else []),
     }
 
@@ -128,6 +135,88 @@ def test_a_kernel_is_right_for_a_models_weights(kind: str, weight: tuple[int, in
 def _wide(arg: Any) -> Any:
     """Arguments with which the reference computes in float64."""
     return arg.double() if isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.itemsize > 1 else arg
+
+
+BEYOND = 2e-3
+"""The share of results of experts that may lie beyond the tolerance."""
+FAR = 2e-2
+"""The root mean square of their errors, in the standard deviation of results."""
+TOKENS = (1, 2, 16, 64, 200, 1000)
+"""Few pairs of a token and an expert, which are not sorted, and each plan of tiles."""
+EXPERTS: Mapping[str, tuple[str, int]] = {
+    "int8": ("scaled_moe", 0),
+    "fp8": ("scaled_moe", 0),
+    "fp8 in blocks": ("scaled_moe", 128),
+    "4 bits": ("weight_only_moe", 0),
+    "4 bits, zero points": ("weight_only_moe", 0),
+    "8 bits": ("weight_only_moe", 0),
+}
+"""Kinds of experts, their operator, and the side of their blocks."""
+
+
+@cache
+def largest_mixture(kind: str) -> tuple[Any, ...]:
+    """Arguments of a mixture of 32 experts, each as large as one of Qwen3-30B-A3B's, for the most tokens."""
+    generator, (name, block), dtype = torch.Generator().manual_seed(0), EXPERTS[kind], torch.bfloat16
+    mixture = Mixture(TOKENS[-1], 32, 8, 2048, 768)
+    if name == "weight_only_moe":
+        bits = 4 if kind.startswith("4") else 8
+        args = mixtures.weight_only(dtype, CUDA, generator, bits, 128, kind.endswith("zero points"))(mixture)
+        return OPERATORS[name].bind(args, {})
+    quantized = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    products = Products(dtype, torch.device("cpu"), generator, quantized)
+    weights = (*products.experts(32, 1536, 2048, block), *products.experts(32, 2048, 768, block))
+    x, routing = products.normal(mixture.tokens, 2048), mixture.routing(CUDA, generator)
+    return OPERATORS[name].bind((*(one.to(CUDA) for one in (x, *weights)), *routing, *[None] * 4, block), {})
+
+
+def large_mixture(kind: str, tokens: int) -> tuple[Any, ...]:
+    """The same for so many tokens."""
+    args = largest_mixture(kind)
+    return tuple(one[:tokens].clone() if place in (0, 5, 6) else one for place, one in enumerate(args))
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_right_for_a_models_weights(kind: str) -> None:
+    """A number between two quantized ones may become either; so a share of all elements may be off by a little more."""
+    name, dtype = EXPERTS[kind][0], torch.bfloat16
+    operator = OPERATORS[name]
+    ours, reference = (
+        get_default_manager().registry.get_implementation(name, impl_id)
+        for impl_id in ("default.triton", "reference.torch")
+    )
+    assert ours is not None
+    assert reference is not None
+    wrong = []
+    for tokens in TOKENS:
+        args = large_mixture(kind, tokens)
+        (right,) = flat(reference.fn(*[_wide(arg) for arg in args]))
+        size = max(1.0, float(right.std()))
+        found = ours.fn(*args)
+        _, share = errors(found, right, operator.tolerance(dtype, args), size)
+        beyond = float((share > 1).double().mean())
+        distance = float((found - right).square().mean().sqrt() / right.std())
+        if not (float(share.max()) <= 4 and beyond <= BEYOND and distance <= FAR):
+            wrong.append((tokens, float(share.max()), beyond, distance))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_a_graph_holds_experts(kind: str, tokens: int) -> None:
+    """Replays read what lies in the arguments then: other tokens, other choices."""
+    name = EXPERTS[kind][0]
+    impl = get_default_manager().registry.get_implementation(name, "default.triton")
+    assert impl is not None
+    args = large_mixture(kind, tokens)
+    impl.fn(*args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = impl.fn(*args)
+    args[0].copy_(args[0].flip(0) * 0.5)
+    args[6].copy_(args[6].flip(0).roll(1, -1))
+    graph.replay()
+    assert torch.equal(captured, impl.fn(*args))
 
 
 def test_a_repacked_weight_that_is_written_keeps_its_place() -> None:
@@ -204,3 +293,46 @@ def test_the_vendors_kernels_give_the_dequantized_networks_perplexity(
     products = ran(run, scheme.operators[-1])
     assert any(found.startswith("vendor.cuda") for found in products), products
     assert run["report"]["failed"] == {}
+
+
+# -- engines with experts ---------------------------------------------------------------------------------------------
+
+MIXTURES = ("compressed-tensors W8A8 fp8", "fp8, blocks of 128", "awq", "gptq")
+
+
+@pytest.fixture(scope="module")
+def whole_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixture(tmp_path_factory.mktemp("experts") / "whole")
+
+
+@pytest.fixture(scope="module")
+def expert_answers(tmp_path_factory: pytest.TempPathFactory, whole_mixture: Path) -> dict[Run, dict[str, Any]]:
+    """Answers of compiled engines with graphs, in float32 with our kernels."""
+    folder = tmp_path_factory.mktemp("quantized-experts")
+    arguments = {
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": False,
+        "enable_prefix_caching": False,
+        "dtype": "float32",
+    }
+    runs = [Run(name, arguments, "compiled, with graphs") for name in MIXTURES]
+    paths = [
+        checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name], model=whole_mixture)
+        for name in MIXTURES
+    ]
+    asked = ((path, [ASKED], arguments) for path in paths)
+    found = start_features(*asked, VLLM_FL_DENY_VENDORS="cuda", USE_FLAGGEMS="0").result()
+    return dict(zip(runs, found["runs"], strict=True))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_our_experts_compute_what_the_dequantized_network_does(
+    name: str, expert_answers: dict[Run, dict[str, Any]], whole_mixture: Path
+) -> None:
+    (run,) = (one for one in expert_answers if one.scheme == name)
+    answer = expert_answers[run]
+    assert comparisons(lambda one: answered(PROMPTS, answer["steps"][0]), whole_mixture)(run).agrees
+    assert answer["report"]["layers"][run.made.layer.replace("Layer", "Experts")] == LAYERS
+    assert ran(answer, operator(run.made)) == {"default.triton"}
+    assert answer["report"]["failed"] == {}

@@ -1,4 +1,4 @@
-"""Tensor parallel over NCCL: a model divided between two GPUs gives Hugging Face's tokens."""
+"""Two GPUs: a model divided between them gives Hugging Face's tokens, and small sums in one kernel are right."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 from engines import STEP, expected_tokens, ran, start
 
+import two_ranks
 from fl_dispatch.cli.checkpoints import build_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -62,3 +63,10 @@ def test_tokens_equal_hugging_faces(
     assert first["native_layers"] == {}
     assert ran(result, "paged_attention") | ran(result, "mla_decode") == {"default.triton"}
     assert "during inference: " not in result["log"]
+
+
+def test_small_sums_in_one_kernel_are_right_and_each_rank_takes_the_same_size_for_small(tmp_path: Path) -> None:
+    (first, second) = two_ranks.run(Path(__file__).parent / "one_shot_ranks.py", tmp_path, {"nccl": ""})["nccl"]
+    assert first["most"] == second["most"] > 0
+    assert not any((*first["wrong"], *second["wrong"]))
+    assert not first["elsewhere"], "groups whose ranks share no layers ask for nothing"

@@ -133,6 +133,41 @@ def test_warming_up_calls_attention_for_every_kind_of_batch_and_writes_padding_a
     assert all(torch.equal(old[1:], new[1:]) for old, new in zip(before, after, strict=True))
 
 
+def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    from fl_dispatch import get_default_manager
+    from sglang_fl import attention, layers
+
+    rank, rope = 32, 16
+    absorbed = RadixAttention(HEADS, rank + rope, SIZE**-0.5, 1, 0, v_head_dim=rank)
+    plain = RadixAttention(HEADS, SIZE + rope, SIZE**-0.5, HEADS, 0, v_head_dim=SIZE)
+    model = nn.ModuleDict({"attn_mqa": absorbed, "attn_mha": plain})
+    layers.prepare(model)
+    sizes = {"page_size": PAGE, "dtype": torch.float32, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 1}
+    runner: Any = SimpleNamespace(
+        attention_chunk_size=None,
+        model_config=SimpleNamespace(context_len=LENGTH),
+        page_size=PAGE,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(3, PAGES * PAGE, dtype=torch.int32)),
+        token_to_kv_pool=MLATokenToKVPool(PAGES * PAGE, **sizes, device="cpu", enable_memory_saver=False),
+        model=model,
+        max_running_requests=4,
+        dtype=torch.float32,
+    )
+    monkeypatch.setattr(attention, "largest_step", lambda: 64)
+    manager = get_default_manager()
+    manager.set_counting(True)
+    manager.reset_counts()
+    calls = attention.MLAFLBackend(runner).warm_up(runner)
+    counts = {op: count for (op, _), count in manager.call_counts().items()}
+    manager.set_counting(False)
+    assert counts == {"kv_cache_write": calls, "mla_decode": calls}
+
+
 def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
     from fl_dispatch import get_default_manager
     from fl_dispatch.hosting.survey import Survey

@@ -73,6 +73,7 @@ CUDA = DeviceSpec(
     pin_memory=True,
     inductor=TRITON,
     graphs=True,
+    shares_memory=True,
     unowned_view=over_its_storage,
     model_runners=("v1", "v2"),
     host_kernels={"SGLang": "cuda"},

@@ -71,6 +71,7 @@ class DeviceSpec:
         inductor: the language in which Inductor writes code for it (``cpp``, ``triton``), or ``None``: it writes none.
         graphs: whether it can capture and replay graphs.
         graph_class: the graph's class in the device's PyTorch module.
+        shares_memory: whether devices of one machine may map each other's memory through PyTorch's symmetric memory.
         graph_wrapper: host → path of the class with which it captures; its own class where it is missing.
         unowned_view: a tensor over a tensor's memory that does not keep it alive, because the memory pool of captured
             graphs does; by default the tensor itself, so that graphs share less memory.
@@ -136,6 +137,7 @@ class DeviceSpec:
     inductor: str | None = None
     graphs: bool = False
     graph_class: str = "CUDAGraph"
+    shares_memory: bool = False
     graph_wrapper: Mapping[str, str] = field(default_factory=dict)
     unowned_view: Callable[[torch.Tensor], torch.Tensor] = field(default=_itself)
     forks: bool = False

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..devices import detect_device
 from ..settings import get_settings
-from . import flagcx
+from . import flagcx, one_shot
 
 # PyTorch 2.13 renamed both.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,13 +53,24 @@ class Collectives(Protocol):
 
 
 class TorchCollectives:
-    """The collectives of a process group of ``torch.distributed``, which belongs to the host."""
+    """The collectives of a process group of ``torch.distributed``, which belongs to the host.
 
-    def __init__(self, group: ProcessGroup | None, ranks: Sequence[int]) -> None:
-        self.group, self.ranks = group, ranks
+    Args:
+        group: the ranks.
+        ranks: their numbers outside the group.
+        sums: what adds small tensors, or ``None``.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, ranks: Sequence[int], sums: one_shot.OneShotSums | None = None
+    ) -> None:
+        self.group, self.ranks, self.sums = group, ranks, sums
 
     def all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
+        if self.sums is not None and self.sums.takes(tensor):
+            self.sums.add(tensor)
+        else:
+            dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         _all_gather(output, tensor, group=self.group)
@@ -86,7 +98,11 @@ def refuse_missing_library(device_type: str) -> None:
 
 
 def connect(
-    device_group: ProcessGroup | None, cpu_group: ProcessGroup, ranks: Sequence[int], device_type: str
+    device_group: ProcessGroup | None,
+    cpu_group: ProcessGroup,
+    ranks: Sequence[int],
+    device: torch.device,
+    adds_in_layers: bool = False,
 ) -> Collectives:
     """The library for a group. Every rank of the group must call it.
 
@@ -94,15 +110,21 @@ def connect(
         device_group: moves the tensors, unless another library does.
         cpu_group: the same ranks; another library's ranks find each other through it.
         ranks: the group's ranks as ``torch.distributed`` numbers them.
-        device_type: the PyTorch device type of the tensors.
+        device: of the tensors.
+        adds_in_layers: whether each layer of a model makes sums over the group, which are small when it decodes.
 
     Raises:
         ConfigError: the user names a library that cannot be used.
     """
     path = get_settings().flagcx_path
-    if path is None:
-        return TorchCollectives(device_group, ranks)
-    return flagcx.connect(flagcx.load(path, device_type), cpu_group, device_type)
+    if path is not None:
+        return flagcx.connect(flagcx.load(path, device.type), cpu_group, device.type)
+    library = TorchCollectives(device_group, ranks)
+    spec = detect_device()
+    shared = spec.shares_memory and spec.torch_type == device.type and get_settings().chip_features
+    if adds_in_layers and shared and device_group is not None and len(ranks) > 1:
+        library.sums = one_shot.connect(device_group, cpu_group, device, library.all_reduce)
+    return library
 
 
 class Communicator:

@@ -371,7 +371,7 @@ class Operator:
     def most_mean_error(self, args: tuple[Any, ...]) -> float:
         """The accepted mean error of a call's results in a half type; narrow sums in float16 are off by more."""
         narrow = self.narrow_terms is not None and self.narrow_terms(*self.operands(args)) > 0
-        return SEVERAL_ROUNDINGS if narrow else self.mean_error
+        return max(SEVERAL_ROUNDINGS, self.mean_error) if narrow else self.mean_error
 
     def stay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         """The tensors of a call that are weights; ``args`` as :meth:`bind` returns them."""

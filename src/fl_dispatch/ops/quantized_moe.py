@@ -81,6 +81,11 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     )
 
 
+def _fp8_terms(hidden_states: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, *args: object) -> int:
+    """Those of the second product: the first one's results are quantized again, so they are near float32."""
+    return w2.shape[2] if w2.dtype is FP8 else 0
+
+
 @operator(
     weights=("w13", "w13_scale", "w2", "w2_scale"),
     writes=OUTPUT,
@@ -91,6 +96,7 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     aliases=("w8a8_moe", "fused_moe_w8a8", "block_scaled_moe"),
     tolerances=TOLERANCES,
     terms=row_terms,
+    narrow_terms=_fp8_terms,
     mean_error=CHAIN,
     workload=tokens_workload,
     work=_work,
@@ -115,7 +121,8 @@ def scaled_moe(
 ) -> Tensor:
     """As :data:`fused_moe`, where each product is :data:`quantize` of its rows and then :data:`scaled_linear`.
 
-    Between the two products numbers are at least float32, because a half type would decide how they are quantized.
+    Between the two products numbers are at least float32, because a half type would decide how they are quantized. So
+    matrix units may sum fp8 with fewer bits in the second product alone.
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.

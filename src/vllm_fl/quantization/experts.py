@@ -82,6 +82,8 @@ class QuantizedMethod:
         if self.moe.tp_rank != 0 and (bias := getattr(layer, "w2_bias", None)) is not None:
             bias.data.zero_()
         self.fl_kernel.process_weights_after_loading(layer)
+        if reason := self.fl_kernel.waiting(layer, self.moe.in_dtype, layer.activation.value):
+            raise ValueError(f"vllm_fl does not support these experts ({reason}) yet")
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = make_unquantized_moe_kernel(
             quant_config=self.moe_quant_config,

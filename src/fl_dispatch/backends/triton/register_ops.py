@@ -29,6 +29,8 @@ IMPLEMENTED = (
     "moe_align_block_size",
     "moe_sum",
     "fused_moe",
+    "scaled_moe",
+    "weight_only_moe",
     "kv_cache_write",
     "paged_attention",
     "mla_decode",
@@ -42,6 +44,8 @@ NOT_TRACED = (
     "weight_only_linear",
     "moe_align_block_size",
     "fused_moe",
+    "scaled_moe",
+    "weight_only_moe",
     "kv_cache_write",
     "paged_attention",
     "mla_decode",
@@ -78,7 +82,7 @@ def register_builtins(registry: Registry) -> None:
             for name in IMPLEMENTED
         ]
     else:
-        from .impl import quantize, scaled, weight_only
+        from .impl import quantize, quantized_moe, scaled, weight_only
         from .triton import TritonBackend
 
         # In host memory the launch declines, so that a call need not look where its tensors are.
@@ -90,6 +94,8 @@ def register_builtins(registry: Registry) -> None:
                 "quantize": quantize.supports,
                 "scaled_linear": scaled.supports,
                 "weight_only_linear": weight_only.supports,
+                "scaled_moe": quantized_moe.supports_scaled,
+                "weight_only_moe": quantized_moe.supports_packed,
             },
             device_types=None if interpreted() else (detect_device().torch_type,),
         )

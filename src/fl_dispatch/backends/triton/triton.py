@@ -14,6 +14,7 @@ from .impl import (
     moe,
     normalization,
     quantize,
+    quantized_moe,
     rotary,
     routing,
     scaled,
@@ -39,6 +40,8 @@ class TritonBackend(Backend):
     moe_align_block_size = staticmethod(alignment.moe_align_block_size)
     moe_sum = staticmethod(moe.moe_sum)
     fused_moe = staticmethod(moe.fused_moe)
+    scaled_moe = staticmethod(quantized_moe.scaled_moe)
+    weight_only_moe = staticmethod(quantized_moe.weight_only_moe)
     kv_cache_write = staticmethod(cache.kv_cache_write)
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import explain
+from ..first_choices import GRAPHS
 from . import orders
 from .layers import QuantizedKernel
 
@@ -54,10 +56,26 @@ class QuantizedExperts(QuantizedKernel):
         out: Tensor | None,
     ) -> Tensor:
         """The mixture; parameters as ``fused_moe`` has them."""
+        routing = (topk_weights, topk_ids, activation, on_input, expert_map)
+        return self.fl_call(*self._arguments(layer, x, routing, out))
+
+    def waiting(self, layer: Any, dtype: torch.dtype, activation: str) -> str:
+        """Why the first choice leaves the calls of a layer to one that no graph can hold, or an empty string."""
+        first = explain(self.fl_operator, scope=self.fl_scope).chosen
+        weight = self.weight_of(layer, "w2")[0]
+        x, ids = (
+            weight.new_empty((1, size), dtype=kind) for size, kind in ((weight.shape[1], dtype), (1, torch.int32))
+        )
+        args = self._arguments(layer, x, (x[:, :1].float(), ids, activation, False, None), None)
+        found = explain(self.fl_operator, *args, scope=self.fl_scope)
+        if first is None or first is found.chosen or found.chosen is None or found.chosen.properties.get(GRAPHS, True):
+            return ""
+        return found.refusals[first]
+
+    def _arguments(self, layer: Any, x: Tensor, routing: tuple[Any, ...], out: Tensor | None) -> tuple[Any, ...]:
         weights = (value for name in NAMES for value in self.weight_of(layer, name))
         biases = (getattr(layer, f"{name}_bias", None) for name in NAMES)
-        routing = (topk_weights, topk_ids, activation, on_input, expert_map)
-        return self.fl_call(x, *weights, *routing, *biases, *self._rest(layer), out)
+        return x, *weights, *routing, *biases, *self._rest(layer), out
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
         """A weight, ``"w13"`` or ``"w2"``, and its scales."""

@@ -8,7 +8,6 @@ lies. Few pairs are not sorted: each is a block of its own.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -45,15 +44,61 @@ class Plan(NamedTuple):
     down: Tile
 
 
-PLANS: tuple[tuple[int, Plan], ...] = (
-    (8, Plan(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
-    (16, Plan(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3))),
-    (48, Plan(64, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))),
+class Plans(NamedTuple):
+    """Plans by pairs for each expert, each up to so many; and the one for more."""
+
+    few: tuple[tuple[int, Plan], ...]
+    many: Plan
+
+    def choose(self, tokens: int, topk: int, experts: int) -> Plan:
+        """The plan for so many tokens, or as many as the next power of two."""
+        pairs = power_of_two(tokens) * topk
+        return next((plan for most, plan in self.few if pairs <= most * experts), self.many)
+
+
+PLANS = Plans(
+    (
+        (8, Plan(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (16, Plan(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3))),
+        (48, Plan(64, Tile(128, 64, 4, 3), Tile(128, 64, 4, 4))),
+    ),
+    Plan(128, Tile(256, 64, 8, 3, 8), Tile(256, 64, 8, 4, 8)),
 )
-"""By pairs for each expert, up to so many."""
-LARGE_PLAN = Plan(128, Tile(256, 64, 8, 3, 8), Tile(256, 64, 8, 4, 8))
-WIDE_PLAN = Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
+WIDE_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
 """For float32, whose products are exact and slow."""
+
+
+class Order(NamedTuple):
+    """Where each pair of a token and a choice is multiplied.
+
+    Args:
+        tensors: choices, ``expert_map``, and what ``moe_align_block_size`` returns.
+        pairs: of all tokens.
+        blocks: of rows.
+        places: in these blocks.
+        options: whether pairs are sorted, whether there is an ``expert_map``, rows of a block.
+    """
+
+    tensors: tuple[Tensor, ...]
+    pairs: int
+    blocks: int
+    places: int
+    options: tuple[bool, bool, int]
+
+
+def arrange(topk_ids: Tensor, expert_map: Tensor | None, experts: int, rows: int) -> Order:
+    """Sort pairs by expert into blocks of so many rows, where they are not few.
+
+    Args:
+        topk_ids: contiguous.
+        experts: that these may name, here or not.
+    """
+    pairs, mapped = topk_ids.numel(), expert_map is not None
+    map_ = topk_ids if expert_map is None else expert_map
+    if pairs * FEW <= experts:
+        return Order((topk_ids, map_, topk_ids, topk_ids, topk_ids), pairs, pairs, pairs, (False, mapped, rows))
+    order = moe_align_block_size(topk_ids, rows, experts, expert_map)
+    return Order((topk_ids, map_, *order), pairs, order[1].shape[0], order[0].shape[0], (True, mapped, rows))
 
 
 _launch_up = Launcher(_up)
@@ -61,7 +106,8 @@ _launch_down = Launcher(_down)
 _launch_sum = Launcher(_sum)
 
 
-def _result(like: Tensor, shape: tuple[int, int], out: Tensor | None) -> Tensor:
+def result(like: Tensor, shape: tuple[int, int], out: Tensor | None) -> Tensor:
+    """``out``, or a new tensor."""
     if out is None:
         return like.new_empty(shape)
     if out.stride(1) != 1:
@@ -72,15 +118,15 @@ def _result(like: Tensor, shape: tuple[int, int], out: Tensor | None) -> Tensor:
 def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
     """See :data:`fl_dispatch.ops.moe.moe_sum`."""
     tokens, _, hidden = x.shape
-    out = _result(x, (tokens, hidden), out)
+    out = result(x, (tokens, hidden), out)
     if x.stride(2) != 1:
         x = x.contiguous()
     if tokens and hidden:
-        _add_up(x, out, None, None)
+        add_up(x, out, None, None)
     return out
 
 
-def _add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None) -> None:
+def add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor | None) -> None:
     """The sum over ``x``'s middle dimension; with ``topk_ids`` of the choices alone that have an expert here."""
     tokens, topk, hidden = x.shape
     block = SUM_BLOCK_WIDE if x.dtype is torch.float32 else SUM_BLOCK
@@ -101,30 +147,28 @@ def _add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor 
     )
 
 
-@functools.cache
-def _plan(pairs: int, experts: int, wide: bool) -> Plan:
-    """Tile sizes by average pairs per expert."""
-    if wide:
-        return WIDE_PLAN
-    return next((plan for most, plan in PLANS if pairs <= most * experts), LARGE_PLAN)
-
-
-def _strides(weights: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
+def strides(weights: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
+    """Of experts, of rows, and of experts' biases."""
     return weights.stride(0), weights.stride(1), 0 if bias is None else bias.stride(0)
 
 
-def _multiply(
-    launch: Launcher, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], tile: Tile, pairs: int, blocks: int
+def multiply(
+    launch: Launcher,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[Any, ...],
+    columns: int,
+    tile: Tile,
+    stages: int,
+    order: Order,
 ) -> None:
-    """Launch one product: ``tensors`` begin with the rows and the weights."""
-    wide = tensors[0].dtype is torch.float32
+    """Launch a product of so many columns."""
     launch(
-        (blocks * -(-tensors[1].shape[1] // tile.columns), 1, 1),
+        (order.blocks * -(-columns // tile.columns), 1, 1),
         tensors,
-        (*numbers, tile.columns, tile.depth, tile.together, "ieee" if wide else "tf32"),  # half types take no notice
-        sizes=(pairs, blocks),
+        (*numbers, *order.options, tile.columns, tile.depth, tile.together),
+        sizes=(order.pairs, order.blocks),
         warps=tile.warps,
-        stages=tile.stages,
+        stages=stages,
     )
 
 
@@ -149,7 +193,7 @@ def fused_moe(
     if any(weights is not None and weights.stride(-1) != 1 for weights in (w13, w2, w13_bias, w2_bias)):
         raise NotSupported("the elements of a row of the weights do not lie side by side")
     tokens, hidden = hidden_states.shape
-    out = _result(hidden_states, (tokens, hidden), out)
+    out = result(hidden_states, (tokens, hidden), out)
     if not tokens or not hidden:
         return out
     experts, inner = w2.shape[0], w2.shape[2]
@@ -158,29 +202,21 @@ def fused_moe(
     if hidden_states.stride(1) != 1:
         hidden_states = hidden_states.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    topk = topk_ids.shape[1]
-    pairs = tokens * topk
-    mapped = expert_map is not None
-    map_ = topk_ids if expert_map is None else expert_map
+    topk, wide = topk_ids.shape[1], hidden_states.dtype is torch.float32
     numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
-    plan = _plan(power_of_two(tokens) * topk, numbered, hidden_states.dtype is torch.float32)
-    aligned = pairs * FEW > numbered
-    if aligned:
-        order = moe_align_block_size(topk_ids, plan.rows, numbered, expert_map)
-        blocks, places = order[1].shape[0], order[0].shape[0]
-    else:
-        order = (topk_ids, topk_ids, topk_ids)
-        blocks, places = pairs, pairs
+    plan = (WIDE_PLANS if wide else PLANS).choose(tokens, topk, numbered)
+    order = arrange(topk_ids, expert_map, numbered, plan.rows)
     gated = activation in GATED_ACTIVATIONS
-    inner_states = hidden_states.new_empty((places, inner))
-    outputs = hidden_states.new_empty((pairs, hidden))
-    routing = (topk_weights, topk_ids, map_, *order)
+    inner_states = hidden_states.new_empty((order.places, inner))
+    outputs = hidden_states.new_empty((order.pairs, hidden))
+    routing = (topk_weights, *order.tensors)
+    precision = "ieee" if wide else "tf32"  # half types take no notice
     activated = (activation.removesuffix("_no_mul"), gated, w13_bias is not None, apply_router_weight_on_input)
-    numbers: tuple[Any, ...] = (hidden_states.stride(0), *_strides(w13, w13_bias), topk, hidden, inner, *activated)
+    numbers: tuple[Any, ...] = (hidden_states.stride(0), *strides(w13, w13_bias), topk, hidden, inner, *activated)
     tensors = (hidden_states, w13, w13 if w13_bias is None else w13_bias, *routing, inner_states)
-    _multiply(_launch_up, tensors, (*numbers, aligned, mapped, plan.rows), plan.up, pairs, blocks)
-    numbers = (*_strides(w2, w2_bias), hidden, inner, w2_bias is not None, not apply_router_weight_on_input)
+    multiply(_launch_up, tensors, (*numbers, precision), w13.shape[1], plan.up, plan.up.stages, order)
+    numbers = (*strides(w2, w2_bias), hidden, inner, w2_bias is not None, not apply_router_weight_on_input)
     tensors = (inner_states, w2, w2 if w2_bias is None else w2_bias, *routing, outputs)
-    _multiply(_launch_down, tensors, (*numbers, aligned, mapped, plan.rows), plan.down, pairs, blocks)
-    _add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
+    multiply(_launch_down, tensors, (*numbers, precision), hidden, plan.down, plan.down.stages, order)
+    add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
     return out

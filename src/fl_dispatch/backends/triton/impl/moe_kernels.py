@@ -64,6 +64,62 @@ def _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED: tl.c
 
 
 @triton.jit
+def _weight_rows(
+    tile, ROWS: tl.constexpr, INNER: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Return the rows of weights of a tile; those of gate and ``up`` alternate."""
+    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = column
+    if GATED and ACTIVATION != "swigluoai":
+        weight_row = column % 2 * INNER + column // 2
+    return tl.where(column < ROWS, weight_row, 0)
+
+
+@triton.jit
+def _finish(
+    acc,
+    bias,
+    topk_weights,
+    out,
+    expert,
+    pair,
+    place,
+    seen,
+    weight_row,
+    tile,
+    BIAS_ROW,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    WEIGHT_LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store the sums of a tile in rows of ``WIDTH`` columns: weighted, biased, activated if there is an activation."""
+    if WEIGHT_FIRST:
+        acc = acc * tl.load(topk_weights + pair, mask=seen, other=0.0).to(tl.float32)[:, None]
+    if BIASED:
+        acc += tl.load(bias + expert.to(tl.int64) * BIAS_ROW + weight_row).to(tl.float32)[None, :]
+    if GATED:
+        x, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
+        y = _activated(x, up, ACTIVATION)
+        if ACTIVATION != "swigluoai":
+            y = y * up
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        y = acc
+        if ACTIVATION != "":
+            y = _activated(acc, acc, ACTIVATION)
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if WEIGHT_LAST:
+        y = y * tl.load(topk_weights + pair, mask=seen, other=0.0).to(tl.float32)[:, None]
+    target = out + place.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(target, y.to(out.dtype.element_ty), mask=seen[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
 def _product(
     rows,
     row_seen,
@@ -117,13 +173,13 @@ def _up(
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    PRECISION: tl.constexpr,
     SORTED: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Rows of ``hidden_states`` times ``w13``, activated. Grid: blocks times tiles of weights."""
     ROWS: tl.constexpr = 2 * INNER if GATED else INNER
@@ -133,11 +189,7 @@ def _up(
     if idle:
         return
     expert, pair, place, seen = _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED, BLOCK_M)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_row = column
-    if GATED and ACTIVATION != "swigluoai":
-        weight_row = column % 2 * INNER + column // 2
-    weight_row = tl.where(column < ROWS, weight_row, 0)
+    weight_row = _weight_rows(tile, ROWS, INNER, GATED, ACTIVATION, BLOCK_N)
     acc = _product(
         hidden_states + (pair // TOPK).to(tl.int64) * HIDDEN_ROW,
         seen,
@@ -148,20 +200,10 @@ def _up(
         BLOCK_K,
         PRECISION,
     )
-    if WEIGHTED:
-        acc = acc * tl.load(topk_weights + pair, mask=seen, other=0.0).to(tl.float32)[:, None]
-    if BIASED:
-        acc += tl.load(bias + expert.to(tl.int64) * BIAS_ROW + weight_row).to(tl.float32)[None, :]
-    if GATED:
-        x, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N // 2, 2)))
-        y = _activated(x, up, ACTIVATION)
-        if ACTIVATION != "swigluoai":
-            y = y * up
-        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    else:
-        y = _activated(acc, acc, ACTIVATION)
-    target = inner_states + place.to(tl.int64)[:, None] * INNER + column[None, :]
-    tl.store(target, y.to(inner_states.dtype.element_ty), mask=seen[:, None] & (column < INNER)[None, :])
+    _finish(
+        acc, bias, topk_weights, inner_states, expert, pair, place, seen, weight_row, tile, BIAS_ROW, INNER, ACTIVATION,
+        GATED, BIASED, WEIGHTED, False, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks"])
@@ -185,13 +227,13 @@ def _down(
     INNER: tl.constexpr,
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    PRECISION: tl.constexpr,
     SORTED: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Sorted rows of ``inner_states`` times ``w2``, one output row a pair. Grid: blocks times tiles of weights."""
     block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(HIDDEN, BLOCK_N), TOGETHER)
@@ -200,8 +242,7 @@ def _down(
     if idle:
         return
     expert, pair, place, seen = _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED, BLOCK_M)
-    column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_row = tl.where(column < HIDDEN, column, 0)
+    weight_row = _weight_rows(tile, HIDDEN, HIDDEN, False, "", BLOCK_N)
     acc = _product(
         inner_states + place.to(tl.int64) * INNER,
         seen,
@@ -212,12 +253,10 @@ def _down(
         BLOCK_K,
         PRECISION,
     )
-    if BIASED:
-        acc += tl.load(bias + expert.to(tl.int64) * BIAS_ROW + weight_row).to(tl.float32)[None, :]
-    if WEIGHTED:
-        acc = acc * tl.load(topk_weights + pair, mask=seen, other=0.0).to(tl.float32)[:, None]
-    target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + column[None, :]
-    tl.store(target, acc.to(outputs.dtype.element_ty), mask=seen[:, None] & (column < HIDDEN)[None, :])
+    _finish(
+        acc, bias, topk_weights, outputs, expert, pair, pair, seen, weight_row, tile, BIAS_ROW, HIDDEN, "", False,
+        BIASED, False, WEIGHTED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit

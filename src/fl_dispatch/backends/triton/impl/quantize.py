@@ -35,20 +35,25 @@ def _quantize(
     GROUP,
     GROUPS: tl.constexpr,
     GIVEN: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    REPEAT: tl.constexpr,
     INTEGERS: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``rows`` counts groups, ``TOGETHER`` of which a program takes; ``BLOCK`` elements hold one."""
+    """``rows`` counts groups, ``TOGETHER`` of which a program takes; ``BLOCK`` elements hold one.
+
+    A row of ``x`` makes ``REPEAT`` rows of the result, whose given scales lie ``SCALE_ROW`` apart.
+    """
     part = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)[:, None]
     row, group = part // GROUPS, part % GROUPS
     place = group * GROUP + tl.arange(0, BLOCK)[None, :]
     inside = (part < rows) & (tl.arange(0, BLOCK)[None, :] < GROUP) & (place < INNER)
-    number = tl.load(x + row * X_ROW + place, mask=inside, other=0.0).to(tl.float32)
+    number = tl.load(x + row // REPEAT * X_ROW + place, mask=inside, other=0.0).to(tl.float32)
     if GIVEN:
-        unit = tl.zeros([TOGETHER, 1], dtype=tl.float32) + tl.load(scale)
+        unit = tl.load(scale + row * SCALE_ROW, mask=part < rows, other=1.0)
     else:
         unit = tl.maximum(tl.max(tl.abs(number), axis=1, keep_dims=True) / LARGEST, LEAST)
     quotient = tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST)
@@ -74,25 +79,42 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
     count, group = groups(inner, group_size), group_size if group_size > 0 else inner
     if group > WIDEST:
         raise NotSupported(f"{group} elements with one scale; a program holds at most {WIDEST}")
-    out = torch.empty(x.shape, dtype=getattr(torch, dtype), device=x.device)
-    scales = torch.empty((*x.shape[:-1], count), dtype=torch.float32, device=x.device)
-    if not x.numel():
-        return out, scales
-    if group_size == TENSOR and scale is None:
+    if x.numel() and group_size == TENSOR and scale is None:
         scale = (x.abs().amax().float() / LARGEST[dtype]).clamp(min=LEAST_SCALE)
-    rows = x.reshape(-1, inner)
+    out, scales = quantized_rows(x.reshape(x.shape[:-1].numel(), inner), dtype, group, scale)
+    return out.view(x.shape), scales.view(*x.shape[:-1], count)
+
+
+def quantized_rows(
+    rows: Tensor, dtype: str, group: int, scale: Tensor | None = None, repeat: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Quantized rows and the scales of their groups, float32.
+
+    Args:
+        rows: ``[rows, inner]``.
+        dtype: as ``quantize`` has it.
+        group: elements with a scale in common.
+        scale: one for all, or ``[rows * repeat]``; float32.
+        repeat: rows of the result that a row makes.
+    """
+    count, inner = rows.shape
+    made, parts = count * repeat, groups(inner, group)
+    out = torch.empty((made, inner), dtype=getattr(torch, dtype), device=rows.device)
+    scales = torch.empty((made, parts), dtype=torch.float32, device=rows.device)
+    if not out.numel():
+        return out, scales
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    block, parts = power_of_two(group), scales.numel()
+    block, each = power_of_two(group), int(scale is not None and scale.numel() > 1)
     together = max(1, TILE // block)
     _launch(
-        (-(-parts // together), 1, 1),
+        (-(-made * parts // together), 1, 1),
         (rows, scales if scale is None else scale, out, scales),
         (
-            rows.stride(0), inner, group, count, scale is not None, dtype == "int8", LARGEST[dtype], LEAST_SCALE,
-            together, block,
+            rows.stride(0), inner, group, parts, scale is not None, each, repeat, dtype == "int8",
+            LARGEST[dtype], LEAST_SCALE, together, block,
         ),
-        sizes=(parts,),
+        sizes=(made * parts,),
         warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
     )  # fmt: skip
     return out, scales

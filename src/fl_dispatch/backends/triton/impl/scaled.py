@@ -186,6 +186,57 @@ def _rows(
     tl.store(target, y.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
 
 
+@triton.jit
+def scaled_tile(
+    left,
+    right,
+    left_scales,
+    right_scales,
+    inner,
+    BLOCKS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SHORT: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """``[ROWS, COLUMNS]`` in float32: quantized rows times columns of a weight, scaled.
+
+    Args:
+        left, right: where rows begin, ``[ROWS, 1]``, and columns, ``[1, COLUMNS]``.
+        left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``; with blocks the columns have
+            one place in common unless ``SPREAD``.
+    """
+    element = tl.arange(0, INNER)
+    left, right = left + element[None, :], right + element[:, None]
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.int32 if INTEGERS else tl.float32)
+    for start in range(0, inner, INNER):
+        if EVEN:
+            a = tl.load(left + start)
+            b = tl.load(right + start)
+        else:
+            inside = start + element < inner
+            a = tl.load(left + start, mask=inside[None, :], other=0.0)
+            b = tl.load(right + start, mask=inside[:, None], other=0.0)
+        if BLOCKS:
+            part = start // BLOCKS
+            if SPREAD:
+                factor = tl.load(left_scales + part)[:, None] * tl.load(right_scales + part)[None, :]
+            else:
+                factor = (tl.load(left_scales + part) * tl.load(right_scales + part))[:, None]
+            zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+            acc += _sum(a, b, zero, INTEGERS, EXACT, SHORT) * factor
+        else:
+            acc = _sum(a, b, acc, INTEGERS, EXACT, SHORT)
+    y = acc.to(tl.float32)
+    if not BLOCKS:
+        y = y * tl.load(left_scales)[:, None] * tl.load(right_scales)[None, :]
+    return y
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _tiles(
     x,
@@ -220,29 +271,14 @@ def _tiles(
     row = (above + within % together) * ROWS + tl.arange(0, ROWS)
     column = first + tl.arange(0, COLUMNS)
     here, there = tl.minimum(row, rows - 1).to(tl.int64), tl.minimum(column, columns - 1).to(tl.int64)
-    element = tl.arange(0, INNER)
-    left = x + here[:, None] * X_ROW + element[None, :]
-    right = weight + there[None, :] * WEIGHT_ROW + element[:, None]
-    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.int32 if INTEGERS else tl.float32)
-    for start in range(0, inner, INNER):
-        if EVEN:
-            a = tl.load(left + start)
-            b = tl.load(right + start)
-        else:
-            inside = start + element < inner
-            a = tl.load(left + start, mask=inside[None, :], other=0.0)
-            b = tl.load(right + start, mask=inside[:, None], other=0.0)
-        if BLOCKS:
-            part = start // BLOCKS
-            factor = tl.load(x_scale + here * SCALES + part)
-            factor *= tl.load(weight_scale + (first // BLOCKS) * SCALES + part)
-            zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-            acc += _sum(a, b, zero, INTEGERS, EXACT, SHORT) * factor[:, None]
-        else:
-            acc = _sum(a, b, acc, INTEGERS, EXACT, SHORT)
-    y = acc.to(tl.float32)
-    if not BLOCKS:
-        y = y * tl.load(x_scale + here)[:, None] * tl.load(weight_scale + there * COLUMN_SCALE)[None, :]
+    if BLOCKS:
+        scales = weight_scale + (first // BLOCKS) * SCALES
+    else:
+        scales = weight_scale + there * COLUMN_SCALE
+    y = scaled_tile(
+        x + here[:, None] * X_ROW, weight + there[None, :] * WEIGHT_ROW, x_scale + here * SCALES, scales, inner, BLOCKS,
+        False, INTEGERS, EXACT, SHORT, EVEN, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[None, :]
     target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -254,11 +290,18 @@ _launch_rows = Launcher(_rows)
 _launch_tiles = Launcher(_tiles)
 
 
+def refused_blocks(side: int, dtype: torch.dtype) -> str:
+    """Why no tile is made of a weight's blocks, or an empty string."""
+    if side and (side < LEAST_BLOCK or side & (side - 1) or dtype is torch.int8):
+        return f"blocks of fp8, whose side is a power of two from {LEAST_BLOCK} on"
+    return ""
+
+
 def _refuse(x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor | None, block_size: int) -> None:
     if x.dtype is not weight.dtype or x_scale.dtype is not torch.float32:
         raise NotSupported("rows and weights of one type, and scales of float32")
-    if block_size and (block_size < LEAST_BLOCK or block_size & (block_size - 1) or x.dtype is torch.int8):
-        raise NotSupported(f"blocks of fp8, whose side is a power of two from {LEAST_BLOCK} on")
+    if reason := refused_blocks(block_size, x.dtype):
+        raise NotSupported(reason)
     if any(each is not None and each.numel() and each.stride(-1) != 1 for each in (x, weight, bias)):
         raise NotSupported("elements of a row, of a column or of the bias that do not lie side by side")
 

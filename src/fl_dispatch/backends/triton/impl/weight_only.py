@@ -146,6 +146,46 @@ def _rows(
 
 
 @triton.jit
+def dequantized_tile(
+    weight,
+    scale,
+    zero,
+    known,
+    start,
+    stored,
+    GROUP,
+    HAS_ZERO: tl.constexpr,
+    SCALED: tl.constexpr,
+    PACKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``[COLUMNS, BLOCK * PACKED]`` in float32: ``BLOCK`` of a column's ``stored`` bytes, those from ``start`` on.
+
+    Args:
+        weight, scale, zero: where those of a column begin, ``[COLUMNS, 1]``; ``known``: whether there is one.
+        GROUP: elements of one, ``UNIT`` a part of it.
+        SCALED: else the scale is left to the caller.
+    """
+    UNITS: tl.constexpr = BLOCK * PACKED // UNIT
+    byte = (start + tl.arange(0, BLOCK))[None, :]
+    unit = (start * PACKED + tl.arange(0, UNITS) * UNIT)[None, :]
+    number = tl.load(weight + byte, mask=known & (byte < stored), other=0.0)
+    if PACKED == 2:
+        number = tl.interleave(number & 15, number >> 4)
+    wide = number.to(tl.float32).reshape(COLUMNS, UNITS, UNIT)
+    group, inside = unit // GROUP, known & (unit < stored * PACKED)
+    if HAS_ZERO:
+        wide -= tl.load(zero + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    elif PACKED == 2:
+        wide -= 8.0
+    if SCALED:
+        wide *= tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    return wide.reshape(COLUMNS, BLOCK * PACKED)
+
+
+@triton.jit
 def _dequantize(
     weight,
     scale,
@@ -163,23 +203,13 @@ def _dequantize(
     BLOCK: tl.constexpr,
 ):
     """``GROUP``: elements of one, ``UNIT`` a part of it."""
-    UNITS: tl.constexpr = BLOCK * PACKED // UNIT
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
     start = tl.program_id(0) * BLOCK
-    byte = (start + tl.arange(0, BLOCK))[None, :]
     element = (start * PACKED + tl.arange(0, BLOCK * PACKED))[None, :]
-    unit = (start * PACKED + tl.arange(0, UNITS) * UNIT)[None, :]
-    number = tl.load(weight + column * WEIGHT_ROW + byte, mask=(column < columns) & (byte < stored), other=0.0)
-    if PACKED == 2:
-        number = tl.interleave(number & 15, number >> 4)
-    wide = number.to(tl.float32).reshape(COLUMNS, UNITS, UNIT)
-    place, inside = column * GROUPS + unit // GROUP, (column < columns) & (unit < stored * PACKED)
-    if HAS_ZERO:
-        wide -= tl.load(zero + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    elif PACKED == 2:
-        wide -= 8.0
-    wide *= tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-    result = wide.reshape(COLUMNS, BLOCK * PACKED).to(out.dtype.element_ty)
+    result = dequantized_tile(
+        weight + column * WEIGHT_ROW, scale + column * GROUPS, zero + column * GROUPS, column < columns, start, stored,
+        GROUP, HAS_ZERO, True, PACKED, UNIT, COLUMNS, BLOCK,
+    ).to(out.dtype.element_ty)  # fmt: skip
     tl.store(out + column * (stored * PACKED) + element, result, mask=(column < columns) & (element < stored * PACKED))
 
 
@@ -188,7 +218,7 @@ _launch_rows = Launcher(_rows)
 _launch_dequantize = Launcher(_dequantize)
 
 
-def _divisor(number: int) -> int:
+def divisor(number: int) -> int:
     """The largest power of two that divides a number."""
     return number & -number
 
@@ -205,7 +235,7 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         (weight, scale, scale if zero is None else zero.contiguous(), out),
         (
             stored, columns, weight.stride(0), group, scale.shape[1], zero is not None, packed,
-            min(UNIT, _divisor(group)), at_once, block,
+            min(UNIT, divisor(group)), at_once, block,
         ),
         warps=warps,
     )  # fmt: skip
@@ -238,7 +268,7 @@ def weight_only_linear(
     if count == 1:
         at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_STORED, power_of_two(stored))
         group = stored * packed // groups
-        unit = min(UNIT, _divisor(group), block * packed)
+        unit = min(UNIT, divisor(group), block * packed)
         _launch_row(
             (-(-columns // at_once), 1, 1),
             tensors,
@@ -249,7 +279,7 @@ def weight_only_linear(
         )  # fmt: skip
         return out
     group = stored // groups
-    together = min(STORED, _divisor(group))
+    together = min(STORED, divisor(group))
     wide = -(-columns // WIDE[0]) >= processors(x.device)
     if count > SOME_ROWS * (4 if wide else 1) or together < FEW_ROWS or x.dtype not in HALF_TYPES:
         return torch.nn.functional.linear(x, dequantized(weight, scale, zero).to(x.dtype), bias)

@@ -1,0 +1,433 @@
+"""The experts of a mixture with quantized weights: the steps of :mod:`.moe` around tiles of the quantized products.
+
+Rows that are quantized too are written once more between the two products, in float32 and in the order of their pairs,
+because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
+bits would decide how its result is quantized. Weights alone become a half type tile by tile, in registers, and a
+group's scale is a factor of its sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from fl_dispatch.ops.quantization import FP8
+
+from .launch import Launcher, compiles, stages_that_fit
+from .moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
+from .moe_kernels import _block_expert, _block_pairs, _finish, _tile, _weight_rows
+from .quantize import WIDEST, quantized_rows
+from .scaled import SHORT_SUM, refused_blocks, scaled_tile
+from .weight_only import dequantized_tile, divisor
+
+SCALED_FEW = (
+    (8, Plan(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6))),
+    (16, Plan(32, Tile(64, 128, 4, 5), Tile(64, 128, 4, 5))),
+    (48, Plan(64, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4))),
+)
+SCALED_PLANS = Plans(SCALED_FEW, Plan(128, Tile(128, 128, 8, 3, 8), Tile(128, 128, 8, 3, 8)))
+BLOCK_PLANS = Plans(SCALED_FEW, Plan(64, Tile(128, 128, 8, 4, 8), Tile(128, 128, 8, 4, 8)))
+"""With blocks, whose scales need registers."""
+PACKED_PLANS = Plans(
+    (
+        (8, Plan(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (16, Plan(32, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
+        (48, Plan(64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4))),
+    ),
+    Plan(128, Tile(128, 64, 8, 3, 8), Tile(128, 64, 8, 3, 8)),
+)
+"""For half types; depths count elements."""
+WIDE_PACKED_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
+"""For float32, whose products are exact and slow."""
+LEAST_DEPTH = 16
+"""Elements of the least product that matrix units take; groups that it does not divide are multiplied in float32."""
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _scaled(
+    x,
+    x_scale,
+    weight,
+    weight_scale,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    sorted_ids,
+    expert_ids,
+    padded,
+    out,
+    pairs,
+    blocks,
+    EXPERT_STRIDE,
+    WEIGHT_ROW,
+    BIAS_ROW,
+    SHARED: tl.constexpr,
+    INNER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SHORT: tl.constexpr,
+    SORTED: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Quantized rows times quantized weights, a row of ``out`` for each pair. Grid: blocks times tiles of weights.
+
+    ``SHARED`` pairs have a row of ``x`` in common. An expert has ``SCALE_ROWS`` times ``SCALES`` scales.
+    """
+    WIDTH: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
+    block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(COLUMNS, BLOCK_N), TOGETHER)
+    row = tl.arange(0, BLOCK_M)
+    expert, idle = _block_expert(block, topk_ids, expert_map, padded, SORTED, MAPPED, BLOCK_M)
+    if idle:
+        return
+    expert, pair, _, seen = _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED, BLOCK_M)
+    weight_row = _weight_rows(tile, COLUMNS, WIDTH, GATED, ACTIVATION, BLOCK_N)
+    source = tl.where(seen, pair // SHARED, 0).to(tl.int64)
+    scale_row = weight_row
+    if BLOCKS:
+        scale_row = weight_row // BLOCKS
+    acc = scaled_tile(
+        x + source[:, None] * INNER,
+        weight + expert.to(tl.int64) * EXPERT_STRIDE + weight_row[None, :] * WEIGHT_ROW,
+        x_scale + source * SCALES,
+        weight_scale + (expert.to(tl.int64) * SCALE_ROWS + scale_row) * SCALES,
+        INNER,
+        BLOCKS,
+        True,
+        INTEGERS,
+        EXACT,
+        SHORT,
+        INNER % BLOCK_K == 0,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    _finish(
+        acc, bias, topk_weights, out, expert, pair, pair, seen, weight_row, tile, BIAS_ROW, WIDTH, ACTIVATION, GATED,
+        BIASED, False, WEIGHTED, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _packed(
+    x,
+    weight,
+    scale,
+    zero,
+    bias,
+    topk_weights,
+    topk_ids,
+    expert_map,
+    sorted_ids,
+    expert_ids,
+    padded,
+    out,
+    pairs,
+    blocks,
+    X_ROW,
+    EXPERT_STRIDE,
+    WEIGHT_ROW,
+    BIAS_ROW,
+    FIRST: tl.constexpr,
+    SHARED: tl.constexpr,
+    STORED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    PACKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    LATE: tl.constexpr,
+    SORTED: tl.constexpr,
+    MAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Rows as they are times weights of ``STORED`` bytes a column, in ``GROUPS`` groups. Grid: as for ``_scaled``.
+
+    Numbers of few bits are exact in a half type, so with ``LATE`` a group's scale is a factor of its sum. The ``FIRST``
+    of both products reads the rows of tokens, which ``SHARED`` pairs have in common, and writes in sorted order, which
+    the second one reads.
+    """
+    WIDTH: tl.constexpr = COLUMNS // 2 if GATED else COLUMNS
+    INNER: tl.constexpr = STORED * PACKED
+    block, tile = _tile(tl.program_id(0), blocks, tl.cdiv(COLUMNS, BLOCK_N), TOGETHER)
+    row = tl.arange(0, BLOCK_M)
+    expert, idle = _block_expert(block, topk_ids, expert_map, padded, SORTED, MAPPED, BLOCK_M)
+    if idle:
+        return
+    expert, pair, place, seen = _block_pairs(block, row, expert, sorted_ids, expert_ids, pairs, SORTED, BLOCK_M)
+    weight_row = _weight_rows(tile, COLUMNS, WIDTH, GATED, ACTIVATION, BLOCK_N)
+    if FIRST:
+        source, target = pair // SHARED, place
+    else:
+        source, target = place, pair
+    column = (expert.to(tl.int64) * COLUMNS + weight_row)[:, None] * GROUPS
+    left = weight + expert.to(tl.int64) * EXPERT_STRIDE + weight_row[:, None] * WEIGHT_ROW
+    step = tl.arange(0, BLOCK_K)
+    right = x + source.to(tl.int64)[:, None] * X_ROW + step[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for k in range(0, INNER, BLOCK_K):
+        w = dequantized_tile(
+            left, scale + column, zero + column, weight_row[:, None] >= 0, k // PACKED, STORED, INNER // GROUPS,
+            HAS_ZERO, not LATE, PACKED, UNIT, BLOCK_N, BLOCK_K // PACKED,
+        )  # fmt: skip
+        a = tl.load(right + k, mask=seen[:, None] & (step < INNER - k)[None, :], other=0.0)
+        if LATE:
+            part = tl.dot(w.to(a.dtype), tl.trans(a), input_precision="ieee")
+            acc += part * tl.load(scale + column + k // (INNER // GROUPS)).to(tl.float32)
+        else:
+            acc = tl.dot(w, tl.trans(a.to(tl.float32)), acc, input_precision="ieee")
+    _finish(
+        tl.trans(acc), bias, topk_weights, out, expert, pair, target, seen, weight_row, tile, BIAS_ROW, WIDTH,
+        ACTIVATION, GATED, BIASED, FIRST and WEIGHTED, WEIGHTED and not FIRST, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+_launch_scaled = Launcher(_scaled)
+_launch_packed = Launcher(_packed)
+
+
+def _refused(hidden_states: Tensor, activation: str, out: Tensor | None, *stored: Tensor | None) -> str:
+    """Why no kernel here takes a call, or an empty string; ``stored`` begins with a weight."""
+    first = stored[0]
+    if activation not in GATED_ACTIVATIONS and activation not in PLAIN_ACTIVATIONS:
+        return f"activation '{activation}'"
+    if hidden_states.dtype is torch.float64:
+        return "float64"
+    if any(each is not None and each.numel() and each.stride(-1) != 1 for each in stored):
+        return "elements of a row of the weights or of a bias that do not lie side by side"
+    if out is not None and out.numel() and out.stride(1) != 1:
+        return "elements of a row of 'out' that do not lie side by side"
+    compiled = first is None or compiles(first.dtype, first.device)
+    return compiled if isinstance(compiled, str) else ""
+
+
+def supports_scaled(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    x13_scale: Tensor | None = None,
+    x2_scale: Tensor | None = None,
+    block_size: int = 0,
+    out: Tensor | None = None,
+) -> bool | str:
+    """Weights of a type that compiles, in blocks of fp8 or none, rows that a program can hold."""
+    if w13.dtype not in (torch.int8, FP8) or w2.dtype is not w13.dtype:
+        return "weights of int8 or float8_e4m3fn, both of one type"
+    if any(
+        scale is not None and scale.dtype is not torch.float32 for scale in (w13_scale, w2_scale, x13_scale, x2_scale)
+    ):
+        return "scales of float32"
+    if not block_size and max(w13.shape[2], w2.shape[2]) > WIDEST:
+        return f"more than {WIDEST} elements with one scale"
+    refused = refused_blocks(block_size, w13.dtype)
+    return refused or _refused(hidden_states, activation, out, w13, w2, w13_bias, w2_bias) or True
+
+
+def supports_packed(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w13_zero: Tensor | None = None,
+    w2_zero: Tensor | None = None,
+    out: Tensor | None = None,
+) -> bool | str:
+    """Weights of a type that compiles."""
+    if w13.dtype not in (torch.uint8, torch.int8, FP8) or w2.dtype is not w13.dtype:
+        return "weights of uint8, int8 or float8_e4m3fn, both of one type"
+    return _refused(hidden_states, activation, out, w13, w2, w13_bias, w2_bias) or True
+
+
+def scaled_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    x13_scale: Tensor | None = None,
+    x2_scale: Tensor | None = None,
+    block_size: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`."""
+    tokens, hidden = hidden_states.shape
+    out = result(hidden_states, (tokens, hidden), out)
+    if not out.numel():
+        return out
+    experts, inner = w2.shape[0], w2.shape[2]
+    if not experts:
+        return out.zero_()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    topk, integers = topk_ids.shape[1], w13.dtype is torch.int8
+    kind = "int8" if integers else "float8_e4m3fn"
+    numbered = experts if expert_map is None else expert_map.shape[0]
+    plan = (BLOCK_PLANS if block_size else SCALED_PLANS).choose(tokens, topk, numbered)
+    order = arrange(topk_ids, expert_map, numbered, plan.rows)
+
+    def product(
+        rows: tuple[Tensor, Tensor],
+        weight: tuple[Tensor, Tensor, Tensor | None],
+        tile: Tile,
+        activated: tuple[str, bool],
+        weighted: bool,
+        wide: bool,
+        to: Tensor,
+    ) -> None:
+        numbers, scale, bias = weight
+        (_, columns, depth), at_once = numbers.shape, min(tile.depth, block_size or tile.depth)
+        tensors = (*rows, numbers, scale.contiguous(), numbers if bias is None else bias, topk_weights, *order.tensors)
+        multiply(
+            _launch_scaled,
+            (*tensors, to),
+            (
+                *strides(numbers, bias), pairs // len(rows[0]), depth, columns, scale.shape[1], scale.shape[2],
+                block_size, *activated, bias is not None, weighted, integers, wide, min(SHORT_SUM, at_once),
+            ),
+            columns,
+            tile._replace(depth=at_once),
+            stages_that_fit(to.device, (plan.rows + tile.columns) * at_once, tile.stages),
+            order,
+        )  # fmt: skip
+
+    def given(scale: Tensor | None) -> Tensor | None:
+        """A scale for each pair."""
+        if scale is None:
+            return None
+        chosen = topk_ids.flatten().long().clamp(min=0)
+        return scale[chosen if expert_map is None else expert_map[chosen].long().clamp(min=0)]
+
+    pairs = order.pairs
+    x, repeat = hidden_states, topk if x13_scale is not None else 1
+    if apply_router_weight_on_input:
+        x, repeat = (x[:, None].float() * topk_weights[:, :, None].float()).view(pairs, hidden), 1
+    gated = activation in GATED_ACTIVATIONS
+    between = hidden_states.new_empty((pairs, inner), dtype=torch.float32)
+    outputs = hidden_states.new_empty((pairs, hidden))
+    rows = quantized_rows(x, kind, block_size or hidden, given(x13_scale), repeat)
+    first, second = (w13, w13_scale, w13_bias), (w2, w2_scale, w2_bias)
+    product(rows, first, plan.up, (activation.removesuffix("_no_mul"), gated), False, True, between)
+    rows = quantized_rows(between, kind, block_size or inner, given(x2_scale))
+    wide = hidden_states.dtype is torch.float32
+    product(rows, second, plan.down, ("", False), not apply_router_weight_on_input, wide, outputs)
+    add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
+    return out
+
+
+def weight_only_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w13_zero: Tensor | None = None,
+    w2_zero: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantized_moe.weight_only_moe`. Half types meet weights rounded to them."""
+    tokens, hidden = hidden_states.shape
+    out = result(hidden_states, (tokens, hidden), out)
+    if not out.numel():
+        return out
+    experts, packed = w2.shape[0], 2 if w13.dtype is torch.uint8 else 1
+    if not experts:
+        return out.zero_()
+    if hidden_states.stride(1) != 1:
+        hidden_states = hidden_states.contiguous()
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    topk, wide = topk_ids.shape[1], hidden_states.dtype is torch.float32
+    numbered = experts if expert_map is None else expert_map.shape[0]
+    plan = (WIDE_PACKED_PLANS if wide else PACKED_PLANS).choose(tokens, topk, numbered)
+    order = arrange(topk_ids, expert_map, numbered, plan.rows)
+
+    def product(
+        x: Tensor,
+        weight: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        tile: Tile,
+        activated: tuple[str, bool],
+        weighted: bool,
+        first: bool,
+        to: Tensor,
+    ) -> None:
+        numbers, scale, zero, bias = weight
+        _, columns, stored = numbers.shape
+        scale, groups = scale.contiguous(), scale.shape[2]
+        zeros, added = scale if zero is None else zero.contiguous(), numbers if bias is None else bias
+        numbers_of: tuple[Any, ...] = (x.stride(0), *strides(numbers, bias), first, topk, stored, columns, groups)
+        unit = min(tile.depth, divisor(stored * packed // groups))
+        late = unit >= LEAST_DEPTH
+        tile = tile._replace(depth=unit if late else LEAST_DEPTH)
+        stage = tile.depth * (tile.columns // packed + plan.rows * x.element_size())
+        multiply(
+            _launch_packed,
+            (x, numbers, scale, zeros, added, topk_weights, *order.tensors, to),
+            (
+                *numbers_of, zero is not None, packed, unit, *activated, bias is not None, weighted, late,
+            ),
+            columns,
+            tile,
+            stages_that_fit(x.device, stage, tile.stages),
+            order,
+        )  # fmt: skip
+
+    inner, gated, on_input = w2.shape[2] * packed, activation in GATED_ACTIVATIONS, apply_router_weight_on_input
+    between, outputs = hidden_states.new_empty((order.places, inner)), hidden_states.new_empty((order.pairs, hidden))
+    activated = (activation.removesuffix("_no_mul"), gated)
+    product(hidden_states, (w13, w13_scale, w13_zero, w13_bias), plan.up, activated, on_input, True, between)
+    product(between, (w2, w2_scale, w2_zero, w2_bias), plan.down, ("", False), not on_input, False, outputs)
+    add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
+    return out
