@@ -124,6 +124,12 @@ def aggregate(cls: Any) -> Any:
     return cls
 
 
+def multiple_of(value: Tensor, factors: list[int]) -> Tensor:
+    """As Gluon's, which believes the claim."""
+    assert all(not (value % factor).any() for factor in factors), f"not multiples of {factors}: {value.flatten()}"
+    return value
+
+
 class Product:
     """A product that is under way."""
 
@@ -203,6 +209,7 @@ class Machine:
             exp2=torch.exp2,
             log2=torch.log2,
             where=torch.where,
+            multiple_of=multiple_of,
             arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
             zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),

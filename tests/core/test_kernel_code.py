@@ -1,8 +1,11 @@
-"""The comparison of compiled kernels says what is the same, and where the first difference is."""
+"""The comparison of compiled kernels says what is the same, and where the first difference is; Hopper's compile."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -50,3 +53,14 @@ def test_code_without_loops_has_no_loops_in_common(tool: ModuleType) -> None:
 def test_spills_and_tensor_cores_are_counted(tool: ModuleType) -> None:
     counts = code(tool, *LOOP, "STL [R1], R2", "@!P0 LDL R2, [R1]").counts
     assert (counts["tensor cores"], counts["spills"], counts["shared loads"]) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("case", ["prefill 64", "latent decode 16"])
+def test_the_kernels_for_hopper_compile_with_the_triton_that_is_here(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(FILE.with_name("kernel_cases.py")), str(tmp_path), "--case", case]
+    subprocess.run(command, check=True, env=variables, capture_output=True)
+    made = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    assert made
+    assert [kernel for kernel in made if "error" in kernel] == []

@@ -20,13 +20,21 @@ FACTS = (
         _LINEAR,
         (
             "register_linear_kernel(kernel_class, platform, kernel_type)",
-            "_POSSIBLE_FP8_BLOCK_KERNELS",
             "_POSSIBLE_WFP8A16_KERNELS",
         ),
         "reads",
         "quantization.kernels",
         "The kernels of quantized layers that a platform has.",
         since="0.32",
+    ),
+    HostFact(
+        _LINEAR,
+        ("_POSSIBLE_FP8_BLOCK_KERNELS",),
+        "reads",
+        "quantization.kernels",
+        "vLLM 0.33 has a word for these kernels.",
+        since="0.32",
+        until="0.33",
     ),
     HostFact(
         _QUANTIZATION,
@@ -71,6 +79,14 @@ FACTS = (
             ("compressed_tensors_w8a8_fp8:CompressedTensorsW8A8Fp8", "fp8_linear"),
             ("compressed_tensors_w8a16_fp8:CompressedTensorsW8A16Fp8", "linear_kernel"),
         )
+    ),
+    HostFact(
+        f"{_SCHEMES}.compressed_tensors_wNa16:CompressedTensorsWNA16",
+        ("use_batch_invariant",),
+        "replaces",
+        _CONFIGS,
+        "Where batches are invariant, vLLM would unpack weights itself and have no kernel.",
+        since="0.33",
     ),
     HostFact(
         f"{_LINEAR}.mixed_precision.MPLinearKernel:MPLinearLayerConfig",
