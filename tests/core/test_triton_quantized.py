@@ -1,12 +1,21 @@
-"""Which form of a quantized product runs. That they are right: test_triton.py, and tests/gpu."""
+"""Which form of a quantized product runs, and every plan of tiles for experts in Triton's interpreter.
+
+That products are right: test_triton.py, and tests/gpu.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from fl_dispatch.backends.triton.impl import scaled, weight_only
+from fl_dispatch.backends.triton.impl import moe, quantized_moe, scaled, weight_only
 
 FP8 = torch.float8_e4m3fn
 HALF, SINGLE = torch.float16, torch.float32
@@ -74,3 +83,105 @@ def test_rows_groups_and_types_decide_how_few_bits_are_multiplied(
     found = weight_only.weight_only_linear(torch.zeros(rows, inner, dtype=dtype), weight, scale)
     assert launched == kernels
     assert (found.shape, found.dtype) == ((rows, 40), dtype)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [
+        moe.PLANS,
+        quantized_moe.SCALED_PLANS,
+        quantized_moe.BLOCK_PLANS,
+        quantized_moe.PACKED_PLANS,
+    ],
+)
+def test_pairs_of_an_expert_decide_the_tiles(plans: moe.Plans) -> None:
+    assert plans.choose(1, 8, 128) is plans.choose(64, 8, 128) is plans.few[0][1]
+    assert plans.choose(129, 8, 128) is plans.choose(256, 8, 128) is plans.few[1][1]
+    assert plans.choose(512, 8, 128) is plans.few[2][1]
+    assert plans.choose(513, 8, 128) is plans.choose(16384, 8, 128) is plans.many
+
+
+@pytest.mark.parametrize(("tokens", "sorts"), [(1, False), (2, False), (3, True)])
+def test_few_pairs_are_not_sorted(tokens: int, sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_pairs = torch.zeros(48, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), torch.zeros(1)
+    monkeypatch.setattr(moe, "moe_align_block_size", lambda *args: sorted_pairs)
+    order = moe.arrange(torch.zeros(tokens, 2, dtype=torch.int32), None, 16, 16)
+    assert order.options == (sorts, False, 16)
+    assert (order.blocks, order.places) == ((3, 48) if sorts else (2 * tokens, 2 * tokens))
+
+
+def experts_of(kind: torch.dtype, tokens: int = 2, hidden: int = 64, inner: int = 32) -> dict[str, Any]:
+    """Arguments of ``scaled_moe`` for two experts."""
+    return {
+        "hidden_states": torch.zeros(tokens, hidden),
+        "w13": torch.zeros(2, 2 * inner, hidden, dtype=kind),
+        "w13_scale": torch.ones(2, 2 * inner, 1),
+        "w2": torch.zeros(2, hidden, inner, dtype=kind),
+        "w2_scale": torch.ones(2, hidden, 1),
+        "topk_weights": torch.ones(tokens, 1),
+        "topk_ids": torch.zeros(tokens, 1, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({}, True),
+        ({"activation": "swiglu"}, "activation 'swiglu'"),
+        ({"hidden_states": torch.zeros(2, 64, dtype=torch.float64)}, "float64"),
+        ({"w2": torch.zeros(2, 64, 32, dtype=FP8)}, "weights of int8 or float8_e4m3fn, both of one type"),
+        ({"w2": torch.zeros(2, 32, 64, dtype=torch.int8).mT}, "elements of a row of the weights or of a bias that"),
+        ({"out": torch.zeros(64, 2).mT}, "elements of a row of 'out' that do not lie side by side"),
+        ({"x13_scale": torch.ones(2, dtype=HALF)}, "scales of float32"),
+        ({"block_size": 64}, "blocks of fp8, whose side is a power of two from 32 on"),
+    ],
+)
+def test_what_no_kernel_of_quantized_experts_takes_is_declined_in_words(other: dict[str, Any], said: Any) -> None:
+    found = quantized_moe.supports_scaled(**{**experts_of(torch.int8), **other})
+    assert found is True if said is True else str(found).startswith(said)
+
+
+def test_rows_that_no_program_holds_are_declined_unless_they_have_groups() -> None:
+    wide = {"w2": torch.empty(2, 64, 40000, dtype=FP8, device="meta")}
+    found = quantized_moe.supports_scaled(**{**experts_of(FP8), **wide})
+    assert found == "more than 32768 elements with one scale"
+    assert quantized_moe.supports_scaled(**{**experts_of(FP8), **wide, "block_size": 128}) is True
+
+
+PLANS = """
+import json, sys
+import torch
+from fl_dispatch.backends.reference.impl import moe as references
+from fl_dispatch.backends.triton.impl import quantized_moe
+from fl_dispatch.ops.inputs import mixtures
+from fl_dispatch.ops.inputs.mixtures import Mixture
+
+host, wrong = torch.device("cpu"), []
+widened = lambda one: one.double() if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+for tokens in json.loads(sys.argv[1]):
+    mixture = Mixture(tokens, 3, 2, 96, 40, local=[2, 0])
+    for name, made in {
+        "scaled_moe": lambda random: mixtures.scaled(torch.float16, host, random, torch.int8),
+        "weight_only_moe": lambda random: mixtures.weight_only(torch.float16, host, random, 4, 8, True),
+    }.items():
+        args = made(torch.Generator().manual_seed(tokens))(mixture)
+        found = getattr(quantized_moe, name)(*args).double()
+        right = getattr(references, name)(*map(widened, args))
+        far = float((found - right).abs().max() / right.std())
+        if not far < 4e-3:
+            wrong.append([name, tokens, far])
+print(json.dumps(wrong))
+"""
+
+
+def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
+    """Three experts, one of them elsewhere; groups of 8, which matrix units do not take."""
+    tokens = [1, 8, 16, 64, 128]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", PLANS, json.dumps(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []

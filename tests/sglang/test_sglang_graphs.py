@@ -163,7 +163,7 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     manager.set_counting(True)
     manager.reset_counts()
     calls = attention.MLAFLBackend(runner).warm_up(runner)
-    counts = {op: count for (op, _), count in manager.call_counts().items()}
+    counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
     assert counts == {"kv_cache_write": calls, "mla_decode": calls}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,8 +17,17 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
+from fl_dispatch import (
+    BackendImplKind,
+    OpImpl,
+    SelectionPolicy,
+    get_default_manager,
+    policy_context,
+    reset_default_manager,
+)
 from fl_dispatch.devices import ASCEND
 from fl_dispatch.hosting.quantized import experts, layers, orders
+from fl_dispatch.ops import OPERATORS
 from vllm_fl.quantization import experts as methods
 from vllm_fl.quantization.configs import AWQConfigFL, CompressedTensorsConfigFL, Fp8ConfigFL, GPTQConfigFL
 
@@ -257,6 +267,33 @@ def test_a_rank_without_experts_adds_nothing(config: Any) -> None:
     x, ids = torch.ones(3, 64), torch.zeros(3, 1, dtype=torch.int32)
     kernel = layer.quant_method.fl_kernel
     assert not kernel.apply_experts(layer, x, torch.ones(3, 1), ids, "silu", False, layer.expert_map, None).any()
+
+
+@pytest.fixture
+def for_many_tokens() -> Iterator[None]:
+    """A vendor's experts, which come first and decline few tokens."""
+    impl = OpImpl(
+        "scaled_moe",
+        "vendor.many",
+        BackendImplKind.VENDOR,
+        OPERATORS["scaled_moe"].prototype,
+        vendor="many",
+        supports=lambda hidden_states, *others: True if len(hidden_states) > 8 else "few tokens",
+    )
+    reset_default_manager()
+    get_default_manager().registry.register_impl(impl)
+    with policy_context(SelectionPolicy(prefer="vendor")):
+        yield
+    reset_default_manager()
+
+
+@pytest.mark.usefixtures("for_many_tokens")
+def test_experts_that_the_chosen_kernel_declines_are_refused() -> None:
+    """Without words about them they would wait for the device in each layer."""
+    config = Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"})
+    layer = mixture(config, count=1, ep_size=2, ep_rank=1, use_ep=True)
+    with pytest.raises(ValueError, match=r"vllm_fl does not support these experts \(few tokens\) yet"):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def test_experts_in_fp8_are_refused_on_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

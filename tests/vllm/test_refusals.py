@@ -414,6 +414,16 @@ def test_quantized_experts_are_refused_on_accelerators(configure: Callable[..., 
         refusals.refuse_unsupported(vllm_config, CUDA)
 
 
+def test_quantized_experts_are_served_where_a_kernel_comes_first_for_them(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_config = configure("qwen3_moe")
+    vllm_config.model_config.quantization = "auto_gptq"
+    monkeypatch.setattr(refusals, "without_graphs", lambda operators: [])
+    with pytest.raises(ValueError, match="'gptq' for a checkpoint that is not quantized on cuda yet"):
+        refusals.refuse_unsupported(vllm_config, CUDA)
+
+
 def test_kernels_of_fp8_are_not_for_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from fl_dispatch.devices import ASCEND
     from fl_dispatch.hosting.quantized import layers

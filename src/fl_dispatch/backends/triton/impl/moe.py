@@ -69,7 +69,7 @@ WIDE_PLANS = Plans((), Plan(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)))
 
 
 class Order(NamedTuple):
-    """Where each pair of a token and a choice is multiplied.
+    """The place at which each pair of a token and a choice is multiplied.
 
     Args:
         tensors: choices, ``expert_map``, and what ``moe_align_block_size`` returns.
@@ -148,7 +148,7 @@ def add_up(x: Tensor, out: Tensor, topk_ids: Tensor | None, expert_map: Tensor |
 
 
 def strides(weights: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
-    """Of experts, of rows, and of experts' biases."""
+    """The strides of experts, of rows, and of experts' biases."""
     return weights.stride(0), weights.stride(1), 0 if bias is None else bias.stride(0)
 
 
