@@ -7,7 +7,8 @@ import torch
 
 from fl_dispatch.devices.cpu import CPU
 from fl_dispatch.devices.cuda import CUDA
-from fl_dispatch.hosting.one_shot import SIZES, OneShotSums, largest_faster
+from fl_dispatch.hosting import one_shot_kernel
+from fl_dispatch.hosting.one_shot import SIZES, VECTOR, OneShotSums, largest_faster
 
 FAST, SLOW = [1.0] * len(SIZES), [2.0] * len(SIZES)
 
@@ -17,25 +18,28 @@ def test_only_devices_that_say_so_share_memory() -> None:
     assert not CPU.shares_memory
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_takes_what_its_buffer_holds_and_no_more(dtype: torch.dtype) -> None:
-    sums = OneShotSums(torch.empty(1024, dtype=torch.uint8), "0")
-    assert sums.takes(torch.empty(1024 // dtype.itemsize, dtype=dtype))
-    assert not sums.takes(torch.empty(1040 // dtype.itemsize, dtype=dtype))
-    sums.most = 512
-    assert not sums.takes(torch.empty(1024 // dtype.itemsize, dtype=dtype))
+SUMS = OneShotSums(lambda tensor: None, 1024)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_it_takes_what_its_memory_holds_and_no_more(dtype: torch.dtype) -> None:
+    assert SUMS.takes(torch.empty(1024 // dtype.itemsize, dtype=dtype))
+    assert not SUMS.takes(torch.empty(1024 // dtype.itemsize + 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_types_that_the_kernel_does_not_add_are_the_librarys(dtype: torch.dtype) -> None:
-    assert not OneShotSums(torch.empty(1024, dtype=torch.uint8), "0").takes(torch.empty(16, dtype=dtype))
+    assert not SUMS.takes(torch.empty(16, dtype=dtype))
 
 
 def test_sums_without_elements_or_of_broken_vectors_are_the_librarys() -> None:
-    sums = OneShotSums(torch.empty(1024, dtype=torch.uint8), "0")
-    assert not sums.takes(torch.empty(0, 4096))
-    assert not sums.takes(torch.empty(5))
-    assert sums.takes(torch.empty(3, 4))
+    assert not SUMS.takes(torch.empty(0, 4096))
+    assert not SUMS.takes(torch.empty(12))
+    assert SUMS.takes(torch.empty(3, 8))
+
+
+def test_the_kernel_has_the_same_vectors() -> None:
+    assert one_shot_kernel.VECTOR.value == VECTOR
 
 
 def test_the_bound_is_the_largest_size_below_which_it_is_faster_throughout() -> None:

@@ -1,9 +1,9 @@
 """Small sums over the ranks of one machine in one kernel: each rank reads what the others have put into shared memory.
 
 A decoding step adds up some hundred kilobytes twice in each layer. A library's all-reduce takes longer to begin than to
-move so little. Where the devices of a group map each other's memory, the sum is one call of PyTorch's
-``symm_mem::one_shot_all_reduce_copy_out``, which needs no multicast. The size up to which it is faster is measured when
-the ranks connect, in captured graphs, as it will run. The slowest rank's time counts, so all ranks choose alike.
+move so little. Where the devices of a group map each other's memory, which is PyTorch's symmetric memory, the sum is one
+Triton kernel (:mod:`one_shot_kernel`); it needs no multicast. The size up to which it is faster is measured when the
+ranks connect, in captured graphs, as it will run. The slowest rank's time counts, so all ranks choose alike.
 
 A rank that ends leaves the others waiting in the kernel, as in a library's; the host ends them.
 """
@@ -24,39 +24,30 @@ from ..logger_manager import get_logger
 
 logger = get_logger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Those that PyTorch's kernel adds."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = tuple(1 << power for power in range(13, 24))
 """Bytes that are timed: 8 KiB to 8 MiB. What is smaller counts as the first, what is larger is the library's."""
-ALIGNMENT = 16
-"""Bytes of which a sum must be a multiple, so that the kernel reads whole vectors."""
+VECTOR = 8
+"""Elements of which a sum must have a multiple."""
 CALLS, REPLAYS = 20, 5
 """Calls in a timed graph, and how often it is replayed."""
 
 
 class OneShotSums:
-    """Sums over the ranks of a group through one buffer that all of them map.
+    """Sums over the ranks of a group through memory that all of them map.
 
     Args:
-        buffer: ``uint8``, from a rendezvous of the group.
-        group_name: what PyTorch calls the group.
+        add: overwrites a tensor that :meth:`takes` with the sum over the ranks.
+        most: bytes of the largest tensor.
     """
 
-    def __init__(self, buffer: Tensor, group_name: str) -> None:
-        self.group_name = group_name
-        self.views = {dtype: buffer.view(dtype) for dtype in DTYPES}
-        self.most = buffer.nbytes
+    def __init__(self, add: Callable[[Tensor], None], most: int) -> None:
+        self.add, self.most = add, most
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a contiguous tensor is summed here."""
-        size = tensor.nbytes
-        return 0 < size <= self.most and size % ALIGNMENT == 0 and tensor.dtype in self.views
-
-    def add(self, tensor: Tensor) -> None:
-        """Overwrite a tensor that :meth:`takes` with the sum over the ranks."""
-        flat = tensor.view(-1)
-        buffer = self.views[tensor.dtype][: flat.numel()]
-        torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, flat, "sum", self.group_name, flat)
+        elements = tensor.numel()
+        return 0 < elements * tensor.itemsize <= self.most and elements % VECTOR == 0 and tensor.dtype in DTYPES
 
 
 def connect(
@@ -79,10 +70,10 @@ def connect(
         return None
     sums, error = None, ""
     try:
-        sums = OneShotSums(_mapped(group, device), group.group_name)
+        sums = OneShotSums(_adder(group, device), SIZES[-1])
     except RuntimeError as failure:  # what PyTorch raises where the driver maps no memory of another device
         error = str(failure).strip().partition("\n")[0]
-    if reason := next(filter(None, _gathered(error, cpu_group)), ""):
+    if reason := next(filter(None, _gathered(error, cpu_group)), ""):  # nobody adds before all memory is ready
         logger.info("sums over group %s are the library's, because no memory can be shared: %s", name, reason)
         return None
     assert sums is not None
@@ -129,13 +120,24 @@ def _why_not(device: torch.device, place: tuple[str, str]) -> str:
     return ""
 
 
-def _mapped(group: ProcessGroup, device: torch.device) -> Tensor:
-    """The buffer of this rank, after every rank has mapped those of the others."""
+def _adder(group: ProcessGroup, device: torch.device) -> Callable[[Tensor], None]:
+    """The sum through memory of this rank's, after every rank has mapped that of the others."""
     from torch.distributed import _symmetric_memory as symmetric  # late: it registers operators
 
-    buffer: Tensor = symmetric.empty(SIZES[-1], dtype=torch.uint8, device=device)
-    symmetric.rendezvous(buffer, group.group_name)
-    return buffer
+    from . import one_shot_kernel as kernel  # late: it imports Triton
+
+    ranks, place = dist.get_world_size(group), SIZES[-1]
+    memory: Tensor = symmetric.empty(2 * place + 8 * kernel.BLOCKS * ranks, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group.group_name)
+    memory.zero_()
+    calls = torch.zeros(kernel.BLOCKS, dtype=torch.int64, device=device)
+    memories = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    torch.get_device_module(device).synchronize(device)
+
+    def add(tensor: Tensor, kept: Tensor = memory) -> None:
+        kernel.add(tensor, memories, calls, place, handle.rank)
+
+    return add
 
 
 def _measure(
