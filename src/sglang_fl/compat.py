@@ -74,6 +74,7 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 def all_hooks() -> tuple[Hook, ...]:
     """Every hook of this package."""
     from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
+    from .speculation import hooked
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
@@ -92,6 +93,7 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
         _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
+        *(_hook(target, call, "around") for target, call in hooked.HOOKED if host_version() in TESTED_HOSTS),
     )
 
 
