@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DraftSteps:
-    """What SGLang has for one step of drafting: a backend for each token but the last, which needs no forward pass.
+    """The backends of one step of drafting: one for each token but the last, after which no model runs.
 
     Attributes:
         attn_backends: SGLang sets one after the other in force.

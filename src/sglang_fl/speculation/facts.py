@@ -1,4 +1,4 @@
-"""What speculation relies on in SGLang; a part of the table in :mod:`sglang_fl.host_facts`."""
+"""Names that speculation relies on in SGLang, for the table of :mod:`sglang_fl.host_facts`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ HOOKED = (
         "replaces",
         "speculation.hooked",
         "SGLang rejects drafts by a Triton kernel",
+        since="0.5.23",
+    ),
+    HostFact(
+        f"{KERNELS}.row_argmax",
+        ("row_argmax(x)",),
+        "replaces",
+        "speculation.hooked",
+        "SGLang draws drafts that may be rejected by a Triton kernel",
         since="0.5.23",
     ),
     HostFact(

@@ -228,6 +228,11 @@ def sample_by_rejection(
     _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, number, last)
 
 
+def best(x: Tensor) -> Tensor:
+    """The best token of each row ``[rows]`` int64."""
+    return x.argmax(-1)
+
+
 def keep_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:
     """Probabilities ``[rows, vocabulary]`` of each row's ``top_ks`` best tokens, which add up to 1, and 0 of others."""
     ordered = probs.sort(1, descending=True).values

@@ -52,6 +52,7 @@ HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (
     (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _unless_triton(forms.build_chain)),
     (f"{KERNELS}.spec_tree.verify_tree_greedy_func", _unless_triton(forms.verify_greedy)),
     (f"{KERNELS}.reject_sampling.chain_speculative_sampling_triton", _unless_triton(forms.sample_by_rejection)),
+    (f"{KERNELS}.row_argmax.row_argmax", _unless_triton(forms.best)),
     (f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func", _unless_triton(forms.slots_of_drafts)),
     (f"{KERNELS}.eagle.fill_bonus_tokens_func", _unless_triton(forms.last_accepted)),
     ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", _unless_triton(forms.write_slots)),
