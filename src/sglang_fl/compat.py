@@ -1,7 +1,8 @@
 """Every place where SGLang is hooked or extended at run time, and every difference between its versions.
 
-Nothing else in this package replaces SGLang's attributes. :func:`all_hooks` lists the hooks with their reasons;
-:func:`~sglang_fl.hooks.refuse_unhooked` refuses to serve where SGLang did not apply one.
+Nothing else in this package replaces SGLang's attributes, but :func:`.speculation.hooked.prepare` kernels that SGLang
+has none of. :func:`all_hooks` lists the hooks with their reasons; :func:`~sglang_fl.hooks.refuse_unhooked` refuses to
+serve where SGLang did not apply one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sglang_fl.speculation import forms, hooked
 
-with hooked._stand_in():
+with hooked.stand_in():
     from sglang.kernels.ops.speculative import reconstruct_tree
 from sglang.kernels.ops.speculative import cache_locs, eagle, reject_sampling, row_argmax, spec_tree
 from sglang.srt.mem_cache import allocation

@@ -102,7 +102,7 @@ def models(
 
 @pytest.fixture(scope="module")
 def result(models: dict[str, tuple[Path, Path | None]]) -> Callable[[str], dict[str, Any]]:
-    """A method → two passes over the prompts, texts that repeat themselves, many samples, and a wrong and a right pass."""
+    """A method → two passes over the prompts, texts that repeat themselves, samples, and a wrong and a right pass."""
     spread = {"temperature": TEMPERATURE, "top_k": TOP}
     runs = {}
     for method in DRAWN:

@@ -6,7 +6,6 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -83,15 +82,15 @@ def prepare(algorithm: str) -> None:
         if getattr(module, name) is None:
             setattr(module, name, form)
     if algorithm == BY_LOOK_UP:
-        with _stand_in():
+        with stand_in():
             reader = importlib.import_module(f"{KERNELS}.reconstruct_tree")
         reader.reconstruct_indices_from_tree_mask = forms.read_chain  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _stand_in() -> Iterator[None]:
-    """While SGLang imports what needs it, a library in the place of :data:`COMPILED`, unless that is installed."""
-    if COMPILED in sys.modules or find_spec(COMPILED) is not None:
+def stand_in() -> Iterator[None]:
+    """While SGLang imports what needs it, a library in the place of :data:`COMPILED`; its GPU code needs none."""
+    if COMPILED in sys.modules or own_kernels.start_triton():
         yield
         return
     library, part = ModuleType(COMPILED), ModuleType(f"{COMPILED}.speculative")
