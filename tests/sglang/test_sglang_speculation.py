@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 RUNS = {
     "draft_model": Run("qwen3", "STANDALONE", {}),
-    "itself": Run("qwen3", "STANDALONE", {"speculative_num_steps": 2}, page=16),
+    "itself": Run("qwen3", "STANDALONE", {"speculative_num_steps": 2, "tp_size": 2}, page=16),
     "stranger": Run("qwen3", "STANDALONE", {}),
     "eagle": Run("llama", "EAGLE", {}, page=16),
     "rejection": Run("llama", "EAGLE", {"speculative_use_rejection_sampling": True}),
