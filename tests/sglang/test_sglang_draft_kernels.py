@@ -26,7 +26,7 @@ IN_TRITON = {
     "write_slots",
     "last_accepted",
 }
-SEEDS = 20
+SEEDS = 12
 REQUESTS, WIDTH, VOCABULARY = 6, 4, 9
 
 

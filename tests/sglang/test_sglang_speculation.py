@@ -53,7 +53,7 @@ PREDICTED = ("draft_model", "itself", "stranger", "eagle", "eagle3", "mtp")
 """Ways whose drafts Hugging Face's networks tell; a head that is not sure draws its first one."""
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
 LONG = 48
-SAMPLES, TOP, TEMPERATURE = 1500, 3, 2.0
+SAMPLES, TOP, TEMPERATURE = 800, 3, 2.0
 PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method,unwritten_memory", "SGLANG_FL_PREFER": "reference"}
 WRONG = {"prefer": "reference", "per_op_order": {"rms_norm": ["impl:vendor.wrong"]}}
 
