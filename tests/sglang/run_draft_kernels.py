@@ -23,7 +23,7 @@ from sglang_fl.speculation import forms, hooked
 
 with hooked.stand_in():
     from sglang.kernels.ops.speculative import reconstruct_tree
-from sglang.kernels.ops.speculative import cache_locs, eagle, reject_sampling, row_argmax, spec_tree
+from sglang.kernels.ops.speculative import cache_locs, eagle, reject_sampling, spec_tree
 from sglang.srt.mem_cache import allocation
 from sglang.srt.utils import next_power_of_2
 
@@ -108,11 +108,6 @@ def last(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
     return (integers(draw, 99, REQUESTS, WIDTH).int(), lengths, written, WIDTH, REQUESTS), (written,)
 
 
-def scores(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
-    rows = (1, 65)[int(integers(draw, 2, 1))]  # one program a row from 65 rows on, and many before
-    return (torch.randn(rows, 70, generator=draw),), ()
-
-
 def window(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
     return (*table(draw), integers(draw, 30, REQUESTS)), ()
 
@@ -140,7 +135,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Case]] = {
         forms.sample_by_rejection,
         rejection,
     ),
-    "best": (row_argmax.row_argmax, forms.best, scores),
     "slots_of_drafts": (cache_locs.assign_draft_cache_locs_contiguous_func, forms.slots_of_drafts, drafts),
     "slots_of_window": (hosts_window, our_window, window),
     "write_slots": (allocation.assign_req_to_token_pool_func, forms.write_slots, write),

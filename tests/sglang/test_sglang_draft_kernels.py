@@ -20,7 +20,6 @@ IN_TRITON = {
     "read_chain",
     "verify_greedy",
     "sample_by_rejection",
-    "best",
     "slots_of_drafts",
     "slots_of_window",
     "write_slots",
