@@ -42,6 +42,7 @@ ROTATIONS = {
             "tests/vllm/test_sights.py",
             "tests/vllm/test_drafts.py",
             "tests/vllm/test_speculation.py",
+            "tests/sglang/test_sglang_speculation.py",
         ),
     ),
     "ways to serve with vLLM": Rotation(

@@ -113,24 +113,49 @@ class AttentionFLBackend(AttentionBackend):
             raise NotImplementedError("sglang_fl does not support cross attention yet")
         requests = batch.seq_lens.shape[0]
         if mode.is_decode_or_idle():
-            longest_query, queries = 1, [1] * requests
-            starts = torch.arange(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
+            self._describe(batch, [1] * requests)
+        elif mode.is_target_verify():  # the drafts that are checked are not counted yet
+            drafts = batch.spec_info.draft_token_num
+            self._describe(batch, [drafts] * requests, drafts)
         else:
-            queries = list(batch.extend_seq_lens_cpu)
-            longest_query = max(queries, default=0)
+            self._describe(batch, list(batch.extend_seq_lens_cpu))
+
+    def describe_draft(self, forward_batch: ForwardBatch, number: int) -> None:
+        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted."""
+        self._describe(forward_batch, [1] * forward_batch.seq_lens.shape[0], number)
+
+    def _describe(self, batch: ForwardBatch, queries: list[int], uncounted: int = 0) -> None:
+        """Describe a batch.
+
+        Args:
+            queries: new tokens of each request.
+            uncounted: tokens of each request in the cache, beside those in the batch's lengths.
+        """
+        requests, longest_query = len(queries), max(queries, default=0)
+        if len({*queries}) <= 1:
+            starts = longest_query * torch.arange(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
+        else:
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=batch.seq_lens.device)
             torch.cumsum(batch.extend_seq_lens, dim=0, out=starts[1:])
-        longest = int(batch.seq_lens_cpu.max()) if requests else 0
+        longest = int(batch.seq_lens_cpu.max()) + uncounted if requests else 0
         exact = batch.spec_info is None  # a draft's length is known to the device first
         self.forward_metadata = AttentionFLMetadata(
             query_start_loc=starts,
-            seq_lens=batch.seq_lens.to(torch.int32),
+            seq_lens=(batch.seq_lens + uncounted).to(torch.int32),
             block_table=self._pages(batch, longest).to(torch.int32),
             max_query_len=longest_query,
             max_seq_len=longest,
             query_start_loc_host=[0, *accumulate(queries)] if exact else None,
             seq_lens_host=batch.seq_lens_cpu.tolist() if exact else None,
         )
+
+    @property
+    def verify_mask(self) -> Any:
+        """The smallest mask that SGLang can be asked for: nothing reads it, because drafts are chains."""
+        from sglang.srt.layers.attention.verify_mask import VerifyMask
+        from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+        return VerifyMask(torch.empty(0, dtype=torch.bool), TreeMaskMode.QLEN_ONLY, max_bs=0, is_read=False)
 
     def _pages(self, batch: ForwardBatch, longest: int) -> Tensor:
         """Numbers of the pages of each request ``[requests, pages of the longest]``."""

@@ -1,7 +1,8 @@
 """Every place where SGLang is hooked or extended at run time, and every difference between its versions.
 
-Nothing else in this package replaces SGLang's attributes. :func:`all_hooks` lists the hooks with their reasons;
-:func:`~sglang_fl.hooks.refuse_unhooked` refuses to serve where SGLang did not apply one.
+Nothing else in this package replaces SGLang's attributes, but :func:`.speculation.hooked.prepare` kernels that SGLang
+has none of. :func:`all_hooks` lists the hooks with their reasons; :func:`~sglang_fl.hooks.refuse_unhooked` refuses to
+serve where SGLang did not apply one.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 def all_hooks() -> tuple[Hook, ...]:
     """Every hook of this package."""
     from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
+    from .speculation import hooked
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
@@ -93,6 +95,7 @@ def all_hooks() -> tuple[Hook, ...]:
         _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
         _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
+        *(_hook(target, call, "around") for target, call in hooked.HOOKED if host_version() in TESTED_HOSTS),
     )
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fl_dispatch.devices import DeviceSpec, device_specs
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
-from . import lora, quantization
+from . import lora, quantization, speculation
 from .host import HOST
 from .version import TESTED_HOSTS, host_version
 
@@ -39,7 +40,7 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
         (not plain and (not fp8 or device.accelerator), cache),
         (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
         (args.quantization_param_path, "scales of a KV cache in a file of their own"),
-        (args.speculative_algorithm, f"speculative decoding with '{args.speculative_algorithm}'"),
+        *speculation.unserved(args),
         (args.enable_torch_compile, "--enable-torch-compile"),
         ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
@@ -152,6 +153,7 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
         if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
             _take_back_attention(args, spec.host_attention[HOST.name])
     _adapt_graphs(args, device)
+    speculation.apply_defaults(args, _set, triton=HOST.name in device.host_kernels and not why_unserved())
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
@@ -178,7 +180,7 @@ def _adapt_graphs(args: ServerArgs, device: DeviceSpec) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = args.cuda_graph_config
-    decodes = device.graphs and HOST.name in device.host_kernels
+    decodes = device.graphs and HOST.name in device.host_kernels and args.speculative_algorithm is None
     no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
     for phase in Phase.ALL:
         before = graphs[phase].backend

@@ -10,6 +10,7 @@ from __future__ import annotations
 from fl_dispatch.hosting.host_facts import HostFact
 
 from .quantization.facts import FACTS as QUANTIZATION
+from .speculation import facts as speculation
 
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
@@ -176,6 +177,7 @@ HOOKED = (
         "distributed",
         _VARIABLE,
     ),
+    *speculation.HOOKED,
 )
 
 READ = (
@@ -485,4 +487,4 @@ OVERRIDDEN = (
     ),
 )
 
-FACTS = (*HOOKED, *READ, *OVERRIDDEN, *QUANTIZATION)
+FACTS = (*HOOKED, *READ, *OVERRIDDEN, *QUANTIZATION, *speculation.OTHER)

@@ -67,6 +67,10 @@ class KVPoolFL(MHATokenToKVPool):
         views = [_in_force.split(memory, self.page_size, self.head_num, *sizes) for memory in layers]
         self.k_buffer, self.v_buffer = ([pair[part] for pair in views] for part in (0, 1))
 
+    def _init_kv_copy_and_warmup(self) -> None:
+        """Nothing is copied within the cache: drafts are chains, so accepted ones lie where they should."""
+        self._kv_copy_config = None
+
     def _kv_tokens_per_row(self) -> int:
         return int(super()._kv_tokens_per_row()) if _in_force == DEFAULT else int(self.page_size)
 

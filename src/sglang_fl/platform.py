@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,8 +13,9 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from fl_dispatch.devices import detect_device
 
-from . import config, own_kernels, startup
+from . import config, own_kernels, speculation, startup
 from .quantization import SERVED, config_class
+from .speculation import forms
 from .v0_5_21 import OlderPlatform
 
 DEVICE = detect_device()
@@ -125,6 +127,19 @@ class PlatformFL(OlderPlatform, SRTPlatform):
     def get_quantization_config(self, quantization: str) -> type | None:
         """Ours for a method that is served; others were refused before a model loads."""
         return config_class(quantization)
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return speculation.serves(algorithm)
+
+    def get_speculative_worker_cls(self, algorithm: str) -> None:
+        """None of ours: SGLang's workers run, once they have what they need."""
+        from .speculation import hooked
+
+        hooked.prepare(algorithm)
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor] | None:
+        """Slots of the tokens that are checked; SGLang's own are a Triton kernel."""
+        return None if own_kernels.start_triton() else forms.slots_of_window
 
     def get_group_coordinator_device(self, local_rank: int) -> torch.device:
         return torch.device(DEVICE.place(local_rank))

@@ -46,13 +46,21 @@ def graphs_of(runner: ModelRunner) -> dict[str, Any] | None:
     return {"requests": list(found.capture_bs), "replays": found.fl_replays}
 
 
+def _drafter(worker: Any) -> dict[str, Any] | None:
+    """The same of the model that drafts, ``None`` without one."""
+    for runner in () if worker is None else worker._draft_model_runners():
+        loaded = LOADED.of(runner)
+        return {**loaded.survey.as_data(), "undispatched": loaded.undispatched}
+    return None
+
+
 def worker_report(runner: ModelRunner) -> dict[str, Any]:
     """Report of what runs in this process: the core's, and what the plugin knows of the model.
 
     ``layers`` and ``native_layers`` are class name → how many run a bridge, and SGLang's own code; ``fallen_through``
     is ``"class: reason"`` → calls; ``graphs`` has the sizes of batches whose decoding was captured, and how many steps
     replayed it, ``None`` without graphs; ``undispatched`` is operator → layers that the first pass missed, ``None``
-    before it.
+    before it. ``drafter`` has the layers of a model that drafts, and what its first pass missed.
     """
     loaded = LOADED.of(runner)
     return {
@@ -69,6 +77,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
 def fl_report(scheduler: Scheduler, folder: str) -> None:
     """Write :func:`worker_report` into a file of this rank's own in an existing folder."""
     data = worker_report(scheduler.tp_worker.model_runner)
+    data["drafter"] = _drafter(getattr(scheduler, "draft_worker", None))
     part = Path(folder, f"{data['rank']}.part")
     part.write_text(json.dumps(data), encoding="utf-8")
     part.rename(part.with_suffix(".json"))

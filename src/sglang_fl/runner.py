@@ -66,7 +66,9 @@ def forward(
 
 
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:
-    """For commands and for ``/metrics``."""
+    """For commands and for ``/metrics``: of the model that is served, not of one that drafts for it."""
+    if runner.is_draft_worker:
+        return
     model, survey = runner.server_args.model_path, LOADED.of(runner).survey
     host = f"SGLang {host_version()}"
     runs.record(host, model, survey, undispatched, report.own_rank(), sizes=_sizes(runner))

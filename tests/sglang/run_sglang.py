@@ -2,9 +2,10 @@
 
 A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "steps": [...], "doctor": bool}``, a step
 ``{"prompts": token ids, "max_tokens": n, "policy": a policy, "scores": bool, "load": the name and folder of an adapter,
-"lora": the adapter of each prompt}``; a policy is the arguments of ``SelectionPolicy.from_dict``, or null. ``scores``
-of the result are the log-probabilities of all tokens but a text's first. The first policy is set in this process before
-the scheduler's is started. A step's is set in the scheduler's, with an empty cache, by the plugin module
+"lora": the adapter of each prompt, "sampling": parameters beside the greedy ones}``; a policy is the arguments of
+``SelectionPolicy.from_dict``, or null. ``scores`` of the result are the log-probabilities of all tokens but a text's
+first, ``drafts`` how often drafts of a text were checked, and how many were right. The first policy is set in this
+process before the scheduler's is started. A step's is set in the scheduler's, with an empty cache, by the plugin module
 ``policy_method``. A data-parallel engine reports nothing and takes no other policy; ``records`` of the result are those
 that its workers left. ``doctor`` of the result is what ``fl doctor --json`` says while the engine serves.
 """
@@ -54,6 +55,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             _flush(engine)
             engine.collective_rpc("set_policy", policy=step["policy"])
         sampling = {"temperature": 0.0, "max_new_tokens": step["max_tokens"], "ignore_eos": True}
+        sampling |= step.get("sampling", {})
         asked = {"return_logprob": True, "logprob_start_len": 0} if step.get("scores") else {}
         adapters = {"lora_path": step["lora"]} if "lora" in step else {}
         if "load" in step:
@@ -68,6 +70,10 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
                 ],
                 "tokens": [output["output_ids"] for output in outputs],
                 "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
+                "drafts": [
+                    [output["meta_info"].get(name, 0) for name in ("spec_verify_ct", "spec_num_correct_drafts")]
+                    for output in outputs
+                ],
                 "ranks": [output["meta_info"].get("dp_rank") for output in outputs],
             }
         )

@@ -184,8 +184,8 @@ def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCapture
     assert not get_default_manager().frozen
 
 
-def graphs_of(device: Any, **asked: str) -> dict[str, str]:
-    """The kinds of graphs that are left of those asked for."""
+def graphs_of(device: Any, algorithm: str | None = None, **asked: str) -> dict[str, str]:
+    """The kinds of graphs that are left of those asked for; ``algorithm`` drafts."""
     from sglang.srt.model_executor.cuda_graph_config import Phase, default_cuda_graph_config, with_phase
 
     from sglang_fl import config
@@ -193,7 +193,7 @@ def graphs_of(device: Any, **asked: str) -> dict[str, str]:
     graphs = default_cuda_graph_config()
     for phase, kind in asked.items():
         graphs = with_phase(graphs, phase, backend=kind)
-    args: Any = SimpleNamespace(cuda_graph_config=graphs)
+    args: Any = SimpleNamespace(cuda_graph_config=graphs, speculative_algorithm=algorithm)
     config._adapt_graphs(args, device)
     return {phase: args.cuda_graph_config[phase].backend for phase in Phase.ALL}
 
@@ -204,6 +204,7 @@ def test_decoding_is_captured_where_sglang_has_a_runner_for_it() -> None:
     assert graphs_of(CUDA, decode="disabled") == {"decode": "disabled", "prefill": "disabled"}
     for other in (CPU, replace(CUDA, host_kernels={}), replace(CUDA, graphs=False)):
         assert graphs_of(other, decode="full") == {"decode": "disabled", "prefill": "disabled"}
+    assert graphs_of(CUDA, "EAGLE", decode="full") == {"decode": "disabled", "prefill": "disabled"}
 
 
 def test_sglangs_own_kernels_run_where_its_spec_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

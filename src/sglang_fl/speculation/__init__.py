@@ -1,0 +1,77 @@
+"""Speculation under SGLang: which of its algorithms run, and what they need that it brings for its own devices only.
+
+Its workers run as they are. They check drafts by kernels of their own, for which :mod:`~sglang_fl.speculation.forms`
+has PyTorch where no Triton kernel of SGLang's is started. All drafts are chains, because attention of several tokens of
+a request is causal; a tree would need a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..version import TESTED_HOSTS, host_version
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+BY_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms that draft by a model; SGLang takes NEXTN for another name of EAGLE."""
+BY_LOOK_UP = "NGRAM"
+SERVED = (*BY_MODEL, BY_LOOK_UP)
+STEPS = 3
+"""Drafts of a step where the user says nothing: SGLang's number for most models."""
+
+
+def named(args: ServerArgs) -> str | None:
+    """The algorithm that the user asks for."""
+    return args.speculative_algorithm and args.speculative_algorithm.upper()
+
+
+def serves(algorithm: str) -> bool:
+    """Whether an algorithm runs on the SGLang beside us."""
+    return algorithm in SERVED and host_version() in TESTED_HOSTS
+
+
+def unserved(args: ServerArgs) -> list[tuple[Any, str]]:
+    """``(present, feature)`` of everything about speculation that is refused."""
+    algorithm, topk = named(args), args.speculative_eagle_topk
+    if algorithm is None:
+        return []
+    what = f"speculative decoding with '{algorithm}'"
+    if not serves(algorithm):
+        return [(True, what if algorithm not in SERVED else f"{what} under SGLang {host_version()}")]
+    backend = args.speculative_draft_attention_backend
+    return [
+        (topk is not None and topk > 1, f"drafts that are trees (--speculative-eagle-topk {topk} instead of 1)"),
+        (args.speculative_adaptive, "--speculative-adaptive"),
+        (args.enable_multi_layer_eagle, "--enable-multi-layer-eagle"),
+        (args.speculative_use_block_verification, "--speculative-use-block-verification"),
+        (args.speculative_draft_window_size is not None, "--speculative-draft-window-size"),
+        (args.speculative_ngram_external_corpus_path is not None, "--speculative-ngram-external-corpus-path"),
+        (backend is not None, f"--speculative-draft-attention-backend {backend}"),
+        (args.enable_lora or args.lora_paths, f"LoRA and {what}"),
+        (args.pp_size > 1, f"pipeline stages and {what}"),
+        (args.dp_size > 1, f"data-parallel ranks and {what}"),
+    ]
+
+
+def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str], None], triton: bool) -> None:
+    """Let drafts be chains, as far as the user chose nothing.
+
+    Args:
+        change: sets a field for a reason, which it logs.
+        triton: whether SGLang's own Triton kernels are started.
+    """
+    algorithm = named(args)
+    if algorithm in BY_MODEL:
+        chosen = (args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
+        if chosen == (None, None, None):
+            args.speculative_num_steps, args.speculative_num_draft_tokens = STEPS, STEPS + 1
+        if args.speculative_eagle_topk is None and args.speculative_num_steps is not None:
+            args.speculative_eagle_topk = 1
+    elif algorithm == BY_LOOK_UP:
+        for field in ("speculative_ngram_max_bfs_breadth", "speculative_ngram_min_bfs_breadth"):
+            change(args, field, 1, "sglang_fl checks drafts that are chains, not trees")
+    if algorithm is not None and not triton:
+        change(args, "disable_overlap_schedule", True, "SGLang relays drafts by a Triton kernel")

@@ -1,0 +1,46 @@
+"""Attention of a draft model: our backend for its prompts, and one of ours for each token that it drafts in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import attention
+from ..config import ATTENTION
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+
+class DraftSteps:
+    """The backends of one step of drafting: one for each token but the last, after which no model runs.
+
+    Attributes:
+        attn_backends: SGLang sets one after the other in force.
+    """
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: ModelRunner, tokens: int) -> None:
+        self.attn_backends = [attention.create(runner) for _ in range(tokens - 1)]
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Describe the batch of each token: the one that is drafted at last is in the cache as well."""
+        for number, backend in enumerate(self.attn_backends):
+            backend.describe_draft(forward_batch, number + 1)
+
+
+def create_backend(
+    original: Callable[..., Any],
+    factory: DraftBackendFactory,
+    backend_name: str,
+    backend_map: Mapping[str, Callable[[], tuple[str, Any]]],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """SGLang's choice among the backends that it knows, with ours."""
+    runner, steps = factory.draft_model_runner, kwargs.get("stamps_children", False)
+    make = (lambda: DraftSteps(runner, factory.speculative_num_steps)) if steps else (lambda: attention.create(runner))
+    return original(factory, backend_name, {**backend_map, ATTENTION: lambda: (ATTENTION, make())}, *args, **kwargs)

@@ -1,0 +1,316 @@
+"""Kernels of SGLang's speculation in plain PyTorch, for drafts that are chains: each token has one successor at most.
+
+Each function has the parameters of the function of SGLang that would start a kernel. Drafts of a request are the
+columns of a table ``[requests, width]``, whose first column is the token that is certain. ``retrieve_next_token`` has
+the column of a token's successor, or -1: where a chain ends, the other columns are padding.
+
+Nothing here waits for the device but :func:`write_slots`, whose requests write different numbers of slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DRAFTS_ONLY = 1
+"""SGLang's ``TreeMaskMode.QLEN_ONLY``: the mask has no columns for the tokens that a request has already."""
+
+
+# -- chains -----------------------------------------------------------------------------------------------------------
+
+
+def build_chain(
+    parents: Tensor,
+    top_scores_index: Tensor,
+    seq_lens: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    topk: int,
+    spec_steps: int,
+    width: int,
+    tree_mask_mode: int,
+) -> None:
+    """Describe the drafts of a step; what is written are the tensors of the fourth to the eighth argument.
+
+    Args:
+        seq_lens: ``[requests]``; the tokens in the cache.
+        tree_mask: bool ``[requests * width * width]``; which drafts a draft sees: itself and those before.
+        positions: ``[requests * width]``.
+    """
+    if topk != 1 or tree_mask_mode != DRAFTS_ONLY:
+        raise NotImplementedError(f"sglang_fl checks no trees of {topk} branches with masks of kind {tree_mask_mode}")
+    columns = torch.arange(width, device=seq_lens.device)
+    positions.view(-1, width).copy_(seq_lens[:, None] + columns)
+    retrieve_index.copy_(_places(len(seq_lens), columns))
+    retrieve_next_token.copy_(torch.where(columns < width - 1, columns + 1, -1))
+    retrieve_next_sibling.fill_(-1)
+    tree_mask.view(-1, width, width).copy_(columns <= columns[:, None])
+
+
+def _places(requests: int, columns: Tensor) -> Tensor:
+    """``[requests, width]``: numbers of all drafts of a step, request by request."""
+    return columns + len(columns) * torch.arange(requests, device=columns.device)[:, None]
+
+
+def read_chain(
+    tree_mask: Tensor,
+    seq_lens: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    requests: int,
+    width: int,
+) -> None:
+    """The same for drafts whose mask is given: the chain that begins in the first column; the rest is padding.
+
+    Args:
+        tree_mask: ``[requests * width * width]``; whether a draft sees another one.
+    """
+    columns = torch.arange(width, device=seq_lens.device)
+    chain = columns <= columns[:, None]
+    in_chain = (tree_mask.view(requests, width, width).bool() == chain).all(2).cumprod(1).bool()
+    followed = torch.nn.functional.pad(in_chain[:, 1:], (0, 1))
+    positions.view(requests, width).copy_(seq_lens[:, None] + columns)
+    retrieve_index.view(requests, width).copy_(_places(requests, columns))
+    retrieve_next_token.view(requests, width).copy_(torch.where(followed, columns + 1, -1))
+    retrieve_next_sibling.fill_(-1)
+
+
+# -- which drafts are accepted ----------------------------------------------------------------------------------------
+
+
+def _accept(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    number: Tensor,
+    last: Tensor,
+) -> None:
+    """Write what every request gains: its first ``number`` drafts, and the token after them.
+
+    Args:
+        predicts: ``[requests * width]``; the token after each column, as far as drafts were accepted.
+        accept_index: ``[requests, width]``; the places of these columns in ``predicts``.
+        accept_token_num: ``[requests]``; becomes ``number``.
+        last: ``[requests]``.
+    """
+    columns = torch.arange(candidates.shape[1], device=candidates.device)
+    gained = columns <= number[:, None]
+    after = torch.where(columns == number[:, None], last[:, None], candidates.roll(-1, 1))
+    accept_token_num.copy_(number)
+    accept_index.copy_(torch.where(gained, retrieve_index, accept_index))
+    places = retrieve_index.flatten()
+    predicts[places] = torch.where(gained.flatten(), after.flatten().to(predicts.dtype), predicts[places])
+
+
+def _followed(retrieve_next_token: Tensor) -> Tensor:
+    """``[requests, width - 1]``: whether a column's successor is the next column."""
+    width = retrieve_next_token.shape[1]
+    return retrieve_next_token[:, :-1] == torch.arange(1, width, device=retrieve_next_token.device)
+
+
+def verify_greedy(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
+    target_predict: Tensor,
+    topk: int = -1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept the drafts that are the target's best tokens ``[requests, width]``; see :func:`_accept`."""
+    right = _followed(retrieve_next_token) & (candidates[:, 1:] == target_predict[:, :-1])
+    number = right.cumprod(1).sum(1)
+    last = target_predict.gather(1, number[:, None]).squeeze(1)
+    _accept(predicts, accept_index, accept_token_num, candidates, retrieve_index, number, last)
+    return predicts, accept_index, accept_token_num
+
+
+def _draw(weights: Tensor, coins: Tensor) -> Tensor:
+    """A token of each row of ``weights`` ``[requests, vocabulary]``, by numbers in [0, 1)."""
+    sums = weights.cumsum(1)
+    drawn = (sums <= coins[:, None] * sums[:, -1:]).sum(1)
+    possible = (weights > 0).cumsum(1).argmax(1)  # the last one that has a weight
+    return torch.minimum(drawn, possible)
+
+
+def _row(table: Tensor, number: Tensor) -> Tensor:
+    """``table[request, number[request]]``, ``[requests, vocabulary]``; the last row where there is no such row."""
+    place = number.clamp(max=table.shape[1] - 1)[:, None, None]
+    return table.gather(1, place.expand(-1, 1, table.shape[2])).squeeze(1)
+
+
+def sample_target_only(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Accept a draft by its probability under the target; a rejected one is replaced by another token.
+
+    With both thresholds at 1 the tokens have the target's distribution.
+
+    Args:
+        candidates: ``[requests, width]``.
+        uniform_samples: ``[requests, width]`` in [0, 1); each judges the draft in the next column.
+        uniform_samples_for_final_sampling: ``[requests]``; draws the last token.
+        target_probs: ``[requests, width, vocabulary]`` float32.
+        threshold_single: a draft of this probability is always accepted.
+        threshold_acc: probabilities are divided by it.
+    """
+    drafts = candidates[:, 1:].long()
+    chances = target_probs[:, :-1].gather(2, drafts[..., None]).squeeze(2)
+    lucky = (uniform_samples[:, :-1] < chances / max(threshold_acc, 1e-9)) | (chances >= threshold_single)
+    followed = _followed(retrive_next_token)
+    number = (followed & (chances > 0) & lucky).cumprod(1).sum(1)
+    rejected = torch.nn.functional.pad(followed, (0, 1)).gather(1, number[:, None])
+    its_token = torch.nn.functional.pad(drafts, (0, 1)).gather(1, number[:, None])
+    left = _row(target_probs, number)
+    left = left.scatter(1, its_token, torch.where(rejected, 0.0, left.gather(1, its_token)))
+    last = _draw(left, uniform_samples_for_final_sampling)
+    _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, number, last)
+
+
+def sample_by_rejection(
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    uniform_samples: Tensor,
+    uniform_samples_for_final_sampling: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    threshold_single: float,
+    threshold_acc: float,
+    deterministic: bool,
+    *,
+    block_verification: bool = False,
+) -> None:
+    """Accept a draft with probability ``min(1, target / draft)`` (Leviathan et al., arXiv 2211.17192).
+
+    Args:
+        draft_probs: ``[requests, width - 1, vocabulary]``; what the drafts were drawn from.
+    """
+    if block_verification:
+        raise NotImplementedError("sglang_fl does not support --speculative-use-block-verification yet")
+    drafts = candidates[:, 1:].long()[..., None]
+    target = target_probs[:, :-1].gather(2, drafts).squeeze(2)
+    draft = draft_probs.gather(2, drafts).squeeze(2)
+    number = ((draft > 0) & (draft <= 1) & (uniform_samples[:, :-1] * draft < target)).cumprod(1).sum(1)
+    drafted = _row(draft_probs, number)
+    drafted = torch.where((drafted >= 0) & (drafted <= 1), drafted, 0.0)
+    whole = (number == drafts.shape[1])[:, None]
+    left = _row(target_probs, number) - drafted.masked_fill(whole, 0.0)
+    last = _draw(left.clamp(min=0), uniform_samples_for_final_sampling)
+    _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, number, last)
+
+
+def best(x: Tensor) -> Tensor:
+    """The best token of each row ``[rows]`` int64."""
+    return x.argmax(-1)
+
+
+def keep_top_k(probs: Tensor, top_ks: Tensor) -> Tensor:
+    """Probabilities ``[rows, vocabulary]`` of each row's ``top_ks`` best tokens, which add up to 1, and 0 of others."""
+    ordered = probs.sort(1, descending=True).values
+    least = ordered.gather(1, (top_ks.long().clamp(1, probs.shape[1]) - 1)[:, None])
+    return _share(probs, probs >= least)
+
+
+def keep_top_p(probs: Tensor, top_ps: Tensor) -> Tensor:
+    """The same of the best tokens that have at least ``top_ps`` together."""
+    ordered = probs.sort(1, descending=True).values
+    kept = ordered.cumsum(1) - ordered <= top_ps[:, None]
+    least = ordered.gather(1, kept.sum(1, keepdim=True).clamp(min=1) - 1)
+    return _share(probs, probs >= least)
+
+
+def _share(probs: Tensor, kept: Tensor) -> Tensor:
+    left = probs.masked_fill(~kept, 0.0)
+    return left / left.sum(1, keepdim=True)
+
+
+# -- slots of the cache -----------------------------------------------------------------------------------------------
+
+
+def _window(req_to_token: Tensor, req_pool_indices: Tensor, starts: Tensor, width: int) -> Tensor:
+    """Slots ``[requests, width]`` of the tokens from ``starts`` on."""
+    columns = starts.long()[:, None] + torch.arange(width, device=starts.device)
+    return req_to_token[req_pool_indices.long()[:, None], columns]
+
+
+def slots_of_drafts(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    topk: int,
+    num_cols: int,
+    positions: Tensor | None = None,
+    mrope: Tensor | None = None,
+) -> None:
+    """Write the slots of each request's ``topk * num_cols`` tokens after its last one into ``out_cache_loc``.
+
+    Args:
+        positions: ``[requests * topk]``, or ``None``; becomes the position of the first of them.
+        mrope: ``[3, requests * topk]``, or ``None``; the same.
+    """
+    out_cache_loc.copy_(_window(req_to_token, req_pool_indices, seq_lens, topk * num_cols).flatten())
+    first = seq_lens.repeat_interleave(topk)
+    for place in (positions, mrope):
+        if place is not None:
+            place.copy_(first.expand_as(place))
+
+
+def slots_of_window(
+    *, req_pool_indices: Tensor, req_to_token: Tensor, start_offset: Tensor, draft_token_num: int, **_: Any
+) -> Tensor:
+    """Slots ``[requests * draft_token_num]`` int64 of as many tokens of each request from ``start_offset`` on."""
+    return _window(req_to_token, req_pool_indices, start_offset, draft_token_num).flatten().long()
+
+
+def write_slots(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    requests: int,
+) -> None:
+    """Write slots into ``req_to_token``: those of each request's tokens from ``start_offset`` to ``end_offset``."""
+    lengths = (end_offset - start_offset).long()
+    owners = torch.repeat_interleave(lengths)
+    columns = torch.arange(len(owners), device=owners.device) - (lengths.cumsum(0) - lengths - start_offset)[owners]
+    slots = out_cache_loc[: len(owners)].to(req_to_token.dtype)
+    req_to_token[req_pool_indices.long()[owners], columns] = slots
+
+
+def last_accepted(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int, requests: int
+) -> None:
+    """Write the last token that each request gained into ``bonus_tokens`` ``[requests]``."""
+    table = accept_tokens.view(requests, accept_stride)
+    bonus_tokens.copy_(table.gather(1, accept_lens.long()[:, None] - 1).squeeze(1))

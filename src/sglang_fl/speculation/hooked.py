@@ -1,0 +1,103 @@
+"""SGLang's functions that start kernels for speculation, and our forms of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fl_dispatch.devices import detect_device
+
+from .. import own_kernels
+from . import BY_LOOK_UP, attention, forms, serves
+from .facts import EAGLE, FACTORY, KERNELS, UTILITIES, WORKER
+
+COMPILED = "sgl_kernel"
+"""SGLang's library of kernels, which is compiled for GPUs, and has the one that reads trees of N-grams."""
+
+
+def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Our form of a kernel, where SGLang starts no Triton kernel of its own."""
+
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (original if own_kernels.start_triton() else form)(*args, **kwargs)
+
+    return run
+
+
+def _stay(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Accepted tokens of a chain are where they should be."""
+
+
+def share_weights(original: Callable[[Any], None], worker: Any) -> None:
+    """Let a draft model take the target's embedding and head; some models wait for CUDA then, whatever the device."""
+    if torch.cuda.is_available():
+        original(worker)
+        return
+    wait = torch.cuda.synchronize
+    torch.cuda.synchronize = detect_device().synchronize  # type: ignore[assignment]  # nobody names a device
+    try:
+        original(worker)
+    finally:
+        torch.cuda.synchronize = wait
+
+
+HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _unless_triton(forms.build_chain)),
+    (f"{KERNELS}.spec_tree.verify_tree_greedy_func", _unless_triton(forms.verify_greedy)),
+    (f"{KERNELS}.reject_sampling.chain_speculative_sampling_triton", _unless_triton(forms.sample_by_rejection)),
+    (f"{KERNELS}.row_argmax.row_argmax", _unless_triton(forms.best)),
+    (f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func", _unless_triton(forms.slots_of_drafts)),
+    (f"{KERNELS}.eagle.fill_bonus_tokens_func", _unless_triton(forms.last_accepted)),
+    ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", _unless_triton(forms.write_slots)),
+    (f"{UTILITIES}.move_accept_tokens_to_target_kvcache", _stay),
+    (f"{FACTORY}._create_backend", attention.create_backend),
+    (f"{WORKER}.init_lm_head", share_weights),
+)
+"""Targets of hooks around functions, and what is called there."""
+
+SUPPLIED: dict[str, Callable[..., Any]] = {
+    "tree_speculative_sampling_target_only": forms.sample_target_only,
+    "top_k_renorm_prob": forms.keep_top_k,
+    "top_p_renorm_prob": forms.keep_top_p,
+}
+"""Names in :data:`EAGLE` that are ``None`` on a device that SGLang has no kernel for, so that no hook finds them."""
+
+
+def prepare(algorithm: str) -> None:
+    """Give SGLang the kernels that it has no function for, before it makes the worker of an algorithm.
+
+    Raises:
+        ValueError: SGLang has made another algorithm of the one that the user named, which is not served.
+    """
+    if not serves(algorithm):
+        raise ValueError(f"sglang_fl does not support speculative decoding with '{algorithm}' yet")
+    module = importlib.import_module(EAGLE)
+    for name, form in SUPPLIED.items():
+        if getattr(module, name) is None:
+            setattr(module, name, form)
+    if algorithm == BY_LOOK_UP:
+        with stand_in():
+            reader = importlib.import_module(f"{KERNELS}.reconstruct_tree")
+        reader.reconstruct_indices_from_tree_mask = forms.read_chain  # type: ignore[attr-defined]
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """While SGLang imports what needs it, a library in the place of :data:`COMPILED`; its GPU code needs none."""
+    if COMPILED in sys.modules or own_kernels.start_triton():
+        yield
+        return
+    library, part = ModuleType(COMPILED), ModuleType(f"{COMPILED}.speculative")
+    part.reconstruct_indices_from_tree_mask = forms.read_chain  # type: ignore[attr-defined]
+    sys.modules |= {library.__name__: library, part.__name__: part}
+    try:
+        yield
+    finally:
+        for module in (library, part):
+            del sys.modules[module.__name__]

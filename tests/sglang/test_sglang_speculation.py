@@ -1,0 +1,318 @@
+"""Drafts of a model, an EAGLE head, a predictor of one more token or N-grams change no token, and no distribution.
+
+One engine for each way to draft. SGLang counts how often drafts are checked, and how many are right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import STEP, start
+
+import drafters
+import variants
+from fl_dispatch.devices import detect_device
+from running import MAX_TOKENS, PROMPTS, reference_network
+from sampling import drawn
+
+pytest.importorskip("sglang")
+
+from sglang_fl import config, speculation
+from sglang_fl.speculation import hooked
+
+
+class Run(NamedTuple):
+    """The model that is drafted for, SGLang's name of the way, its further arguments, and the size of a page."""
+
+    target: str
+    algorithm: str
+    arguments: dict[str, Any]
+    page: int = 1
+
+
+RUNS = {
+    "draft_model": Run("qwen3", "STANDALONE", {}),
+    "itself": Run("qwen3", "STANDALONE", {"speculative_num_steps": 2, "tp_size": 2}, page=16),
+    "stranger": Run("qwen3", "STANDALONE", {}),
+    "eagle": Run("llama", "EAGLE", {}, page=16),
+    "rejection": Run("llama", "EAGLE", {"speculative_use_rejection_sampling": True}),
+    "eagle3": Run("llama", "EAGLE3", {}),
+    "mtp": Run("deepseek_v3", "NEXTN", {"speculative_num_steps": 1}),
+    "ngram": Run("qwen3", "NGRAM", {"speculative_num_draft_tokens": 5}),
+}
+DRAWN = drawn(tuple(RUNS), 3, "who drafts under SGLang")
+ALIKE = ("draft_model", "itself", "ngram")
+"""Ways whose drafts are often right."""
+PREDICTED = ("draft_model", "itself", "stranger", "eagle", "eagle3", "mtp")
+"""Ways whose drafts Hugging Face's networks tell; a head that is not sure draws its first one."""
+TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
+LONG = 48
+SAMPLES, TOP, TEMPERATURE = 800, 3, 2.0
+PLUGINS = {"SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,policy_method,unwritten_memory", "SGLANG_FL_PREFER": "reference"}
+WRONG = {"prefer": "reference", "per_op_order": {"rms_norm": ["impl:vendor.wrong"]}}
+
+each = pytest.mark.parametrize("method", DRAWN)
+each_predicted = pytest.mark.parametrize("method", [method for method in DRAWN if method in PREDICTED])
+
+
+def _unsure(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Logits a fiftieth as far apart: the same order, and something to draw from."""
+    return tensor * 0.02 if name == "model.norm.weight" else tensor
+
+
+def _said(model: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    """A drafter as SGLang reads it: with further tensors, and further words in its configuration."""
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    weights = model / variants.WEIGHTS
+    save_file({**load_file(weights), **tensors}, weights, metadata={"format": "pt"})
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path | None]]:
+    """Method → the target and what drafts for it."""
+    folder = tmp_path_factory.mktemp("drafters")
+    families = {run.target for run in RUNS.values()}
+    unsure = {name: variants.changed(checkpoint(name), folder / name, _unsure) for name in families}
+    qwen, llama = unsure["qwen3"], unsure["llama"]
+    predicting = drafters.with_mtp(unsure["deepseek_v3"], folder / "mtp")
+    size = json.loads((llama / "config.json").read_text())["hidden_size"]
+    no_bias, head = {"fc.bias": torch.zeros(size)}, {"architectures": ["LlamaForCausalLMEagle"]}
+    eagle = _said(drafters.eagle(llama, folder / "eagle"), no_bias, **head)
+    return {
+        "draft_model": (qwen, drafters.noisy(qwen, folder / "noisy")),
+        "itself": (qwen, qwen),
+        "stranger": (qwen, variants.other_weights(qwen, folder / "other")),
+        "eagle": (llama, eagle),
+        "rejection": (llama, eagle),
+        "eagle3": (llama, _said(drafters.eagle3(llama, folder / "eagle3"), {}, draft_vocab_size=None)),
+        "mtp": (predicting, predicting),
+        "ngram": (qwen, None),
+    }
+
+
+@pytest.fixture(scope="module")
+def result(models: dict[str, tuple[Path, Path | None]]) -> Callable[[str], dict[str, Any]]:
+    """A method → two passes over the prompts, texts that repeat themselves, samples, and a wrong and a right pass."""
+    spread = {"temperature": TEMPERATURE, "top_k": TOP}
+    runs = {}
+    for method in DRAWN:
+        (target, drafter), run = models[method], RUNS[method]
+        steps = [
+            *(STEP, STEP),
+            {"prompts": TURNS, "max_tokens": LONG},
+            {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": spread},
+            {**STEP, "policy": WRONG},
+            {**STEP, "policy": {"prefer": "reference"}},
+        ]
+        engine = {
+            **run.arguments,
+            "speculative_algorithm": run.algorithm,
+            "page_size": run.page,
+            "max_running_requests": 64,
+            "max_total_tokens": 8192,
+            "random_seed": 3,
+        }
+        if drafter is not None:
+            engine["speculative_draft_model_path"] = str(drafter)
+        runs[method] = start(target, *steps, variables=PLUGINS, engine=engine)
+    return lambda method: runs[method].result()
+
+
+def _continued(network: Any, text: list[int], count: int) -> list[int]:
+    """The tokens that Hugging Face's network chooses next."""
+    found = list(text)
+    with torch.no_grad():
+        for _ in range(count):
+            found.append(int(network(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(text) :]
+
+
+@each
+def test_greedy_tokens_equal_hugging_face_in_chunks_and_from_the_radix_cache(
+    method: str, result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    first, second = result(method)["steps"][:2]
+    assert first["tokens"] == second["tokens"] == expected(RUNS[method].target)
+    assert first["cached"] == [0] * len(PROMPTS)
+    assert second["cached"][2] > 300
+
+
+@each
+def test_long_answers_equal_hugging_face(
+    method: str, result: Callable[[str], dict[str, Any]], models: dict[str, tuple[Path, Path | None]]
+) -> None:
+    network = reference_network(models[method][0], torch.float32)
+    assert result(method)["steps"][2]["tokens"] == [_continued(network, turn, LONG) for turn in TURNS]
+
+
+@each
+def test_drafts_are_accepted_and_rejected(method: str, result: Callable[[str], dict[str, Any]]) -> None:
+    steps = result(method)["steps"][:3]
+    checked, right = (sum(pair[part] for step in steps for pair in step["drafts"]) for part in (0, 1))
+    width = RUNS[method].arguments.get("speculative_num_draft_tokens", 1) - 1
+    width = width or RUNS[method].arguments.get("speculative_num_steps", 3)
+    assert right < width * checked
+    if method == "stranger":
+        assert right < checked / 20
+    else:
+        assert right > (checked / 4 if method in ALIKE else 0)
+
+
+def _drafts(method: str, target: Any, drafter: Any, text: list[int], count: int) -> list[int]:
+    """The drafts after a text.
+
+    SGLang shows a separate model a text without its first token, as if it were a head. The small heads say again and
+    again what a hidden state says that the target had before the text's last token.
+    """
+    if method in ("draft_model", "itself", "stranger"):
+        return _continued(drafter, text[1:], count)
+    with torch.no_grad():
+        states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        last, norm = states[-1][0, -1], target.model.norm
+        if method == "eagle3":  # of the three states that it sees, the first one
+            last = norm(states[0][0, -1])
+        elif method == "mtp":
+            last = norm(torch.nn.functional.rms_norm(last, last.shape))
+        return [int(target.lm_head(last).argmax())] * count
+
+
+@each_predicted
+def test_drafts_are_those_that_hugging_face_predicts(
+    method: str, result: Callable[[str], dict[str, Any]], models: dict[str, tuple[Path, Path | None]]
+) -> None:
+    target, drafter = models[method]
+    count = RUNS[method].arguments.get("speculative_num_steps", 3)
+    network = reference_network(target, torch.float32)
+    other = reference_network(drafter, torch.float32) if drafter is not None and "eagle" not in method else None
+    for prompt, found in zip(PROMPTS, result(method)["steps"][0]["drafts"], strict=True):
+        text = [*prompt, *_continued(network, prompt, MAX_TOKENS + count)]
+        done, checked, right = len(prompt) + 1, 0, 0
+        while done < len(prompt) + MAX_TOKENS:
+            drafts, answer = _drafts(method, network, other, text[:done], count), text[done : done + count]
+            equal = next((place for place in range(count) if drafts[place] != answer[place]), count)
+            done, checked, right = done + equal + 1, checked + 1, right + equal
+        assert found == [checked, right]
+
+
+@each
+def test_sampled_tokens_keep_the_targets_distribution(
+    method: str, result: Callable[[str], dict[str, Any]], models: dict[str, tuple[Path, Path | None]]
+) -> None:
+    """Each pair's share of the samples is within five standard deviations of Hugging Face's probability."""
+    network = reference_network(models[method][0], torch.float32)
+    pairs_drawn = torch.tensor(result(method)["steps"][3]["tokens"])
+    first = _best(network, PROMPTS[0])
+    assert max(first.values()) < 0.9
+    pairs = {
+        (one, other): chance * next_chance
+        for one, chance in first.items()
+        for other, next_chance in _best(network, [*PROMPTS[0], one]).items()
+    }
+    expected = torch.tensor(list(pairs.values()))
+    found = (pairs_drawn[:, None] == torch.tensor(list(pairs))).all(-1).float().mean(0)
+    assert len(pairs_drawn) == SAMPLES
+    assert torch.isclose(found.sum(), torch.tensor(1.0))
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / SAMPLES).sqrt()).all(), found.tolist()
+
+
+def _best(network: Any, prompt: list[int]) -> dict[int, float]:
+    """The tokens that may follow, and the probability of each."""
+    with torch.no_grad():
+        best = (network(torch.tensor([prompt])).logits[0, -1] / TEMPERATURE).topk(TOP)
+    return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
+
+
+@each
+def test_a_wrong_implementation_changes_the_tokens_and_a_right_one_gives_them_back(
+    method: str, result: Callable[[str], dict[str, Any]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    wrong, right = result(method)["steps"][4:]
+    assert wrong["tokens"] != expected(RUNS[method].target)
+    assert right["tokens"] == expected(RUNS[method].target)
+
+
+REFUSED = {
+    "a tree": ({"speculative_eagle_topk": 4}, r"drafts that are trees \(--speculative-eagle-topk 4 instead of 1\)"),
+    "steps that adapt": ({"speculative_adaptive": True}, "--speculative-adaptive"),
+    "several layers": ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+    "blocks": ({"speculative_use_block_verification": True}, "--speculative-use-block-verification"),
+    "a window": ({"speculative_draft_window_size": 64}, "--speculative-draft-window-size"),
+    "texts": ({"speculative_ngram_external_corpus_path": "x"}, "--speculative-ngram-external-corpus-path"),
+    "attention": (
+        {"speculative_draft_attention_backend": "torch_native"},
+        "--speculative-draft-attention-backend torch_native",
+    ),
+    "adapters": ({"enable_lora": True}, "LoRA and speculative decoding with 'EAGLE'"),
+    "stages": ({"pp_size": 2}, "pipeline stages and speculative decoding with 'EAGLE'"),
+    "replicas": ({"dp_size": 2}, "data-parallel ranks and speculative decoding with 'EAGLE'"),
+    "others": ({"speculative_algorithm": "dflash"}, "speculative decoding with 'DFLASH'"),
+}
+
+
+def _asked(**given: Any) -> Any:
+    """SGLang's arguments, as a user gives them."""
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(**{"model_path": "m", "device": "cpu", "speculative_algorithm": "EAGLE", **given})
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_covered_is_refused_in_one_sentence(case: str, host: None) -> None:
+    given, said = REFUSED[case]
+    with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} on cpu yet \(model m\)$"):
+        config.refuse_unsupported(_asked(**given), detect_device())
+
+
+def test_another_version_of_sglang_is_refused(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "host_version", lambda: "0.5.21")
+    with pytest.raises(ValueError, match="speculative decoding with 'EAGLE' under SGLang 0.5.21 on cpu yet"):
+        config.refuse_unsupported(_asked(), detect_device())
+
+
+def test_an_algorithm_that_sglang_puts_in_the_place_of_another_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not support speculative decoding with 'FROZEN_KV_MTP' yet"):
+        hooked.prepare("FROZEN_KV_MTP")
+
+
+def test_drafts_are_chains_where_the_user_says_nothing(host: None) -> None:
+    changes: list[str] = []
+
+    def change(args: Any, field: str, value: Any, reason: str) -> None:
+        changes.append(field)
+        setattr(args, field, value)
+
+    model, look_up = _asked(), _asked(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=4)
+    steps, plain = _asked(speculative_num_steps=5), _asked(speculative_algorithm=None)
+    for args in (model, look_up, steps, plain):
+        speculation.apply_defaults(args, change, triton=True)
+    chosen = [
+        (a.speculative_num_steps, a.speculative_eagle_topk, a.speculative_num_draft_tokens) for a in (model, steps)
+    ]
+    assert chosen == [(3, 1, 4), (5, 1, None)]
+    assert look_up.speculative_ngram_max_bfs_breadth == look_up.speculative_ngram_min_bfs_breadth == 1
+    assert plain.speculative_eagle_topk is None
+    assert "disable_overlap_schedule" not in changes
+    speculation.apply_defaults(model, change, triton=False)
+    assert model.disable_overlap_schedule
+
+
+@each
+def test_the_drafter_runs_our_operators_too(method: str, result: Callable[[str], dict[str, Any]]) -> None:
+    report = result(method)["report"]
+    assert report["native_layers"] == report["undispatched"] == report["failed"] == {}
+    if method == "ngram":
+        assert report["drafter"] is None
+        return
+    assert report["drafter"]["native_layers"] == report["drafter"]["undispatched"] == {}
+    assert sum(report["drafter"]["attention"].values()) > 0
+    assert report["drafter"]["layers"]
