@@ -1,4 +1,4 @@
-"""What a client of ``vllm serve`` waits for under a mixed load, with the plugin and without.
+"""Times that a client of ``vllm serve`` waits for under a mixed load, with the plugin and without.
 
 Each cell is a server of its own: vanilla vLLM, or the plugin with some choice of kernels (those of ``serve_vllm.py``).
 All of them live at once; vLLM's own client, ``vllm bench serve``, loads one after the other, in turns. Requests arrive
@@ -52,7 +52,7 @@ READY_WITHIN = 600.0
 
 @dataclass(frozen=True)
 class Load:
-    """What the client sends: ``requests`` at ``rate`` a second, with tokens of prompts and answers on average."""
+    """The client's requests: ``requests`` at ``rate`` a second, with tokens of prompts and answers on average."""
 
     rate: float
     requests: int
@@ -206,6 +206,7 @@ def main() -> None:
         for name in names:
             servers[name].wait()
             print(f"{name} is ready after {time.monotonic() - begun:.0f} s", flush=True)
+        machine = _machine(options, names)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for turn in range(-1, options.rounds):
             for place in range(len(names)):
@@ -214,11 +215,10 @@ def main() -> None:
                 if turn >= 0:  # the first round warms up
                     rounds[name].append(found)
                 print(f"round {turn}, {name}: {found['median_ttft_ms']:.1f} ms to the first token", flush=True)
-    compared = compare(rounds)
-    if options.json:
-        machine = _machine(options, names)
-        options.json.write_text(json.dumps({"machine": machine, "rounds": rounds, "compared": compared}, indent=1))
-    print(table(compared))
+            if options.json and turn >= 0:  # after each round, because a later one may be cut off
+                found = {"machine": machine, "rounds": rounds, "compared": compare(rounds)}
+                options.json.write_text(json.dumps(found, indent=1))
+        print(table(compare(rounds)), flush=True)  # before servers end, which takes its time
 
 
 def _machine(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

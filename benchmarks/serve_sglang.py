@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_vllm import NAMED, NOWHERE, VANILLA, WORKLOADS, Cell, Workload, compare, table
+from serve_vllm import NAMED, NOWHERE, VANILLA, WORKLOADS, Cell, Workload, compare, table, told
 from shapes import LAYERS, SHAPES, Shape
 
 USUAL = (*WORKLOADS[:2], NAMED[0])
@@ -140,8 +140,9 @@ def measure(
     layers: int,
     folder: Path,
     logs: Path,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Start every cell, let them take turns, and return what was measured."""
+    """Start every cell, let them take turns, and return what was measured; ``keep`` gets it after each round."""
     from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
 
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
@@ -171,7 +172,7 @@ def measure(
                 seconds = engines[name].ask([work.batch, work.prompt, work.new])
                 if turn >= 0:  # the first round warms up
                     rates[work.name][name].append(work.tokens / seconds)
-                print(f"round {turn}, {work.name}, {name}: {work.tokens / seconds:,.0f} tokens/s", flush=True)
+        told(turn, rates, keep)
     reports = {name: engine.ask(None) for name, engine in engines.items()}
     for engine in engines.values():
         engine.stop()
@@ -223,7 +224,8 @@ def main() -> None:
         folder = Path(name)
         logs = options.logs or folder
         logs.mkdir(parents=True, exist_ok=True)
-        found = measure(shape, {name: known[name] for name in names}, workloads, rounds, layers, folder, logs)
+        cells = {name: known[name] for name in names}
+        found = measure(shape, cells, workloads, rounds, layers, folder, logs, options.json)
     found["compared"] = compare(found["rates"])
     found["machine"] = {
         "gpu": torch.cuda.get_device_name(0),

@@ -310,8 +310,9 @@ def measure(
     logs: Path,
     profiled: bool,
     parallel: int,
+    keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Start every cell, let them take turns, and return what was measured."""
+    """Start every cell, let them take turns, and return what was measured; ``keep`` gets it after each round."""
     from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
 
     (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
@@ -338,12 +339,20 @@ def measure(
                 seconds = engine.run(work)
                 if turn >= 0:  # the first round warms up
                     rates[work.name][engine.name].append(work.tokens / seconds)
-        print("round", turn, flush=True)
+        told(turn, rates, keep)
     late = {engine.name: engine.late_compilations() for engine in engines}
     profiles = {e.name: {work.name: e.profile(work) for work in workloads} for e in engines} if profiled else {}
     for engine in engines:
         engine.child.stop()
     return {"rates": rates, "started": started, "late_compilations": late, "profiles": profiles}
+
+
+def told(turn: int, rates: Mapping[str, Mapping[str, list[float]]], keep: Path | None) -> None:
+    """Print a round, and keep the rounds so far: a later one may be cut off."""
+    last = ((work, name, values[-1]) for work, cells in rates.items() for name, values in cells.items() if values)
+    print(f"round {turn}", *(f"{work}, {name}: {rate:,.0f}" for work, name, rate in last), sep="\n  ", flush=True)
+    if keep is not None and turn >= 0:
+        keep.write_text(json.dumps({"rates": rates, "compared": compare(rates)}, indent=1))
 
 
 def compare(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -435,7 +444,16 @@ def main() -> None:
         logs.mkdir(parents=True, exist_ok=True)
         profiled = options.profile is not None
         found = measure(
-            shape, cells, workloads, options.rounds, layers, folder, logs, profiled, options.tensor_parallel
+            shape,
+            cells,
+            workloads,
+            options.rounds,
+            layers,
+            folder,
+            logs,
+            profiled,
+            options.tensor_parallel,
+            options.json,
         )
     found["compared"] = compare(found["rates"])
     found["machine"] = {

@@ -17,7 +17,7 @@ TIMES = 50
 
 
 def tensor_of(rank: int, dtype: torch.dtype, elements: int, turn: int) -> torch.Tensor:
-    """What a rank adds in a turn; whole numbers, so that the sum is exact."""
+    """A rank's part in a turn; whole numbers, so that the sum is exact."""
     generator = torch.Generator().manual_seed(1000 * turn + rank)
     return torch.randint(-100, 100, (elements,), generator=generator).to(dtype)
 

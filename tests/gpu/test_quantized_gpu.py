@@ -139,8 +139,9 @@ def _wide(arg: Any) -> Any:
 
 BEYOND = 2e-3
 """The share of results of experts that may lie beyond the tolerance."""
-FAR = 2e-2
-"""The root mean square of their errors, in the standard deviation of results."""
+FAR, FAR_FEW, FEW = 2e-2, 4e-2, 16
+"""The root mean square of their errors, in the standard deviation of results; and of fewer tokens than so many, whose
+elements share the quantized inputs that became another number."""
 TOKENS = (1, 2, 16, 64, 200, 1000)
 """Few pairs of a token and an expert, which are not sorted, and each plan of tiles."""
 EXPERTS: Mapping[str, tuple[str, int]] = {
@@ -196,7 +197,7 @@ def test_experts_are_right_for_a_models_weights(kind: str) -> None:
         _, share = errors(found, right, operator.tolerance(dtype, args), size)
         beyond = float((share > 1).double().mean())
         distance = float((found - right).square().mean().sqrt() / right.std())
-        if not (float(share.max()) <= 4 and beyond <= BEYOND and distance <= FAR):
+        if not (float(share.max()) <= 4 and beyond <= BEYOND and distance <= (FAR_FEW if tokens < FEW else FAR)):
             wrong.append((tokens, float(share.max()), beyond, distance))
     assert wrong == []
 

@@ -39,8 +39,11 @@ def test_a_wrong_operator_behind_captured_graphs_is_found(checkpoint: Callable[[
     found = FOUND.findall(answer["log"])
     assert "silu_and_mul" in {operator for operator, *_ in found}
     assert {impl_id for _, impl_id, *_ in found} == {"vendor.wrong"}
-    reason = "it goes on, because compiled code or a captured graph holds this choice"
-    assert {outcome.strip() for *_, outcome in found} == {reason}
+    held = "it goes on, because compiled code or a captured graph holds this choice"
+    before = "it is banned for these arguments"  # found while batches warm up, before anything holds the choice
+    outcomes = {outcome.strip() for *_, outcome in found}
+    assert held in outcomes
+    assert outcomes <= {held, before}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v2"])

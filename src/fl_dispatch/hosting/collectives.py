@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..devices import detect_device
+from ..devices.triton import why_unserved
 from ..settings import get_settings
 from . import flagcx, one_shot
 
@@ -121,8 +122,8 @@ def connect(
         return flagcx.connect(flagcx.load(path, device.type), cpu_group, device.type)
     library = TorchCollectives(device_group, ranks)
     spec = detect_device()
-    shared = spec.shares_memory and spec.torch_type == device.type and get_settings().chip_features
-    if adds_in_layers and shared and device_group is not None and len(ranks) > 1:
+    shared = spec.shares_memory and spec.torch_type == device.type and not why_unserved()
+    if adds_in_layers and shared and get_settings().chip_features and device_group is not None and len(ranks) > 1:
         library.sums = one_shot.connect(device_group, cpu_group, device, library.all_reduce)
     return library
 

@@ -1,11 +1,12 @@
 """Small sums over the ranks of one machine in one kernel: each rank reads what the others have put into shared memory.
 
 A decoding step adds up some hundred kilobytes twice in each layer. A library's all-reduce takes longer to begin than to
-move so little. Where the devices of a group map each other's memory, which is PyTorch's symmetric memory, the sum is one
-Triton kernel (:mod:`one_shot_kernel`); it needs no multicast. The size up to which it is faster is measured when the
-ranks connect, in captured graphs, as it will run. The slowest rank's time counts, so all ranks choose alike.
+move so little. The sum is one Triton kernel (:mod:`one_shot_kernel`) if the devices of a group map each other's memory,
+by PyTorch's symmetric memory; it needs no multicast. The size up to which it is faster is measured when the ranks
+connect, in captured graphs, as it will run. The slowest rank's time counts, so all ranks choose alike.
 
-A rank that ends leaves the others waiting in the kernel, as in a library's; the host ends them.
+As with a library, all ranks make the same sums in the same order and one at a time, and a rank that ends leaves the
+others waiting in the kernel; the host ends them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = get_logger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = tuple(1 << power for power in range(13, 24))
-"""Bytes that are timed: 8 KiB to 8 MiB. What is smaller counts as the first, what is larger is the library's."""
+"""Bytes that are timed: 8 KiB to 8 MiB. Smaller sums count as the first, larger ones are the library's."""
 VECTOR = 8
 """Elements of which a sum must have a multiple."""
 CALLS, REPLAYS = 20, 5
@@ -70,17 +71,17 @@ def connect(
         return None
     sums, error = None, ""
     try:
-        sums = OneShotSums(_adder(group, device), SIZES[-1])
+        sums = OneShotSums(adder(group, device), SIZES[-1])
     except RuntimeError as failure:  # what PyTorch raises where the driver maps no memory of another device
         error = str(failure).strip().partition("\n")[0]
     if reason := next(filter(None, _gathered(error, cpu_group)), ""):  # nobody adds before all memory is ready
         logger.info("sums over group %s are the library's, because no memory can be shared: %s", name, reason)
         return None
     assert sums is not None
-    ours, library = _measure((sums.add, all_reduce), device, cpu_group)
+    ours, library = measure((sums.add, all_reduce), device, cpu_group)
     sums.most = largest_faster(ours, library)
-    times = ", ".join(f"{_bytes(size)} {a:.1f} | {b:.1f}" for size, a, b in zip(SIZES, ours, library, strict=True))
-    upto = f"up to {_bytes(sums.most)} in one kernel" if sums.most else "the library's"
+    times = ", ".join(f"{in_words(size)} {a:.1f} | {b:.1f}" for size, a, b in zip(SIZES, ours, library, strict=True))
+    upto = f"up to {in_words(sums.most)} in one kernel" if sums.most else "the library's"
     logger.info("sums over group %s are %s; microseconds of one kernel | the library: %s", name, upto, times)
     return sums if sums.most else None
 
@@ -120,7 +121,7 @@ def _why_not(device: torch.device, place: tuple[str, str]) -> str:
     return ""
 
 
-def _adder(group: ProcessGroup, device: torch.device) -> Callable[[Tensor], None]:
+def adder(group: ProcessGroup, device: torch.device) -> Callable[[Tensor], None]:
     """The sum through memory of this rank's, after every rank has mapped that of the others."""
     from torch.distributed import _symmetric_memory as symmetric  # late: it registers operators
 
@@ -140,7 +141,7 @@ def _adder(group: ProcessGroup, device: torch.device) -> Callable[[Tensor], None
     return add
 
 
-def _measure(
+def measure(
     calls: Sequence[Callable[[Tensor], None]], device: torch.device, cpu_group: ProcessGroup
 ) -> list[list[float]]:
     """Microseconds of each call for each of :data:`SIZES`, those of the slowest rank."""
@@ -171,5 +172,5 @@ def _time(call: Callable[[Tensor], None], tensor: Tensor) -> float:
     return statistics.median(replays[1:])
 
 
-def _bytes(size: int) -> str:
+def in_words(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
