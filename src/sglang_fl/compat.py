@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from fl_dispatch.devices.triton import why_unserved
-from fl_dispatch.hosting.host_facts import check
-from fl_dispatch.hosting.host_source import SourceTree
+from fl_dispatch.hosting.checked_host import findings
 from fl_dispatch.logger_manager import get_logger
 
 from . import own_kernels
@@ -30,7 +29,7 @@ def warn_of_untested_host() -> None:
     """One WARNING on an SGLang that the tests did not run on, with what does not hold there of what we rely on."""
     version, tested = host_version(), ", ".join(TESTED_HOSTS)
     if version not in TESTED_HOSTS:
-        found = check(HOST.facts, SourceTree.installed("sglang"), version)
+        found = findings(HOST.facts, ("sglang",), version)
         how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
         logger.warning("SGLang %s is %s (tested: %s): %s", version, how, tested, found)
 

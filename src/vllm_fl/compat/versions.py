@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from fl_dispatch.hosting.host_facts import check
-from fl_dispatch.hosting.host_source import SourceTree
+from fl_dispatch.hosting.checked_host import findings
 from fl_dispatch.logger_manager import get_logger
 
 from ..host import HOST
@@ -35,7 +34,7 @@ def warn_of_untested_host() -> None:
     """One WARNING on a vLLM that not all tests ran on, with what does not hold there of what we rely on."""
     version, tested = host_version(), ", ".join(TESTED_HOSTS)
     if version not in TESTED_HOSTS:
-        found = check(HOST.facts, SourceTree.installed("vllm", "torch"), version)
+        found = findings(HOST.facts, ("vllm", "torch"), version)
         how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
         logger.warning("vLLM %s is %s (tested: %s): %s", version, how, tested, found)
 

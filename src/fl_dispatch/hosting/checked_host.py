@@ -1,0 +1,52 @@
+"""The check of a host that not all tests ran on, once for an installation: reading its source takes seconds.
+
+Each process of an engine asks. The sentence is kept in the user's cache directory, under a name that changes with the
+host's files, with our facts and with this package's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import platformdirs
+
+from ..errors import DispatchError
+from ..logger_manager import get_logger
+from ..version import __version__
+from .host_facts import HostFact, check
+from .host_source import SourceTree
+from .private_file import write_private
+
+logger = get_logger(__name__)
+
+
+def findings(facts: Iterable[HostFact], packages: Sequence[str], version: str) -> str:
+    """What the installed host lacks of our facts, in words.
+
+    Args:
+        facts: the plugin's.
+        packages: the top-level packages whose source is read, the host's first.
+        version: the host's.
+    """
+    facts, tree = tuple(facts), SourceTree.installed(*packages)
+    text = "\n".join([__version__, version, *map(repr, facts), *(_state(folder) for folder in tree.packages.values())])
+    name = f"{packages[0]}-{version}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.txt"
+    kept = platformdirs.user_cache_path("fl-dispatch") / "checked-hosts" / name
+    try:
+        return kept.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        found = str(check(facts, tree, version))
+    try:
+        write_private(kept, found, "the check of the host")
+    except DispatchError as error:
+        logger.debug("the check of the host is not kept: %s", error)
+    return found
+
+
+def _state(folder: Path) -> str:
+    """A folder's Python files as one line that changes when one of them does."""
+    stats = [file.stat() for file in folder.rglob("*.py")]
+    size, newest = sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
+    return f"{folder} {len(stats)} {size} {newest}"
