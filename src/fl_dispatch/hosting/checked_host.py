@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 def findings(facts: Iterable[HostFact], packages: Sequence[str], version: str) -> str:
-    """What the installed host lacks of our facts, in words.
+    """The installed host's lack of what our facts name, in words.
 
     Args:
         facts: the plugin's.
