@@ -34,9 +34,11 @@ def measure(rank: int, meeting_point: str) -> list[list[float]]:
     ranks = list(range(RANKS))
     group, cpu_group = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
     device = torch.device("cuda", rank)
-    calls = (one_shot.adder(group, device), TorchCollectives(group, ranks).all_reduce)
+    library = TorchCollectives(group, ranks)
+    shared = one_shot.SharedMemory(group, device)
+    shared.meet()
     dist.barrier(group=cpu_group)  # nobody adds before all memory is ready
-    return one_shot.measure(calls, device, cpu_group)
+    return one_shot.measure((shared.add, library.all_reduce), device, cpu_group)
 
 
 def main() -> None:

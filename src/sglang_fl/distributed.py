@@ -27,7 +27,7 @@ from torch import Tensor
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting import ranks
 from fl_dispatch.hosting.attached import Attached
-from fl_dispatch.hosting.collectives import Communicator, connect
+from fl_dispatch.hosting.collectives import Communicator, connect, connect_sums
 
 from .hooks import Kind
 
@@ -43,9 +43,11 @@ COMMUNICATOR = Attached[Communicator]("fl_communicator")
 def connect_group(result: None, group: GroupCoordinator, *args: Any, **kwargs: Any) -> None:
     """After a group is made, which all its ranks do together: connect them."""
     if group.world_size > 1:
-        layers = group.unique_name.startswith(TENSOR_PARALLEL)
-        collectives = connect(group.device_group, group.cpu_group, group.ranks, group.device, layers)
-        ours = Communicator(group.unique_name, collectives, group.rank_in_group, group.world_size)
+        collectives = connect(group.device_group, group.cpu_group, group.ranks, group.device.type)
+        sums = None
+        if group.unique_name.startswith(TENSOR_PARALLEL):
+            sums = connect_sums(group.device_group, group.cpu_group, group.device, collectives)
+        ours = Communicator(group.unique_name, collectives, group.rank_in_group, group.world_size, sums)
         COMMUNICATOR.give(group, ours)
 
 

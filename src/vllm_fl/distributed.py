@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
 from fl_dispatch.hosting.attached import Attached
-from fl_dispatch.hosting.collectives import Communicator, connect
+from fl_dispatch.hosting.collectives import Communicator, connect, connect_sums
 
 Capture = Callable[..., AbstractContextManager[Any]]
 TENSOR_PARALLEL = "tp"
@@ -41,9 +41,11 @@ class CommunicatorFL(DeviceCommunicatorBase):
         **kwargs: Any,  # differs between vLLM's versions
     ) -> None:
         super().__init__(cpu_group, device, device_group, unique_name, *args, **kwargs)
-        layers = unique_name.startswith(TENSOR_PARALLEL)
-        collectives = connect(self.device_group, self.cpu_group, self.ranks, self.device, layers)
-        self.communicator = Communicator(unique_name, collectives, self.rank_in_group, self.world_size)
+        collectives = connect(self.device_group, self.cpu_group, self.ranks, self.device.type)
+        sums = None
+        if unique_name.startswith(TENSOR_PARALLEL) and self.world_size > 1:
+            sums = connect_sums(self.device_group, self.cpu_group, self.device, collectives)
+        self.communicator = Communicator(unique_name, collectives, self.rank_in_group, self.world_size, sums)
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 

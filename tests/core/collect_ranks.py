@@ -109,7 +109,7 @@ def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
     reset_global_policy()  # reads the settings again
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=two_ranks.RANKS)
     group = dist.new_group(list(range(two_ranks.RANKS)), backend="gloo")
-    collectives = connect(group, group, list(range(two_ranks.RANKS)), torch.device("cpu"), adds_in_layers=True)
+    collectives = connect(group, group, list(range(two_ranks.RANKS)), "cpu")
     communicator = Communicator("all", collectives, rank, two_ranks.RANKS)
     strided = tensor_of(rank)[:, ::2]
     communicator.broadcast(strided, 1)

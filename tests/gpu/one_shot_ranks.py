@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 import two_ranks
-from fl_dispatch.hosting.collectives import TorchCollectives, connect
-from fl_dispatch.hosting.one_shot import DTYPES
+from fl_dispatch.hosting.collectives import Communicator, connect, connect_sums
+from fl_dispatch.hosting.one_shot import DTYPES, SIZES
+from fl_dispatch.hosting.one_shot_kernel import BLOCKS, TILE
 
-ELEMENTS = (8, 4096, 5 * 4096, 32 * 4096 + 8)
+ELEMENTS = (8, 4096, 5 * 4096, BLOCKS * TILE + 8, SIZES[-1] // 4)
+"""The last two take several turns of the kernel's programs."""
 TIMES = 50
 
 
@@ -22,22 +25,24 @@ def tensor_of(rank: int, dtype: torch.dtype, elements: int, turn: int) -> torch.
     return torch.randint(-100, 100, (elements,), generator=generator).to(dtype)
 
 
-def wrong(sums: Any, rank: int, dtype: torch.dtype, elements: int, graph: bool) -> int:
-    """Turns out of :data:`TIMES` with a wrong sum."""
-    tensor = torch.zeros(elements, dtype=dtype, device="cuda")
-    sums.add(tensor)
+def wrong(communicator: Communicator, rank: int, graph: bool) -> list[str]:
+    """Cases with a wrong sum: all types and lengths in turn, without a wait in between, so that the ranks run apart."""
+    cases = list(itertools.product(range(3), ELEMENTS, DTYPES))
+    tensors = [torch.zeros(elements, dtype=dtype, device="cuda") for _, elements, dtype in cases]
+    parts = [tensor_of(rank, dtype, elements, turn).cuda() for turn, elements, dtype in cases]
+    torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
-    if graph:
-        torch.cuda.synchronize()
-        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            sums.add(tensor)
-    results = []
-    for turn in range(TIMES):  # without a wait in between: the ranks run apart
-        tensor.copy_(tensor_of(rank, dtype, elements, turn).cuda())
-        captured.replay() if graph else sums.add(tensor)
-        results.append(tensor.clone())
-    right = (sum(tensor_of(other, dtype, elements, turn) for other in range(2)) for turn in range(TIMES))
-    return sum(not torch.equal(found.cpu(), expected) for found, expected in zip(results, right, strict=True))
+    with torch.cuda.graph(captured, capture_error_mode="thread_local") if graph else contextlib.nullcontext():
+        for tensor, part in zip(tensors, parts, strict=True):
+            communicator.all_reduce(tensor.copy_(part))
+    for _ in range(TIMES if graph else 0):
+        captured.replay()
+    found = []
+    for tensor, (turn, elements, dtype) in zip(tensors, cases, strict=True):
+        right = sum(tensor_of(other, dtype, elements, turn).float() for other in range(two_ranks.RANKS))
+        if not torch.equal(tensor.float().cpu(), right):
+            found.append(f"{dtype} {elements}")
+    return found
 
 
 def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
@@ -45,15 +50,15 @@ def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
     dist.init_process_group("nccl", init_method=meeting_point, rank=rank, world_size=two_ranks.RANKS)
     ranks = list(range(two_ranks.RANKS))
     device_group, cpu_group = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
-    device = torch.device("cuda", rank)
-    collectives = connect(device_group, cpu_group, ranks, device, adds_in_layers=True)
-    assert isinstance(collectives, TorchCollectives)
-    sums = collectives.sums
-    assert sums is not None
-    cases = itertools.product(DTYPES, ELEMENTS, (False, True))
-    found = {"most": sums.most, "wrong": [wrong(sums, rank, *case) for case in cases]}
-    other = connect(device_group, cpu_group, ranks, device)
-    return {**found, "elsewhere": other.sums is not None}  # type: ignore[attr-defined]
+    library = connect(device_group, cpu_group, ranks, "cuda")
+    sums = connect_sums(device_group, cpu_group, torch.device("cuda", rank), library)
+    if sums is None:
+        return {"most": 0}
+    found = {"most": sums.most}
+    sums.most = SIZES[-1]  # a size that is the library's because that is faster must be right too
+    communicator = Communicator("tp", library, rank, two_ranks.RANKS, sums)
+    found |= {"wrong": wrong(communicator, rank, False) + wrong(communicator, rank, True)}
+    return {**found, "calls": communicator.calls}
 
 
 if __name__ == "__main__":

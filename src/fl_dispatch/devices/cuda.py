@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,19 @@ def _refuse_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+NATIVE_ATOMICS = 3
+"""``CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED`` of the driver's interface."""
+
+
+def _shares_memory(device: int, other: int) -> bool:
+    """Over NVLink, usually: PCI Express has no atomic operations on another device's memory."""
+    if not torch.cuda.can_device_access_peer(device, other):
+        return False
+    atomics = ctypes.c_int()
+    failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(atomics), NATIVE_ATOMICS, device, other)
+    return not failed and bool(atomics.value)
+
+
 count = counter("cuda")
 
 CUDA = DeviceSpec(
@@ -65,7 +79,7 @@ CUDA = DeviceSpec(
     platform_config="cuda",
     visible_devices="CUDA_VISIBLE_DEVICES",
     priority=10,
-    verified={"vLLM": "served on an NVIDIA H200"},
+    verified={"vLLM": "served on an NVIDIA H200", "SGLang": "served small models on an NVIDIA H100"},
     forks=True,
     float8=True,
     quantized=("vLLM",),
@@ -73,7 +87,6 @@ CUDA = DeviceSpec(
     pin_memory=True,
     inductor=TRITON,
     graphs=True,
-    shares_memory=True,
     unowned_view=over_its_storage,
     model_runners=("v1", "v2"),
     host_kernels={"SGLang": "cuda"},
@@ -86,5 +99,6 @@ CUDA = DeviceSpec(
     driver=nvml.driver,
     capability=lambda index: _gpu(index).capability,
     refuse_waits=_refuse_waits,
+    shares_memory=_shares_memory,
     **functions("cuda"),
 )

@@ -71,7 +71,6 @@ class DeviceSpec:
         inductor: the language in which Inductor writes code for it (``cpp``, ``triton``), or ``None``: it writes none.
         graphs: whether it can capture and replay graphs.
         graph_class: the graph's class in the device's PyTorch module.
-        shares_memory: whether devices of one machine may map each other's memory through PyTorch's symmetric memory.
         graph_wrapper: host → path of the class with which it captures; its own class where it is missing.
         unowned_view: a tensor over a tensor's memory that does not keep it alive, because the memory pool of captured
             graphs does; by default the tensor itself, so that graphs share less memory.
@@ -102,6 +101,8 @@ class DeviceSpec:
         empty_cache: gives cached memory back.
         refuse_waits: a context in which a call that waits for the device raises ``RuntimeError``; ``None`` where
             PyTorch cannot tell.
+        shares_memory: whether one device maps the memory of another one of this machine, through PyTorch's symmetric
+            memory, with atomic operations there; ``None`` where there is no such thing. May create a context.
         is_capturing: whether a graph is being captured in this thread's current stream. By default
             ``torch.<torch_type>.is_current_stream_capturing`` is asked; a device whose PyTorch module has no such
             function never captures.
@@ -137,7 +138,6 @@ class DeviceSpec:
     inductor: str | None = None
     graphs: bool = False
     graph_class: str = "CUDAGraph"
-    shares_memory: bool = False
     graph_wrapper: Mapping[str, str] = field(default_factory=dict)
     unowned_view: Callable[[torch.Tensor], torch.Tensor] = field(default=_itself)
     forks: bool = False
@@ -158,6 +158,7 @@ class DeviceSpec:
     synchronize: Callable[[], None] = field(default=_nothing)
     empty_cache: Callable[[], None] = field(default=_nothing)
     refuse_waits: Callable[[], AbstractContextManager[None]] | None = None
+    shares_memory: Callable[[int, int], bool] | None = None
     is_capturing: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:

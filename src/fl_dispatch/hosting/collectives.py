@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..devices import detect_device
-from ..devices.triton import why_unserved
 from ..settings import get_settings
 from . import flagcx, one_shot
 
@@ -54,24 +53,13 @@ class Collectives(Protocol):
 
 
 class TorchCollectives:
-    """The collectives of a process group of ``torch.distributed``, which belongs to the host.
+    """The collectives of a process group of ``torch.distributed``, which belongs to the host."""
 
-    Args:
-        group: the ranks.
-        ranks: their numbers outside the group.
-        sums: what adds small tensors, or ``None``.
-    """
-
-    def __init__(
-        self, group: ProcessGroup | None, ranks: Sequence[int], sums: one_shot.OneShotSums | None = None
-    ) -> None:
-        self.group, self.ranks, self.sums = group, ranks, sums
+    def __init__(self, group: ProcessGroup | None, ranks: Sequence[int]) -> None:
+        self.group, self.ranks = group, ranks
 
     def all_reduce(self, tensor: Tensor) -> None:
-        if self.sums is not None and self.sums.takes(tensor):
-            self.sums.add(tensor)
-        else:
-            dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
         _all_gather(output, tensor, group=self.group)
@@ -99,11 +87,7 @@ def refuse_missing_library(device_type: str) -> None:
 
 
 def connect(
-    device_group: ProcessGroup | None,
-    cpu_group: ProcessGroup,
-    ranks: Sequence[int],
-    device: torch.device,
-    adds_in_layers: bool = False,
+    device_group: ProcessGroup | None, cpu_group: ProcessGroup, ranks: Sequence[int], device_type: str
 ) -> Collectives:
     """The library for a group. Every rank of the group must call it.
 
@@ -111,36 +95,56 @@ def connect(
         device_group: moves the tensors, unless another library does.
         cpu_group: the same ranks; another library's ranks find each other through it.
         ranks: the group's ranks as ``torch.distributed`` numbers them.
-        device: of the tensors.
-        adds_in_layers: whether each layer of a model makes sums over the group, which are small when it decodes.
+        device_type: the PyTorch device type of the tensors.
 
     Raises:
         ConfigError: the user names a library that cannot be used.
     """
     path = get_settings().flagcx_path
-    if path is not None:
-        return flagcx.connect(flagcx.load(path, device.type), cpu_group, device.type)
-    library = TorchCollectives(device_group, ranks)
-    spec = detect_device()
-    shared = spec.shares_memory and spec.torch_type == device.type and not why_unserved()
-    if adds_in_layers and shared and get_settings().chip_features and device_group is not None and len(ranks) > 1:
-        library.sums = one_shot.connect(device_group, cpu_group, device, library.all_reduce)
-    return library
+    if path is None:
+        return TorchCollectives(device_group, ranks)
+    return flagcx.connect(flagcx.load(path, device_type), cpu_group, device_type)
+
+
+def connect_sums(
+    device_group: ProcessGroup | None, cpu_group: ProcessGroup, device: torch.device, collectives: Collectives
+) -> one_shot.OneShotSums | None:
+    """Whatever adds small tensors over a group faster than its library, or ``None``. Every rank must call it.
+
+    For the group whose ranks share each layer of a model: they add twice in a layer.
+    """
+    if device_group is None or detect_device().shares_memory is None or not isinstance(collectives, TorchCollectives):
+        return None
+    return one_shot.connect(device_group, cpu_group, device, collectives.all_reduce)
 
 
 class Communicator:
-    """The exchanges within one group of ranks, for tensors of any layout. ``calls`` counts its collectives by name."""
+    """The exchanges within one group of ranks, for tensors of any layout. ``calls`` counts its collectives by name.
 
-    def __init__(self, name: str, collectives: Collectives, rank: int, ranks: int) -> None:
-        self.name, self.collectives, self.rank, self.ranks = name, collectives, rank, ranks
+    Args:
+        name: the host's, of the group.
+        collectives: the library.
+        rank: this one's number in the group.
+        ranks: how many there are.
+        sums: what adds small tensors, or ``None``: the library adds all.
+    """
+
+    def __init__(
+        self, name: str, collectives: Collectives, rank: int, ranks: int, sums: one_shot.OneShotSums | None = None
+    ) -> None:
+        self.name, self.collectives, self.rank, self.ranks, self.sums = name, collectives, rank, ranks, sums
         self.calls: Counter[str] = Counter()
         _communicators.add(self)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks. Overwrites ``tensor``, and returns it, where it is contiguous."""
-        self.calls["all_reduce"] += 1
         result = tensor.contiguous()
-        self.collectives.all_reduce(result)
+        if self.sums is not None and self.sums.takes(result):
+            self.calls["all_reduce in one kernel"] += 1
+            self.sums.add(result)
+        else:
+            self.calls["all_reduce"] += 1
+            self.collectives.all_reduce(result)
         return result
 
     def reduce_scatter(
@@ -222,7 +226,8 @@ class Communicator:
         return tensor
 
     def close(self) -> None:
-        """Give back what the library holds for this group."""
+        """Give back what is held for this group."""
+        self.sums = None
         self.collectives.close()
 
 

@@ -19,6 +19,8 @@ BLOCKS = 64
 TILE = 4096
 """Elements that a program adds at a time."""
 WARPS = 8
+WAITS_FOR_NOBODY = -(1 << 40) - 1
+"""A count of calls after which the next one is below every flag, and even, as those that use the first place."""
 VECTOR = tl.constexpr(8)
 """Elements of which a tensor has whole vectors, so that memory is read 16 bytes at a time."""
 
