@@ -69,8 +69,8 @@ def connect(
 ) -> OneShotSums | None:
     """One-shot sums for a group, up to the size from which ``all_reduce`` is faster; ``None`` if it always is.
 
-    Every rank of the group must call it, and all of them get the same answer. What fails on one rank is told to the
-    others before they go on, and leaves the sums to the library.
+    Every rank of the group must call it, and all of them get the same answer. A failure on one rank is told to
+    the others before they go on, and leaves the sums to the library.
 
     Args:
         group: the ranks, and the library that ``all_reduce`` stands for.
