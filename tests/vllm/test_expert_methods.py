@@ -270,30 +270,53 @@ def test_a_rank_without_experts_adds_nothing(config: Any) -> None:
 
 
 @pytest.fixture
-def for_many_tokens() -> Iterator[None]:
-    """A vendor's experts, which come first and decline few tokens."""
+def vendors_experts() -> Iterator[list[str]]:
+    """A vendor's experts, which decline the numbers of tokens that a test puts into the list: few, many."""
+    declined: list[str] = []
+
+    def supports(hidden_states: torch.Tensor, *others: Any) -> bool | str:
+        size = "few" if len(hidden_states) <= 8 else "many"
+        return f"{size} tokens" if size in declined else True
+
     impl = OpImpl(
         "scaled_moe",
-        "vendor.many",
+        "vendor.some",
         BackendImplKind.VENDOR,
         OPERATORS["scaled_moe"].prototype,
-        vendor="many",
-        supports=lambda hidden_states, *others: True if len(hidden_states) > 8 else "few tokens",
+        vendor="some",
+        supports=supports,
     )
     reset_default_manager()
     get_default_manager().registry.register_impl(impl)
-    with policy_context(SelectionPolicy(prefer="vendor")):
-        yield
+    yield declined
     reset_default_manager()
 
 
-@pytest.mark.usefixtures("for_many_tokens")
-def test_experts_that_the_chosen_kernel_declines_are_refused() -> None:
-    """Without words about them they would wait for the device in each layer."""
+def load_experts() -> None:
+    """Load a layer of ``scaled_moe``, on a rank without experts."""
     config = Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"})
     layer = mixture(config, count=1, ep_size=2, ep_rank=1, use_ep=True)
-    with pytest.raises(ValueError, match=r"vllm_fl does not support these experts \(few tokens\) yet"):
-        layer.quant_method.process_weights_after_loading(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("size", ["few", "many"])
+def test_experts_that_the_chosen_kernel_declines_are_refused(size: str, vendors_experts: list[str]) -> None:
+    """Without words about them they would wait for the device in each layer."""
+    with policy_context(SelectionPolicy(prefer="vendor")):
+        load_experts()
+        vendors_experts.append(size)
+        with pytest.raises(ValueError, match=rf"vllm_fl does not support these experts \({size} tokens\) yet"):
+            load_experts()
+
+
+@pytest.mark.parametrize("size", ["few", "many"])
+def test_experts_that_no_other_kernel_may_compute_are_refused(size: str, vendors_experts: list[str]) -> None:
+    """Without words about them the first batch would fail."""
+    with policy_context(SelectionPolicy(per_op_order=(("scaled_moe", ("impl:vendor.some",)),))):
+        load_experts()
+        vendors_experts.append(size)
+        with pytest.raises(ValueError, match=rf"does not support these experts \(.*vendor\.some: {size} tokens"):
+            load_experts()
 
 
 def test_experts_in_fp8_are_refused_on_a_chip_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

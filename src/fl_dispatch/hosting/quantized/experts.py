@@ -19,6 +19,8 @@ from . import orders
 from .layers import QuantizedKernel
 
 NAMES = ("w13", "w2")
+ASKED = (1, 8192)
+"""Tokens of the calls that are asked about before a model starts: a request's next one, and prompts."""
 
 
 def indivisible(sizes: Iterable[int], bits: int, group: int) -> str:
@@ -60,15 +62,24 @@ class QuantizedExperts(QuantizedKernel):
         return self.fl_call(*self._arguments(layer, x, routing, out))
 
     def waiting(self, layer: Any, dtype: torch.dtype, activation: str) -> str:
-        """Why the first choice leaves the calls of a layer to one that no graph can hold, or an empty string."""
+        """Why calls of a layer, with few or many tokens, have no implementation or one that no graph can hold.
+
+        An empty string says that they have one, or that the policy puts such a one first.
+        """
+        reasons = (self._waiting(layer, dtype, activation, tokens) for tokens in ASKED)
+        return next(filter(None, reasons), "")
+
+    def _waiting(self, layer: Any, dtype: torch.dtype, activation: str, tokens: int) -> str:
         first = explain(self.fl_operator, scope=self.fl_scope).chosen
         weight = self.weight_of(layer, "w2")[0]
         x, ids = (
-            weight.new_empty((1, size), dtype=kind) for size, kind in ((weight.shape[1], dtype), (1, torch.int32))
+            weight.new_empty((tokens, size), dtype=kind) for size, kind in ((weight.shape[1], dtype), (1, torch.int32))
         )
         args = self._arguments(layer, x, (x[:, :1].float(), ids, activation, False, None), None)
         found = explain(self.fl_operator, *args, scope=self.fl_scope)
-        if first is None or first is found.chosen or found.chosen is None or found.chosen.properties.get(GRAPHS, True):
+        if found.chosen is None:
+            return "; ".join(f"{impl.impl_id}: {reason}" for impl, reason in found.refusals.items() if reason)
+        if first is None or first is found.chosen or found.chosen.properties.get(GRAPHS, True):
             return ""
         return found.refusals[first]
 
