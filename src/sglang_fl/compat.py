@@ -72,7 +72,14 @@ def _hook(target: str, call: Any, kind: Kind) -> Hook:
 
 @cache
 def all_hooks() -> tuple[Hook, ...]:
-    """Every hook of this package."""
+    """The hooks of this package whose targets the version of SGLang beside us should have."""
+    version = host_version()
+    targets = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(version) for name in fact.plain_names}
+    present = {target.replace(":", ".") for target in targets}
+    return tuple(hook for hook in _hooks() if hook.target in present)
+
+
+def _hooks() -> tuple[Hook, ...]:
     from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
     from .speculation import hooked
 

@@ -40,7 +40,7 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
         (not plain and (not fp8 or device.accelerator), cache),
         (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
         (args.quantization_param_path, "scales of a KV cache in a file of their own"),
-        *speculation.unserved(args),
+        *speculation.unserved(args, device),
         (args.enable_torch_compile, "--enable-torch-compile"),
         ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),

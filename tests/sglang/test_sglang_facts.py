@@ -10,7 +10,7 @@ import sglang_fl
 from fl_dispatch.devices.cpu import sglang_attention
 from overridden import assert_parameters, overridden, unlisted
 from sglang_fl.host_facts import FACTS, HOOKED
-from sglang_fl.version import host_version
+from sglang_fl.version import SMOKE_TESTED_HOSTS, host_version
 
 
 def test_every_name_of_the_host_that_a_class_of_ours_overrides_is_listed(host: None) -> None:
@@ -21,11 +21,15 @@ def test_our_methods_take_the_parameters_that_the_table_says(host: None) -> None
     assert assert_parameters(FACTS, list(overridden(sglang_fl, "sglang")), host_version()) > 25
 
 
-def test_what_is_hooked_is_what_the_table_says(host: None) -> None:
+@pytest.mark.parametrize("version", [*SMOKE_TESTED_HOSTS, host_version()])
+def test_what_is_hooked_is_what_the_table_says(version: str, host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_fl import compat
 
-    said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(host_version()) for name in fact.plain_names}
-    assert {hook.target for hook in compat.all_hooks()} == {target.replace(":", ".") for target in said}
+    monkeypatch.setattr(compat, "host_version", lambda: version)
+    said = {f"{fact.owner}.{name}" for fact in HOOKED if fact.concerns(version) for name in fact.plain_names}
+    hooked = {hook.target for hook in compat.all_hooks.__wrapped__()}
+    assert hooked == {target.replace(":", ".") for target in said}
+    assert ("sglang.srt.layers.dual_gemm.DualGemm._select_mode" in hooked) == (version not in SMOKE_TESTED_HOSTS)
 
 
 def test_a_model_on_a_cpu_keeps_the_sizes_of_its_checkpoint(host: None) -> None:

@@ -17,7 +17,7 @@ from serving import STEP, start
 
 import drafters
 import variants
-from fl_dispatch.devices import detect_device
+from fl_dispatch.devices import ASCEND, CPU, detect_device
 from running import MAX_TOKENS, PROMPTS, reference_network
 from sampling import drawn
 
@@ -252,6 +252,16 @@ REFUSED = {
         {"speculative_draft_attention_backend": "torch_native"},
         "--speculative-draft-attention-backend torch_native",
     ),
+    "a cache of another type": (
+        {"speculative_draft_kv_cache_dtype": "fp8_e4m3"},
+        "--speculative-draft-kv-cache-dtype fp8_e4m3",
+    ),
+    "a quantized drafter": (
+        {"speculative_draft_model_quantization": "fp8"},
+        "--speculative-draft-model-quantization fp8",
+    ),
+    "a small vocabulary": ({"speculative_token_map": "tokens.pt"}, "--speculative-token-map"),
+    "attention of single tokens": ({"speculative_attention_mode": "decode"}, "--speculative-attention-mode decode"),
     "adapters": ({"enable_lora": True}, "LoRA and speculative decoding with 'EAGLE'"),
     "stages": ({"pp_size": 2}, "pipeline stages and speculative decoding with 'EAGLE'"),
     "replicas": ({"dp_size": 2}, "data-parallel ranks and speculative decoding with 'EAGLE'"),
@@ -271,6 +281,26 @@ def test_what_is_not_covered_is_refused_in_one_sentence(case: str, host: None) -
     given, said = REFUSED[case]
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} on cpu yet \(model m\)$"):
         config.refuse_unsupported(_asked(**given), detect_device())
+
+
+@pytest.mark.parametrize("algorithm", speculation.SERVED)
+def test_drafts_on_an_accelerator_are_refused(algorithm: str, host: None) -> None:
+    said = f"speculative decoding with '{algorithm}' on ascend"
+    with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} yet \(model m\)$"):
+        config.refuse_unsupported(_asked(speculative_algorithm=algorithm), ASCEND)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"kv_cache_dtype": "bfloat16", "speculative_draft_kv_cache_dtype": "bfloat16"},
+        {"quantization": "fp8", "speculative_draft_model_quantization": "fp8"},
+        {"speculative_draft_model_quantization": "unquant"},
+    ],
+)
+def test_a_drafter_that_is_as_its_target_is_served(given: dict[str, str], host: None) -> None:
+    config.refuse_unsupported(_asked(**given), CPU)
 
 
 def test_another_version_of_sglang_is_refused(host: None, monkeypatch: pytest.MonkeyPatch) -> None:

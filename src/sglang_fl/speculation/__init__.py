@@ -15,6 +15,8 @@ from ..version import TESTED_HOSTS, host_version
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+    from fl_dispatch.devices import DeviceSpec
+
 BY_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms that draft by a model; SGLang takes NEXTN for another name of EAGLE."""
 BY_LOOK_UP = "NGRAM"
@@ -33,7 +35,7 @@ def serves(algorithm: str) -> bool:
     return algorithm in SERVED and host_version() in TESTED_HOSTS
 
 
-def unserved(args: ServerArgs) -> list[tuple[Any, str]]:
+def unserved(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
     """``(present, feature)`` of everything about speculation that is refused."""
     algorithm, topk = named(args), args.speculative_eagle_topk
     if algorithm is None:
@@ -41,8 +43,12 @@ def unserved(args: ServerArgs) -> list[tuple[Any, str]]:
     what = f"speculative decoding with '{algorithm}'"
     if not serves(algorithm):
         return [(True, what if algorithm not in SERVED else f"{what} under SGLang {host_version()}")]
-    backend = args.speculative_draft_attention_backend
+    backend, mode = args.speculative_draft_attention_backend, args.speculative_attention_mode
+    cache, quantized = args.speculative_draft_kv_cache_dtype, args.speculative_draft_model_quantization
+    # SGLang has set a drafter's quantization to the target's before it asks us, where the user gave none.
+    as_target = (None, "unquant", args.quantization)
     return [
+        (device.accelerator, what),
         (topk is not None and topk > 1, f"drafts that are trees (--speculative-eagle-topk {topk} instead of 1)"),
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_multi_layer_eagle, "--enable-multi-layer-eagle"),
@@ -50,6 +56,10 @@ def unserved(args: ServerArgs) -> list[tuple[Any, str]]:
         (args.speculative_draft_window_size is not None, "--speculative-draft-window-size"),
         (args.speculative_ngram_external_corpus_path is not None, "--speculative-ngram-external-corpus-path"),
         (backend is not None, f"--speculative-draft-attention-backend {backend}"),
+        (cache not in (None, args.kv_cache_dtype), f"--speculative-draft-kv-cache-dtype {cache}"),
+        (quantized not in as_target, f"--speculative-draft-model-quantization {quantized}"),
+        (args.speculative_token_map is not None, "--speculative-token-map"),
+        (mode != "prefill", f"--speculative-attention-mode {mode}"),
         (args.enable_lora or args.lora_paths, f"LoRA and {what}"),
         (args.pp_size > 1, f"pipeline stages and {what}"),
         (args.dp_size > 1, f"data-parallel ranks and {what}"),
