@@ -56,6 +56,13 @@ def test_sums_without_elements_or_of_broken_vectors_are_the_librarys() -> None:
     assert SUMS.takes(torch.empty(3, 8))
 
 
+def test_where_a_tensor_lies_does_not_matter_because_it_may_lie_elsewhere_on_the_other_rank() -> None:
+    memory = torch.empty(17)
+    assert memory[:16].data_ptr() % 16 != memory[1:].data_ptr() % 16
+    assert SUMS.takes(memory[:16])
+    assert SUMS.takes(memory[1:])
+
+
 def test_the_kernel_has_the_same_vectors() -> None:
     assert one_shot_kernel.VECTOR.value == VECTOR
 
