@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -100,3 +101,29 @@ def with_mtp(model: Path, target: Path) -> Path:
     whole = {**tensors, **{f"model.layers.3.{name}": tensor for name, tensor in layer.items()}}
     shutil.copytree(model, target)
     return _write(target, model, whole, num_nextn_predict_layers=1)
+
+
+TOP, TEMPERATURE = 3, 2.0
+"""The sampled steps of engines: the best tokens, and how alike their probabilities are made."""
+
+
+def check_pairs(network: Any, prompt: list[int], sampled: list[list[int]]) -> None:
+    """Each pair's share of the sampled ones is within five standard deviations of the network's probability."""
+    first = _best(network, prompt)
+    assert max(first.values()) < 0.9
+    pairs = {
+        (one, other): chance * next_chance
+        for one, chance in first.items()
+        for other, next_chance in _best(network, [*prompt, one]).items()
+    }
+    expected = torch.tensor(list(pairs.values()))
+    found = (torch.tensor(sampled)[:, None] == torch.tensor(list(pairs))).all(-1).float().mean(0)
+    assert torch.isclose(found.sum(), torch.tensor(1.0))
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / len(sampled)).sqrt()).all(), found.tolist()
+
+
+def _best(network: Any, prompt: list[int]) -> dict[int, float]:
+    """The tokens that may follow, and the probability of each."""
+    with torch.no_grad():
+        best = (network(torch.tensor([prompt])).logits[0, -1] / TEMPERATURE).topk(TOP)
+    return dict(zip(best.indices.tolist(), best.values.softmax(-1).tolist(), strict=True))
