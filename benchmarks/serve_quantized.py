@@ -3,7 +3,8 @@
 The model has the shape of ``serve_vllm.py`` and random weights in a quantized format, which no file has to bring; its
 engines, its turns and its comparison are that benchmark's. ``vanilla_*`` chooses its own kernels for the format;
 ``ours`` takes the Triton kernels of this project for quantized rows and products, ``vendor`` the vendor's where they
-run, and both the shipped choices for everything else; ``bf16`` is the plugin with weights that are not quantized.
+run, and both the shipped choices for everything else; ``shipped`` takes those for all; ``bf16`` is the plugin with
+weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
         [--quick] [--json FILE] [--logs FOLDER]
@@ -58,6 +59,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
     return vanilla | {
         "ours": Cell(_chosen("impl:default.triton"), change=change),
         "vendor": Cell(_chosen("vendor"), change=change),
+        "shipped": Cell({}, change=change),
         "bf16": Cell({}, {"model": str(unquantized)}),
     }
 

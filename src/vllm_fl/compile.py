@@ -19,6 +19,7 @@ from torch import nn
 
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
+from fl_dispatch.hosting import kernel_constants
 from fl_dispatch.hosting.first_choices import left_to_inductor
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
@@ -193,6 +194,7 @@ def start(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Wrap the model in ``torch.compile`` where vLLM leaves that to the model runner; the next forward compiles."""
     from vllm.config import CompilationMode
 
+    kernel_constants.share_equal()
     if vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
         from vllm.compilation.wrapper import compile_model_with_stock_torch
 
@@ -216,18 +218,21 @@ def warm_up_sizes(vllm_config: VllmConfig, default: int) -> list[int]:
 
 
 def counts() -> dict[str, int]:
-    """vLLM's counters of this process, and Dynamo's of graphs: what was compiled or loaded since the process began."""
+    """vLLM's counters of this process, and PyTorch's: what was compiled or loaded since the process began."""
     from torch._dynamo.utils import counters
     from vllm.compilation.counter import compilation_counter
 
-    return {**asdict(compilation_counter), "graphs": counters["stats"]["unique_graphs"]}
+    ahead = counters["aot_autograd"]
+    distinct = ahead["ok"] + ahead["autograd_cache_hit"]
+    return {**asdict(compilation_counter), "graphs": counters["stats"]["unique_graphs"], "distinct": distinct}
 
 
 def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]:
     """Counts of what was compiled since the counters stood at ``before``, as plain data.
 
     ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``; ``compilations`` is how often
-    a piece was compiled. ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut.
+    it asked for the code of a piece, and ``distinct`` how often Inductor made or loaded some: equal pieces share it.
+    ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut.
     """
     now, compilation = counts(), vllm_config.compilation_config
     grown = {name: value - before[name] for name, value in now.items()}
@@ -237,6 +242,7 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
         "graphs": grown["graphs"],
         "pieces": grown["num_piecewise_capturable_graphs_seen"],
         "compilations": grown["num_backend_compilations"],
+        "distinct": grown["distinct"],
         "loaded": grown["num_aot_artifacts_loaded"],
         "saved": grown["num_aot_artifacts_saved"],
     }
