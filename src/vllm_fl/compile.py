@@ -19,7 +19,7 @@ from torch import nn
 
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
-from fl_dispatch.hosting import kernel_constants
+from fl_dispatch.hosting import kernel_numbers
 from fl_dispatch.hosting.first_choices import left_to_inductor
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
@@ -194,7 +194,7 @@ def start(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Wrap the model in ``torch.compile`` where vLLM leaves that to the model runner; the next forward compiles."""
     from vllm.config import CompilationMode
 
-    kernel_constants.share_equal()
+    kernel_numbers.share_equal()
     if vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
         from vllm.compilation.wrapper import compile_model_with_stock_torch
 

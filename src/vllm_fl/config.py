@@ -123,7 +123,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
-    if not device.forks or torch.get_num_threads() > 1:  # a fork loses a device's context, and OpenMP's threads
+    if not device.forks or _fork_waits(device):  # a fork loses a device's context, and OpenMP's threads
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if "v2" not in device.model_runners:
         _keep_to_v1(vllm_config)
@@ -133,6 +133,14 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _adapt_graphs(vllm_config)
     else:
         _adapt_to_host(vllm_config, device)
+
+
+def _fork_waits(device: DeviceSpec) -> bool:
+    """Whether a forked worker may wait for OpenMP's threads for ever. Since 0.33 vLLM ends them before it forks."""
+    from vllm.utils import system_utils
+
+    ends_threads = device.accelerator and hasattr(system_utils, "_release_libgomp_threads")
+    return torch.get_num_threads() > 1 and not ends_threads
 
 
 def _adapt_graphs(vllm_config: VllmConfig) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.utils import system_utils
 
 from fl_dispatch import devices
 from vllm_fl import compile, config, startup
@@ -110,11 +111,19 @@ def test_who_asks_for_piecewise_graphs_gets_the_pieces(
     assert given.compilation_config.cudagraph_mode == (asked if graphs else CUDAGraphMode.NONE)
 
 
-def test_the_worker_and_how_processes_start_follow_from_the_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends_threads", [False, True], ids=["as vLLM 0.32", "vLLM ends OpenMP's threads"])
+def test_the_worker_and_how_processes_start_follow_from_the_spec(
+    ends_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_release_libgomp_threads"
+    monkeypatch.setattr(system_utils, name, None, raising=False)
+    if not ends_threads:
+        monkeypatch.delattr(system_utils, name)
     for spec, threads, worker, method in (
         (NIMBUS, 1, config.GPU_WORKER, "spawn"),
         (replace(NIMBUS, forks=True), 1, config.GPU_WORKER, None),
-        (replace(NIMBUS, forks=True), 2, config.GPU_WORKER, "spawn"),  # a fork would wait for OpenMP's threads for ever
+        # a fork would wait for OpenMP's threads for ever
+        (replace(NIMBUS, forks=True), 2, config.GPU_WORKER, None if ends_threads else "spawn"),
         (replace(NIMBUS, workers={"vLLM": "nimbus.Worker"}), 1, "nimbus.Worker", "spawn"),
         (devices.CPU, 1, config.CPU_WORKER, None),
         (devices.CPU, 2, config.CPU_WORKER, "spawn"),

@@ -1,0 +1,91 @@
+"""Equal launches of Triton kernels have equal numbers in PyTorch's table, so that equal layers are compiled once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import triton
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from triton.runtime.jit import JITFunction
+
+from fl_dispatch.hosting import kernel_numbers
+
+
+@pytest.fixture(autouse=True)
+def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in ("constant_args", "id_to_kernel", "kernel_to_id"):
+        monkeypatch.setattr(kernel_side_table, content, {})
+    for method in ("add_constant_args", "add_kernel"):
+        monkeypatch.setattr(kernel_side_table, method, getattr(kernel_side_table, method))
+    kernel_numbers.share_equal()
+
+
+def number(**constants: Any) -> int:
+    return kernel_side_table.add_constant_args(constants)
+
+
+def test_equal_constants_have_one_number() -> None:
+    first = number(block=128, epsilon=1e-6, residual=None)
+    assert number(block=128, epsilon=1e-6, residual=None) == first
+    assert kernel_side_table.get_constant_args(first) == {"block": 128, "epsilon": 1e-6, "residual": None}
+
+
+@pytest.mark.parametrize(("value", "other"), [(1, 2), (1, True), (1, 1.0), (0.0, -0.0), (None, False), ("1", 1)])
+def test_others_do_not(value: Any, other: Any) -> None:
+    first, second = number(block=value), number(block=other)
+    assert first != second
+    for known, expected in ((first, value), (second, other)):
+        found = kernel_side_table.get_constant_args(known)["block"]
+        assert (type(found), repr(found)) == (type(expected), repr(expected))
+
+
+def test_names_count() -> None:
+    assert number(rows=1) != number(columns=1)
+
+
+def test_what_has_no_hash_keeps_a_number_of_its_own() -> None:
+    assert number(shape=[1]) != number(shape=[1])
+
+
+def copy(x: Any, y: Any, block: triton.language.constexpr) -> None:
+    places = triton.language.arange(0, block)
+    triton.language.store(y + places, triton.language.load(x + places))
+
+
+KERNEL, OTHER = JITFunction(copy), JITFunction(copy)
+
+
+def wrapped(kernel: Any = KERNEL, key: tuple[str, ...] = (), hook: Any = None, **options: Any) -> Any:
+    """The kernel as Dynamo wraps it for a launch with options."""
+    return triton.autotune([triton.Config({}, pre_hook=hook, **options)], key=list(key))(kernel)
+
+
+def test_a_kernel_that_each_launch_wraps_has_one_number() -> None:
+    first = wrapped(num_warps=8)
+    number = kernel_side_table.add_kernel(first)
+    assert kernel_side_table.add_kernel(wrapped(num_warps=8)) == number
+    assert kernel_side_table.get_kernel(number) is first
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"num_warps": 4},
+        {"num_warps": 8, "num_stages": 5},
+        {"num_warps": 8, "kernel": OTHER},
+        {"num_warps": 8, "key": ("block",)},
+        {"num_warps": 8, "hook": print},
+    ],
+    ids=["warps", "stages", "kernel", "tuned by a size", "with a hook"],
+)
+def test_another_kernel_has_another_number(others: dict[str, Any]) -> None:
+    first, second = kernel_side_table.add_kernel(wrapped(num_warps=8)), kernel_side_table.add_kernel(wrapped(**others))
+    assert first != second
+    assert kernel_side_table.add_kernel(KERNEL) not in (first, second)
+
+
+def test_a_table_is_prepared_once() -> None:
+    prepared = kernel_side_table.add_constant_args, kernel_side_table.add_kernel
+    kernel_numbers.share_equal()
+    assert prepared == (kernel_side_table.add_constant_args, kernel_side_table.add_kernel)
