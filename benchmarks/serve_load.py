@@ -125,7 +125,7 @@ def ask(address: str, model: Path, load: Load, turn: int) -> dict[str, float]:
             "result-dir": folder,
             "result-filename": "result.json",
         }
-        flags = ("--ignore-eos", "--save-result", "--disable-tqdm")
+        flags = ("--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm")
         named = (f"--{name}={value}" for name, value in arguments.items())
         client = subprocess.run(
             [*COMMAND, "bench", "serve", *named, *flags], capture_output=True, text=True, check=False
@@ -136,7 +136,8 @@ def ask(address: str, model: Path, load: Load, turn: int) -> dict[str, float]:
             )
         found = json.loads((Path(folder) / "result.json").read_text())
     if found["completed"] != load.requests:
-        sys.exit(f"{load.requests - found['completed']} of {load.requests} requests failed: {found.get('errors')}")
+        first = next(filter(None, found["errors"]), "no reason given")
+        sys.exit(f"{load.requests - found['completed']} of {load.requests} requests failed: {first}")
     return {name: float(found[name]) for name in FIGURES}
 
 
@@ -197,7 +198,8 @@ def main() -> None:
             (model / "config.json").write_text(json.dumps(SHAPES[options.shape].config))
             write_tokenizer(model, SHAPES[options.shape].config["vocab_size"])
             arguments += ["--load-format=dummy"]
-        longest = int((1 + SPREAD) * (load.prompt + load.answer)) + 16
+        # vLLM refuses texts of more letters than its longest token has, times the room for prompts; spaces count.
+        longest = int((1 + SPREAD) * (load.prompt * 8 / 7 + load.answer)) + 16
         arguments += [f"--max-model-len={longest}", "--no-enable-prefix-caching", "--gpu-memory-utilization=0.3"]
         begun, servers = time.monotonic(), {}
         for number, name in enumerate(names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
+    SglangAttentionBackend,
 )
 from fl_dispatch.devices import nvml
 
@@ -29,6 +31,7 @@ BACKENDS = {
     "vendor.cuda.fa3": (FlashAttentionBackend,),
     "vendor.cuda.machete": (MacheteBackend,),
     "vendor.cuda.marlin": (MarlinBackend,),
+    "vendor.cuda.sglang_fa3": (SglangAttentionBackend,),
     "default.flagos": (FlagGemsBackend,),
 }
 KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}
@@ -79,13 +82,21 @@ def test_a_library_that_is_for_cpus_is_not_taken_for_loaded() -> None:
     assert not any(part.is_loaded() for part in (library.GENERAL, library.EXPERTS, library.ATTENTION))
 
 
-def test_a_vllm_without_compiled_operators_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", ["vllm", "sgl_kernel"])
+def test_a_package_without_compiled_operators_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(library, "CUDA", replace(device.CUDA, detect=lambda: True, capability=lambda index: (9, 0)))
-    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
-    part = replace(library.GENERAL, mark="no_such_operator")
-    assert library.why_unavailable(part) == f"the vLLM in {tmp_path} has no _C_stable_libtorch.abi3.so"
-    (tmp_path / "_C.abi3.so").write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    folder = tmp_path / package
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    part = replace(library.GENERAL, mark="no_such_operator", package=package)
+    assert library.why_unavailable(part) == f"the {package} in {folder} has no _C_stable_libtorch.abi3.so"
+    (folder / "_C.abi3.so").write_bytes(b"no library")
     assert "does not load" in library.why_unavailable(replace(part, mark="none_either"))
+    assert library.why_unavailable(replace(part, package="no_such_package")) == "no_such_package is not installed"
 
 
 def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

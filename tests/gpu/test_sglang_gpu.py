@@ -19,7 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
 
 from serving import STEP, python, start
 
+from fl_dispatch import get_default_manager
 from fl_dispatch.cli.checkpoints import build_checkpoint
+from fl_dispatch.evidence.verify import implementations, verify
 from running import MAX_TOKENS, expected_tokens, ran
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +61,14 @@ def result(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]
         return start(checkpoint(family), STEP, STEP, engine=engine, variables=variables).result()
 
     return cache(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sglangs_flash_attention_is_right(dtype: torch.dtype) -> None:
+    (impl,) = implementations(get_default_manager(), ["paged_attention"], ["vendor.cuda.sglang_fa3"])
+    found = verify(get_default_manager(), impl, dtype, torch.device("cuda"))
+    assert found.problems == []
+    assert found.samples
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -94,3 +94,11 @@ class FlashAttentionBackend(_Compiled):
     library = library.ATTENTION
 
     paged_attention = staticmethod(attention.paged_attention)
+
+
+class SglangAttentionBackend(_Compiled):
+    """The same from SGLang's kernels, for a machine without vLLM's."""
+
+    library = library.SGLANG_ATTENTION
+
+    paged_attention = staticmethod(attention.sglang_paged_attention)

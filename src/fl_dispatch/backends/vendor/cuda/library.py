@@ -1,4 +1,4 @@
-"""Finds and loads the compiled operators that vLLM's CUDA wheel carries, without importing vLLM.
+"""Finds and loads the compiled operators that the hosts' CUDA wheels carry, without importing a host.
 
 Loading registers operators and creates no CUDA context. Loading a library twice, or after vLLM did, does nothing.
 """
@@ -20,18 +20,20 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Library:
-    """One library of the wheel.
+    """One library of a wheel.
 
     Args:
-        files: where it is in vLLM's folder; the first that exists counts, versions differ.
+        files: where it is in the package's folder; the first that exists counts, versions differ.
         namespace, mark: an operator that it registers, ``torch.ops.<namespace>.<mark>``.
         capability: major compute capability that its kernels are for, or ``None`` for all.
+        package: the module in whose folder it is.
     """
 
     files: tuple[str, ...]
     namespace: str
     mark: str
     capability: int | None = None
+    package: str = "vllm"
 
     def is_loaded(self) -> bool:
         """Whether it is loaded, for a GPU: vLLM's CPU build has operators of the same names."""
@@ -46,11 +48,13 @@ PRODUCTS = Library(GENERAL.files, "_C", "cutlass_scaled_mm")
 MARLIN = Library(GENERAL.files, "_C", "marlin_gemm")
 MACHETE = Library(GENERAL.files, "_C", "machete_mm", capability=9)
 ATTENTION = Library(("vllm_flash_attn/_vllm_fa3_C.abi3.so",), "_vllm_fa3_C", "fwd", capability=9)
+SGLANG_ATTENTION = Library(("flash_ops.abi3.so",), "sgl_kernel", "fwd", capability=9, package="sgl_kernel")
+"""The package ``sglang-kernel``, which SGLang needs on a GPU."""
 
 
-def _folder() -> Path | None:
+def _folder(package: str) -> Path | None:
     try:
-        spec = importlib.util.find_spec("vllm")
+        spec = importlib.util.find_spec(package)
     except ValueError:  # a module without a spec stands in sys.modules
         spec = None
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
@@ -63,14 +67,14 @@ def why_unavailable(library: Library) -> str:
         return "no NVIDIA GPU that PyTorch can use"
     if library.capability is not None and (capability := CUDA.capability(0)) and capability[0] != library.capability:
         return f"the kernels are for compute capability {library.capability}, this GPU has {capability[0]}"
-    if library.is_loaded():  # vLLM was first
+    if library.is_loaded():  # the host was first
         return ""
-    folder = _folder()
+    folder = _folder(library.package)
     if folder is None:
-        return "vLLM is not installed"
+        return f"{library.package} is not installed"
     path = next((folder / name for name in library.files if (folder / name).is_file()), None)
     if path is None:
-        return f"the vLLM in {folder} has no {library.files[0]}"
+        return f"the {library.package} in {folder} has no {library.files[0]}"
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:

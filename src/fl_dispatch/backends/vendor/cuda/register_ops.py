@@ -12,6 +12,7 @@ from .cuda import (
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
+    SglangAttentionBackend,
 )
 from .impl import activation, attention, experts, normalization, quantization, rotary, weight_only
 
@@ -87,6 +88,14 @@ def register_builtins(registry: Registry) -> None:
                 "vendor.cuda.fa3",
                 priority,
                 supports={"paged_attention": attention.supports_paged_attention},
+                opaque=True,
+                device_types=devices,
+            ),
+            *SglangAttentionBackend().implementations(
+                kind,
+                "vendor.cuda.sglang_fa3",
+                priority - 1,  # where both libraries are, vLLM's is what was measured
+                supports={"paged_attention": attention.supports_sglang_paged_attention},
                 opaque=True,
                 device_types=devices,
             ),

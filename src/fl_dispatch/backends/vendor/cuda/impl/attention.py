@@ -1,4 +1,4 @@
-"""The cache write of vLLM's library, and attention by FlashAttention 3 (Shah et al., arXiv 2407.08608)."""
+"""The cache write of vLLM's library, and attention by FlashAttention 3 (Shah et al., arXiv 2407.08608) of two."""
 
 from __future__ import annotations
 
@@ -63,6 +63,41 @@ def supports_paged_attention(
     sinks: Tensor | None = None,
 ) -> bool | str:
     """Half types, one head size of at most 256 elements, blocks of at least 16 tokens, no ALiBi."""
+    if key_cache.shape[1] % LEAST_BLOCK:
+        return f"the block size {key_cache.shape[1]} is not a multiple of {LEAST_BLOCK}"
+    return _why_not_flash(query, key_cache, value_cache, out, alibi_slopes, sinks) or True
+
+
+def supports_sglang_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> bool | str:
+    """Half types, one head size of at most 256 elements, blocks of any size, no ALiBi."""
+    return _why_not_flash(query, key_cache, value_cache, out, alibi_slopes, sinks) or True
+
+
+def _why_not_flash(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> str:
+    """Why FlashAttention 3 takes these tensors in no library; an empty string if nothing speaks against it."""
     if why := problem("query", query, contiguous=False):
         return why
     if query.dtype is torch.float32:
@@ -72,8 +107,6 @@ def supports_paged_attention(
     size = query.shape[2]
     if size > LARGEST_HEAD or size % 8 or value_cache.shape[3] != size:
         return f"head sizes {size} and {value_cache.shape[3]}, not one multiple of 8 up to {LARGEST_HEAD}"
-    if key_cache.shape[1] % LEAST_BLOCK:
-        return f"the block size {key_cache.shape[1]} is not a multiple of {LEAST_BLOCK}"
     strided = [
         tensor for tensor in (query, key_cache, value_cache, out) if tensor is not None and tensor.stride(-1) != 1
     ]
@@ -83,7 +116,7 @@ def supports_paged_attention(
         return "FlashAttention 3 has no ALiBi"
     if sinks is not None and (sinks.dtype is not torch.bfloat16 or query.dtype is not torch.bfloat16):
         return "sinks must be bfloat16, as the query"
-    return True
+    return ""
 
 
 def paged_attention(
@@ -148,5 +181,71 @@ def paged_attention(
         1,  # no context parallelism
         0,
         None,
+    )
+    return out
+
+
+def sglang_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.attention.paged_attention`."""
+    if out is None:
+        out = torch.empty_like(query)
+    if not seq_lens.shape[0] or not query.shape[0]:
+        return out
+    left = -1 if sliding_window is None else sliding_window - 1
+    right = 0 if causal else left
+    torch.ops.sgl_kernel.fwd(
+        query,
+        key_cache,
+        value_cache,
+        None,  # new keys, new values, and a second part of the query
+        None,
+        None,
+        out,
+        query_start_loc,
+        None,  # starts of keys, of new keys, and used queries
+        None,
+        None,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        block_table,
+        None,  # another order of the batch, padding on the left
+        None,
+        None,  # a rotary table of its own
+        None,
+        None,
+        None,  # scales of quantized queries, keys, values
+        None,
+        None,
+        scale,
+        causal,
+        left,
+        right,
+        0,  # attention in chunks
+        softcap,
+        True,
+        None,  # a schedule made before
+        0,  # the kernel decides among how many programs keys are split
+        None,
+        0,
+        sinks,
+        None,  # a mask of blocks
+        False,
     )
     return out
