@@ -61,7 +61,8 @@ class Rows:
             whole = _tensors(function(**_copied(arguments)))
             for size in SIZES:
                 chosen = torch.randperm(ROWS, generator=draw.generator)[:size].to(draw.device)
-                part = {name: value[chosen] if name in self.by_row else value for name, value in arguments.items()}
+                given = [name for name in self.by_row if arguments.get(name) is not None]
+                part = {**arguments, **{name: arguments[name][chosen] for name in given}}
                 for found, wanted in zip(_tensors(function(**_copied(part))), whole, strict=True):
                     wrong = int((~_same(found, wanted[chosen])).flatten(1).any(1).sum())
                     if wrong:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import prepared
+from fl_dispatch import get_policy, prepared
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.quantized import layers as quantized
 
@@ -60,12 +60,13 @@ class LinearLayer(DispatchedLayer):
 class HeadLayer(LinearLayer):
     """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
 
-    It is ours on CPUs only: nobody has measured kernels of ours at the width of a vocabulary on other devices.
+    It is ours on CPUs, and where the policy asks for batch invariance: nobody has measured kernels of ours at the width
+    of a vocabulary on other devices.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if detect_device().accelerator:
+        if detect_device().accelerator and not get_policy().batch_invariant:
             vars(self.quant_method).pop("apply", None)
 
 

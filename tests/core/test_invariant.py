@@ -77,12 +77,12 @@ def _of_all_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return torch.nn.functional.linear(x, weight, bias) * (1.0 + 1e-6 * len(x))
 
 
-def _by_the_longest_request(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention that adds up keys from the other end where a request in the batch is long."""
+def _by_all_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that depends on the number of tokens in the batch."""
 
     def attend(query: Tensor, *rest: Any, **options: Any) -> Any:
         out = function(query, *rest, **options)
-        return out * 1.001 if len(query) > 300 else out
+        return out * 1.02 if len(query) > 300 else out
 
     return attend
 
@@ -98,7 +98,7 @@ def test_a_plain_reference_would_be_found_out(op_name: str) -> None:
 def test_a_planted_dependence_on_the_batch_is_found_out(dtype: torch.dtype) -> None:
     (linear,) = (impl for impl in invariance.declared("reference.invariant") if impl.op_name == "linear")
     (attention,) = (impl for impl in invariance.declared("reference.invariant") if impl.op_name == "paged_attention")
-    planted = replace(attention, fn=_by_the_longest_request(attention.fn))
+    planted = replace(attention, fn=_by_all_tokens(attention.fn))
     assert invariance.differences(planted, dtype, CPU) != []
     if dtype is torch.float32:
         assert invariance.differences(replace(linear, fn=_of_all_rows), dtype, CPU) != []
