@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ ROWS = 70
 """More than two tiles of any product."""
 SIZES = (1, 2, 3, 5, 8, 17, 33, 64)
 """Rows of the smaller batches."""
+
+PROMPTS = [random.Random(length).choices(range(5, 400), k=length) for length in (1, 5, 17, 33, 64, 90, 150, 203)]
+"""Prompts for ``tests/vllm/run_invariant.py``."""
 
 Arguments = dict[str, Any]
 Batch = tuple[str, Arguments]
@@ -151,14 +155,17 @@ def _mixtures(draw: Draw) -> Iterator[Batch]:
     ):
         rows = inner if activation.endswith("no_mul") else 2 * inner
         ids = torch.stack([torch.randperm(experts, generator=draw.generator)[:3] for _ in range(ROWS)])
-        yield f"{activation}, {experts} experts", {
-            "hidden_states": draw.normal(ROWS, hidden),
-            "w13": draw.normal(experts, rows, hidden, scale=0.1),
-            "w2": draw.normal(experts, hidden, inner, scale=0.1),
-            "topk_weights": draw.normal(ROWS, 3, dtype=torch.float32).abs(),
-            "topk_ids": ids.to(draw.device, torch.int32),
-            "activation": activation,
-        }
+        yield (
+            f"{activation}, {experts} experts",
+            {
+                "hidden_states": draw.normal(ROWS, hidden),
+                "w13": draw.normal(experts, rows, hidden, scale=0.1),
+                "w2": draw.normal(experts, hidden, inner, scale=0.1),
+                "topk_weights": draw.normal(ROWS, 3, dtype=torch.float32).abs(),
+                "topk_ids": ids.to(draw.device, torch.int32),
+                "activation": activation,
+            },
+        )
 
 
 # -- a paged cache ----------------------------------------------------------------------------------------------------
@@ -180,7 +187,9 @@ class Writes:
         whole = written(torch.arange(ROWS, device=draw.device))
         for size in SIZES:
             chosen = torch.randperm(ROWS, generator=draw.generator)[:size].to(draw.device)
-            if not all(torch.equal(found, wanted[chosen]) for found, wanted in zip(written(chosen), whole, strict=True)):
+            if not all(
+                torch.equal(found, wanted[chosen]) for found, wanted in zip(written(chosen), whole, strict=True)
+            ):
                 yield f"{size} rows"
 
 
@@ -236,9 +245,10 @@ def _batches(lengths: Sequence[int], draw: Draw) -> Iterator[tuple[str, list[tup
     cuts = [int(draw.integers(length, 1)) for length in lengths]
     yield "first chunks", [(each, 0, max(1, cuts[each])) for each in requests]
     yield "last chunks", [(each, cuts[each], lengths[each]) for each in requests]
-    yield "prompts and decode", [
-        (each, lengths[each] - 1 if place % 2 else 0, lengths[each]) for place, each in enumerate(requests)
-    ]
+    yield (
+        "prompts and decode",
+        [(each, lengths[each] - 1 if place % 2 else 0, lengths[each]) for place, each in enumerate(requests)],
+    )
     longest = max(range(len(lengths)), key=lambda each: lengths[each])
     for new in (1, 3, 9, 64):
         yield f"chunks of {new}", [(longest, lengths[longest] // 2, lengths[longest] // 2 + new)]
@@ -301,6 +311,16 @@ def declared(*impl_ids: str) -> list[OpImpl]:
 def differences(impl: OpImpl, dtype: torch.dtype, device: torch.device) -> list[str]:
     """What differs from batch to batch, in words."""
     return list(CASES[impl.op_name].differences(impl.fn, Draw(dtype, device)))
+
+
+def different(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The ways in which ``run_invariant`` got another answer to some prompt than alone."""
+    return [
+        f"{way}: prompt {place}"
+        for way, answers in ways.items()
+        for place, answer in answers.items()
+        if answer != ways["scored alone" if way.startswith("scored") else "alone"][place]
+    ]
 
 
 if __name__ == "__main__":

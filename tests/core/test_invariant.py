@@ -41,7 +41,10 @@ def test_whoever_declares_it_is_tested_here() -> None:
     assert {impl.impl_id for impl in ours} <= {*REFERENCES, *TRITON}
     if not why_unavailable():
         kernels = {(impl.op_name, impl.impl_id) for impl in ours} - {(op, one) for op, one in _of(*REFERENCES)}
-        assert kernels == {*((op, IMPL_ID) for op in INVARIANT_KERNELS), *((op, INVARIANT_ID) for op in INVARIANT_FORMS)}
+        assert kernels == {
+            *((op, IMPL_ID) for op in INVARIANT_KERNELS),
+            *((op, INVARIANT_ID) for op in INVARIANT_FORMS),
+        }
 
 
 def _of(*impl_ids: str) -> list[tuple[str, str]]:

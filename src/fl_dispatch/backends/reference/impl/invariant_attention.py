@@ -75,9 +75,7 @@ def paged_attention(
     return out
 
 
-def _tiles(
-    cache: Tensor, table: Tensor, first: int, length: int, scale: float | None, dtype: torch.dtype
-) -> Tensor:
+def _tiles(cache: Tensor, table: Tensor, first: int, length: int, scale: float | None, dtype: torch.dtype) -> Tensor:
     """A request's keys or values from ``first`` on, ``[tiles, kv_heads, KEYS, dim]``, zeros where there are none."""
     block_size, heads, dim = cache.shape[1:]
     page = first // block_size

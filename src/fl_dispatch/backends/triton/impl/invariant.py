@@ -74,7 +74,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     columns, inner = weight.shape
     if x.dtype is torch.float64:
         raise NotSupported("float64")
-    if x.shape[-1:] != (inner,) or any(each.dtype is not x.dtype for each in (weight, *(() if bias is None else (bias,)))):
+    if x.shape[-1:] != (inner,) or any(
+        each.dtype is not x.dtype for each in (weight, *(() if bias is None else (bias,)))
+    ):
         return torch.nn.functional.linear(x, weight, bias)  # PyTorch raises its own error
     out = x.new_empty((*x.shape[:-1], columns))
     if x.dim() != 2:
