@@ -156,8 +156,8 @@ def paged_attention(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements."""
     call = prepare(
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window, softcap,
-        alibi_slopes, sinks, key_scale, value_scale,
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window,
+        softcap, alibi_slopes, sinks, key_scale, value_scale,
     )  # fmt: skip
     out, tensors, numbers, tail, packed, large = call
     heads, dim_v, kv_heads, requests = query.shape[1], out.shape[2], key_cache.shape[2], seq_lens.shape[0]

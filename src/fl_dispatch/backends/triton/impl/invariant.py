@@ -125,8 +125,8 @@ def paged_attention(
     however a prompt is cut, too.
     """
     call = prepare(
-        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window, softcap,
-        alibi_slopes, sinks, key_scale, value_scale,
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window,
+        softcap, alibi_slopes, sinks, key_scale, value_scale,
     )  # fmt: skip
     requests = seq_lens.shape[0]
     if not requests or not query.shape[0] or not max_query_len:
