@@ -308,18 +308,28 @@ def declared(*impl_ids: str) -> list[OpImpl]:
 
 
 def differences(impl: OpImpl, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """What differs from batch to batch, in words."""
+    """All that differs from batch to batch, in words."""
     return list(CASES[impl.op_name].differences(impl.fn, Draw(dtype, device)))
 
 
 def different(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The ways in which ``run_invariant`` got another answer to some prompt than alone."""
-    return [
-        f"{way}: prompt {place}"
-        for way, answers in ways.items()
-        for place, answer in answers.items()
-        if answer != ways["scored alone" if way.startswith("scored") else "alone"][place]
-    ]
+    """Each answer of ``run_invariant`` that is another than to the same prompt alone, and what of it."""
+    wrong = []
+    for way, answers in ways.items():
+        alone = ways["scored alone" if way.startswith("scored") else "alone"]
+        for place, answer in answers.items():
+            differ = {
+                part: [
+                    index
+                    for index, pair in enumerate(zip(values, alone[place][part], strict=False))
+                    if len({*map(str, pair)}) > 1
+                ]
+                for part, values in answer.items()
+                if values != alone[place][part]
+            }
+            if differ:
+                wrong.append(f"{way}: prompt {place}, {differ}")
+    return wrong
 
 
 if __name__ == "__main__":
