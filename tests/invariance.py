@@ -313,22 +313,16 @@ def differences(impl: OpImpl, dtype: torch.dtype, device: torch.device) -> list[
 
 
 def different(ways: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Each answer of ``run_invariant`` that is another than to the same prompt alone, and what of it."""
+    """Each part of an answer of ``run_invariant`` that is another than to the same prompt alone, and where first."""
     wrong = []
     for way, answers in ways.items():
         alone = ways["scored alone" if way.startswith("scored") else "alone"]
         for place, answer in answers.items():
-            differ = {
-                part: [
-                    index
-                    for index, pair in enumerate(zip(values, alone[place][part], strict=False))
-                    if len({*map(str, pair)}) > 1
-                ]
-                for part, values in answer.items()
-                if values != alone[place][part]
-            }
-            if differ:
-                wrong.append(f"{way}: prompt {place}, {differ}")
+            for part, values in answer.items():
+                if values != alone[place][part]:
+                    pairs = zip(values, alone[place][part], strict=False)
+                    first = next((index for index, (left, right) in enumerate(pairs) if left != right), "at the end")
+                    wrong.append(f"{way}: prompt {place}, {part} {first}")
     return wrong
 
 

@@ -37,14 +37,10 @@ def engines(checkpoint: Any) -> dict[str, Future[dict[str, Any]]]:
     """All engines at once, in the pool's turns."""
     started = {}
     for name, (family, engine, variables) in RUNS.items():
-        path: Path = checkpoint(family)
-        job = {
-            "engine": {**arguments(path, engine), "max_num_seqs": 6},
-            "prompts": PROMPTS,
-            "max_tokens": 6,
-            "drawn": variables != {**ASKED, **V1},
-        }
-        started[name] = start_script("run_invariant.py", job, **variables)
+        model: Path = checkpoint(family)
+        drawn = variables != {**ASKED, **V1}
+        job = {"engine": arguments(model, {"max_num_seqs": 6, **engine}), "max_tokens": 6, "drawn": drawn}
+        started[name] = start_script("run_invariant.py", {**job, "prompts": PROMPTS}, **variables)
     return started
 
 

@@ -72,6 +72,23 @@ def test_the_product_that_makes_logits_is_ours_on_a_cpu_and_where_batches_are_in
         assert Head().fl_runs()
 
 
+def test_an_embedding_that_makes_logits_multiplies_by_the_operator_where_batches_are_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
+    monkeypatch.setattr(linear, "bind_op", lambda name: lambda *arguments: (name, *arguments))
+    tied: Any = torch.nn.Module()
+    tied.quant_method, tied.weight = object.__new__(UnquantizedEmbeddingMethod), torch.ones(3, 2)
+    linear.multiply_with_embeddings(torch.nn.ModuleList([tied]))
+    assert "apply" not in vars(tied.quant_method)
+    with policy_context(SelectionPolicy(batch_invariant=True)):
+        linear.multiply_with_embeddings(torch.nn.ModuleList([tied]))
+    assert tied.quant_method.apply(tied, "x") == ("linear", "x", tied.weight, None)
+
+
 def test_a_weight_that_a_trainer_replaced_is_followed() -> None:
     layer: Any = object.__new__(type("Layer", (linear.LinearLayer, torch.nn.Module), {}))
     torch.nn.Module.__init__(layer)
