@@ -55,6 +55,7 @@ ROTATIONS = {
             "tests/vllm/test_live_weights.py",
             "tests/vllm/test_pooling.py",
             "tests/vllm/test_half_precision.py",
+            "tests/vllm/test_invariance.py",
         ),
     ),
     "ways to serve with SGLang": Rotation(

@@ -248,3 +248,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # the core then admits only implementations that declare it

@@ -198,6 +198,14 @@ READ = (
         since="0.32",
     ),
     HostFact(
+        "vllm.model_executor.determinism.batch_invariant",
+        ("init_batch_invariance()",),
+        "replaces",
+        "compat.determinism",
+        "It puts Triton kernels in the place of PyTorch's mean, softmax and bmm, on a CPU too.",
+        since="0.32",
+    ),
+    HostFact(
         f"{_WORKER}.gpu_worker:Worker",
         ("_init_workspace_and_model_runner()",),
         "reads",
@@ -727,7 +735,13 @@ OVERRIDDEN = (
     ),
     HostFact(
         f"{_ATTENTION}:AttentionBackend",
-        (*_ATTENTION_CLASS, "supports_sliding_window()", "supports_attn_type(attn_type)", "supports_sink()"),
+        (
+            *_ATTENTION_CLASS,
+            "supports_sliding_window()",
+            "supports_attn_type(attn_type)",
+            "supports_sink()",
+            "supports_batch_invariance()",
+        ),
         "overrides",
         "attention",
         "What our attention class can do.",

@@ -42,8 +42,8 @@ class LayerClass:
         mixin: our forward.
         custom_op: it is a ``CustomOp``, which vLLM replaces itself. Else its name is replaced in the package above
             ``module``, where vLLM looks it up (see ``compat.layer_classes``).
-        own_kernel: it is only replaced where an implementation other than the reference comes first, because vLLM's
-            own code is the reference too, and left as it is it is no gap.
+        own_kernel: it is only replaced where an implementation comes first that is not PyTorch's own product, because
+            that is vLLM's own code too, and left as it is it is no gap.
         since: the first version of vLLM that has it in this form; empty for all.
         transformers: it is of vLLM's Transformers backend, which is imported for models that need it only.
         cpu_only: it is only replaced on CPUs, because nobody has measured kernels of ours for it on other devices.
@@ -98,9 +98,9 @@ class LayerClass:
 
 
 def _has_kernel(op_name: str) -> bool:
-    """Whether the policy puts something before the reference, for some layer, under some condition at least."""
+    """Whether the policy puts something before PyTorch's own, for some layer, under some condition at least."""
     first = get_default_manager().first_choices(op_name, in_layers=True)
-    return any(impl.kind is not BackendImplKind.REFERENCE for impl in first)
+    return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get("batch_invariant") for impl in first)
 
 
 _LAYERS = "vllm.model_executor.layers"

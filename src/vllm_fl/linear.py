@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import prepared
+from fl_dispatch import bind_op, get_policy, prepared
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.quantized import layers as quantized
 
@@ -60,12 +60,13 @@ class LinearLayer(DispatchedLayer):
 class HeadLayer(LinearLayer):
     """The layer that makes logits, ``ParallelLMHead``; its product is ``UnquantizedEmbeddingMethod``'s.
 
-    It is ours on CPUs only: nobody has measured kernels of ours at the width of a vocabulary on other devices.
+    It is ours on CPUs, and where the policy asks for batch invariance: nobody has measured kernels of ours at the width
+    of a vocabulary on other devices.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if detect_device().accelerator:
+        if detect_device().accelerator and not get_policy().batch_invariant:
             vars(self.quant_method).pop("apply", None)
 
 
@@ -129,6 +130,20 @@ def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
         shares = id(_own(module, "weight")) in weights and not isinstance(module, LinearLayer)
         if shares and hasattr(method, "embedding"):
             method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)
+
+
+def multiply_with_embeddings(model: nn.Module) -> None:
+    """Have embeddings that make logits too, as of tied models, multiply by the operator.
+
+    They do where the policy asks for batch invariance; else the product is PyTorch's own.
+    """
+    if not get_policy().batch_invariant:
+        return
+    call = bind_op("linear")
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "embedding") and layer_classes.multiplies_plainly(method) and method.apply is not apply:
+            method.apply = lambda layer, x, bias=None: call(x, layer.weight, bias)
 
 
 def _products(model: nn.Module) -> Iterator[Any]:

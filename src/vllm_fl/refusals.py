@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fl_dispatch import get_default_manager, get_policy
+from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives
 from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
 
-from . import compile, config, delta_net, kv_layout, quantization, short_conv, state_space
+from . import compile, config, delta_net, invariance, kv_layout, quantization, short_conv, state_space
 from .compat import model_runner, models, p2p, versions
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
         (parallel.enable_dbo, "dual-batch overlap"),
-        (_is_never_invariant(), "VLLM_BATCH_INVARIANT=1 (no implementation of attention declares batch_invariant)"),
+        *invariance.features(vllm_config),
         (
             parallel.all2all_backend != ALL2ALL and config.has_experts(vllm_config),
             f"the all-to-all backend {parallel.all2all_backend} (only {ALL2ALL})",
@@ -99,14 +99,6 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
-
-
-def _is_never_invariant() -> bool:
-    """Whether only batch-invariant implementations may run, and nothing that attends is one."""
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    known = manager.registry.get_implementations("attention_backend")
-    return get_policy().batch_invariant and not any(impl.properties.get("batch_invariant") for impl in known)
 
 
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

@@ -70,6 +70,7 @@ class WorkerFL(Worker):
             lora.tell_prompts(self.model_runner)
         model = self.fl_models()
         layers.bind_scopes(model)
+        linear.multiply_with_embeddings(model)
         config = self.vllm_config
         self.fl_weights = linear.Weights(model, compile.is_compiled(config), compile.is_captured(config))
         ranks.warn_of_unmatched_scopes()

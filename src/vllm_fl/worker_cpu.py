@@ -17,6 +17,7 @@ from fl_dispatch.hosting import heap
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, config, cores, sleep
+from .compat import determinism
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -43,9 +44,9 @@ class CPUWorkerFL(WorkerFL):
 
     def init_device(self) -> None:
         self.device = torch.device(current_platform.device_type)
-        init_worker_distributed_environment(
-            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend
-        )
+        placed = (self.rank, self.distributed_init_method, self.local_rank, current_platform.dist_backend)
+        with determinism.without_triton():
+            init_worker_distributed_environment(self.vllm_config, *placed)
         set_random_seed(self.model_config.seed)
         self._init_workspace_and_model_runner()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,16 @@ def test_the_flaggems_switches_bind_flaggems_only(fields: dict[str, Any], allowe
     decision = select("demo", [impl("default.flagos"), impl("default.triton")], SelectionPolicy(**fields))
     assert ("default.flagos" in ids(decision)) is allowed
     assert "default.triton" in ids(decision)
+
+
+@pytest.mark.parametrize("condition", [{"tokens": (1, 1)}, {"phase": "prefill"}])
+def test_batch_invariance_leaves_out_rules_for_some_batches(condition: dict[str, Any]) -> None:
+    declared = {"batch_invariant": True}
+    impls = [impl("vendor.a", properties=declared), impl("vendor.b", properties=declared)]
+    rules = (TunedRule(order=("impl:vendor.b",), **condition), TunedRule(order=("impl:vendor.a",)))
+    policy = SelectionPolicy(batch_invariant=True, op_tuned=(("demo", rules),))
+    assert [branch.rule for branch in select("demo", impls, policy).branches] == [None]
+    assert len(select("demo", impls, replace(policy, batch_invariant=False)).branches) == 2
 
 
 def test_batch_invariance_admits_only_what_declares_it() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.model_executor.layers import linear as vllm_linear
+from vllm.platforms import current_platform
 
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context, prepared
 from fl_dispatch.settings import Settings
@@ -38,6 +39,8 @@ def test_another_method_or_another_product_of_vllms_is_left_alone(monkeypatch: p
         patch.delattr(utils, "default_unquantized_gemm")
         assert not layer_classes.multiplies_plainly(method(**plain))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert layer_classes.multiplies_plainly(method(**plain))
+    monkeypatch.setattr(type(current_platform), "is_cuda_alike", lambda self: True)  # vLLM's own product comes first
     assert not layer_classes.multiplies_plainly(method(**plain))
 
 
@@ -48,7 +51,9 @@ def test_apply_is_the_operator_on_the_layers_weights() -> None:
     assert linear.apply(layer, x) == (x, weight, None)
 
 
-def test_the_product_that_makes_logits_is_ours_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_product_that_makes_logits_is_ours_on_a_cpu_and_where_batches_are_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.model_executor.layers import utils
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -63,6 +68,25 @@ def test_the_product_that_makes_logits_is_ours_on_a_cpu_only(monkeypatch: pytest
     assert Head().fl_runs()
     monkeypatch.setattr(linear, "detect_device", lambda: SimpleNamespace(accelerator=True))
     assert not Head().fl_runs()
+    with policy_context(SelectionPolicy(batch_invariant=True)):
+        assert Head().fl_runs()
+
+
+def test_an_embedding_that_makes_logits_multiplies_by_the_operator_where_batches_are_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    monkeypatch.setattr(utils, "dispatch_unquantized_gemm", lambda: utils.default_unquantized_gemm)
+    monkeypatch.setattr(linear, "bind_op", lambda name: lambda *arguments: (name, *arguments))
+    tied: Any = torch.nn.Module()
+    tied.quant_method, tied.weight = object.__new__(UnquantizedEmbeddingMethod), torch.ones(3, 2)
+    linear.multiply_with_embeddings(torch.nn.ModuleList([tied]))
+    assert "apply" not in vars(tied.quant_method)
+    with policy_context(SelectionPolicy(batch_invariant=True)):
+        linear.multiply_with_embeddings(torch.nn.ModuleList([tied]))
+    assert tied.quant_method.apply(tied, "x") == ("linear", "x", tied.weight, None)
 
 
 def test_a_weight_that_a_trainer_replaced_is_followed() -> None:

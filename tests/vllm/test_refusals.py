@@ -21,19 +21,15 @@ import torch
 
 import architectures
 from fl_dispatch import (
-    BackendImplKind,
     ConfigError,
-    OpImpl,
     SelectionPolicy,
-    get_default_manager,
     policy_context,
-    reset_default_manager,
 )
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.devices import CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.settings import Settings, reset_settings
-from vllm_fl import config, refusals, startup
+from vllm_fl import config, invariance, refusals, startup
 from vllm_fl.compat import model_runner
 
 ARCHITECTURES = {
@@ -238,22 +234,51 @@ def test_the_host_itself_refuses_balanced_experts_by_the_platforms_name(configur
         configure("qwen3_moe", **sharded, enable_eplb=True)
 
 
-def test_batch_invariance_is_refused_until_an_attention_declares_it(configure: Callable[..., Any]) -> None:
+def invariant() -> Any:
+    return policy_context(SelectionPolicy(batch_invariant=True))
+
+
+def refused(why: str) -> Any:
+    return pytest.raises(ValueError, match=re.escape(why))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "why"),
+    [
+        ("deepseek_v3", {}, "(no implementation of mla_decode declares batch_invariant)"),
+        ("llama", {"tensor_parallel_size": 2}, "with several ranks"),
+        ("llama", {"speculative_config": {"method": "ngram", **SPECULATION}}, "with speculative decoding"),
+        ("llama", {"enable_lora": True}, "with LoRA"),
+        ("llama", {"kv_cache_dtype": "fp8"}, "with a quantized KV cache"),
+        ("qwen3_next", {}, "with models whose layers keep a state"),
+    ],
+)
+def test_what_is_not_batch_invariant_is_refused_by_name(
+    configure: Callable[..., Any], family: str, options: dict[str, Any], why: str
+) -> None:
+    vllm_config = configure(family, **options)
+    with invariant(), refused(f"vllm_fl does not support VLLM_BATCH_INVARIANT=1 {why} on cpu"):
+        refusals.refuse_unsupported(vllm_config, CPU)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_dense_models_and_mixtures_are_served_batch_invariantly(configure: Callable[..., Any], family: str) -> None:
+    vllm_config = configure(family)
+    with invariant():
+        refusals.refuse_unsupported(vllm_config, CPU)
+
+
+def test_batch_invariance_is_refused_where_layers_are_left_to_vllm(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm_config = configure()
-    nobody = "VLLM_BATCH_INVARIANT=1 (no implementation of attention declares batch_invariant) on cpu yet (model "
-    declared = OpImpl(
-        "attention_backend", "vendor.exact", BackendImplKind.VENDOR, lambda use_mla=False: "nowhere.Attention", "exact",
-        properties={"batch_invariant": True},
-    )  # fmt: skip
-    with policy_context(SelectionPolicy(batch_invariant=True)):
-        with pytest.raises(ValueError, match=re.escape(f"vllm_fl does not support {nobody}")):
-            refusals.refuse_unsupported(vllm_config, CPU)
-        get_default_manager().registry.register_many([declared])
-        try:
-            with pytest.raises(ValueError, match=r"'vendor\.exact' of 'attention_backend' names 'nowhere\.Attention'"):
-                refusals.refuse_unsupported(vllm_config, CPU)
-        finally:
-            reset_default_manager()
+    monkeypatch.setattr(invariance, "get_settings", lambda: Settings(oot_blacklist=frozenset({"ParallelLMHead"})))
+    with invariant(), refused("with layers that are left to vLLM (ParallelLMHead)"):
+        refusals.refuse_unsupported(vllm_config, CPU)
+    monkeypatch.undo()
+    vllm_config.compilation_config.custom_ops.append("-rms_norm")
+    with invariant(), refused("left to vLLM (custom_ops=['-rms_norm'])"):
+        refusals.refuse_unsupported(vllm_config, CPU)
 
 
 def test_drafts_of_a_model_are_refused_in_the_v1_runner(

@@ -234,6 +234,8 @@ def select(
     order = tuple(policy.get_default_order())
     branches: list[Branch] = []
     for rule in policy.get_tuned_rules(op_name, scope) if policy.enabled else ():
+        if policy.batch_invariant and (rule.tokens is not None or rule.phase is not None):
+            continue  # a row would be computed by what its batch is
         tuned = (*rule.order, *(token for token in order if token not in rule.order))
         condition = None if _is_unconditional(rule) else rule
         branches.append(Branch(condition, _rank(fit, tuned), tuned, "op_tuned", policy.origin(f"op_tuned.{op_name}")))

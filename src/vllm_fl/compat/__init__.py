@@ -13,6 +13,7 @@ imports the module that it needs:
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
+``determinism``      vLLM's own kernels for batch invariance, on a CPU
 ``metrics``          the registry behind ``/metrics``
 ``models``           models that vLLM gets wrong, or runs by classes of Transformers
 ``weight_transfer``  our backends of weight transfer

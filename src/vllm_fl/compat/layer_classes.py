@@ -13,11 +13,12 @@ def multiplies_plainly(method: Any) -> bool:
     """
     from vllm.model_executor.layers import linear, utils
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
+    from vllm.platforms import current_platform
 
     from vllm import envs
 
-    if envs.VLLM_BATCH_INVARIANT:
-        return False
+    if envs.VLLM_BATCH_INVARIANT and (current_platform.is_cuda_alike() or current_platform.is_xpu()):
+        return False  # vLLM's own product has precedence there
     if type(method) is linear.UnquantizedLinearMethod:
         chosen = getattr(method, "_gemm_impl", None)
     elif type(method) is embedding.UnquantizedEmbeddingMethod:  # it chooses in every call

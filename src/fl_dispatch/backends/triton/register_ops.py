@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fl_dispatch.backends.base import Backend, Registry
 from fl_dispatch.devices import detect_device
@@ -53,6 +54,14 @@ NOT_TRACED = (
 )
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 
+INVARIANT = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding", "kv_cache_write")
+"""The kernels whose tiles are the same in every batch; more have a form for that, ``INVARIANT_ID``."""
+INVARIANT_ID = "default.triton.invariant"
+INVARIANT_FORMS = ("linear", "topk_softmax", "topk_sigmoid", "grouped_topk", "fused_moe", "paged_attention")
+INVARIANT_PRIORITY = PRIORITY - 5
+"""Below the faster kernels, so that they run where the policy does not ask for batch invariance."""
+DECLARED = {"batch_invariant": True}
+
 
 class _Absent(Backend):
     """Stands in where Triton cannot run, so that decisions can say why."""
@@ -73,31 +82,46 @@ def register_builtins(registry: Registry) -> None:
         impls = [
             OpImpl(
                 name,
-                IMPL_ID,
+                impl_id,
                 BackendImplKind.DEFAULT,
                 OPERATORS[name].prototype,
-                priority=PRIORITY,
+                priority=priority,
                 available=absent.is_available,
             )
-            for name in IMPLEMENTED
+            for impl_id, priority, names in (
+                (IMPL_ID, PRIORITY, IMPLEMENTED),
+                (INVARIANT_ID, INVARIANT_PRIORITY, INVARIANT_FORMS),
+            )
+            for name in names
         ]
     else:
         from .impl import quantize, quantized_moe, scaled, weight_only
+        from .invariant import InvariantTritonBackend
         from .triton import TritonBackend
 
         # In host memory the launch declines, so that a call need not look where its tensors are.
-        made = TritonBackend().implementations(
-            BackendImplKind.DEFAULT,
-            IMPL_ID,
-            PRIORITY,
-            supports={
-                "quantize": quantize.supports,
-                "scaled_linear": scaled.supports,
-                "weight_only_linear": weight_only.supports,
-                "scaled_moe": quantized_moe.supports_scaled,
-                "weight_only_moe": quantized_moe.supports_packed,
-            },
-            device_types=None if interpreted() else (detect_device().torch_type,),
-        )
-        impls = [replace(impl, opaque=impl.op_name in NOT_TRACED) for impl in made]
+        device_types = None if interpreted() else (detect_device().torch_type,)
+        made = [
+            *TritonBackend().implementations(
+                BackendImplKind.DEFAULT,
+                IMPL_ID,
+                PRIORITY,
+                supports={
+                    "quantize": quantize.supports,
+                    "scaled_linear": scaled.supports,
+                    "weight_only_linear": weight_only.supports,
+                    "scaled_moe": quantized_moe.supports_scaled,
+                    "weight_only_moe": quantized_moe.supports_packed,
+                },
+                device_types=device_types,
+            ),
+            *InvariantTritonBackend().implementations(
+                BackendImplKind.DEFAULT, INVARIANT_ID, INVARIANT_PRIORITY, device_types=device_types
+            ),
+        ]
+        impls = [replace(impl, opaque=impl.op_name in NOT_TRACED, properties=_properties(impl)) for impl in made]
     registry.register_many(impls)
+
+
+def _properties(impl: OpImpl) -> dict[str, Any]:
+    return DECLARED if impl.impl_id == INVARIANT_ID or impl.op_name in INVARIANT else {}

@@ -15,5 +15,11 @@ def attention_backend(use_mla: bool = False) -> str:
 
 
 def register(registry: Registry) -> None:
-    """Register ``default.fl``, which needs no FlagGems: the class dispatches its operators like any layer."""
-    registry.register_many([OpImpl("attention_backend", "default.fl", BackendImplKind.DEFAULT, attention_backend)])
+    """Register ``default.fl``, which needs no FlagGems: the class dispatches its operators like any layer.
+
+    It is batch-invariant if they are, and they have to declare that themselves.
+    """
+    default, properties = BackendImplKind.DEFAULT, {"batch_invariant": True}
+    registry.register_many(
+        [OpImpl("attention_backend", "default.fl", default, attention_backend, properties=properties)]
+    )

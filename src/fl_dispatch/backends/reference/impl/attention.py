@@ -73,8 +73,8 @@ def paged_attention(
         page = first // block_size
         blocks = block_table[request, page : -(-length // block_size)]
         visible = slice(first - page * block_size, length - page * block_size)
-        keys = _read(key_cache[blocks].flatten(0, 1)[visible], key_scale, query.dtype)
-        values = _read(value_cache[blocks].flatten(0, 1)[visible], value_scale, query.dtype)
+        keys = read(key_cache[blocks].flatten(0, 1)[visible], key_scale, query.dtype)
+        values = read(value_cache[blocks].flatten(0, 1)[visible], value_scale, query.dtype)
         if fused:
             out[begin:end] = _fused(query[begin:end], keys, values, scale)
             continue
@@ -88,7 +88,7 @@ def paged_attention(
     return out
 
 
-def _read(stored: Tensor, scale: float | None, dtype: torch.dtype) -> Tensor:
+def read(stored: Tensor, scale: float | None, dtype: torch.dtype) -> Tensor:
     """Keys or values of a cache with this scale, for queries of a dtype."""
     return stored if scale is None else stored.to(torch.promote_types(dtype, torch.float32)) * scale
 

@@ -72,7 +72,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _mixture(
+def mixture(
     hidden_states: Tensor,
     experts: int,
     topk_weights: Tensor,
@@ -83,12 +83,13 @@ def _mixture(
     out: Tensor | None,
     first: Product,
     second: Product,
+    activations: Mapping[str, Callable[[Tensor], Tensor]] = ACTIVATIONS,
 ) -> Tensor:
     """The experts of each token, whose two products are given, expert by expert.
 
     Waits for the device once, for their loads.
     """
-    if activation not in ACTIVATIONS:
+    if activation not in activations:
         raise NotImplementedError(f"activation '{activation}'")
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     total = torch.zeros(hidden_states.shape, dtype=wide, device=hidden_states.device)
@@ -101,7 +102,7 @@ def _mixture(
             continue
         tokens, weight = pairs // topk_ids.shape[1], weights[pairs, None]
         x = hidden_states[tokens].to(wide)
-        y = second(expert, ACTIVATIONS[activation](first(expert, x * weight if apply_router_weight_on_input else x)))
+        y = second(expert, activations[activation](first(expert, x * weight if apply_router_weight_on_input else x)))
         # A token has an expert once, so no two rows of one addition meet and the order of the sum is fixed.
         total.index_add_(0, tokens, y if apply_router_weight_on_input else y * weight)
     result = total.to(hidden_states.dtype)
@@ -130,7 +131,7 @@ def fused_moe(
         return of
 
     routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
-    return _mixture(hidden_states, w13.shape[0], *routing, product(w13, w13_bias), product(w2, w2_bias))
+    return mixture(hidden_states, w13.shape[0], *routing, product(w13, w13_bias), product(w2, w2_bias))
 
 
 def scaled_moe(
@@ -167,7 +168,7 @@ def scaled_moe(
 
     routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
     first, second = product(w13, w13_scale, w13_bias, x13_scale), product(w2, w2_scale, w2_bias, x2_scale)
-    return _mixture(hidden_states, w13.shape[0], *routing, first, second)
+    return mixture(hidden_states, w13.shape[0], *routing, first, second)
 
 
 def weight_only_moe(
@@ -198,4 +199,4 @@ def weight_only_moe(
 
     routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
     first, second = product(w13, w13_scale, w13_zero, w13_bias), product(w2, w2_scale, w2_zero, w2_bias)
-    return _mixture(hidden_states, w13.shape[0], *routing, first, second)
+    return mixture(hidden_states, w13.shape[0], *routing, first, second)

@@ -8,7 +8,8 @@ from torch import Tensor
 from fl_dispatch.ops.routing import SMALLEST_SUM
 
 
-def _scores(router_logits: Tensor, scoring_func: str) -> Tensor:
+def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
+    """The experts' scores, at least float32."""
     wide = router_logits.to(torch.promote_types(router_logits.dtype, torch.float32))
     if scoring_func == "softmax":
         return wide.softmax(dim=-1)
@@ -26,20 +27,35 @@ def _result(scores: Tensor, chosen: Tensor, topk: int, renormalize: bool, factor
     return (weights * factor).float(), ids.int()
 
 
+def best(scores: Tensor, topk: int, renormalize: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the experts with the best scores."""
+    return _result(scores, scores if bias is None else scores + bias, topk, renormalize)
+
+
+def best_of_groups(
+    scores: Tensor, topk: int, num_groups: int, topk_group: int, renormalize: bool, factor: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same of the experts in the best groups."""
+    groups = (len(scores), num_groups, scores.shape[-1] // num_groups)
+    grouped = (scores if bias is None else scores + bias).view(groups)
+    values = grouped.amax(dim=-1) if bias is None else grouped.topk(2, dim=-1).values.sum(dim=-1)
+    inside = torch.zeros_like(values).scatter(-1, values.topk(topk_group, dim=-1).indices, 1.0) > 0
+    chosen = grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)
+    return _result(scores, chosen, topk, renormalize, factor)
+
+
 def topk_softmax(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.routing.topk_softmax`."""
-    scores = _scores(router_logits, "softmax")
-    return _result(scores, scores if bias is None else scores + bias, topk, renormalize)
+    return best(scores(router_logits, "softmax"), topk, renormalize, bias)
 
 
 def topk_sigmoid(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.routing.topk_sigmoid`."""
-    scores = _scores(router_logits, "sigmoid")
-    return _result(scores, scores if bias is None else scores + bias, topk, renormalize)
+    return best(scores(router_logits, "sigmoid"), topk, renormalize, bias)
 
 
 def grouped_topk(
@@ -53,10 +69,5 @@ def grouped_topk(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.routing.grouped_topk`."""
-    scores = _scores(router_logits, scoring_func)
-    groups = (len(scores), num_expert_group, scores.shape[-1] // num_expert_group)
-    grouped = (scores if bias is None else scores + bias).view(groups)
-    values = grouped.amax(dim=-1) if bias is None else grouped.topk(2, dim=-1).values.sum(dim=-1)
-    inside = torch.zeros_like(values).scatter(-1, values.topk(topk_group, dim=-1).indices, 1.0) > 0
-    chosen = grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)
-    return _result(scores, chosen, topk, renormalize, routed_scaling_factor)
+    found = scores(router_logits, scoring_func)
+    return best_of_groups(found, topk, num_expert_group, topk_group, renormalize, routed_scaling_factor, bias)

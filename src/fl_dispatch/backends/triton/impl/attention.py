@@ -11,6 +11,7 @@ On Hopper the long route has a kernel of its own, in :mod:`.hopper`, for what th
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,73 @@ def combining_warps(splits: int, block_dv: int) -> int:
     return max(1, min(4, splits * block_dv // 4096))
 
 
+class Call(NamedTuple):
+    """The leading and the last arguments of every launch, and what its route is chosen by.
+
+    Args:
+        tensors: of the kernel, without those for partial results.
+        packed: rows for each query where heads share a program.
+        large: whether tiles are small because their elements are many or wide.
+    """
+
+    out: Tensor
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[Any, ...]
+    tail: tuple[Any, ...]
+    packed: int
+    large: bool
+
+
+def prepare(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    out: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    key_scale: float | None,
+    value_scale: float | None,
+) -> Call:
+    """Check a call's arguments, and put them in the kernel's order.
+
+    Raises:
+        NotSupported: float64, or an ``out`` with strided elements.
+    """
+    tokens, heads, dim = query.shape
+    blocks, block_size, kv_heads, dim_v = value_cache.shape
+    if query.dtype is torch.float64 or scale <= 0:
+        raise NotSupported("float64" if scale > 0 else f"the scale {scale}")
+    if out is None:
+        out = query.new_empty((tokens, heads, dim_v))
+    elif out.stride(2) != 1:
+        raise NotSupported("the elements of a head of 'out' do not lie side by side")
+    key_strides, value_strides = key_cache.stride(), value_cache.stride()
+    narrow = blocks * max(key_strides[0], value_strides[0]) < LIMIT
+    group = heads // kv_heads
+    packed = power_of_two(group)
+    block_d, block_dv = max(16, power_of_two(dim)), max(16, power_of_two(dim_v))
+    wide = query.dtype is torch.float32
+    large = wide or block_d > 128
+    tail = (block_d, block_dv, "ieee" if wide else "tf32", narrow)  # half types take no notice of tf32
+    window = sliding_window or 0
+    common = (heads, group, dim, dim_v, block_size, causal, window, softcap > 0, alibi_slopes is not None)
+    numbers = (
+        *query.stride(), *key_strides, *value_strides, out.stride(0), out.stride(1), block_table.stride(0),
+        scale if key_scale is None else scale * key_scale, softcap, 1.0 if value_scale is None else value_scale,
+        *common, sinks is not None, value_scale is not None,
+    )  # fmt: skip
+    slopes, sink = out if alibi_slopes is None else alibi_slopes, out if sinks is None else sinks
+    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, slopes, sink)
+    return Call(out, tensors, numbers, tail, packed, large)
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -87,35 +155,15 @@ def paged_attention(
     value_scale: float | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements."""
-    tokens, heads, dim = query.shape
-    blocks, block_size, kv_heads, dim_v = value_cache.shape
-    if query.dtype is torch.float64 or scale <= 0:
-        raise NotSupported("float64" if scale > 0 else f"the scale {scale}")
-    if out is None:
-        out = query.new_empty((tokens, heads, dim_v))
-    elif out.stride(2) != 1:
-        raise NotSupported("the elements of a head of 'out' do not lie side by side")
-    requests = seq_lens.shape[0]
-    if not requests or not tokens or not max_query_len:
-        return out
-    key_strides, value_strides = key_cache.stride(), value_cache.stride()
-    narrow = blocks * max(key_strides[0], value_strides[0]) < LIMIT
-    group = heads // kv_heads
-    packed = power_of_two(group)
-    block_d, block_dv = max(16, power_of_two(dim)), max(16, power_of_two(dim_v))
-    wide = query.dtype is torch.float32
-    large = wide or block_d > 128
-    tail = (block_d, block_dv, "ieee" if wide else "tf32", narrow)  # half types take no notice of tf32
-    window = sliding_window or 0
-    common = (heads, group, dim, dim_v, block_size, causal, window, softcap > 0, alibi_slopes is not None)
-    numbers = (
-        *query.stride(), *key_strides, *value_strides, out.stride(0), out.stride(1), block_table.stride(0),
-        scale if key_scale is None else scale * key_scale, softcap, 1.0 if value_scale is None else value_scale,
-        *common, sinks is not None, value_scale is not None,
+    call = prepare(
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window,
+        softcap, alibi_slopes, sinks, key_scale, value_scale,
     )  # fmt: skip
-    slopes, sink = out if alibi_slopes is None else alibi_slopes, out if sinks is None else sinks
-    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, slopes, sink)
-
+    out, tensors, numbers, tail, packed, large = call
+    heads, dim_v, kv_heads, requests = query.shape[1], out.shape[2], key_cache.shape[2], seq_lens.shape[0]
+    window, block_dv, sink, narrow = sliding_window or 0, tail[1], tensors[-1], tail[-1]
+    if not requests or not query.shape[0] or not max_query_len:
+        return out
     most_new = max(SHORT_ROWS // packed, power_of_two(max_query_len))
     all_short = most_new * packed <= MOST_SHORT_ROWS
     mixed = not all_short and requests > 1 and packed <= SHORT_ROWS and max_seq_len > LEAST_KEYS_MIXED

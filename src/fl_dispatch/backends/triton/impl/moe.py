@@ -186,6 +186,25 @@ def fused_moe(
     out: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights whose rows are strided."""
+    given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
+    return mixture(hidden_states, w13, w2, *given, WIDE_PLANS if hidden_states.dtype is torch.float32 else PLANS)
+
+
+def mixture(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    out: Tensor | None,
+    plans: Plans,
+) -> Tensor:
+    """The operator with one of these plans."""
     if activation not in GATED_ACTIVATIONS and activation not in PLAIN_ACTIVATIONS:
         raise NotSupported(f"activation '{activation}'")
     if hidden_states.dtype is torch.float64:
@@ -204,7 +223,7 @@ def fused_moe(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     topk, wide = topk_ids.shape[1], hidden_states.dtype is torch.float32
     numbered = experts if expert_map is None else expert_map.shape[0]  # the pairs are for these, here or not
-    plan = (WIDE_PLANS if wide else PLANS).choose(tokens, topk, numbered)
+    plan = plans.choose(tokens, topk, numbered)
     order = arrange(topk_ids, expert_map, numbered, plan.rows)
     gated = activation in GATED_ACTIVATIONS
     inner_states = hidden_states.new_empty((order.places, inner))

@@ -94,7 +94,7 @@ def _route(
 _launch = Launcher(_route)
 
 
-def _chosen(
+def choose(
     router_logits: Tensor,
     topk: int,
     renormalize: bool,
@@ -103,7 +103,10 @@ def _chosen(
     groups: int = 1,
     topk_group: int = 1,
     factor: float = 1.0,
+    *,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the best experts; with ``alone`` a program never takes several tokens."""
     tokens, experts = router_logits.shape
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()
@@ -112,7 +115,7 @@ def _chosen(
     weights = router_logits.new_empty((tokens, topk), dtype=torch.float32)
     ids = router_logits.new_empty((tokens, topk), dtype=torch.int32)
     if tokens:
-        rows = 1 if tokens < MANY_TOKENS else 4
+        rows = 1 if alone or tokens < MANY_TOKENS else 4
         _launch(
             (-(-tokens // rows), 1, 1),
             (router_logits, router_logits if bias is None else bias, weights, ids),
@@ -141,14 +144,14 @@ def topk_softmax(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.routing.topk_softmax`."""
-    return _chosen(router_logits, topk, renormalize, False, bias)
+    return choose(router_logits, topk, renormalize, False, bias)
 
 
 def topk_sigmoid(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.routing.topk_sigmoid`."""
-    return _chosen(router_logits, topk, renormalize, True, bias)
+    return choose(router_logits, topk, renormalize, True, bias)
 
 
 def grouped_topk(
@@ -165,4 +168,4 @@ def grouped_topk(
     if scoring_func not in ("softmax", "sigmoid"):
         raise NotSupported(f"scoring_func '{scoring_func}'")
     sigmoid = scoring_func == "sigmoid"
-    return _chosen(router_logits, topk, renormalize, sigmoid, bias, num_expert_group, topk_group, routed_scaling_factor)
+    return choose(router_logits, topk, renormalize, sigmoid, bias, num_expert_group, topk_group, routed_scaling_factor)

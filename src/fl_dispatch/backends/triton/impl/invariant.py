@@ -1,0 +1,190 @@
+"""Kernels whose rows come out the same in every batch, bit for bit: tiles are the same for any number of rows.
+
+A row of a product on matrix units does not depend on the tile's other rows, nor on its place among them, and each is
+summed along the whole of its length by one program. ``tests/core/test_invariant.py`` and ``tests/gpu`` hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+
+from . import moe, routing
+from .attention import LONGEST, _launch, prepare
+from .launch import Launcher
+
+TILE, TILE_WIDE = (64, 64, 64, 4), (32, 32, 32, 4)
+"""Rows, columns, step along the rows, and warps of a product; the second for float32."""
+STAGES = 3
+ATTENTION, ATTENTION_LARGE = (64, 64, 4, 3), (32, 32, 4, 2)
+"""Rows (queries times heads of a group), keys, warps, stages; see :data:`.attention.LONG_TILE`."""
+EXPERTS = moe.Plans((), moe.Plan(32, moe.Tile(64, 64, 4, 3), moe.Tile(64, 64, 4, 3)))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    inner,
+    columns,
+    X_ROW,
+    X_INNER,
+    WEIGHT_ROW,
+    WEIGHT_INNER,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Grid: tiles of columns, tiles of rows."""
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = tl.minimum(column, columns - 1).to(tl.int64)
+    element = tl.arange(0, STEP)
+    left = x + row[:, None] * X_ROW + element[None, :] * X_INNER
+    right = weight + there[None, :] * WEIGHT_ROW + element[:, None] * WEIGHT_INNER
+    acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, inner, STEP):
+        inside = start + element < inner
+        a = tl.load(left, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(right, mask=inside[:, None], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        left += STEP * X_INNER
+        right += STEP * WEIGHT_INNER
+    if HAS_BIAS:
+        acc += tl.load(bias + there).to(tl.float32)[None, :]
+    target = out + row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+_launch_product = Launcher(_product)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See :data:`fl_dispatch.ops.linear.linear`. Declines float64; gives no gradients."""
+    columns, inner = weight.shape
+    if x.dtype is torch.float64:
+        raise NotSupported("float64")
+    if x.shape[-1:] != (inner,) or any(
+        each.dtype is not x.dtype for each in (weight, *(() if bias is None else (bias,)))
+    ):
+        return torch.nn.functional.linear(x, weight, bias)  # PyTorch raises its own error
+    out = x.new_empty((*x.shape[:-1], columns))
+    if x.dim() != 2:
+        x = x.reshape(-1, inner)
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    rows, wide = len(x), x.dtype is torch.float32
+    if rows and columns:
+        at_once, wide_columns, step, warps = TILE_WIDE if wide else TILE
+        _launch_product(
+            (-(-columns // wide_columns), -(-rows // at_once), 1),
+            (x, weight, out if bias is None else bias, out),
+            (
+                inner, columns, *x.stride(), *weight.stride(), bias is not None, "ieee" if wide else "tf32", at_once,
+                wide_columns, step,
+            ),
+            sizes=(rows,),
+            warps=warps,
+            stages=STAGES,
+        )  # fmt: skip
+    return out
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor | None = None,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements.
+
+    Prompts and decode take one route, on which a program takes all keys of its queries: so a query comes out the same
+    however a prompt is cut, too.
+    """
+    call = prepare(
+        query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window,
+        softcap, alibi_slopes, sinks, key_scale, value_scale,
+    )  # fmt: skip
+    requests = seq_lens.shape[0]
+    if not requests or not query.shape[0] or not max_query_len:
+        return call.out
+    block_m, block_n, warps, stages = ATTENTION_LARGE if call.large else ATTENTION
+    block_m = max(block_m, call.packed)
+    route = (0, LONGEST, True, call.packed, False, block_m, block_n)
+    grid = (key_cache.shape[2], requests, -(-max_query_len // (block_m // call.packed)))
+    tensors = (*call.tensors, call.out, call.out)
+    _launch(grid, tensors, (*call.numbers, *route, *call.tail), sizes=(1,), warps=warps, stages=stages)
+    return call.out
+
+
+def topk_softmax(
+    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.routing.topk_softmax`."""
+    return routing.choose(router_logits, topk, renormalize, False, bias, alone=True)
+
+
+def topk_sigmoid(
+    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.routing.topk_sigmoid`."""
+    return routing.choose(router_logits, topk, renormalize, True, bias, alone=True)
+
+
+def grouped_topk(
+    router_logits: Tensor,
+    topk: int,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool = False,
+    scoring_func: str = "softmax",
+    routed_scaling_factor: float = 1.0,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See :data:`fl_dispatch.ops.routing.grouped_topk`."""
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise NotSupported(f"scoring_func '{scoring_func}'")
+    groups = (num_expert_group, topk_group, routed_scaling_factor)
+    return routing.choose(router_logits, topk, renormalize, scoring_func == "sigmoid", bias, *groups, alone=True)
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. Declines float64, and weights whose rows are strided."""
+    given = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, w13_bias, w2_bias, out)
+    wide = hidden_states.dtype is torch.float32
+    return moe.mixture(hidden_states, w13, w2, *given, moe.WIDE_PLANS if wide else EXPERTS)

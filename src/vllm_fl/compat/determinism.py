@@ -1,0 +1,24 @@
+"""vLLM's own kernels for batch invariance, on a CPU: they are Triton kernels, in the place of PyTorch's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+PLACES = ("vllm.model_executor.determinism", "vllm.model_executor.layers")
+"""Packages that hold the module, newest first."""
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Leave PyTorch's own operators in place inside, where a worker starts; each row of theirs is summed alone."""
+    package = next(each for each in PLACES if find_spec(each) and find_spec(f"{each}.batch_invariant"))
+    module = importlib.import_module(f"{package}.batch_invariant")
+    before = module.init_batch_invariance
+    module.init_batch_invariance = lambda: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.init_batch_invariance = before  # type: ignore[attr-defined]

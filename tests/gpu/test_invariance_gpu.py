@@ -1,0 +1,70 @@
+"""Batch invariance of our Triton kernels on a GPU: each kernel's rows, and an engine's log-probabilities."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import invariance
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT, INVARIANT_FORMS, INVARIANT_ID
+from fl_dispatch.cli.checkpoints import build_checkpoint
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+KERNELS = [*((op, IMPL_ID) for op in INVARIANT), *((op, INVARIANT_ID) for op in INVARIANT_FORMS)]
+
+
+@pytest.mark.parametrize("dtype", invariance.DTYPES, ids=str)
+@pytest.mark.parametrize(("op_name", "impl_id"), KERNELS)
+def test_a_kernels_rows_do_not_depend_on_the_batch(op_name: str, impl_id: str, dtype: torch.dtype) -> None:
+    (impl,) = (impl for impl in invariance.declared(impl_id) if impl.op_name == op_name)
+    assert invariance.differences(impl, dtype, torch.device("cuda")) == []
+
+
+@pytest.mark.parametrize("op_name", ["linear", "paged_attention"])
+def test_the_faster_kernels_would_be_found_out(op_name: str) -> None:
+    (impl,) = (impl for impl in invariance.implementations(op_name) if impl.impl_id == IMPL_ID)
+    assert invariance.differences(impl, torch.bfloat16, torch.device("cuda")) != []
+
+
+ASKED = {"VLLM_BATCH_INVARIANT": "1"}
+GRAPHS = {"enforce_eager": False, "gpu_memory_utilization": 0.1, "dtype": "bfloat16", "max_num_seqs": 8}
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
+    "graphs": ("qwen3", GRAPHS, ASKED),
+    "eager": ("llama", {**GRAPHS, "enforce_eager": True}, ASKED),
+    "experts, graphs": ("qwen3_moe", GRAPHS, ASKED),
+    "float32, graphs": ("qwen3", {**GRAPHS, "dtype": "float32"}, ASKED),
+    "V1, graphs": ("llama", GRAPHS, {**ASKED, "VLLM_USE_V2_MODEL_RUNNER": "0"}),
+}
+"""Name → checkpoint, arguments of ``LLM``, variables."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return cache(lambda family: build_checkpoint(family, folder / family))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_prompt_has_the_same_bits_alone_and_in_every_batch(name: str, checkpoint: Callable[[str], Path]) -> None:
+    pytest.importorskip("vllm")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+    from engines import engine_arguments, ran, start_script
+
+    family, engine, variables = RUNS[name]
+    arguments = engine_arguments(checkpoint(family), engine)
+    job = {"engine": arguments, "prompts": invariance.PROMPTS, "max_tokens": 6, "drawn": True}
+    answered = start_script("run_invariant.py", job, **variables).result()
+    assert invariance.different(answered["ways"]) == []
+    assert answered["cached"] > 0
+    assert answered["report"]["failed"] == {}
+    assert answered["report"]["native_layers"] == {}
+    assert ran(answered, "paged_attention") == {INVARIANT_ID}
+    assert ran(answered, "linear") == {INVARIANT_ID}
