@@ -55,7 +55,8 @@ class OpImpl:
         supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
-        properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``, ``{"graphs": False}`` where no
+        properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``,
+            ``{"only_batch_invariant": True}`` where nobody wants it otherwise, ``{"graphs": False}`` where no
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
             ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
             with the code around it.

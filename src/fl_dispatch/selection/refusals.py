@@ -33,6 +33,8 @@ def refusal(
         return f"FlagGems is switched off for it ({policy.origin(listed if policy.use_flaggems else 'use_flaggems')})"
     if policy.batch_invariant and not impl.properties.get("batch_invariant"):
         return f"it does not declare batch_invariant ({policy.origin('batch_invariant')})"
+    if not policy.batch_invariant and impl.properties.get("only_batch_invariant"):
+        return f"it stands in for a faster one where batches are invariant ({policy.origin('batch_invariant')})"
     for name, needed in impl.requires.items():
         if name in facts and not _holds(facts[name], needed):
             return f"it needs {name}={needed!r}, but here it is {_in_words(facts[name])}"

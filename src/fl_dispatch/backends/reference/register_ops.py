@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fl_dispatch.backends.base import Registry
+from fl_dispatch.devices import CPU
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .impl.invariant import supports_row
@@ -32,7 +33,7 @@ INVARIANT = ("rotary_embedding", "kv_cache_write")
 def register_builtins(registry: Registry) -> None:
     """Register ``reference.torch`` for every declared operator that computes something.
 
-    ``reference.invariant`` comes after it, so that it runs only where the policy asks for batch invariance.
+    ``reference.invariant`` runs only where the policy asks for batch invariance.
     """
     found = ReferenceBackend().implementations(
         BackendImplKind.REFERENCE, "reference.torch", BackendPriority.REFERENCE, opaque=False
@@ -40,11 +41,11 @@ def register_builtins(registry: Registry) -> None:
     invariant = InvariantBackend().implementations(
         BackendImplKind.REFERENCE,
         "reference.invariant",
-        BackendPriority.REFERENCE - 10,
+        BackendPriority.REFERENCE,
         supports=dict.fromkeys(("rms_norm", "gemma_rms_norm", "layer_norm"), supports_row),
-        properties={"batch_invariant": True},
+        properties={"batch_invariant": True, "only_batch_invariant": True},
         opaque=True,  # Inductor would fuse, and choose other sums
-        device_types=("cpu",),
+        device_types=(CPU.torch_type,),
     )
     registry.register_many([*(replace(impl, properties=_properties(impl.op_name)) for impl in found), *invariant])
 

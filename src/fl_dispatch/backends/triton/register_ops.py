@@ -58,9 +58,8 @@ INVARIANT = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rota
 """The kernels whose tiles are the same in every batch; more have a form for that, ``INVARIANT_ID``."""
 INVARIANT_ID = "default.triton.invariant"
 INVARIANT_FORMS = ("linear", "topk_softmax", "topk_sigmoid", "grouped_topk", "fused_moe", "paged_attention")
-INVARIANT_PRIORITY = PRIORITY - 5
-"""Below the faster kernels, so that they run where the policy does not ask for batch invariance."""
 DECLARED = {"batch_invariant": True}
+ONLY = {**DECLARED, "only_batch_invariant": True}
 
 
 class _Absent(Backend):
@@ -85,13 +84,10 @@ def register_builtins(registry: Registry) -> None:
                 impl_id,
                 BackendImplKind.DEFAULT,
                 OPERATORS[name].prototype,
-                priority=priority,
+                priority=PRIORITY,
                 available=absent.is_available,
             )
-            for impl_id, priority, names in (
-                (IMPL_ID, PRIORITY, IMPLEMENTED),
-                (INVARIANT_ID, INVARIANT_PRIORITY, INVARIANT_FORMS),
-            )
+            for impl_id, names in ((IMPL_ID, IMPLEMENTED), (INVARIANT_ID, INVARIANT_FORMS))
             for name in names
         ]
     else:
@@ -116,7 +112,7 @@ def register_builtins(registry: Registry) -> None:
                 device_types=device_types,
             ),
             *InvariantTritonBackend().implementations(
-                BackendImplKind.DEFAULT, INVARIANT_ID, INVARIANT_PRIORITY, device_types=device_types
+                BackendImplKind.DEFAULT, INVARIANT_ID, PRIORITY, device_types=device_types
             ),
         ]
         impls = [replace(impl, opaque=impl.op_name in NOT_TRACED, properties=_properties(impl)) for impl in made]
@@ -124,4 +120,6 @@ def register_builtins(registry: Registry) -> None:
 
 
 def _properties(impl: OpImpl) -> dict[str, Any]:
-    return DECLARED if impl.impl_id == INVARIANT_ID or impl.op_name in INVARIANT else {}
+    if impl.impl_id == INVARIANT_ID:
+        return ONLY
+    return DECLARED if impl.op_name in INVARIANT else {}
