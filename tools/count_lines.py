@@ -31,9 +31,9 @@ PARTS = {
 PROMISES = {
     "operators have a declaration that implementations are checked against": ("signatures.py",),
     "a layer may come first": (
-        "run/generated.py:LayerStandIn is_layer_first may_be_layer stand_in layer_parameters from_layer",
+        "run/layer_form.py",
         "run/generated.py:_read_attributes",
-        "run/dispatch.py:key_of",
+        "run/keys.py:key_of",
         "calls.py:_entry_for",
     ),
     "an operator that nobody declared may write whatever it reaches": (

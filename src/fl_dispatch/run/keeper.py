@@ -9,7 +9,8 @@ from ..global_policy import GLOBAL
 from ..locking import writers
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State
-from .plan import Key, bound_key, build, keys_of
+from .keys import Key, bound_key, keys_of
+from .plan import build
 from .table import DispatchTable, Plan, scope_variable
 
 KEPT_TABLES = 64

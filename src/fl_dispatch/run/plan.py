@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,32 +21,10 @@ from ..state import State, is_elsewhere
 from ..types import OpImpl
 from . import generated, recovery, shadow
 from .arguments import Call
+from .keys import BOUND, CALL, LAYER, Key
 from .recovery import Settled
 from .table import MADE_FROM, Plan
 from .traced import Function, once_tried, traced_of, undeclared, untried, view_of, with_other_trace
-
-
-class Key(NamedTuple):
-    """One entry of a table: its key, operator, scope, and the form of call that it is for."""
-
-    text: str
-    op_name: str
-    scope: str | None
-    form: str
-
-
-def keys_of(op_name: str, scopes: Iterable[str]) -> list[Key]:
-    """The entries of one operator: by name, with a layer first, and one for each scope that was bound."""
-    keys = [Key(op_name, op_name, None, generated.CALL)]
-    operator = OPERATORS.get(op_name)
-    if operator is not None and operator.layer is not None:
-        keys.append(Key(f"{op_name}{generated.LAYER_SUFFIX}", op_name, None, generated.LAYER))
-    return keys + [bound_key(op_name, scope) for scope in sorted(scopes)]
-
-
-def bound_key(op_name: str, scope: str) -> Key:
-    """The entry of a bound operator."""
-    return Key(f"{op_name}@{scope}", op_name, scope or None, generated.BOUND)
 
 
 def build(
@@ -79,7 +57,7 @@ def direct_function(state: State, impl: OpImpl) -> Function:
 
     operator = OPERATORS.get(impl.op_name)
     convention = state.registry.convention(impl)
-    return generated.direct(operator, impl, convention, generated.CALL, impl.fn, otherwise, ask=False)
+    return generated.direct(operator, impl, convention, CALL, impl.fn, otherwise, ask=False)
 
 
 def direct_refusal(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
@@ -97,10 +75,10 @@ def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -
     operator, first = OPERATORS[decision.op_name], decision.candidates[0]
     view = view_of(state, policy, decision, operator)
     convention = state.registry.convention(first)
-    function = generated.direct(operator, first, convention, generated.CALL, first.fn, first.fn, view=view)
+    function = generated.direct(operator, first, convention, CALL, first.fn, first.fn, view=view)
     if view is not None or not untried(state, [first], operator):
         return function
-    tried = once_tried(state, policy, decision, operator, generated.CALL, [first], function)
+    tried = once_tried(state, policy, decision, operator, CALL, [first], function)
     return with_other_trace(function, tried)
 
 
@@ -152,7 +130,7 @@ def _entry(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> 
     careful = _careful(state, policy, recipe, key)
     if not decision.conditional:
         return _first_candidate(state, policy, recipe, decision.branches[-1], key, careful, recipe.view)
-    if operator is None or key.form == generated.LAYER:
+    if operator is None or key.form == LAYER:
         return careful
     return _conditional(state, policy, recipe, operator, key, careful)
 
@@ -173,7 +151,7 @@ def _first_candidate(
     if not branch.candidates:
         return careful
     first, operator, decision = branch.candidates[0], recipe.operator, recipe.decision
-    form = generated.BOUND if decision.conditional else key.form
+    form = BOUND if decision.conditional else key.form
     if is_elsewhere(first):
         return careful
     unproven: list[str] = []
@@ -201,7 +179,7 @@ def _first_candidate(
     banned = state.failures.kinds(first, decision.scope)
     if not banned:
         return entry
-    if operator is None or form == generated.LAYER:
+    if operator is None or form == LAYER:
         return careful
     return _kind_checked(operator, decision.scope, banned, entry, careful, recipe.traced)
 

@@ -26,6 +26,7 @@ from ..signatures import Convention
 from ..state import State
 from ..types import BackendImplKind, OpImpl
 from .arguments import Call
+from .layer_form import read_from
 from .recovery import refusal
 from .table import MADE_FROM
 
@@ -99,8 +100,7 @@ class _Form:
         if self.convention.layer_first:
             layer, *rest = args
             args = tuple(rest)
-            attributes = operator.layer.attributes if operator.layer else {}
-            given = {name: getattr(layer, source) for name, source in attributes.items() if hasattr(layer, source)}
+            given = read_from(operator, layer)
         given |= dict(zip(self.convention.takes, args, strict=False)) | kwargs
         return Call(operator.name, operator, self.scope, (), given, layer)
 
