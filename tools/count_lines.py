@@ -103,6 +103,7 @@ PROMISES = {
     ),
     "live calls may be compared with a second implementation": (
         "run/shadow.py",
+        "run/difference.py",
         "knowledge/sampling.py",
         "knowledge/findings.py",
     ),

@@ -66,7 +66,7 @@ def direct_refusal(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
     Raises:
         Exception: whatever its ``supports`` raises.
     """
-    call = Call(impl.op_name, OPERATORS.get(impl.op_name), None, tuple(args), {})
+    call = Call(impl.op_name, None, tuple(args), {})
     return call.refusal(impl, state.registry.convention(impl))
 
 
