@@ -41,7 +41,7 @@ PROMISES = {
         "run/snapshot.py:mutable_parts _held _slots _members _is_open _is_array _is_scalar",
     ),
     "what was overwritten comes back before another implementation runs": (
-        "knowledge/failures.py:Proofs",
+        "knowledge/proofs.py",
         "run/snapshot.py",
         "run/arguments.py:Call.updated Call.holds_state Call._reached Call._is_shared Call._others _share_memory",
         "run/recovery.py:_needs_copies _copy",
@@ -50,7 +50,7 @@ PROMISES = {
     "a call falls back, and nothing is retried that must not be": (
         "run/recovery.py",
         "run/plan.py:_careful",
-        "knowledge/failures.py:add_note declines is_out_of_memory is_dead_device is_capturing _parts",
+        "knowledge/error_kinds.py",
         "run/arguments.py",
     ),
     "a failure bans for its kind of arguments": (

@@ -15,8 +15,9 @@ from .devices import detect_device
 from .errors import DispatchFrozenError, NoImplementationError
 from .knowledge.availability import Availability
 from .knowledge.counting import CallCounter
-from .knowledge.failures import ArgumentKind, FailureLog, Proofs
+from .knowledge.failures import ArgumentKind, FailureLog
 from .knowledge.findings import Findings
+from .knowledge.proofs import Proofs
 from .knowledge.sampling import Sampling
 from .knowledge.traces import Traces
 from .locking import writers

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import BrokenPromiseError, NoImplementationError, NotSupported, RankDivergenceError, text_of
-from ..knowledge.failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
+from ..knowledge.error_kinds import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from ..logger_manager import get_logger
 from ..ops.results import broken_promise
 from ..selection.decision import Decision

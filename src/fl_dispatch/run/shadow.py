@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WrongResultError, text_of
-from ..knowledge.failures import is_capturing
+from ..knowledge.error_kinds import is_capturing
 from ..knowledge.sampling import Sampling
 from ..logger_manager import get_logger
 from ..ops import OPERATORS, Access, Operator
