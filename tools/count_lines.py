@@ -69,9 +69,10 @@ PROMISES = {
         "calls.py:explain",
     ),
     "choices can be frozen": (
-        "state.py:Choice State.frozen State.fix State.fix_one State.choices State.check State.admits State.admit",
-        "state.py:State._remembered State._different data in_one_line",
-        "op_manager.py:OpManager._fix_new OpManager._check OpManager._admit_registration OpManager.frozen",
+        "fixed.py",
+        "state.py:State.frozen State.choices State._choices_at",
+        "op_manager.py:OpManager._fix_new OpManager._fixed OpManager._check OpManager._admit_registration",
+        "op_manager.py:OpManager.frozen",
         "run/plan.py:frozen_function",
         "process.py:freeze_dispatch thaw_dispatch admit_policy",
     ),

@@ -109,7 +109,7 @@ class TableKeeper:
 
     def policy_of(self, table: DispatchTable) -> SelectionPolicy:
         """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
-        admitted = table is self.root or self._state.admits(table.policy)
+        admitted = table is self.root or self._state.fixed.admits(table.policy)
         return table.policy if admitted else self.root.policy
 
     def _all(self) -> list[DispatchTable]:
