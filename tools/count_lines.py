@@ -44,7 +44,7 @@ PROMISES = {
         "knowledge/proofs.py",
         "run/snapshot.py",
         "run/arguments.py:Call.updated Call.holds_state Call._reached Call._is_shared Call._others _share_memory",
-        "run/recovery.py:_needs_copies _copy",
+        "run/recovery.py:_Attempts._needs_copies",
         "state.py:State.prove State.watch",
     ),
     "a call falls back, and nothing is retried that must not be": (
