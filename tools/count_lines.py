@@ -31,9 +31,9 @@ PARTS = {
 PROMISES = {
     "operators have a declaration that implementations are checked against": ("signatures.py",),
     "a layer may come first": (
-        "run/generated.py:LayerStandIn is_layer_first may_be_layer stand_in layer_parameters from_layer",
+        "run/layer_form.py",
         "run/generated.py:_read_attributes",
-        "run/dispatch.py:key_of",
+        "run/keys.py:key_of",
         "calls.py:_entry_for",
     ),
     "an operator that nobody declared may write whatever it reaches": (
@@ -41,16 +41,16 @@ PROMISES = {
         "run/snapshot.py:mutable_parts _held _slots _members _is_open _is_array _is_scalar",
     ),
     "what was overwritten comes back before another implementation runs": (
-        "knowledge/failures.py:Proofs",
+        "knowledge/proofs.py",
         "run/snapshot.py",
         "run/arguments.py:Call.updated Call.holds_state Call._reached Call._is_shared Call._others _share_memory",
-        "run/recovery.py:_needs_copies _copy",
+        "run/recovery.py:_Attempts._needs_copies",
         "state.py:State.prove State.watch",
     ),
     "a call falls back, and nothing is retried that must not be": (
         "run/recovery.py",
         "run/plan.py:_careful",
-        "knowledge/failures.py:add_note declines is_out_of_memory is_dead_device is_capturing _parts",
+        "knowledge/error_kinds.py",
         "run/arguments.py",
     ),
     "a failure bans for its kind of arguments": (
@@ -69,9 +69,10 @@ PROMISES = {
         "calls.py:explain",
     ),
     "choices can be frozen": (
-        "state.py:Choice State.frozen State.fix State.fix_one State.choices State.check State.admits State.admit",
-        "state.py:State._remembered State._different data in_one_line",
-        "op_manager.py:OpManager._fix_new OpManager._check OpManager._admit_registration OpManager.frozen",
+        "fixed.py",
+        "state.py:State.frozen State.choices State._choices_at",
+        "op_manager.py:OpManager._fix_new OpManager._fixed OpManager._check OpManager._admit_registration",
+        "op_manager.py:OpManager.frozen",
         "run/plan.py:frozen_function",
         "process.py:freeze_dispatch thaw_dispatch admit_policy",
     ),
@@ -103,6 +104,7 @@ PROMISES = {
     ),
     "live calls may be compared with a second implementation": (
         "run/shadow.py",
+        "run/difference.py",
         "knowledge/sampling.py",
         "knowledge/findings.py",
     ),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .process import ROOT, get_default_manager
-from .run.dispatch import LAYER_KEYS, key_of
-from .run.generated import may_be_layer
+from .run.keys import LAYER_KEYS, key_of
+from .run.layer_form import may_be_layer
 from .run.recovery import recover
 from .run.table import DispatchTable
 from .selection.decision import Decision

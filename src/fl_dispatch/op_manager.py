@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from . import checks
 from .compiled.freezing import Freezer
 from .errors import NoImplementationError
+from .fixed import Choices
 from .global_policy import GLOBAL
 from .locking import writers
 from .ops import OPERATORS, Operator
@@ -23,7 +25,7 @@ from .run.arguments import Call
 from .run.dispatch import call_through
 from .run.keeper import PrivateTable, TableKeeper
 from .run.plan import direct_function, frozen_function
-from .run.table import DispatchTable
+from .run.table import DispatchTable, Plan
 from .selection.decision import Decision
 from .start import Start
 from .state import State, unknown
@@ -89,10 +91,8 @@ class OpManager:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
         plan = root.plans.get(key)
         watched = self.state.counter.on or self.state.sampling is not None
-        if self.frozen and plan is not None and not watched:
-            fixed = self.state.fix_one((plan.op_name, plan.scope), plan.decision)
-            if fixed[0].sole:
-                return frozen_function(self.state, root.policy, plan.decision)
+        if self.frozen and plan is not None and not watched and self._fixed(plan)[0].sole:
+            return frozen_function(self.state, root.policy, plan.decision)
         return generated.bound(operator, key, root, recovery.recover, unknown)
 
     def resolve(self, op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -301,7 +301,11 @@ class OpManager:
     def _fix_new(self) -> None:
         if self.frozen:
             for plan in self.tables.root.plans.values():
-                self.state.fix_one((plan.op_name, plan.scope), plan.decision)
+                self._fixed(plan)
+
+    def _fixed(self, plan: Plan) -> Choices:
+        """The choices that are fixed for an operator or layer; one that came after the freeze is fixed now."""
+        return self.state.fixed.add((plan.op_name, plan.scope), partial(self.state.choices, plan.decision))
 
     # ---- changes from elsewhere
 
@@ -309,7 +313,7 @@ class OpManager:
         """Whether everything fixed would be decided the same after a change that is in place already."""
         if self.frozen:
             contexts = [table.policy for table in self.tables.tables()]
-            self.state.check(change, [self.tables.root.policy, *contexts], bans=bans, only=only)
+            self.state.fixed.check(change, [self.tables.root.policy, *contexts], bans=bans, only=only)
 
     def _admit_registration(self) -> None:
         self._check("a registration")

@@ -107,7 +107,7 @@ def thaw_dispatch() -> None:
 def admit_policy(change: str, policy: SelectionPolicy, *, bans: bool = False) -> None:
     """Raise :class:`DispatchFrozenError` if a policy would change what is frozen anywhere."""
     for state in frozen_states():
-        state.admit(change, policy, bans=bans)
+        state.fixed.admit(change, policy, bans=bans)
 
 
 def change_policy(policy: SelectionPolicy | None) -> None:

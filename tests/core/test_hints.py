@@ -28,7 +28,7 @@ from fl_dispatch import (
 from fl_dispatch.compiled import views
 from fl_dispatch.ops import OPERATORS, Access, LayerForm, Mode, Operator, Workload, Write
 from fl_dispatch.process import ROOT
-from fl_dispatch.run import dispatch, recovery
+from fl_dispatch.run import keys, recovery
 from fl_dispatch.settings import TunedRule
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
@@ -68,7 +68,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
         workload=lambda x, residual: Workload(x.dtype, len(x)),
     )
     monkeypatch.setitem(gc.get_referents(OPERATORS)[0], OP, operator)  # the dictionary behind the catalogue
-    monkeypatch.setitem(dispatch.LAYER_KEYS, OP, f"{OP}:layer")
+    monkeypatch.setitem(keys.LAYER_KEYS, OP, f"{OP}:layer")
     torch._dynamo.reset()
     yield operator
     thaw_dispatch()

@@ -24,7 +24,7 @@ from fl_dispatch import (
 )
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.devices import CPU
-from fl_dispatch.knowledge.failures import is_dead_device, is_out_of_memory
+from fl_dispatch.knowledge.error_kinds import is_dead_device, is_out_of_memory
 from fl_dispatch.ops import OPERATORS, Access, Sample
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
@@ -641,7 +641,7 @@ def test_inside_a_graph_capture_nothing_falls_back(monkeypatch: pytest.MonkeyPat
 def test_inside_a_capture_of_a_device_that_is_not_cuda_nothing_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = two(failing(RuntimeError("boom")))
     chip = dataclasses.replace(CPU, is_capturing=lambda: True)
-    monkeypatch.setattr("fl_dispatch.knowledge.failures.detect_device", lambda: chip)
+    monkeypatch.setattr("fl_dispatch.knowledge.error_kinds.detect_device", lambda: chip)
     with pytest.raises(RuntimeError, match="boom"):
         manager.call("silu_and_mul", x())
     assert manager.get_failed_impls() == {}

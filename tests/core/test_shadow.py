@@ -317,6 +317,7 @@ def test_where_a_ban_is_not_safe_it_is_refused_and_said(make: Callable[[OpManage
         assert torch.equal(manager.call("silu_and_mul", LARGE), wrong_over_two(LARGE))
     assert findings(manager)[0].outcome == f"it goes on, because {reason}"
     assert manager.get_failed_impls() == {}
+    manager.freezer.thaw()
 
 
 def test_the_only_implementation_that_the_policy_admits_is_not_banned() -> None:

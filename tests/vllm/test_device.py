@@ -13,7 +13,7 @@ import torch
 
 from fl_dispatch import devices as device
 from fl_dispatch.devices import cpu, detect
-from fl_dispatch.knowledge import failures
+from fl_dispatch.knowledge import error_kinds
 
 
 def forget() -> None:
@@ -105,7 +105,7 @@ def test_a_capture_is_what_a_devices_own_hook_says(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "npu", SimpleNamespace(is_current_stream_capturing=lambda: False), raising=False)
     monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, is_capturing=lambda: True),))
     assert device.detect_device().captures()
-    assert failures.is_capturing()
+    assert error_kinds.is_capturing()
 
 
 def test_a_device_that_cannot_say_whether_it_captures_counts_as_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_device_that_cannot_say_whether_it_captures_counts_as_capturing(monkey
         raise OSError("driver")
 
     monkeypatch.setattr(detect, "device_specs", lambda: (replace(DRAGON, is_capturing=broken),))
-    assert failures.is_capturing()
+    assert error_kinds.is_capturing()
 
 
 def test_detection_creates_no_context() -> None:

@@ -57,8 +57,9 @@ class Freezer:
             if self.manifest is not None:
                 return self.manifest
             decided = {(plan.op_name, plan.scope): plan.decision for plan in self._tables.root.plans.values()}
-            state.fix(decided)
-            self.manifest = manifest_of(decided, state.fixed or {}, state.traces.untraceable())
+            choices = {place: state.choices(decision) for place, decision in decided.items()}
+            state.fixed.fix(choices)
+            self.manifest = manifest_of(decided, choices, state.traces.untraceable())
             _frozen = (*(weakref.ref(other) for other in frozen_states()), weakref.ref(state))
             state.changed(None)
         logger.info("Dispatch is frozen: manifest %s, %d operators", self.manifest.hash, len(self.manifest.choices))
@@ -81,6 +82,6 @@ class Freezer:
                 return
             _frozen = tuple(weakref.ref(other) for other in frozen_states() if other is not self._state)
             self.manifest = None
-            self._state.fix(None)
+            self._state.fixed.fix(None)
             self._state.changed(None)
         logger.info("Dispatch is thawed")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..fixed import Choices, Place, data, in_one_line
 from ..replaced import replaced_operators
 from ..selection.decision import Decision
-from ..state import Choices, Place, data, in_one_line
 from ..types import OpImpl
 from ..version import __version__
 

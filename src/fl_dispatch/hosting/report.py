@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..fixed import data
 from ..knowledge.sampling import Sampling
 from ..manager import get_default_manager
 from ..op_manager import OpManager
 from ..settings import ITEMS, get_settings
-from ..state import data
 from . import aten, collectives, handover
 
 Choices = dict[str, Any]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ..knowledge.failures import ArgumentKind
-from ..ops import OPERATORS, Access, Operator
+from ..ops import OPERATORS, Access
 from ..selection.decision import Branch, Decision
 from ..signatures import Convention
 from ..types import OpImpl
-from . import generated as entries
+from .layer_form import arguments_of, is_layer_first, stand_in
 from .snapshot import mutable_parts
 
 
@@ -24,12 +24,12 @@ class Call:
     def __init__(
         self,
         op_name: str,
-        operator: Operator | None,
         scope: str | None,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         layer: Any = None,
     ) -> None:
+        operator = OPERATORS.get(op_name)
         self.op_name, self.operator, self.scope, self.layer = op_name, operator, scope, layer
         if operator is not None:
             args, kwargs = operator.bind(args, kwargs), {}
@@ -45,10 +45,10 @@ class Call:
             TypeError: it does not fit the operator.
         """
         operator = OPERATORS.get(op_name)
-        if operator is not None and entries.is_layer_first(operator, args):
+        if operator is not None and is_layer_first(operator, args):
             layer = args[0]
-            return cls(op_name, operator, scope, (), entries.from_layer(operator, layer, args[1:], kwargs), layer)
-        return cls(op_name, operator, scope, args, kwargs)
+            return cls(op_name, scope, (), arguments_of(operator, layer, args[1:], kwargs), layer)
+        return cls(op_name, scope, args, kwargs)
 
     def run(self, fn: Any, convention: Convention | None) -> Any:
         """Call a function with the arguments in the form that it takes."""
@@ -58,7 +58,7 @@ class Call:
         taken = [values[name] for name in convention.takes]
         if not convention.layer_first:
             return fn(*taken)
-        layer = entries.stand_in(self.operator, values) if self.layer is None else self.layer
+        layer = stand_in(self.operator, values) if self.layer is None else self.layer
         return fn(layer, *taken)
 
     def refusal(self, impl: OpImpl, convention: Convention | None) -> str:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ops import OPERATORS
 from ..state import unknown
-from .generated import LAYER_SUFFIX, is_layer_first
+from .keys import key_of
 from .recovery import recover
 from .table import DispatchTable
-
-LAYER_KEYS = {
-    operator.name: f"{operator.name}{LAYER_SUFFIX}" for operator in OPERATORS.values() if operator.layer is not None
-}
-"""Operators that take a layer first → the key of such calls."""
 
 
 def call_through(
@@ -35,9 +29,3 @@ def call_through(
         return recover(key, table, fn, failure, args, kwargs)
     finally:
         del failure  # its traceback holds this frame, and with it the arguments
-
-
-def key_of(op_name: str, args: tuple[Any, ...]) -> str:
-    """The table key of a call by name."""
-    operator = OPERATORS.get(op_name)
-    return LAYER_KEYS[op_name] if operator is not None and is_layer_first(operator, args) else op_name

@@ -17,20 +17,11 @@ import torch
 from ..ops import Operator
 from ..signatures import Convention
 from ..types import OpImpl
+from .keys import BOUND, LAYER
+from .layer_form import LayerStandIn, attributes_of, passed_by
 from .table import DispatchTable
 
-CALL, BOUND, LAYER = "call", "bound", "layer"
-LAYER_SUFFIX = ":layer"  # of the table key for calls with a layer first
 _FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key; anything else it tries to read
-
-
-class LayerStandIn:
-    """The layer that an implementation receives when the caller passed tensors."""
-
-    __slots__ = ("__dict__",)
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        self.__dict__.update(attributes)
 
 
 def direct(
@@ -121,54 +112,6 @@ def dispatched(operator: Operator, args: str, key: Sequence[str], take: str = "_
     ]
 
 
-def is_layer_first(operator: Operator, args: tuple[Any, ...]) -> bool:
-    """Whether a call's first argument is a layer."""
-    return operator.layer is not None and bool(args) and may_be_layer(args[0])
-
-
-def may_be_layer(value: Any) -> bool:
-    """Whether a value can be a layer: no tensor, and nothing that a caller may pass in place of a tensor by mistake."""
-    if value is None or isinstance(
-        value, torch.Tensor | bool | int | float | complex | str | bytes | list | tuple | dict
-    ):
-        return False
-    return type(value).__module__ != "numpy"
-
-
-def stand_in(operator: Operator, values: Mapping[str, Any]) -> LayerStandIn:
-    """A layer for an implementation that takes one, made of the operator's arguments by name."""
-    attributes = operator.layer.attributes if operator.layer else {}
-    return LayerStandIn({attribute: values[name] for name, attribute in attributes.items()})
-
-
-def layer_parameters(operator: Operator) -> list[str]:
-    """The declared parameters that a layer-first call passes itself, in order."""
-    attributes = operator.layer.attributes if operator.layer else {}
-    return [name for name in operator.parameters if name not in attributes]
-
-
-def from_layer(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The operator's arguments by name, for a call whose first argument is a layer.
-
-    Raises:
-        TypeError: the call does not fit the layer form.
-    """
-    names = layer_parameters(operator)
-    if len(args) > len(names):
-        raise TypeError(
-            f"{operator.name}(obj, {', '.join(names)}) takes {len(names)} arguments after the layer, not {len(args)}"
-        )
-    given = dict(zip(names, args, strict=False))
-    for name, value in kwargs.items():
-        if name not in names or name in given:
-            raise TypeError(f"{operator.name}: argument '{name}' is unknown, doubled, or the layer's own")
-        given[name] = value
-    for name, attribute in (operator.layer.attributes if operator.layer else {}).items():
-        if hasattr(layer, attribute):
-            given[name] = getattr(layer, attribute)
-    return given
-
-
 def _generate(
     operator: Operator,
     convention: Convention,
@@ -179,8 +122,7 @@ def _generate(
     guards: list[str],
     view: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
-    attributes = dict(operator.layer.attributes) if operator.layer else {}
-    own = layer_parameters(operator)
+    attributes, own = attributes_of(operator), passed_by(operator)
     if form == LAYER:
         head = ", ".join(["_obj", _signature(operator, own)]) if own else "_obj"
         prepare = _read_attributes(attributes)

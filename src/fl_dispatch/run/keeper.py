@@ -9,7 +9,8 @@ from ..global_policy import GLOBAL
 from ..locking import writers
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State
-from .plan import Key, bound_key, build, keys_of
+from .keys import Key, bound_key, keys_of
+from .plan import build
 from .table import DispatchTable, Plan, scope_variable
 
 KEPT_TABLES = 64
@@ -108,7 +109,7 @@ class TableKeeper:
 
     def policy_of(self, table: DispatchTable) -> SelectionPolicy:
         """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
-        admitted = table is self.root or self._state.admits(table.policy)
+        admitted = table is self.root or self._state.fixed.admits(table.policy)
         return table.policy if admitted else self.root.policy
 
     def _all(self) -> list[DispatchTable]:

@@ -7,8 +7,8 @@ scopes of an operator, and so is what compiled code traces.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,32 +21,10 @@ from ..state import State, is_elsewhere
 from ..types import OpImpl
 from . import generated, recovery, shadow
 from .arguments import Call
+from .keys import BOUND, CALL, LAYER, Key
 from .recovery import Settled
 from .table import MADE_FROM, Plan
-from .traced import Function, once_tried, traced_of, undeclared, untried, view_of, with_other_trace
-
-
-class Key(NamedTuple):
-    """One entry of a table: its key, operator, scope, and the form of call that it is for."""
-
-    text: str
-    op_name: str
-    scope: str | None
-    form: str
-
-
-def keys_of(op_name: str, scopes: Iterable[str]) -> list[Key]:
-    """The entries of one operator: by name, with a layer first, and one for each scope that was bound."""
-    keys = [Key(op_name, op_name, None, generated.CALL)]
-    operator = OPERATORS.get(op_name)
-    if operator is not None and operator.layer is not None:
-        keys.append(Key(f"{op_name}{generated.LAYER_SUFFIX}", op_name, None, generated.LAYER))
-    return keys + [bound_key(op_name, scope) for scope in sorted(scopes)]
-
-
-def bound_key(op_name: str, scope: str) -> Key:
-    """The entry of a bound operator."""
-    return Key(f"{op_name}@{scope}", op_name, scope or None, generated.BOUND)
+from .traced import Function, Site, undeclared, untried, with_other_trace
 
 
 def build(
@@ -66,8 +44,8 @@ def build(
         if place not in recipes:
             recipes[place] = _recipe(state, policy, key, key.scope if apart else None)
         if (recipe := recipes[place]) is not None:
-            entry = _entry(state, policy, recipe, key)
-            plans[key.text] = Plan(key.op_name, key.scope, recipe.decision, entry, recipe.declined)
+            entry = _entry(recipe, key.scope)
+            plans[key.text] = Plan(key.op_name, key.scope, recipe.site.decision, entry, recipe.declined)
     return plans
 
 
@@ -79,7 +57,7 @@ def direct_function(state: State, impl: OpImpl) -> Function:
 
     operator = OPERATORS.get(impl.op_name)
     convention = state.registry.convention(impl)
-    return generated.direct(operator, impl, convention, generated.CALL, impl.fn, otherwise, ask=False)
+    return generated.direct(operator, impl, convention, CALL, impl.fn, otherwise, ask=False)
 
 
 def direct_refusal(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
@@ -88,20 +66,19 @@ def direct_refusal(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
     Raises:
         Exception: whatever its ``supports`` raises.
     """
-    call = Call(impl.op_name, OPERATORS.get(impl.op_name), None, tuple(args), {})
+    call = Call(impl.op_name, None, tuple(args), {})
     return call.refusal(impl, state.registry.convention(impl))
 
 
 def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -> Function:
     """The implementation of an unconditional choice, as a function for a bound operator's callers."""
     operator, first = OPERATORS[decision.op_name], decision.candidates[0]
-    view = view_of(state, policy, decision, operator)
-    convention = state.registry.convention(first)
-    function = generated.direct(operator, first, convention, generated.CALL, first.fn, first.fn, view=view)
+    site = Site(state, policy, decision, operator, CALL)
+    view = site.needed_view()
+    function = site.direct(first, first.fn, first.fn, view=view)
     if view is not None or not untried(state, [first], operator):
         return function
-    tried = once_tried(state, policy, decision, operator, generated.CALL, [first], function)
-    return with_other_trace(function, tried)
+    return with_other_trace(function, site.once_tried([first], function))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +86,14 @@ class _Recipe:
     """The common part of several layers' entries.
 
     Args:
-        operator: the declaration; ``None`` for an operator that nobody declared.
-        decision: who may run, best first.
+        site: the decision, and the form of call.
         view: what compiled code calls instead of tracing into the choice.
         undeclared: those of which a trace finds out whether Dynamo can trace them.
         traced: what Dynamo traces in place of the careful path.
         declined: what a trace goes on with when the first candidate declines.
     """
 
-    operator: Operator | None
-    decision: Decision
+    site: Site
     view: Function | None
     undeclared: list[OpImpl]
     traced: Function
@@ -135,36 +110,31 @@ def _recipe(state: State, policy: SelectionPolicy, key: Key, scope: str | None) 
     except NoImplementationError:
         return None
     operator = OPERATORS.get(key.op_name)
-    view = view_of(state, policy, decision, operator)
-    traced = traced_of(state, decision, operator, key.form, view, decision.candidates)
+    site = Site(state, policy, decision, operator, key.form)
+    view = site.needed_view()
+    traced = site.traced(view, decision.candidates)
     others = () if policy.strict or state.frozen else decision.candidates[1:]
-    declined = traced_of(state, decision, operator, key.form, None, others)
-    new = undeclared(state, state.who_may_run(decision, decision.branches[-1]), operator) if view is None else []
-    if new and operator is not None:
-        traced = once_tried(state, policy, decision, operator, key.form, new, traced)
-    if operator is not None and (rest := undeclared(state, others, operator)):
-        declined = once_tried(state, policy, decision, operator, key.form, rest, declined)
-    return _Recipe(operator, decision, view, new, traced, declined)
+    declined = site.traced(None, others)
+    new = undeclared(state, site.who_may_run(), operator) if view is None else []
+    if new:
+        traced = site.once_tried(new, traced)
+    if rest := undeclared(state, others, operator):
+        declined = site.once_tried(rest, declined)
+    return _Recipe(site, view, new, traced, declined)
 
 
-def _entry(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> Function:
-    decision, operator = recipe.decision, recipe.operator
-    careful = _careful(state, policy, recipe, key)
-    if not decision.conditional:
-        return _first_candidate(state, policy, recipe, decision.branches[-1], key, careful, recipe.view)
-    if operator is None or key.form == generated.LAYER:
+def _entry(recipe: _Recipe, scope: str | None) -> Function:
+    """The function in the table for one layer, or for calls by name."""
+    site, careful = recipe.site, _careful(recipe, scope)
+    if not site.decision.conditional:
+        return _first_candidate(recipe, site, site.decision.branches[-1], scope, careful, recipe.view)
+    if site.operator is None or site.form == LAYER:
         return careful
-    return _conditional(state, policy, recipe, operator, key, careful)
+    return _conditional(recipe, site.operator, scope, careful)
 
 
 def _first_candidate(
-    state: State,
-    policy: SelectionPolicy,
-    recipe: _Recipe,
-    branch: Branch,
-    key: Key,
-    careful: Function,
-    view: Function | None,
+    recipe: _Recipe, site: Site, branch: Branch, scope: str | None, careful: Function, view: Function | None
 ) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
 
@@ -172,8 +142,7 @@ def _first_candidate(
     """
     if not branch.candidates:
         return careful
-    first, operator, decision = branch.candidates[0], recipe.operator, recipe.decision
-    form = generated.BOUND if decision.conditional else key.form
+    first, state, operator, decision = branch.candidates[0], site.state, site.operator, site.decision
     if is_elsewhere(first):
         return careful
     unproven: list[str] = []
@@ -188,20 +157,18 @@ def _first_candidate(
             if any(write.given is None for write in updates):
                 return careful
             unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
-    convention = state.registry.convention(first)
     fn = state.counter.function(first)
     if state.sampling is not None:
-        fn = shadow.watched(state, first, decision, key.scope, fn)
-    entry = generated.direct(operator, first, convention, form, fn, careful, unproven, view=view)
-    if recipe.undeclared and operator is not None:
-        tried = once_tried(state, policy, decision, operator, form, recipe.undeclared, entry)
-        entry = with_other_trace(entry, tried)
+        fn = shadow.watched(state, first, decision, scope, fn)
+    entry = site.direct(first, fn, careful, unproven, view)
+    if recipe.undeclared:
+        entry = with_other_trace(entry, site.once_tried(recipe.undeclared, entry))
     if entry is not fn:
         entry.__dict__[MADE_FROM] = decision
     banned = state.failures.kinds(first, decision.scope)
     if not banned:
         return entry
-    if operator is None or form == generated.LAYER:
+    if operator is None or site.form == LAYER:
         return careful
     return _kind_checked(operator, decision.scope, banned, entry, careful, recipe.traced)
 
@@ -227,12 +194,10 @@ def _kind_checked(
     return kind_checked
 
 
-def _conditional(
-    state: State, policy: SelectionPolicy, recipe: _Recipe, operator: Operator, key: Key, careful: Function
-) -> Function:
+def _conditional(recipe: _Recipe, operator: Operator, scope: str | None, careful: Function) -> Function:
+    site = replace(recipe.site, form=BOUND)  # all arguments are passed
     branches = [
-        (branch.rule, _first_candidate(state, policy, recipe, branch, key, careful, None))
-        for branch in recipe.decision.branches
+        (branch.rule, _first_candidate(recipe, site, branch, scope, careful, None)) for branch in site.decision.branches
     ]
     count = len(operator.parameters)
     traceable, traced = recipe.view is None, recipe.traced
@@ -247,18 +212,19 @@ def _conditional(
                 return entry(*full)
         raise AssertionError("the last branch has no condition")
 
-    conditional.__dict__[MADE_FROM] = recipe.decision
+    conditional.__dict__[MADE_FROM] = site.decision
     return conditional
 
 
-def _careful(state: State, policy: SelectionPolicy, recipe: _Recipe, key: Key) -> Function:
+def _careful(recipe: _Recipe, scope: str | None) -> Function:
     """The path of a first call, of watched and banned implementations, and of calls that the first one refuses."""
-    op_name, scope, decision, traced = key.op_name, key.scope, recipe.decision, recipe.traced
+    site, traced = recipe.site, recipe.traced
+    state, policy, decision = site.state, site.policy, site.decision
 
     def careful(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return traced(*args, **kwargs)
-        call = Call.of(op_name, scope, args, kwargs)
+        call = Call.of(decision.op_name, scope, args, kwargs)
         try:
             return recovery.run(state, policy, decision, call)
         except Exception as error:

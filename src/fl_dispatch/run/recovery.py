@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import BrokenPromiseError, NoImplementationError, NotSupported, RankDivergenceError, text_of
-from ..knowledge.failures import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
+from ..knowledge.error_kinds import add_note, declines, is_capturing, is_dead_device, is_out_of_memory
 from ..logger_manager import get_logger
 from ..ops.results import broken_promise
 from ..selection.decision import Decision
@@ -26,7 +27,6 @@ from .snapshot import copies_of, put_back
 from .table import MADE_FROM, DispatchTable, Plan
 
 logger = get_logger(__name__)
-_Failures = list[tuple[OpImpl, Exception]]
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -50,7 +50,7 @@ def run(state: State, policy: SelectionPolicy, decision: Decision, call: Call) -
     Raises:
         NoImplementationError: no candidate fits the arguments; it says why for each.
     """
-    return _attempt(state, policy, decision, call.branch(decision).candidates, call, [])
+    return _Attempts(state, policy, decision, call).run(call.branch(decision).candidates)
 
 
 def recover(
@@ -109,10 +109,11 @@ def _after_fast_path(
             )
             raise error
         _warn(failed, call, error)
+        attempts = _Attempts(state, policy, decision, call)
         if unasked:
-            return _attempt(state, policy, decision, candidates, call, [])
-        others = [impl for impl in candidates if impl is not failed]
-        return _attempt(state, policy, decision, others, call, [(failed, error)])
+            return attempts.run(candidates)
+        attempts.failures.append((failed, error))
+        return attempts.run([impl for impl in candidates if impl is not failed])
     finally:
         del error  # its traceback holds this frame, and with it the arguments
 
@@ -133,119 +134,113 @@ def refusal(state: State, impl: OpImpl, call: Call) -> str:
         return reason
 
 
-def _attempt(
-    state: State,
-    policy: SelectionPolicy,
-    decision: Decision,
-    impls: Sequence[OpImpl],
-    call: Call,
-    failures: _Failures,
-) -> Any:
-    reasons = []
-    try:
-        for index, impl in enumerate(impls):
-            reason = refusal(state, impl, call)
-            if reason:
-                reasons.append(f"{impl.impl_id}: {reason}")
-                continue
-            if failures:
-                _may_fall_back(state, call, failures)
-            updated = call.updated()
-            last = index + 1 == len(impls) or policy.strict
-            copies = None if last or not _needs_copies(state, impl) else _copy(updated)
-            wrote = bool(updated) or call.operator is None
-            try:
-                result = call.run(state.counter.function(impl), state.registry.convention(impl))
-                if not state.proofs.holds(impl, wrote=wrote):
-                    _keeps_promise(impl, call, result)
-            except Exception as error:
-                failures.append((impl, error))
-            else:
-                _succeeded(state, impl, call, failures, wrote=wrote)
-                return result
-            _go_on_or_raise(state, policy, call, failures[-1], updated, copies, last)
-        if not failures:
-            raise NoImplementationError(call.op_name, [*reasons, *decision.skipped_reasons()])
-        _raise_first(call, failures, reasons)
-    finally:
-        failures.clear()  # tracebacks hold this frame, and with it the arguments
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """The candidates of one call, tried in turn on its original arguments.
 
-
-def _keeps_promise(impl: OpImpl, call: Call, result: Any) -> None:
-    """Compare a first result with the declaration, because the next layer would fail by it, or read it wrongly.
-
-    Raises:
-        BrokenPromiseError: it is not as declared.
+    Attributes:
+        failures: who failed until now, and how; empty again at the end, because tracebacks hold the arguments.
     """
-    if call.operator is not None and (problem := broken_promise(call.operator, call.args, result)):
-        raise BrokenPromiseError(f"{impl.impl_id} of {call.op_name}: {problem}")
 
+    state: State
+    policy: SelectionPolicy
+    decision: Decision
+    call: Call
+    failures: list[tuple[OpImpl, Exception]] = field(default_factory=list)
 
-def _go_on_or_raise(
-    state: State,
-    policy: SelectionPolicy,
-    call: Call,
-    failure: tuple[OpImpl, Exception],
-    updated: Sequence[Any],
-    copies: Sequence[Any] | None,
-    last: bool,
-) -> None:
-    """Put the arguments back for the next candidate, or raise the failure if that cannot be done."""
-    impl, error = failure
-    try:
-        wrote_nothing = isinstance(error, NotSupported)
-        if must_raise(state, error, policy) or (not wrote_nothing and call.holds_state()):
-            raise error
-        if not (wrote_nothing or last) and not put_back(updated, copies):
-            raise error
-        _warn(impl, call, error)
-    finally:
-        del error, failure
+    def run(self, impls: Sequence[OpImpl]) -> Any:
+        """The result of the first of them that takes the call and does not fail."""
+        state, call = self.state, self.call
+        reasons: list[str] = []
+        try:
+            for index, impl in enumerate(impls):
+                if reason := refusal(state, impl, call):
+                    reasons.append(f"{impl.impl_id}: {reason}")
+                    continue
+                self._may_fall_back()
+                updated = call.updated()
+                last = index + 1 == len(impls) or self.policy.strict
+                copies = None if last or not self._needs_copies(impl) else copies_of(updated)
+                wrote = bool(updated) or call.operator is None
+                try:
+                    result = call.run(state.counter.function(impl), state.registry.convention(impl))
+                    if not state.proofs.holds(impl, wrote=wrote):
+                        self._keeps_promise(impl, result)
+                except Exception as error:
+                    self.failures.append((impl, error))
+                else:
+                    self._succeeded(impl, wrote=wrote)
+                    return result
+                self._go_on_or_raise(updated, copies, last)
+            if not self.failures:
+                raise NoImplementationError(call.op_name, [*reasons, *self.decision.skipped_reasons()])
+            self._raise_first(reasons)
+        finally:
+            self.failures.clear()
 
+    def _may_fall_back(self) -> None:
+        if not self.state.lockstep:
+            return
+        for impl, error in self.failures:
+            if not declines(error):  # all ranks decline alike
+                raise RankDivergenceError(
+                    f"'{impl.impl_id}' of '{self.call.op_name}' failed ({text_of(error)}), and this rank runs in "
+                    "lockstep with others that did not fall back; the step is aborted"
+                ) from error
 
-def _copy(parts: Sequence[Any]) -> list[Any] | None:
-    return None if is_capturing() else copies_of(parts)  # a copy would be recorded into the graph
+    def _needs_copies(self, impl: OpImpl) -> bool:
+        """Whether what it overwrites is copied; never in a capture, because a copy would be recorded into the graph."""
+        proofs = self.state.proofs
+        return (not proofs.holds(impl, wrote=True) or proofs.watches(impl)) and not is_capturing()
 
+    def _keeps_promise(self, impl: OpImpl, result: Any) -> None:
+        """Compare a first result with the declaration, because the next layer would fail by it, or read it wrongly.
 
-def _raise_first(call: Call, failures: _Failures, reasons: Sequence[str]) -> None:
-    first = failures[0][1]
-    for impl, other in failures[1:]:
-        add_note(first, f"fl_dispatch: '{impl.impl_id}' of '{call.op_name}' failed too: {text_of(other)}")
-    for reason in reasons:
-        add_note(first, f"fl_dispatch: '{call.op_name}' not tried with {reason}")
-    try:
-        raise first
-    finally:
-        del first
+        Raises:
+            BrokenPromiseError: it is not as declared.
+        """
+        operator = self.call.operator
+        if operator is not None and (problem := broken_promise(operator, self.call.args, result)):
+            raise BrokenPromiseError(f"{impl.impl_id} of {operator.name}: {problem}")
 
+    def _succeeded(self, impl: OpImpl, *, wrote: bool) -> None:
+        """Keep the proof, and ban those that failed before."""
+        state, call, banned = self.state, self.call, False
+        state.prove(impl, wrote=wrote)
+        if not self.failures:
+            return
+        for failed, error in self.failures:
+            if not declines(error):
+                state.failures.record(failed, call.kind, error)
+                banned = True
+            error.with_traceback(None)  # it is settled, and its frames hold the arguments
+        logger.log(logging.INFO if banned else logging.DEBUG, "Op '%s' fallback to %s", call.op_name, impl)
+        if banned:
+            state.changed({call.op_name})
 
-def _needs_copies(state: State, impl: OpImpl) -> bool:
-    return not state.proofs.holds(impl, wrote=True) or state.proofs.watches(impl)
+    def _go_on_or_raise(self, updated: Sequence[Any], copies: Sequence[Any] | None, last: bool) -> None:
+        """Put the arguments back for the next candidate, or raise the last failure if that cannot be done."""
+        impl, error = self.failures[-1]
+        try:
+            wrote_nothing = isinstance(error, NotSupported)
+            if must_raise(self.state, error, self.policy) or (not wrote_nothing and self.call.holds_state()):
+                raise error
+            if not (wrote_nothing or last) and not put_back(updated, copies):
+                raise error
+            _warn(impl, self.call, error)
+        finally:
+            del error
 
-
-def _may_fall_back(state: State, call: Call, failures: _Failures) -> None:
-    failed = [(impl, error) for impl, error in failures if not declines(error)]  # all ranks decline alike
-    if state.lockstep and failed:
-        impl, error = failed[0]
-        raise RankDivergenceError(
-            f"'{impl.impl_id}' of '{call.op_name}' failed ({text_of(error)}), and this rank runs in lockstep with "
-            "others that did not fall back; the step is aborted"
-        ) from error
-
-
-def _succeeded(state: State, impl: OpImpl, call: Call, failures: _Failures, *, wrote: bool) -> None:
-    state.prove(impl, wrote=wrote)
-    if not failures:
-        return
-    banned = False
-    for failed, error in failures:
-        if not declines(error):
-            state.failures.record(failed, call.kind, error)
-            banned = True
-        error.with_traceback(None)  # it is settled, and its frames hold the arguments
-    logger.log(logging.INFO if banned else logging.DEBUG, "Op '%s' fallback to %s", call.op_name, impl)
-    if banned:
-        state.changed({call.op_name})
+    def _raise_first(self, reasons: Sequence[str]) -> None:
+        op_name, first = self.call.op_name, self.failures[0][1]
+        for impl, other in self.failures[1:]:
+            add_note(first, f"fl_dispatch: '{impl.impl_id}' of '{op_name}' failed too: {text_of(other)}")
+        for reason in reasons:
+            add_note(first, f"fl_dispatch: '{op_name}' not tried with {reason}")
+        try:
+            raise first
+        finally:
+            del first
 
 
 def _warn(impl: OpImpl, call: Call, error: BaseException) -> None:

@@ -1,8 +1,7 @@
 """Operator → function for one policy: the only thing that a call reads.
 
-``entries`` never changes what a key means; writers replace it as a whole, or add a key, so readers take no lock. Its
-keys are ``op`` (a call by name), ``op@scope`` (a bound operator; the scope may be empty) and ``op:layer`` (a call with
-a layer first).
+``entries`` never changes what a key (see :mod:`.keys`) means; writers replace it as a whole, or add a key, so readers
+take no lock.
 
 A *root table* is a manager's table for the global policy. A policy context puts another table into ``scope_variable``,
 and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called with the table as

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,62 +25,113 @@ _TREATED_APART = tuple(os.path.dirname(str(module.__file__)) + os.sep for module
 """The folders of PyTorch and of the standard library."""
 
 
-def view_of(state: State, policy: SelectionPolicy, decision: Decision, operator: Operator | None) -> Function | None:
-    """The opaque view that compiled code calls instead of tracing into the choice; ``None`` where it may look inside.
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One decision in one form of call, and what stands in a trace of it.
 
-    A view is needed where a trace cannot hold the choice: Dynamo cannot trace what may run, the operator may not be
-    traced, the choice depends on the call, or dispatch is frozen, so that the guards of a predicate may be dropped.
-    """
-    if operator is None or Mode.OPAQUE not in operator.modes or state.view is None:
-        return None
-    runs = state.who_may_run(decision, decision.branches[-1])
-    needed = (
-        decision.conditional
-        or Mode.INLINE not in operator.modes
-        or any(state.traces.obstacle(impl) for impl in runs)
-        or (state.frozen and len(runs) > 1)
-    )
-    return _view(state, policy, decision, operator) if needed else None
-
-
-def _view(state: State, policy: SelectionPolicy, decision: Decision, operator: Operator) -> Function:
-    assert state.view is not None
-    runs = state.who_may_run(decision, decision.branches[-1])
-    # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
-    scope = decision.scope
-    banned_here = any(state.failures.kinds(impl, scope) != state.failures.kinds(impl, None) for impl in runs)
-    return state.view(operator, scope or "" if banned_here or policy.singles_out(operator.name, scope) else "")
-
-
-def traced_of(
-    state: State,
-    decision: Decision,
-    operator: Operator | None,
-    form: str,
-    view: Function | None,
-    candidates: Sequence[OpImpl],
-) -> Function:
-    """The function that Dynamo traces in place of the careful path: the choice among candidates, made of guards alone.
-
-    An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
+    Args:
+        state: of the manager that decided.
+        policy: that it was decided under.
+        decision: who may run, best first.
+        operator: the declaration; ``None`` for an operator that nobody declared.
+        form: of the call, see :mod:`.keys`.
     """
 
-    def nobody(*args: Any, **kwargs: Any) -> Any:
-        raise NotSupported(f"no implementation of '{decision.op_name}' fits these arguments")
+    state: State
+    policy: SelectionPolicy
+    decision: Decision
+    operator: Operator | None
+    form: str
 
-    if view is not None and operator is not None and decision.candidates:
-        whole = Convention(takes=tuple(operator.parameters), defaults=False)
-        return generated.direct(operator, decision.candidates[0], whole, form, view, nobody, ask=False)
-    function: Function = nobody
-    for impl in reversed(candidates):
-        if not state.failures.kinds(impl, decision.scope):
-            convention = state.registry.convention(impl)
-            first = generated.direct(operator, impl, convention, form, impl.fn, function)
-            if is_elsewhere(impl):
-                function = _on_its_devices(impl, operator.hints if operator else (), first, function)
-            else:
-                function = first if function is nobody else _or_next(first, function)
-    return function
+    def direct(
+        self,
+        impl: OpImpl,
+        fn: Function,
+        otherwise: Function,
+        unproven: Sequence[str] = (),
+        view: Function | None = None,
+    ) -> Function:
+        """A function that runs one implementation, see :func:`.generated.direct`."""
+        convention = self.state.registry.convention(impl)
+        return generated.direct(self.operator, impl, convention, self.form, fn, otherwise, unproven, view=view)
+
+    def who_may_run(self) -> list[OpImpl]:
+        """The candidates up to the first one that takes every call, for calls that no condition singles out."""
+        return self.state.who_may_run(self.decision, self.decision.branches[-1])
+
+    def needed_view(self) -> Function | None:
+        """The opaque view that compiled code calls instead of tracing into the choice; ``None`` where it may look in.
+
+        A view is needed where a trace cannot hold the choice: Dynamo cannot trace what may run, the operator may not be
+        traced, the choice depends on the call, or dispatch is frozen, so that the guards of a predicate may be dropped.
+        """
+        operator, state = self.operator, self.state
+        if operator is None or Mode.OPAQUE not in operator.modes or state.view is None:
+            return None
+        runs = self.who_may_run()
+        needed = (
+            self.decision.conditional
+            or Mode.INLINE not in operator.modes
+            or any(state.traces.obstacle(impl) for impl in runs)
+            or (state.frozen and len(runs) > 1)
+        )
+        return self._view(operator) if needed else None
+
+    def _view(self, operator: Operator) -> Function:
+        failures, scope = self.state.failures, self.decision.scope
+        assert self.state.view is not None
+        # The layer's name would make every layer's graph another one, so it stands there only where a rule needs it.
+        banned_here = any(failures.kinds(impl, scope) != failures.kinds(impl, None) for impl in self.who_may_run())
+        named = banned_here or self.policy.singles_out(operator.name, scope)
+        return self.state.view(operator, scope or "" if named else "")
+
+    def traced(self, view: Function | None, candidates: Sequence[OpImpl]) -> Function:
+        """The function that Dynamo traces in place of the careful path: the choice among candidates, of guards alone.
+
+        An implementation that is banned for some calls in this scope is left out, since a trace serves many calls.
+        """
+        decision, operator = self.decision, self.operator
+
+        def nobody(*args: Any, **kwargs: Any) -> Any:
+            raise NotSupported(f"no implementation of '{decision.op_name}' fits these arguments")
+
+        if view is not None and operator is not None and decision.candidates:
+            whole = Convention(takes=tuple(operator.parameters), defaults=False)
+            return generated.direct(operator, decision.candidates[0], whole, self.form, view, nobody, ask=False)
+        function: Function = nobody
+        for impl in reversed(candidates):
+            if not self.state.failures.kinds(impl, decision.scope):
+                first = self.direct(impl, impl.fn, function)
+                if is_elsewhere(impl):
+                    function = _on_its_devices(impl, operator.hints if operator else (), first, function)
+                else:
+                    function = first if function is nobody else _or_next(first, function)
+        return function
+
+    def once_tried(self, impls: Sequence[OpImpl], inline: Function) -> Function:
+        """The function that Dynamo traces where implementations do not say whether it can trace them.
+
+        It is ``inline`` if all can be traced, else the view. They are tried, and the view is made, when Dynamo first
+        comes here.
+        """
+        by_view: list[Function] = []
+
+        def is_opaque() -> bool:
+            if not any([trial.obstacle(self.state, impl) for impl in impls]):  # noqa: C419  (each, in any process)
+                return False
+            if not by_view:
+                assert self.operator is not None
+                by_view.append(self.traced(self._view(self.operator), self.decision.candidates))
+            return True
+
+        is_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            if is_opaque():
+                return by_view[0](*args, **kwargs)
+            return inline(*args, **kwargs)
+
+        return chosen
 
 
 def _on_its_devices(impl: OpImpl, hints: Sequence[str], first: Function, other: Function) -> Function:
@@ -115,40 +167,6 @@ def undeclared(state: State, impls: Iterable[OpImpl], operator: Operator | None)
 def untried(state: State, impls: Iterable[OpImpl], operator: Operator | None) -> list[OpImpl]:
     """Those of which nobody knows it yet."""
     return [impl for impl in undeclared(state, impls, operator) if state.traces.obstacle(impl) is None]
-
-
-def once_tried(
-    state: State,
-    policy: SelectionPolicy,
-    decision: Decision,
-    operator: Operator,
-    form: str,
-    impls: Sequence[OpImpl],
-    inline: Function,
-) -> Function:
-    """The function that Dynamo traces where implementations do not say whether it can trace them.
-
-    It is ``inline`` if all can be traced, else the view. They are tried, and the view is made, when Dynamo first comes
-    here.
-    """
-    by_view: list[Function] = []
-
-    def is_opaque() -> bool:
-        if not any([trial.obstacle(state, impl) for impl in impls]):  # noqa: C419  (each is tried, in any process)
-            return False
-        if not by_view:
-            view = _view(state, policy, decision, operator)
-            by_view.append(traced_of(state, decision, operator, form, view, decision.candidates))
-        return True
-
-    is_opaque._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo runs it at trace time
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        if is_opaque():
-            return by_view[0](*args, **kwargs)
-        return inline(*args, **kwargs)
-
-    return chosen
 
 
 def with_other_trace(fn: Function, traced: Function) -> Function:

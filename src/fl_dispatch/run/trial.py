@@ -18,6 +18,7 @@ from ..ops import OPERATORS, Operator
 from ..state import State, is_elsewhere
 from ..types import OpImpl
 from . import generated
+from .keys import CALL
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 _DECLINED = "declined"
@@ -36,7 +37,7 @@ def _tried(state: State, impl: OpImpl, operator: Operator) -> str:
         raise NotSupported("it does not take all of these parameters")
 
     convention = state.registry.convention(impl)
-    function = generated.direct(operator, impl, convention, generated.CALL, impl.fn, otherwise, ask=False)
+    function = generated.direct(operator, impl, convention, CALL, impl.fn, otherwise, ask=False)
     traced = False
     for dtype in DTYPES:
         for alike in _groups(operator, dtype):

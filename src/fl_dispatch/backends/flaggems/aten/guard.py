@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.knowledge.failures import add_note, is_dead_device, is_out_of_memory
+from fl_dispatch.knowledge.error_kinds import add_note, is_dead_device, is_out_of_memory
 from fl_dispatch.logger_manager import get_logger
 
 from . import check

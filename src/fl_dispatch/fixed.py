@@ -1,0 +1,153 @@
+"""Choices that are fixed while dispatch is frozen, and whether a change would make another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import DispatchFrozenError
+from .knowledge.failures import ArgumentKind
+from .locking import writers
+from .selection.decision import condition_of
+from .settings.selection_policy import SelectionPolicy, TunedRule
+from .types import OpImpl
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementations that run for the calls that a rule admits.
+
+    Args:
+        rule: the condition; ``None`` for all other calls.
+        runs: the implementation that runs, after those that may decline some of these calls.
+        banned: kinds of arguments for which an implementation of ``runs`` is left out, by its id.
+        complete: the last of ``runs`` takes every call that reaches it.
+    """
+
+    rule: TunedRule | None
+    runs: tuple[OpImpl, ...]
+    banned: frozenset[tuple[str, ArgumentKind]] = frozenset()
+    complete: bool = True
+
+    @property
+    def sole(self) -> bool:
+        """Whether one implementation takes every call, whatever its arguments."""
+        return self.rule is None and len(self.runs) == 1 and self.complete
+
+    def as_data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        data: dict[str, Any] = {"runs": [impl.impl_id for impl in self.runs]}
+        if self.rule is not None:
+            data["when"] = condition_of(self.rule)
+        if self.banned:
+            data["not for"] = sorted(f"{impl_id}: {kind}" for impl_id, kind in self.banned)
+        return data
+
+
+Choices = tuple[Choice, ...]
+Place = tuple[str, str | None]
+"""An operator, and the layer that it is decided for."""
+
+
+class FixedChoices:
+    """The choices of one manager that a change must not alter; none while dispatch is not frozen.
+
+    Args:
+        choices_at: place, policy, and whether bans count → what would run there as things are now.
+    """
+
+    KEPT_ANSWERS = 64  # policies of which it is remembered whether they change a fixed choice
+
+    def __init__(self, choices_at: Callable[[Place, SelectionPolicy, bool], Choices]) -> None:
+        self._choices_at = choices_at
+        self._fixed: dict[Place, Choices] | None = None
+        self._differences: dict[tuple[SelectionPolicy, bool], list[str]] = {}
+
+    @property
+    def on(self) -> bool:
+        """Whether dispatch is frozen."""
+        return self._fixed is not None
+
+    def fix(self, choices: Mapping[Place, Choices] | None) -> None:
+        """Fix these choices, and nothing else; ``None`` fixes nothing any more."""
+        self._fixed = None if choices is None else dict(choices)
+        self._differences = {}
+
+    def add(self, place: Place, choices: Callable[[], Choices]) -> Choices:
+        """The choices that are fixed at a place; these from now on, if it came after the freeze."""
+        assert self._fixed is not None
+        if place not in self._fixed:
+            self._fixed[place] = choices()
+            self._differences = {}  # a policy that was admitted may differ here
+        return self._fixed[place]
+
+    def check(
+        self, change: str, policies: Iterable[SelectionPolicy], *, bans: bool = True, only: str | None = None
+    ) -> None:
+        """Whether everything fixed would be decided the same after a change that is in place already.
+
+        Args:
+            change: what changed, for the message.
+            policies: those in use; one that differs already runs what is fixed, and is passed over.
+            bans: whether bans count.
+            only: the one operator that it may concern; all by default.
+
+        Raises:
+            DispatchFrozenError: it would not.
+        """
+        for policy in dict.fromkeys(policies):
+            if self._differences.get((policy, True)) or self._differences.get((policy, False)):
+                continue
+            different = self._different(policy, bans, only)
+            if different:
+                raise DispatchFrozenError(change, different)
+        self._differences = {key: found for key, found in self._differences.items() if not found}
+
+    def admits(self, policy: SelectionPolicy, *, bans: bool = True) -> bool:
+        """Whether a policy makes the choices that are fixed."""
+        return not self._remembered(policy, bans)
+
+    def admit(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
+        """The same; raises :class:`DispatchFrozenError` if it does not."""
+        if different := self._remembered(policy, bans):
+            raise DispatchFrozenError(change, different)
+
+    def _remembered(self, policy: SelectionPolicy, bans: bool) -> list[str]:
+        if self._fixed is None:
+            return []
+        found = self._differences.get((policy, bans))
+        if found is None:
+            with writers:
+                while len(self._differences) >= self.KEPT_ANSWERS:
+                    del self._differences[next(iter(self._differences))]
+                found = self._differences[policy, bans] = self._different(policy, bans)
+        return found
+
+    def _different(self, policy: SelectionPolicy, bans: bool, only: str | None = None) -> list[str]:
+        different = []
+        for (op_name, scope), before in (self._fixed or {}).items():
+            if only not in (None, op_name):
+                continue
+            now = self._choices_at((op_name, scope), policy, bans)
+            if now != before:
+                where = f"{op_name}@{scope}" if scope else op_name
+                different.append(f"{where}: {in_one_line(data(before))} would become {in_one_line(data(now))}")
+        return different
+
+
+def data(choices: Choices) -> list[dict[str, Any]]:
+    """Choices as plain data."""
+    return [choice.as_data() for choice in choices]
+
+
+def in_one_line(value: Any) -> str:
+    """Choices as plain data, or a version, in one line."""
+    if not value:
+        return "nothing"
+    if isinstance(value, str):
+        return value
+    if len(value) == 1 and set(value[0]) == {"runs"}:
+        return ", else ".join(value[0]["runs"]) or "nothing"
+    return json.dumps(value, sort_keys=True)
