@@ -16,11 +16,12 @@ Add = Callable[[Any], int]
 
 def share_equal() -> None:
     """Give the launches that Dynamo traces from now on common numbers where they are equal."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
+    from torch._higher_order_ops import triton_kernel_wrap
 
+    table: Any = triton_kernel_wrap.kernel_side_table
     if not hasattr(table.add_kernel, "numbers"):
-        table.add_kernel = _shared(table.add_kernel, _kernel)  # type: ignore[method-assign]
-        table.add_constant_args = _shared(table.add_constant_args, _constants)  # type: ignore[method-assign]
+        table.add_kernel = _shared(table.add_kernel, _kernel)
+        table.add_constant_args = _shared(table.add_constant_args, _constants)
 
 
 def _shared(add: Add, key_of: Callable[[Any], Hashable]) -> Add:
