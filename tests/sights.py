@@ -30,13 +30,13 @@ _QWEN_IDS = {"image_token_id": 6, "video_token_id": 7, "vision_start_token_id": 
 SPECIALS = ("<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
-def pictures() -> list[Any]:
+def pictures(size: int = SIZE) -> list[Any]:
     """Two pictures: dark at one end, and bright noise."""
     from PIL import Image
 
-    side = np.arange(SIZE) * 2
-    gradient = np.stack([np.tile(side, (SIZE, 1)), np.tile(side[:, None], (1, SIZE)), np.full((SIZE, SIZE), 9)], -1)
-    noise = np.random.default_rng(3).integers(120, 256, (SIZE, SIZE, 3))
+    side = np.arange(size) * 2
+    gradient = np.stack([np.tile(side, (size, 1)), np.tile(side[:, None], (1, size)), np.full((size, size), 9)], -1)
+    noise = np.random.default_rng(3).integers(120, 256, (size, size, 3))
     return [Image.fromarray(each.astype(np.uint8)) for each in (gradient, noise)]
 
 
@@ -69,7 +69,9 @@ def _llava(tokenizer: Any) -> tuple[Any, Any]:
     return config, processor
 
 
-def _qwen(version: str) -> Callable[[Any], tuple[Any, Any]]:
+def qwen(version: str, patch: int = SIZE // 8) -> Callable[[Any], tuple[Any, Any]]:
+    """A version of Qwen-VL, whose pictures have eight patches a side."""
+
     def made(tokenizer: Any) -> tuple[Any, Any]:
         import transformers
 
@@ -77,16 +79,19 @@ def _qwen(version: str) -> Callable[[Any], tuple[Any, Any]]:
         rope = {"mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 10000.0}
         text = {**TEXT, "vocab_size": len(tokenizer), "rope_parameters": rope}
         seen = {
-            "2": {"embed_dim": 64, "hidden_size": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4},
+            "2": {
+                "embed_dim": 64, "hidden_size": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 2, "patch_size": patch,
+            },
             "2.5": {
                 "hidden_size": 64, "out_hidden_size": 64, "depth": 2, "num_heads": 4, "intermediate_size": 128,
-                "patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+                "patch_size": patch, "window_size": 4 * patch, "fullatt_block_indexes": [1],
             },
         }[version]  # fmt: skip
         config = getattr(transformers, f"{of}Config")(
             text_config=text, vision_config=seen, tie_word_embeddings=False, **_QWEN_IDS
         )
-        pixels = {"patch_size": 4, "min_pixels": SIZE * SIZE, "max_pixels": SIZE * SIZE}
+        size = (8 * patch) ** 2
+        pixels = {"patch_size": patch, "min_pixels": size, "max_pixels": size}
         images = transformers.Qwen2VLImageProcessor(**pixels)
         videos = transformers.Qwen2VLVideoProcessor(**pixels)
         return config, getattr(transformers, f"{of}Processor")(images, tokenizer, videos)
@@ -125,8 +130,8 @@ def _hybrid(of: str, **mlp: Any) -> Callable[[Any], tuple[Any, Any]]:
 
 KINDS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "llava": _llava,
-    "qwen2_vl": _qwen("2"),
-    "qwen2_5_vl": _qwen("2.5"),
+    "qwen2_vl": qwen("2"),
+    "qwen2_5_vl": qwen("2.5"),
     "qwen3_5": _hybrid("Qwen3_5"),
     "qwen3_5_moe": _hybrid(
         "Qwen3_5Moe",
@@ -154,12 +159,12 @@ def template(kind: str) -> str:
     return "{% for message in messages %}{% for part in message.content %}" + part + "{% endfor %}{% endfor %}"
 
 
-def build(kind: str, target: Path) -> Path:
-    """Write the checkpoint."""
+def build(kind: str, target: Path, made: Callable[[Any], tuple[Any, Any]] | None = None) -> Path:
+    """Write the checkpoint of a kind, or of a variant of it."""
     import torch
     from transformers import AutoModelForImageTextToText
 
-    config, processor = KINDS[kind](_tokenizer())
+    config, processor = (made or KINDS[kind])(_tokenizer())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = AutoModelForImageTextToText.from_config(config)
@@ -177,7 +182,7 @@ def build(kind: str, target: Path) -> Path:
     return target
 
 
-def expected(model: Path, kind: str, tokens: int) -> list[list[int]]:
+def expected(model: Path, kind: str, tokens: int, size: int = SIZE) -> list[list[int]]:
     """The tokens that Hugging Face's network writes greedily about each picture, and for the prompt without one."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -185,7 +190,7 @@ def expected(model: Path, kind: str, tokens: int) -> list[list[int]]:
     network = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     network.generation_config.eos_token_id = None  # which the engines ignore
     processor = AutoProcessor.from_pretrained(model)
-    asked = [{"text": PROMPTS[kind], "images": picture} for picture in pictures()] + [{"text": WITHOUT}]
+    asked = [{"text": PROMPTS[kind], "images": picture} for picture in pictures(size)] + [{"text": WITHOUT}]
     found = []
     for ask in asked:
         inputs = processor(return_tensors="pt", **ask)

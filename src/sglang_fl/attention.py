@@ -6,7 +6,7 @@ grouped into pages, so a page is a block of the operators, and every ``page_size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_dispatch import bind_op
 from fl_dispatch.hosting import warm_batches
@@ -87,6 +87,25 @@ def refusal(layer: RadixAttention) -> str | None:
     return None
 
 
+def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+    """The layers of ``--model-impl transformers``, whose model has them in a dictionary beside its modules.
+
+    Each has the prefix that it would have below the attention of Hugging Face that calls it.
+    """
+    aside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
+    for prefix, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and (number := getattr(module, "layer_idx", None)) in aside:
+            yield f"{prefix}.attn", aside[number]
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+    """Every attention layer with a prefix."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield prefix, module
+    yield from kept_aside(model)
+
+
 class AttentionFLBackend(AttentionBackend):
     """SGLang's attention backend ``fl``."""
 
@@ -115,14 +134,55 @@ class AttentionFLBackend(AttentionBackend):
         if mode.is_decode_or_idle():
             self._describe(batch, [1] * requests)
         elif mode.is_target_verify():  # the drafts that are checked are not counted yet
-            drafts = batch.spec_info.draft_token_num
-            self._describe(batch, [drafts] * requests, drafts)
+            drafts, branches = batch.spec_info.draft_token_num, getattr(batch.spec_info, "topk", 1)
+            if branches > 1:
+                sees = batch.spec_info.custom_mask.view(requests, drafts, drafts)
+                self._describe_branches(batch, sees, batch.out_cache_loc.view(requests, drafts))
+            else:
+                self._describe(batch, [drafts] * requests, drafts)
         else:
             self._describe(batch, list(batch.extend_seq_lens_cpu))
 
-    def describe_draft(self, forward_batch: ForwardBatch, number: int) -> None:
-        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted."""
-        self._describe(forward_batch, [1] * forward_batch.seq_lens.shape[0], number)
+    def describe_draft(self, forward_batch: ForwardBatch, number: int, branches: int) -> None:
+        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted.
+
+        Each of several branches reads the drafts in slots of its own, also where another branch has taken its place.
+        """
+        batch, requests = forward_batch, forward_batch.seq_lens.shape[0]
+        if branches == 1:
+            self._describe(batch, [1] * requests, number)
+            return
+        slots = batch.out_cache_loc.view(requests, -1)
+        columns = torch.arange(slots.shape[1], device=slots.device).view(branches, -1)
+        sees = torch.zeros(branches, slots.shape[1], dtype=torch.bool, device=slots.device)
+        sees.scatter_(1, columns[:, :number], True)
+        self._describe_branches(batch, sees.expand(requests, -1, -1), slots)
+
+    def _describe_branches(self, batch: ForwardBatch, sees: Tensor, slots: Tensor) -> None:
+        """Describe new tokens each of which attends to its request's tokens and to some of the drafts.
+
+        Each is a request of the operators', which have no masks, and so has a row of their table. Pages have one slot.
+
+        Args:
+            sees: bool ``[requests, new tokens, drafts]``.
+            slots: ``[requests, drafts]``.
+        """
+        requests, tokens, drafts = sees.shape
+        longest = int(batch.seq_lens_cpu.max()) + drafts if requests else 0
+        seen, lengths = sees.sum(2), batch.seq_lens[:, None]
+        first = sees.to(torch.int8).argsort(dim=2, descending=True, stable=True)  # those that are seen, in their order
+        own = slots[:, None].expand(-1, tokens, -1).gather(2, first)
+        columns = lengths[..., None] + torch.arange(drafts, device=slots.device)
+        known = self._pages(batch, longest).to(torch.int32)
+        table = torch.nn.functional.pad(known, (0, longest - known.shape[1]))[:, None].repeat(1, tokens, 1)
+        table.scatter_(2, columns.expand(-1, tokens, -1).long(), own.to(torch.int32))
+        self.forward_metadata = AttentionFLMetadata(
+            query_start_loc=torch.arange(requests * tokens + 1, dtype=torch.int32, device=slots.device),
+            seq_lens=(lengths + seen).flatten().to(torch.int32),
+            block_table=table.flatten(0, 1),
+            max_query_len=1,
+            max_seq_len=longest,
+        )
 
     def _describe(self, batch: ForwardBatch, queries: list[int], uncounted: int = 0) -> None:
         """Describe a batch.
@@ -151,7 +211,7 @@ class AttentionFLBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """The smallest mask that SGLang can be asked for: nothing reads it, because drafts are chains."""
+        """The layout of masks: columns for drafts alone, in a tensor for each step."""
         from sglang.srt.layers.attention.verify_mask import VerifyMask
         from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
@@ -191,19 +251,19 @@ class AttentionFLBackend(AttentionBackend):
         Returns:
             How often attention was called.
         """
-        layers: dict[Any, RadixAttention] = {}
-        for layer in runner.model.modules():
-            if isinstance(layer, RadixAttention) and self.attends(layer):
+        kinds: dict[Any, RadixAttention] = {}
+        for _, layer in layers(runner.model):
+            if self.attends(layer):
                 heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
                 options = (layer.sliding_window_size, layer.logit_cap, layer.scaling, layer.attn_type)
                 rules = warm_batches.rules(NAMES, OPERATORS.of(layer).scope)
-                layers.setdefault((heads, options, self._scales(layer, self._keys(layer)), *rules), layer)
+                kinds.setdefault((heads, options, self._scales(layer, self._keys(layer)), *rules), layer)
         sizes = (largest_step(), runner.max_running_requests, self.longest)
         batches = list(warm_batches.attention_batches(*sizes))
-        for layer in layers.values():
+        for layer in kinds.values():
             for queries, longest in batches:
                 self._try(layer, queries, longest, runner.dtype)
-        return len(layers) * len(batches)
+        return len(kinds) * len(batches)
 
     def attends(self, layer: RadixAttention) -> bool:
         """Whether a model that has this layer calls it."""

@@ -6,6 +6,7 @@ A refusal is one sentence that names the feature; a changed value is logged with
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
-from . import lora, quantization, speculation
+from . import disaggregation, lora, quantization, speculation
 from .host import HOST
 from .version import TESTED_HOSTS, host_version
 
@@ -31,11 +32,31 @@ ATTENTION = "fl"
 PLAIN_CACHE_DTYPES = ("auto", "float32", "bfloat16", "bf16", "float16")
 
 
-def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
+BY_HOST: Mapping[str, str] = {
+    "deterministic": (
+        "puts Triton kernels in the place of PyTorch's products (enable_batch_invariant_mode in "
+        "batch_invariant_ops/batch_invariant_ops.py), and takes attention by names of its own"
+    ),
+    "levels": (
+        "copies between them by kernels for its own devices (load_to_device_per_layer in mem_cache/pool_host/mha.py)"
+    ),
+    "offload": "brings them back to 'cuda' (create_device_tensor in utils/offloader.py)",
+    "pdmux": "divides the processors of an NVIDIA GPU (initialize_stream_groups in multiplex/pdmux_context.py)",
+    "saver": "gives memory back by a library for GPUs (create in utils/torch_memory_saver_adapter.py)",
+}
+"""The line of SGLang's that forbids something on a CPU, with its function and file."""
+
+
+def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]]:
+    """``(present, feature, line of SGLang's)``."""
     asked, cache = args.quantization, f"a KV cache of type {args.kv_cache_dtype}"
     plain, fp8 = args.kv_cache_dtype in PLAIN_CACHE_DTYPES, args.kv_cache_dtype == quantization.FP8_CACHE
     version, attention_groups = host_version(), args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1
-    return [
+    apart, carrier = args.disaggregation_mode != "null", args.disaggregation_transfer_backend
+    levels = args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse
+    levels = levels or (apart and args.disaggregation_decode_retraction_backup == "host_pool")
+    because = BY_HOST if not device.accelerator else dict.fromkeys(BY_HOST, "")
+    ours = [
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
         (not plain and (not fp8 or device.accelerator), cache),
         (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
@@ -43,17 +64,24 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
         *speculation.unserved(args, device),
         (args.enable_torch_compile, "--enable-torch-compile"),
         ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
-        (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
+        (apart and device.accelerator, "disaggregated prefill and decode"),
+        (apart and version not in TESTED_HOSTS, f"disaggregated prefill and decode under SGLang {version}"),
+        (apart and carrier != disaggregation.BACKEND, f"--disaggregation-transfer-backend {carrier}"),
         (attention_groups and device.accelerator, "data-parallel attention"),
         (attention_groups and version not in TESTED_HOSTS, f"data-parallel attention under SGLang {version}"),
         (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
         (args.enable_two_batch_overlap or args.enable_single_batch_overlap, "overlapping batches"),
-        (args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse, "a cache of several levels"),
-        (args.enable_pdmux, "--enable-pdmux"),
         (_interleaves_experts(), "experts' weights in the order of SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
         (getattr(args, "enable_fused_qk_norm_rope", False), "--enable-fused-qk-norm-rope"),
-        (args.cpu_offload_gb > 0 or args.offload_group_size > 0, "weights that are kept elsewhere"),
     ]
+    hosts = [
+        (args.enable_deterministic_inference, "--enable-deterministic-inference", "deterministic"),
+        (levels, "a cache of several levels", "levels"),
+        (args.enable_pdmux, "--enable-pdmux", "pdmux"),
+        (args.cpu_offload_gb > 0 or args.offload_group_size > 0, "weights that are kept elsewhere", "offload"),
+        (args.enable_memory_saver and not device.accelerator, "--enable-memory-saver", "saver"),
+    ]
+    return [*((*pair, "") for pair in ours), *((on, what, because[line]) for on, what, line in hosts)]
 
 
 def _interleaves_experts() -> bool:
@@ -65,9 +93,11 @@ def _interleaves_experts() -> bool:
 
 def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
     """Raise ``ValueError`` for the first feature that cannot be served."""
-    for present, feature in _features(args, device):
+    for present, feature, line in _features(args, device):
         if present:
-            raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path})")
+            because = f", because SGLang {line}" if line else ""
+            said = f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path}){because}"
+            raise ValueError(said)
     collectives.refuse_missing_library(device.torch_type)
 
 
@@ -157,6 +187,10 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
+        if args.disaggregation_mode != "null":
+            _set(args, "disable_overlap_schedule", True, "SGLang would wait for an event of torch.cuda")
+        if args.disaggregation_mode == "decode" and args.disaggregation_decode_retraction_backup is None:
+            args.disaggregation_decode_retraction_backup = "cpu_tensor"  # its own choice is a cache of two levels
         if args.enable_lora or args.lora_paths:
             _set(args, "lora_backend", lora.BACKEND, "the others are Triton kernels")
         _cpu_defaults(args)

@@ -127,6 +127,8 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RadixAttention) or find(type(module)) is not None:
             prefixes.setdefault(module, []).append(prefix)
+    for prefix, layer in attention.kept_aside(model):
+        prefixes.setdefault(layer, []).append(prefix)
     yield from prefixes.items()
 
 
@@ -202,8 +204,7 @@ class FirstPass:
         }
         claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
         if (ours := attention.ours(backend)) is not None:
-            layers = (prefix for prefix, layer in modules.items() if isinstance(layer, RadixAttention))
-            claims.update(dict.fromkeys(layers, ours.operator))
+            claims.update(dict.fromkeys(dict(attention.layers(model)), ours.operator))
         watch, manager = cls(claims, _entered={""}), get_default_manager()  # SGLang calls the model's forward itself
         watch._was_counting = manager.state.counter.on
         manager.set_counting(True)

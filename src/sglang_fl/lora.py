@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARef
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from torch import nn
 
 BACKEND = "torch_native"
 """The one of SGLang's LoRA backends that is written in PyTorch."""
@@ -25,6 +26,8 @@ PINNING = ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tenso
 MERGED = {("q_proj", "v_proj"): ("k_proj",), ("gate_proj",): ("up_proj",)}
 """Projections that are one product in SGLang: without the first ones it finds no place for the others."""
 NOT_PROJECTIONS = {"embed_tokens", "lm_head"}
+OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
+BY_TRITON = "experts, whose factors SGLang multiplies by Triton kernels alone (FusedMoEWithLoRA in lora/layers.py)"
 
 
 def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunner) -> None:
@@ -33,15 +36,13 @@ def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunn
     Raises:
         ValueError: the model's layers have adapters in Triton only.
     """
-    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-
-    device = detect_device()
+    device, path = detect_device(), runner.model_config.model_path
+    asked = {*(runner.server_args.lora_target_modules or ())}
     for present, what in (
         (runner.use_mla_backend, "latent attention"),
-        (any(isinstance(layer, FusedMoE) for layer in runner.model.modules()), "a model with experts"),
+        (asked & {*OF_EXPERTS, "all"} and _has_experts(runner.model), BY_TRITON),
     ):
         if present:
-            path = runner.model_config.model_path
             raise ValueError(f"sglang_fl does not support LoRA of {what} on {device.name} yet (model {path})")
     if device.pin_memory:
         original(runner)
@@ -49,6 +50,12 @@ def init_lora_manager(original: Callable[[ModelRunner], None], runner: ModelRunn
     unpinned(original)(runner)
     for name in PINNING:
         setattr(runner.lora_manager, name, unpinned(getattr(runner.lora_manager, name)))
+
+
+def _has_experts(model: nn.Module) -> bool:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return any(isinstance(layer, FusedMoE) for layer in model.modules())
 
 
 def validate_new_adapter(
@@ -59,14 +66,20 @@ def validate_new_adapter(
     Raises:
         ValueError: SGLang would load the adapter and compute something else, or end at its first request.
     """
-    for what in _unserved(lora_config.hf_config):
+    for what in _unserved(lora_config.hf_config, _has_experts(manager.base_model)):
         raise ValueError(f"sglang_fl does not support adapters with {what} yet (adapter {lora_ref.lora_name})")
     original(manager, lora_config, lora_ref)
 
 
-def _unserved(said: Mapping[str, Any]) -> Iterator[str]:
-    """Everything in an adapter's configuration (PEFT's ``adapter_config.json``) that is not served, in words."""
+def _unserved(said: Mapping[str, Any], experts: bool) -> Iterator[str]:
+    """Everything in an adapter's configuration (PEFT's ``adapter_config.json``) that is not served, in words.
+
+    Args:
+        experts: whether the model has some.
+    """
     targets = said["target_modules"]
+    if experts and (isinstance(targets, str) or {target.rpartition(".")[2] for target in targets} & OF_EXPERTS):
+        yield BY_TRITON
     names = set() if isinstance(targets, str) else {target.rpartition(".")[2] for target in targets}
     for name in sorted(names & NOT_PROJECTIONS):
         yield f"'{name}', which {BACKEND} takes for a projection of all tokens"

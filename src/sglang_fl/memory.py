@@ -68,8 +68,13 @@ class KVPoolFL(MHATokenToKVPool):
         self.k_buffer, self.v_buffer = ([pair[part] for pair in views] for part in (0, 1))
 
     def _init_kv_copy_and_warmup(self) -> None:
-        """Nothing is copied within the cache: drafts are chains, so accepted ones lie where they should."""
+        """Nothing is copied within the cache by a kernel of SGLang's."""
         self._kv_copy_config = None
+
+    def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Copy slots, of pages of one."""
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[tgt_loc] = buffer[src_loc]
 
     def _kv_tokens_per_row(self) -> int:
         return int(super()._kv_tokens_per_row()) if _in_force == DEFAULT else int(self.page_size)
@@ -84,6 +89,11 @@ class MLAPoolFL(MLATokenToKVPool):
         super().__init__(*args, **kwargs)
         if self.dtype.itemsize == 1:
             raise ValueError("sglang_fl does not support a KV cache in fp8 for latent attention yet")
+
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Copy slots, of pages of one."""
+        for buffer in self.kv_buffer:
+            buffer[tgt_loc] = buffer[src_loc]
 
 
 class SparsePoolFL(DSATokenToKVPool):

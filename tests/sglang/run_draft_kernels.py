@@ -55,13 +55,34 @@ def accepted() -> tuple[Tensor, Tensor, Tensor]:
     return torch.zeros(REQUESTS * WIDTH).int(), torch.full((REQUESTS, WIDTH), -1).int(), torch.zeros(REQUESTS).int()
 
 
-def build(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
-    parents = torch.arange(-1, WIDTH - 2).repeat(REQUESTS, 1)
-    indices = torch.arange(WIDTH - 1).repeat(REQUESTS, 1)
-    mask = torch.ones(REQUESTS * WIDTH * WIDTH, dtype=torch.bool)
-    written = (mask, torch.zeros(REQUESTS * WIDTH).long(), *torch.full((3, REQUESTS, WIDTH), -1))
-    rest = (1, WIDTH - 1, WIDTH, spec_tree.TreeMaskMode.QLEN_ONLY)
-    return (parents, indices, integers(draw, 9, REQUESTS), *written, *rest), written
+def proposals(draw: torch.Generator, topk: int, steps: int, width: int) -> tuple[Tensor, Tensor]:
+    """Which proposals were continued, and which are checked, as SGLang's drafter finds them by random scores."""
+    scores = torch.rand(REQUESTS, topk, generator=draw)
+    seen, parents = [scores], [torch.arange(-1, topk).repeat(REQUESTS, 1)]
+    for step in range(1, steps):
+        further = scores[..., None] * torch.rand(REQUESTS, topk, topk, generator=draw)
+        scores, best = further.flatten(1).topk(topk)
+        seen.append(further.flatten(1))
+        parents.append(best + topk * topk * (step - 1) + topk)
+    nothing = torch.empty(REQUESTS, 0, dtype=torch.long)
+    return torch.cat([nothing, *parents[:-1]], 1), torch.cat(seen, 1).topk(width - 1).indices.sort().values
+
+
+def build(topk: int, steps: int, width: int) -> Case:
+    def case(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
+        mask = torch.ones(REQUESTS * width * width, dtype=torch.bool)
+        written = (mask, torch.zeros(REQUESTS * width).long(), *torch.full((3, REQUESTS, width), -1))
+        rest = (topk, steps, width, spec_tree.TreeMaskMode.QLEN_ONLY)
+        return (*proposals(draw, topk, steps, width), integers(draw, 9, REQUESTS), *written, *rest), written
+
+    return case
+
+
+def tree(draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Places, first continuations and siblings of trees."""
+    arguments, (_, _, *links) = build(2, WIDTH - 1, WIDTH)(draw)
+    forms.build_tree(*arguments)
+    return links[0], links[1], links[2]
 
 
 def read(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
@@ -70,10 +91,13 @@ def read(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
     return (mask.flatten(), integers(draw, 9, REQUESTS), *written, REQUESTS, WIDTH), written
 
 
-def greedy(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
-    written = accepted()
-    tokens = integers(draw, 2, REQUESTS, WIDTH), *chain(draw), integers(draw, 2, REQUESTS, WIDTH)
-    return (*written, *tokens), written
+def greedy(links: Callable[[torch.Generator], tuple[Tensor, Tensor, Tensor]]) -> Case:
+    def case(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
+        written = accepted()
+        tokens = integers(draw, 2, REQUESTS, WIDTH), *links(draw), integers(draw, 2, REQUESTS, WIDTH)
+        return (*written, *tokens), written
+
+    return case
 
 
 def rejection(draw: torch.Generator) -> tuple[Sequence[Any], Sequence[Tensor]]:
@@ -127,9 +151,13 @@ def our_window(states: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Case]] = {
-    "build_chain": (spec_tree.sgl_build_tree_kernel_triton, forms.build_chain, build),
+    **{
+        f"build_tree {sizes}": (spec_tree.sgl_build_tree_kernel_triton, forms.build_tree, build(*sizes))
+        for sizes in ((1, WIDTH - 1, WIDTH), (2, 3, 7), (4, 2, 5), (3, 1, 4))
+    },
     "read_chain": (reconstruct_tree.reconstruct_indices_from_tree_mask_triton, forms.read_chain, read),
-    "verify_greedy": (spec_tree.verify_tree_greedy_triton, forms.verify_greedy, greedy),
+    "verify_greedy chains": (spec_tree.verify_tree_greedy_triton, forms.verify_greedy, greedy(chain)),
+    "verify_greedy trees": (spec_tree.verify_tree_greedy_triton, forms.verify_greedy, greedy(tree)),
     "sample_by_rejection": (
         reject_sampling.chain_speculative_sampling_triton,
         forms.sample_by_rejection,

@@ -42,6 +42,15 @@ def test_the_tokens_are_those_of_hugging_face(
     assert runs[case].result()["steps"][0]["tokens"] == expected("qwen3")
 
 
+def test_ranks_that_have_experts_of_their_own_give_the_same_tokens(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> None:
+    found = start(checkpoint("qwen3_moe"), engine={**TENSOR, "ep_size": 2}).result()
+    assert found["steps"][0]["tokens"] == expected("qwen3_moe")
+    for report in found["reports"]:
+        assert report["native_layers"] == report["undispatched"] == report["failed"] == {}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_each_rank_is_a_process_and_runs_every_operator_of_ours(case: str, runs: Runs) -> None:
     result = runs[case].result()

@@ -16,9 +16,13 @@ import processes
 from sglang_fl.speculation import forms
 
 IN_TRITON = {
-    "build_chain",
+    "build_tree (1, 3, 4)",
+    "build_tree (2, 3, 7)",
+    "build_tree (4, 2, 5)",
+    "build_tree (3, 1, 4)",
     "read_chain",
-    "verify_greedy",
+    "verify_greedy chains",
+    "verify_greedy trees",
     "sample_by_rejection",
     "slots_of_drafts",
     "slots_of_window",
@@ -157,6 +161,27 @@ def test_what_does_not_follow_the_last_draft_is_padding() -> None:
     assert places.tolist() == [0, 1, 2, 3]
 
 
-def test_a_tree_is_no_chain() -> None:
-    with pytest.raises(NotImplementedError, match="trees of 2 branches"):
-        forms.build_chain(*[torch.zeros(1)] * 8, 2, 3, 4, forms.DRAFTS_ONLY)
+def test_a_mask_of_another_kind_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="masks of kind 0"):
+        forms.build_tree(*[torch.zeros(1)] * 8, 2, 3, 4, 0)
+
+
+def test_tokens_of_a_tree_have_the_targets_distribution() -> None:
+    """The first two tokens of many requests: three drafts at first, and two more after the second one of these."""
+    requests, width, draw = 40_000, 6, torch.Generator().manual_seed(7)
+    target = _chances(draw, width)
+    first, after = target[0].topk(3).indices, target[2].topk(2).indices
+    candidates = torch.cat((torch.zeros(1).long(), first, after)).repeat(requests, 1)
+    places = torch.arange(requests * width).view(-1, width)
+    continued, siblings = torch.tensor([1, -1, 4, -1, -1, -1]), torch.tensor([-1, 2, 3, -1, 5, -1])
+    links = (places, continued.repeat(requests, 1), siblings.repeat(requests, 1))
+    coins, last = torch.rand(requests, width, generator=draw), torch.rand(requests, generator=draw)
+    written = (torch.zeros(requests * width).int(), torch.full((requests, 3), -1).int(), torch.zeros(requests).int())
+    chances = target.repeat(requests, 1, 1)
+    forms.sample_target_only(*written, candidates, *links, coins, last, chances, torch.zeros_like(chances))
+    gained = written[0].view(requests, width)
+    second = gained[:, 0] == first[1]
+    assert (written[1][second & (written[2] > 0), 1] % width == 2).all()
+    for tokens, expected in ((gained[:, 0], target[0]), (gained[second, 2], target[2])):
+        found = tokens.long().bincount(minlength=VOCABULARY) / len(tokens)
+        assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / len(tokens)).sqrt()).all()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from serving import start
 
 import variants
@@ -71,7 +72,8 @@ def test_two_ranks_share_the_adapted_projections(
 ) -> None:
     paths = {name: str(path) for name, (path, _) in merged.items()}
     step = {"max_tokens": MAX_TOKENS, "prompts": PROMPTS, "lora": ["one", None, "late", "two"]}
-    got = start(checkpoint("qwen3"), step, engine={"lora_paths": paths, "tp_size": 2, **BACKEND}).result()
+    few = {"max_loras_per_batch": 2}  # so requests wait, and adapters leave for others
+    got = start(checkpoint("qwen3"), step, engine={"lora_paths": paths, "tp_size": 2, **BACKEND, **few}).result()
     wanted = [expected("qwen3") if name is None else merged[name][1] for name in step["lora"]]
     assert got["steps"][0]["tokens"] == [tokens[place] for place, tokens in enumerate(wanted)]
     first, second = got["reports"]
@@ -96,7 +98,7 @@ ADAPTED = {"target_modules": list(variants.ADAPTED), "bias": "none", "modules_to
 
 
 def validate(adapter: dict[str, Any], asked: list[Any]) -> None:
-    manager: Any = None
+    manager: Any = SimpleNamespace(base_model=torch.nn.Module())
     config: Any = SimpleNamespace(hf_config=adapter)
     ref: Any = SimpleNamespace(lora_name="one")
     lora.validate_new_adapter(lambda *given: asked.append(given), manager, config, ref)
@@ -129,12 +131,26 @@ def test_an_adapter_that_sglang_would_serve_wrongly_is_refused(changed: dict[str
     assert len(asked) == 2
 
 
+def test_attention_of_a_model_with_experts_is_adapted(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model = checkpoint("qwen3_moe")
+    adapter = variants.adapter(
+        model, tmp_path / "adapter", 1, tuple(name for name in variants.ADAPTED if "attn" in name)
+    )
+    step = {"max_tokens": MAX_TOKENS, "prompts": PROMPTS, "lora": ["one"] * len(PROMPTS)}
+    got = start(model, step, engine={"lora_paths": {"one": str(adapter)}, **BACKEND}).result()
+    assert got["steps"][0]["tokens"] == expected_tokens(variants.merged(model, adapter, tmp_path / "merged"))
+
+
 @pytest.mark.parametrize(
-    ("family", "what"), [("qwen3_moe", "a model with experts"), ("deepseek_v3", "latent attention")]
+    ("family", "said"),
+    [
+        ("qwen3_moe", "adapters with experts, whose factors SGLang multiplies by Triton kernels alone"),
+        ("deepseek_v3", "LoRA of latent attention on cpu"),
+    ],
 )
 def test_layers_whose_adapters_are_triton_only_are_refused(
-    family: str, what: str, checkpoint: Callable[[str], Path], tmp_path: Path
+    family: str, said: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     adapter = variants.adapter(checkpoint(family), tmp_path / "adapter", 1)
-    with pytest.raises(AssertionError, match=f"sglang_fl does not support LoRA of {what} on cpu yet"):
+    with pytest.raises(AssertionError, match=f"sglang_fl does not support {said}"):
         start(checkpoint(family), engine={"lora_paths": {"one": str(adapter)}, **BACKEND}).result()

@@ -36,21 +36,31 @@ class Run(NamedTuple):
     page: int = 1
 
 
+TREE = {"speculative_eagle_topk": 2}
 RUNS = {
     "draft_model": Run("qwen3", "STANDALONE", {}),
     "itself": Run("qwen3", "STANDALONE", {"speculative_num_steps": 2, "tp_size": 2}, page=16),
     "stranger": Run("qwen3", "STANDALONE", {}),
+    "tree": Run("qwen3", "STANDALONE", {**TREE, "speculative_num_steps": 2, "speculative_num_draft_tokens": 7}),
+    "branches": Run("llama", "EAGLE", {**TREE, "speculative_num_steps": 3, "speculative_num_draft_tokens": 6}),
     "eagle": Run("llama", "EAGLE", {}, page=16),
     "rejection": Run("llama", "EAGLE", {"speculative_use_rejection_sampling": True}),
     "eagle3": Run("llama", "EAGLE3", {}),
     "mtp": Run("deepseek_v3", "NEXTN", {"speculative_num_steps": 1}),
+    "mtp_tree": Run("deepseek_v3", "NEXTN", {**TREE, "speculative_num_steps": 2, "speculative_num_draft_tokens": 5}),
     "ngram": Run("qwen3", "NGRAM", {"speculative_num_draft_tokens": 5}),
 }
 DRAWN = drawn(tuple(RUNS), 3, "who drafts under SGLang")
-ALIKE = ("draft_model", "itself", "ngram")
+ALIKE = ("draft_model", "itself", "tree", "ngram")
 """Ways whose drafts are often right."""
-PREDICTED = ("draft_model", "itself", "stranger", "eagle", "eagle3", "mtp")
-"""Ways whose drafts Hugging Face's networks tell; a head that is not sure draws its first one."""
+SEPARATE = ("draft_model", "itself", "stranger", "tree")
+"""Ways to draft by a model of its own."""
+PREDICTED = (*SEPARATE, "eagle", "eagle3", "mtp")
+"""Ways whose drafts Hugging Face's networks tell; a head that is not sure draws its first one.
+
+They are all that a tree has: its first tokens, and those after each. From the third step on SGLang leaves keys where
+another branch had them.
+"""
 TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
 LONG = 48
 SAMPLES = 800
@@ -92,10 +102,13 @@ def models(
         "draft_model": (qwen, drafters.noisy(qwen, folder / "noisy")),
         "itself": (qwen, qwen),
         "stranger": (qwen, variants.other_weights(qwen, folder / "other")),
+        "tree": (qwen, drafters.noisy(qwen, folder / "noisy tree")),
+        "branches": (llama, eagle),
         "eagle": (llama, eagle),
         "rejection": (llama, eagle),
         "eagle3": (llama, _said(drafters.eagle3(llama, folder / "eagle3"), {}, draft_vocab_size=None)),
         "mtp": (predicting, predicting),
+        "mtp_tree": (predicting, predicting),
         "ngram": (qwen, None),
     }
 
@@ -168,14 +181,20 @@ def test_drafts_are_accepted_and_rejected(method: str, result: Callable[[str], d
         assert right > (checked / 4 if method in ALIKE else 0)
 
 
-def _drafts(method: str, target: Any, drafter: Any, text: list[int], count: int) -> list[int]:
-    """The drafts after a text.
+def _right(method: str, target: Any, drafter: Any, text: list[int], answer: list[int]) -> int:
+    """The number of tokens after a text that are drafted.
 
     SGLang shows a separate model a text without its first token, as if it were a head. The small heads say again and
     again what a hidden state says that the target had before the text's last token.
     """
-    if method in ("draft_model", "itself", "stranger"):
-        return _continued(drafter, text[1:], count)
+    if method in SEPARATE:
+        best = RUNS[method].arguments.get("speculative_eagle_topk", 1)
+        with torch.no_grad():
+            for place, token in enumerate(answer):
+                logits = drafter(torch.tensor([[*text[1:], *answer[:place]]])).logits[0, -1]
+                if token not in logits.topk(best).indices:
+                    return place
+        return len(answer)
     with torch.no_grad():
         states = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         last, norm = states[-1][0, -1], target.model.norm
@@ -183,7 +202,8 @@ def _drafts(method: str, target: Any, drafter: Any, text: list[int], count: int)
             last = norm(states[0][0, -1])
         elif method == "mtp":
             last = norm(torch.nn.functional.rms_norm(last, last.shape))
-        return [int(target.lm_head(last).argmax())] * count
+        draft = int(target.lm_head(last).argmax())
+    return next((place for place, token in enumerate(answer) if token != draft), len(answer))
 
 
 @each_predicted
@@ -198,8 +218,7 @@ def test_drafts_are_those_that_hugging_face_predicts(
         text = [*prompt, *_continued(network, prompt, MAX_TOKENS + count)]
         done, checked, right = len(prompt) + 1, 0, 0
         while done < len(prompt) + MAX_TOKENS:
-            drafts, answer = _drafts(method, network, other, text[:done], count), text[done : done + count]
-            equal = next((place for place in range(count) if drafts[place] != answer[place]), count)
+            equal = _right(method, network, other, text[:done], text[done : done + count])
             done, checked, right = done + equal + 1, checked + 1, right + equal
         assert found == [checked, right]
 
@@ -224,7 +243,6 @@ def test_a_wrong_implementation_changes_the_tokens_and_a_right_one_gives_them_ba
 
 
 REFUSED = {
-    "a tree": ({"speculative_eagle_topk": 4}, r"drafts that are trees \(--speculative-eagle-topk 4 instead of 1\)"),
     "steps that adapt": ({"speculative_adaptive": True}, "--speculative-adaptive"),
     "several layers": ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     "blocks": ({"speculative_use_block_verification": True}, "--speculative-use-block-verification"),

@@ -1,8 +1,8 @@
 """Speculation under SGLang: which of its algorithms run, and what they need that it brings for its own devices only.
 
 Its workers run as they are. They check drafts by kernels of their own, for which :mod:`~sglang_fl.speculation.forms`
-has PyTorch where no Triton kernel of SGLang's is started. All drafts are chains, because attention of several tokens of
-a request is causal; a tree would need a mask.
+has PyTorch where no Triton kernel of SGLang's is started. Attention of several tokens of a request is causal, so drafts
+are checked as chains, and each draft of a tree as a request of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def serves(algorithm: str) -> bool:
 
 def unserved(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
     """``(present, feature)`` of everything about speculation that is refused."""
-    algorithm, topk = named(args), args.speculative_eagle_topk
+    algorithm = named(args)
     if algorithm is None:
         return []
     what = f"speculative decoding with '{algorithm}'"
@@ -49,7 +49,6 @@ def unserved(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
     as_target = (None, "unquant", args.quantization)
     return [
         (device.accelerator, what),
-        (topk is not None and topk > 1, f"drafts that are trees (--speculative-eagle-topk {topk} instead of 1)"),
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_multi_layer_eagle, "--enable-multi-layer-eagle"),
         (args.speculative_use_block_verification, "--speculative-use-block-verification"),

@@ -23,13 +23,14 @@ class DraftSteps:
 
     needs_cpu_seq_lens = True
 
-    def __init__(self, runner: ModelRunner, tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, tokens: int, branches: int) -> None:
+        self.branches = branches
         self.attn_backends = [attention.create(runner) for _ in range(tokens - 1)]
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Describe the batch of each token: the one that is drafted at last is in the cache as well."""
         for number, backend in enumerate(self.attn_backends):
-            backend.describe_draft(forward_batch, number + 1)
+            backend.describe_draft(forward_batch, number + 1, self.branches)
 
 
 def create_backend(
@@ -42,5 +43,6 @@ def create_backend(
 ) -> Any:
     """SGLang's choice among the backends that it knows, with ours."""
     runner, steps = factory.draft_model_runner, kwargs.get("stamps_children", False)
-    make = (lambda: DraftSteps(runner, factory.speculative_num_steps)) if steps else (lambda: attention.create(runner))
+    sizes = factory.speculative_num_steps, factory.topk
+    make = (lambda: DraftSteps(runner, *sizes)) if steps else (lambda: attention.create(runner))
     return original(factory, backend_name, {**backend_map, ATTENTION: lambda: (ATTENTION, make())}, *args, **kwargs)

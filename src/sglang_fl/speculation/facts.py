@@ -87,10 +87,15 @@ HOOKED = (
     ),
     HostFact(
         UTILITIES,
-        ("move_accept_tokens_to_target_kvcache(*args, **kwargs)",),
+        (
+            (
+                "move_accept_tokens_to_target_kvcache(batch, accept_index, num_correct_drafts, "
+                "token_to_kv_pool_allocator)"
+            ),
+        ),
         "replaces",
         "speculation.hooked",
-        "SGLang would move accepted tokens by Triton kernels, though those of a chain lie where they should",
+        "SGLang would move accepted tokens by Triton kernels",
         since="0.5.23",
     ),
     HostFact(
@@ -130,10 +135,10 @@ OTHER = (
     ),
     HostFact(
         FACTORY,
-        ("draft_model_runner", "speculative_num_steps"),
+        ("draft_model_runner", "speculative_num_steps", "topk"),
         "reads",
         "speculation.attention",
-        "The model that drafts, and how many tokens.",
+        "The model that drafts, how many tokens, and in how many branches.",
         since="0.5.23",
     ),
     HostFact(
@@ -141,15 +146,39 @@ OTHER = (
         ("verify_mask",),
         "overrides",
         "attention",
-        "SGLang would make a mask of all tokens of all requests, which nothing reads.",
+        "SGLang would make a mask of all tokens of all requests; a tree needs the drafts' alone.",
         since="0.5.23",
     ),
     HostFact(
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool",
-        ("_init_kv_copy_and_warmup()", "_kv_copy_config"),
+        ("_init_kv_copy_and_warmup()", "_kv_copy_config", "_move_kv_cache_impl(tgt_loc, src_loc)"),
         "overrides",
         "memory",
-        "SGLang would warm a Triton kernel up that copies within the cache.",
+        "SGLang would warm a Triton kernel up that copies within the cache, and copy by it.",
+        since="0.5.23",
+    ),
+    HostFact(
+        "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool",
+        ("move_kv_cache(tgt_loc, src_loc)", "kv_buffer"),
+        "overrides",
+        "memory",
+        "SGLang would copy within the cache by a Triton kernel.",
+        since="0.5.23",
+    ),
+    HostFact(
+        "sglang.srt.speculative.eagle_info:EagleVerifyInput",
+        ("custom_mask", "topk", "draft_token_num"),
+        "reads",
+        "attention",
+        "Which drafts a draft of a tree sees.",
+        since="0.5.23",
+    ),
+    HostFact(
+        "sglang.srt.models.transformers:TransformersBase",
+        ("attention_instances",),
+        "reads",
+        "attention",
+        "Where a model of Transformers' has its attention layers, which are no modules of it.",
         since="0.5.23",
     ),
     HostFact(

@@ -1,14 +1,15 @@
-"""Kernels of SGLang's speculation in plain PyTorch, for drafts that are chains: each token has one successor at most.
+"""Kernels of SGLang's speculation in plain PyTorch.
 
 Each function has the parameters of the function of SGLang that would start a kernel. Drafts of a request are the
 columns of a table ``[requests, width]``, whose first column is the token that is certain. ``retrieve_next_token`` has
-the column of a token's successor, or -1: where a chain ends, the other columns are padding.
+the first column that continues a column, or -1, and ``retrieve_next_sibling`` the next one that continues the same one.
 
 Nothing here waits for the device but :func:`write_slots`, whose requests write different numbers of slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ DRAFTS_ONLY = 1
 """SGLang's ``TreeMaskMode.QLEN_ONLY``: the mask has no columns for the tokens that a request has already."""
 
 
-# -- chains -----------------------------------------------------------------------------------------------------------
+# -- trees ------------------------------------------------------------------------------------------------------------
 
 
-def build_chain(
+def build_tree(
     parents: Tensor,
     top_scores_index: Tensor,
     seq_lens: Tensor,
@@ -38,18 +39,38 @@ def build_chain(
     """Describe the drafts of a step; what is written are the tensors of the fourth to the eighth argument.
 
     Args:
+        parents: ``[requests, nodes]``; the proposal that each ``topk`` proposals continue, but for the first ones.
+        top_scores_index: ``[requests, width - 1]``; the proposals that are checked, in their order.
         seq_lens: ``[requests]``; the tokens in the cache.
-        tree_mask: bool ``[requests * width * width]``; which drafts a draft sees: itself and those before.
+        tree_mask: bool ``[requests * width * width]``; which drafts a draft sees: itself and those that it continues.
         positions: ``[requests * width]``.
     """
-    if topk != 1 or tree_mask_mode != DRAFTS_ONLY:
-        raise NotImplementedError(f"sglang_fl checks no trees of {topk} branches with masks of kind {tree_mask_mode}")
+    if tree_mask_mode != DRAFTS_ONLY:
+        raise NotImplementedError(f"sglang_fl checks no drafts with masks of kind {tree_mask_mode}")
     columns = torch.arange(width, device=seq_lens.device)
-    positions.view(-1, width).copy_(seq_lens[:, None] + columns)
+    continued = torch.zeros(len(seq_lens), width - 1, dtype=torch.long, device=seq_lens.device)
+    if parents.shape[1] > 0:  # else all drafts follow the token that is certain
+        group = top_scores_index // topk
+        proposal = parents.gather(1, group.clamp(max=parents.shape[1] - 1))
+        found = (top_scores_index[:, None] == proposal[..., None]).long().argmax(2) + 1
+        continued = torch.where(group > 0, found, 0)
+    parent = torch.nn.functional.pad(continued, (1, 0), value=-1)
+    follows = parent[..., None] == columns  # [requests, draft, the one before it]
+    sees = torch.eye(width, dtype=torch.bool, device=seq_lens.device).expand_as(follows)
+    for _ in range(spec_steps):
+        sees = sees | (sees.float() @ follows.float()).bool()
+    younger = follows.transpose(1, 2)  # [requests, draft, one that follows it]
+    sibling = (parent[..., None] == parent[:, None]) & (columns > columns[:, None])
+    tree_mask.view(-1, width, width).copy_(sees)
+    positions.view(-1, width).copy_(seq_lens[:, None] + sees.sum(2) - 1)
     retrieve_index.copy_(_places(len(seq_lens), columns))
-    retrieve_next_token.copy_(torch.where(columns < width - 1, columns + 1, -1))
-    retrieve_next_sibling.fill_(-1)
-    tree_mask.view(-1, width, width).copy_(columns <= columns[:, None])
+    retrieve_next_token.copy_(_first(younger))
+    retrieve_next_sibling.copy_(_first(sibling))
+
+
+def _first(marked: Tensor) -> Tensor:
+    """The first column of each row that is marked, or -1."""
+    return torch.where(marked.any(-1), marked.long().argmax(-1), -1)
 
 
 def _places(requests: int, columns: Tensor) -> Tensor:
@@ -91,30 +112,61 @@ def _accept(
     accept_token_num: Tensor,
     candidates: Tensor,
     retrieve_index: Tensor,
+    path: Tensor,
     number: Tensor,
     last: Tensor,
 ) -> None:
-    """Write what every request gains: its first ``number`` drafts, and the token after them.
+    """Write what every request gains: the drafts of a path, and the token after them.
 
     Args:
-        predicts: ``[requests * width]``; the token after each column, as far as drafts were accepted.
-        accept_index: ``[requests, width]``; the places of these columns in ``predicts``.
+        predicts: ``[requests * width]``; the token after each column of the path.
+        accept_index: ``[requests, longest path]``; the places of these columns in ``predicts``.
         accept_token_num: ``[requests]``; becomes ``number``.
+        path: ``[requests, longest path]``; columns, of which the last one of ``number + 1`` is repeated.
         last: ``[requests]``.
     """
-    columns = torch.arange(candidates.shape[1], device=candidates.device)
-    gained = columns <= number[:, None]
-    after = torch.where(columns == number[:, None], last[:, None], candidates.roll(-1, 1))
+    steps = torch.arange(path.shape[1], device=path.device)
+    ended, tokens = steps >= number[:, None], candidates.gather(1, path)
+    after = torch.where(ended, last[:, None].to(tokens.dtype), tokens.roll(-1, 1))
+    places = retrieve_index.gather(1, path)
     accept_token_num.copy_(number)
-    accept_index.copy_(torch.where(gained, retrieve_index, accept_index))
-    places = retrieve_index.flatten()
-    predicts[places] = torch.where(gained.flatten(), after.flatten().to(predicts.dtype), predicts[places])
+    accept_index.copy_(torch.where(steps <= number[:, None], places, accept_index))
+    predicts[places.flatten().long()] = after.flatten().to(predicts.dtype)
 
 
-def _followed(retrieve_next_token: Tensor) -> Tensor:
-    """``[requests, width - 1]``: whether a column's successor is the next column."""
-    width = retrieve_next_token.shape[1]
-    return retrieve_next_token[:, :-1] == torch.arange(1, width, device=retrieve_next_token.device)
+def _parents(retrieve_next_token: Tensor, retrieve_next_sibling: Tensor) -> Tensor:
+    """``[requests, width]``: the column that each column follows, or -1; siblings come one after the other."""
+    requests, width = retrieve_next_token.shape
+    parent = torch.full((requests, width + 1), -1, dtype=torch.long, device=retrieve_next_token.device)
+    for column in range(width):
+        for link, above in ((retrieve_next_token, column), (retrieve_next_sibling, None)):
+            place = link[:, column].long()
+            value = torch.full_like(place, above) if above is not None else parent[:, column].clone()
+            parent.scatter_(1, torch.where(place < 0, width, place)[:, None], value[:, None])
+    return parent[:, :width]
+
+
+def _walk(parent: Tensor, longest: int, choose: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Go from the token that is certain to a draft that follows it, as far as one is chosen.
+
+    Args:
+        parent: see :func:`_parents`.
+        longest: columns of a path.
+        choose: a column of each request, and which columns follow it → which of those are right.
+
+    Returns:
+        The paths ``[requests, longest]``, how many drafts each has, and the last column of each.
+    """
+    here = torch.zeros(len(parent), dtype=torch.long, device=parent.device)
+    path, number, going = [here], here.clone(), torch.ones_like(here, dtype=torch.bool)
+    for _ in range(longest - 1):
+        following = parent == here[:, None]
+        found = _first(following & choose(here, following))
+        going = going & (found >= 0)
+        here = torch.where(going, found, here)
+        number = number + going
+        path.append(here)
+    return torch.stack(path, 1), number, here
 
 
 def verify_greedy(
@@ -129,10 +181,14 @@ def verify_greedy(
     topk: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept the drafts that are the target's best tokens ``[requests, width]``; see :func:`_accept`."""
-    right = _followed(retrieve_next_token) & (candidates[:, 1:] == target_predict[:, :-1])
-    number = right.cumprod(1).sum(1)
-    last = target_predict.gather(1, number[:, None]).squeeze(1)
-    _accept(predicts, accept_index, accept_token_num, candidates, retrieve_index, number, last)
+
+    def best(here: Tensor, following: Tensor) -> Tensor:
+        return candidates == target_predict.gather(1, here[:, None])
+
+    parent = _parents(retrieve_next_token, retrieve_next_sibling)
+    path, number, end = _walk(parent, accept_index.shape[1], best)
+    last = target_predict.gather(1, end[:, None]).squeeze(1)
+    _accept(predicts, accept_index, accept_token_num, candidates, retrieve_index, path, number, last)
     return predicts, accept_index, accept_token_num
 
 
@@ -172,23 +228,30 @@ def sample_target_only(
 
     Args:
         candidates: ``[requests, width]``.
-        uniform_samples: ``[requests, width]`` in [0, 1); each judges the draft in the next column.
+        uniform_samples: ``[requests, width]`` in [0, 1); each judges the drafts that follow a column.
         uniform_samples_for_final_sampling: ``[requests]``; draws the last token.
         target_probs: ``[requests, width, vocabulary]`` float32.
         threshold_single: a draft of this probability is always accepted.
         threshold_acc: probabilities are divided by it.
     """
-    drafts = candidates[:, 1:].long()
-    chances = target_probs[:, :-1].gather(2, drafts[..., None]).squeeze(2)
-    lucky = (uniform_samples[:, :-1] < chances / max(threshold_acc, 1e-9)) | (chances >= threshold_single)
-    followed = _followed(retrive_next_token)
-    number = (followed & (chances > 0) & lucky).cumprod(1).sum(1)
-    rejected = torch.nn.functional.pad(followed, (0, 1)).gather(1, number[:, None])
-    its_token = torch.nn.functional.pad(drafts, (0, 1)).gather(1, number[:, None])
-    left = _row(target_probs, number)
-    left = left.scatter(1, its_token, torch.where(rejected, 0.0, left.gather(1, its_token)))
-    last = _draw(left, uniform_samples_for_final_sampling)
-    _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, number, last)
+    tokens = candidates.long()
+
+    def chances(here: Tensor, following: Tensor) -> Tensor:
+        """Each column's token has this one after ``here``; 0 if it does not follow it."""
+        return torch.where(following, _row(target_probs, here).gather(1, tokens), 0.0)
+
+    def lucky(here: Tensor, following: Tensor) -> Tensor:
+        own, coin = chances(here, following), uniform_samples.gather(1, here[:, None])
+        together = own.cumsum(1) / max(threshold_acc, 1e-9)  # a sibling's turn comes when those before it are rejected
+        return (own > 0) & ((coin < together) | (own >= threshold_single))
+
+    parent = _parents(retrive_next_token, retrive_next_sibling)
+    path, number, end = _walk(parent, accept_index.shape[1], lucky)
+    rejected = (parent == end[:, None]) & (number < accept_index.shape[1] - 1)[:, None]
+    left = _row(target_probs, end)
+    lost = torch.zeros_like(left).scatter_add(1, tokens, rejected.to(left.dtype))
+    last = _draw(left.masked_fill(lost > 0, 0.0), uniform_samples_for_final_sampling)
+    _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, path, number, last)
 
 
 def sample_by_rejection(
@@ -225,7 +288,8 @@ def sample_by_rejection(
     whole = (number == drafts.shape[1])[:, None]
     left = _row(target_probs, number) - drafted.masked_fill(whole, 0.0)
     last = _draw(left.clamp(min=0), uniform_samples_for_final_sampling)
-    _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, number, last)
+    path = torch.arange(accept_index.shape[1], device=number.device).minimum(number[:, None])
+    _accept(predicts, accept_index, accept_token_num, candidates, retrive_index, path, number, last)
 
 
 def best(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fl_dispatch.devices import detect_device
 
@@ -30,8 +31,18 @@ def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _stay(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Accepted tokens of a chain are where they should be."""
+def move_accepted(
+    original: Callable[..., None], batch: Any, accept_index: Tensor, num_correct_drafts: Tensor, allocator: Any
+) -> None:
+    """Move accepted tokens of a tree to the first slots of their drafts; those of a chain are there already."""
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_eagle_topk in (None, 1):
+        return
+    target = batch.out_cache_loc.view(len(accept_index), -1)[:, : accept_index.shape[1]]
+    gained = torch.arange(accept_index.shape[1], device=target.device) <= num_correct_drafts[:, None]
+    source = torch.where(gained, batch.out_cache_loc[accept_index.clamp(min=0).long()], target)
+    allocator.get_kvcache().move_kv_cache(target.flatten(), source.flatten())
 
 
 def share_weights(original: Callable[[Any], None], worker: Any) -> None:
@@ -48,14 +59,14 @@ def share_weights(original: Callable[[Any], None], worker: Any) -> None:
 
 
 HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (
-    (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _unless_triton(forms.build_chain)),
+    (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _unless_triton(forms.build_tree)),
     (f"{KERNELS}.spec_tree.verify_tree_greedy_func", _unless_triton(forms.verify_greedy)),
     (f"{KERNELS}.reject_sampling.chain_speculative_sampling_triton", _unless_triton(forms.sample_by_rejection)),
     (f"{KERNELS}.row_argmax.row_argmax", _unless_triton(forms.best)),
     (f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func", _unless_triton(forms.slots_of_drafts)),
     (f"{KERNELS}.eagle.fill_bonus_tokens_func", _unless_triton(forms.last_accepted)),
     ("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", _unless_triton(forms.write_slots)),
-    (f"{UTILITIES}.move_accept_tokens_to_target_kvcache", _stay),
+    (f"{UTILITIES}.move_accept_tokens_to_target_kvcache", move_accepted),
     (f"{FACTORY}._create_backend", attention.create_backend),
     (f"{WORKER}.init_lm_head", share_weights),
 )

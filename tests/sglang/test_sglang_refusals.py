@@ -1,0 +1,81 @@
+"""One sentence refuses what is not covered, and names the line of SGLang's that forbids it, if one does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from fl_dispatch.devices import ASCEND, CPU
+from sglang_fl import config
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "deterministic": (
+        {"enable_deterministic_inference": True, "attention_backend": "triton"},
+        "--enable-deterministic-inference",
+        "deterministic",
+    ),
+    "levels": ({"enable_hierarchical_cache": True}, "a cache of several levels", "levels"),
+    "offload": ({"cpu_offload_gb": 1}, "weights that are kept elsewhere", "offload"),
+    "pdmux": ({"enable_pdmux": True}, "--enable-pdmux", "pdmux"),
+    "saver": ({"enable_memory_saver": True}, "--enable-memory-saver", "saver"),
+    "compile": ({"enable_torch_compile": True}, "--enable-torch-compile", ""),
+    "carrier": (
+        {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
+        "--disaggregation-transfer-backend nixl",
+        "",
+    ),
+    "backup": (
+        {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "host_pool"},
+        "a cache of several levels",
+        "levels",
+    ),
+    "context": ({"dcp_size": 2}, "context parallelism", ""),
+    "overlap": ({"enable_single_batch_overlap": True}, "overlapping batches", ""),
+}
+"""Arguments, the feature, and the name of SGLang's line."""
+each = pytest.mark.parametrize("case", REFUSED)
+
+
+def _asked(given: dict[str, Any]) -> Any:
+    """SGLang's arguments, with what a user gives."""
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="m", device="cpu")
+    for name, value in given.items():
+        setattr(args, name, value)
+    return args
+
+
+@each
+def test_it_is_refused_in_one_sentence(case: str, host: None) -> None:
+    given, feature, line = REFUSED[case]
+    because = f", because SGLang {re.escape(config.BY_HOST[line])}" if line else ""
+    with pytest.raises(ValueError, match=rf"^sglang_fl does not support {feature} on cpu yet \(model m\){because}$"):
+        config.refuse_unsupported(_asked(given), CPU)
+
+
+def test_without_any_of_them_nothing_is_refused(host: None) -> None:
+    config.refuse_unsupported(_asked({}), CPU)
+
+
+def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(host: None) -> None:
+    assert {line for _, _, line in REFUSED.values() if line} == {*config.BY_HOST}
+    with pytest.raises(ValueError, match=r"a cache of several levels on ascend yet \(model m\)$"):
+        config.refuse_unsupported(_asked({"enable_hierarchical_cache": True}), ASCEND)
+
+
+@pytest.mark.parametrize("line", config.BY_HOST)
+def test_the_function_is_in_the_file(line: str) -> None:
+    import sglang.srt
+
+    found = re.search(r"\((\w+) in (\S+\.py)\)", config.BY_HOST[line])
+    assert found is not None
+    source = Path(sglang.srt.__path__[0], found[2]).read_text()
+    named = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    assert found[1] in named
