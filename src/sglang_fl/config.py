@@ -16,7 +16,7 @@ from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
 
-from . import disaggregation, lora, quantization, speculation
+from . import lora, quantization, speculation
 from .host import HOST
 from .version import TESTED_HOSTS, host_version
 
@@ -52,9 +52,7 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]
     asked, cache = args.quantization, f"a KV cache of type {args.kv_cache_dtype}"
     plain, fp8 = args.kv_cache_dtype in PLAIN_CACHE_DTYPES, args.kv_cache_dtype == quantization.FP8_CACHE
     version, attention_groups = host_version(), args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1
-    apart, carrier = args.disaggregation_mode != "null", args.disaggregation_transfer_backend
     levels = args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse
-    levels = levels or (apart and args.disaggregation_decode_retraction_backup == "host_pool")
     because = BY_HOST if not device.accelerator else dict.fromkeys(BY_HOST, "")
     ours = [
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
@@ -64,9 +62,7 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]
         *speculation.unserved(args, device),
         (args.enable_torch_compile, "--enable-torch-compile"),
         ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
-        (apart and device.accelerator, "disaggregated prefill and decode"),
-        (apart and version not in TESTED_HOSTS, f"disaggregated prefill and decode under SGLang {version}"),
-        (apart and carrier != disaggregation.BACKEND, f"--disaggregation-transfer-backend {carrier}"),
+        (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
         (attention_groups and device.accelerator, "data-parallel attention"),
         (attention_groups and version not in TESTED_HOSTS, f"data-parallel attention under SGLang {version}"),
         (args.dcp_size > 1 or args.attn_cp_size > 1, "context parallelism"),
@@ -187,10 +183,6 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
-        if args.disaggregation_mode != "null":
-            _set(args, "disable_overlap_schedule", True, "SGLang would wait for an event of torch.cuda")
-        if args.disaggregation_mode == "decode" and args.disaggregation_decode_retraction_backup is None:
-            args.disaggregation_decode_retraction_backup = "cpu_tensor"  # its own choice is a cache of two levels
         if args.enable_lora or args.lora_paths:
             _set(args, "lora_backend", lora.BACKEND, "the others are Triton kernels")
         _cpu_defaults(args)

@@ -15,7 +15,6 @@ from .speculation import facts as speculation
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
-PREFILL = "sglang.srt.disaggregation.prefill:SchedulerDisaggregationPrefillMixin"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
@@ -138,14 +137,6 @@ HOOKED = (
         "SGLang pins memory for data-parallel attention without asking",
     ),
     HostFact(
-        PREFILL,
-        ("send_kv_chunk(req, *args, **kwargs)",),
-        "replaces",
-        "disaggregation",
-        "SGLang copies numbers of pages into pinned memory, and waits for them by an event of torch.cuda",
-        since="0.5.23",
-    ),
-    HostFact(
         f"{_LAYERS}.dp_attention",
         ("memcpy(dst, src, dim, offset, sz, offset_src)",),
         "replaces",
@@ -203,14 +194,6 @@ READ = (
         "reads",
         "data_parallel",
         "The same without a Triton kernel.",
-    ),
-    HostFact(
-        "sglang.srt.disaggregation.mooncake.conn:MooncakeKVSender",
-        ("supports_host_tensor_indices",),
-        "reads",
-        "disaggregation",
-        "Whether it takes numbers of pages in pinned memory.",
-        since="0.5.23",
     ),
     HostFact("sglang.srt.lora.lora_config:LoRAConfig", ("hf_config",), "reads", "lora", "What an adapter asks for."),
     HostFact(

@@ -60,10 +60,10 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
             whether ``fl doctor`` is asked while the engine serves, and ``cold``: whether its processes are really
             started (see ``processes``).
     """
-    return pool.submit(run, model, steps or (STEP,), **options)
+    return pool.submit(_run, model, steps or (STEP,), **options)
 
 
-def run(
+def _run(
     model: Path,
     steps: tuple[Mapping[str, Any], ...],
     variables: Mapping[str, str] | None = None,
@@ -72,7 +72,6 @@ def run(
     doctor: bool = False,
     cold: bool = False,
 ) -> dict[str, Any]:
-    """:func:`start` at once, in this thread."""
     arguments = engine_arguments(model, engine)
     job = {"engine": arguments, "policy_before": policy_before, "steps": steps, "doctor": doctor}
     return processes.finish(HERE / "run_sglang.py", job, environment(**(variables or {})), cold)

@@ -48,7 +48,7 @@ def steps(other: Path, own: Path, stop: int) -> dict[str, dict[str, Any]]:
     scored = {"return_logprob": True, "top_logprobs_num": 3, "token_ids_logprob": [[5, 6]] * len(PROMPTS)}
     ended = {"ignore_eos": False, "stop_token_ids": [stop]}
     first = {"session_params": {"id": "one"}, "rid": ["first"]}
-    second = {"session_params": {"id": "one", "rid": "first"}}
+    second = {"session_params": {"id": "one", "rid": "first", "offset": CUT}}
     return {
         "scores": {**STEP, "more": scored},
         **{name: {**STEP, "sampling": {name: 2.0}} for name in PENALTIES},
@@ -92,6 +92,8 @@ def result(models: tuple[Path, Path], expected: Callable[[str], list[list[int]]]
         "grammar_backend": "xgrammar",
         "enable_custom_logit_processor": True,
         "enable_return_hidden_states": True,
+        "disable_overlap_schedule": True,  # with it SGLang's penalties come a step late
+        "constrained_json_disable_any_whitespace": True,
     }
     run = start(models[0], *named.values(), engine=engine, variables={"SGLANG_FL_PREFER": "reference"})
     return lambda name: {**dict(zip(named, run.result()["steps"], strict=True)), "report": run.result()["report"]}[name]

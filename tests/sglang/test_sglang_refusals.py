@@ -25,16 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "pdmux": ({"enable_pdmux": True}, "--enable-pdmux", "pdmux"),
     "saver": ({"enable_memory_saver": True}, "--enable-memory-saver", "saver"),
     "compile": ({"enable_torch_compile": True}, "--enable-torch-compile", ""),
-    "carrier": (
-        {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
-        "--disaggregation-transfer-backend nixl",
-        "",
-    ),
-    "backup": (
-        {"disaggregation_mode": "decode", "disaggregation_decode_retraction_backup": "host_pool"},
-        "a cache of several levels",
-        "levels",
-    ),
+    "disaggregation": ({"disaggregation_mode": "prefill"}, "disaggregated prefill and decode", ""),
     "context": ({"dcp_size": 2}, "context parallelism", ""),
     "overlap": ({"enable_single_batch_overlap": True}, "overlapping batches", ""),
 }
