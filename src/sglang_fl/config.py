@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import collectives, handover, kv_layout
@@ -55,6 +56,7 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]
     levels = args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse
     because = BY_HOST if not device.accelerator else dict.fromkeys(BY_HOST, "")
     ours = [
+        (get_policy().batch_invariant, "VLLM_BATCH_INVARIANT=1"),
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
         (not plain and (not fp8 or device.accelerator), cache),
         (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),

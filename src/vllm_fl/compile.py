@@ -194,7 +194,8 @@ def start(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Wrap the model in ``torch.compile`` where vLLM leaves that to the model runner; the next forward compiles."""
     from vllm.config import CompilationMode
 
-    kernel_numbers.share_equal()
+    if is_compiled(vllm_config):
+        kernel_numbers.share_equal()
     if vllm_config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
         from vllm.compilation.wrapper import compile_model_with_stock_torch
 

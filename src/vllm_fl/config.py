@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fl_dispatch import ConfigError, NoImplementationError, OpImpl, call_op
+from fl_dispatch import ConfigError, NoImplementationError, OpImpl, call_op, get_policy
 from fl_dispatch.devices import TRITON, DeviceSpec
 from fl_dispatch.hosting import handover
 from fl_dispatch.hosting.first_choices import without_graphs
@@ -123,6 +123,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
+    if device.accelerator and get_policy().batch_invariant:
+        logger.warning("VLLM_BATCH_INVARIANT=1: no engine was seen to keep to it on an accelerator, only our kernels")
     if not device.forks or _fork_waits(device):  # a fork loses a device's context, and OpenMP's threads
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if "v2" not in device.model_runners:
@@ -136,10 +138,11 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
 
 
 def _fork_waits(device: DeviceSpec) -> bool:
-    """Whether a forked worker may wait for OpenMP's threads for ever. Since 0.33 vLLM ends them before it forks."""
+    """Whether a forked worker may wait for OpenMP's threads for ever; vLLM ends libgomp's first, since 0.33."""
     from vllm.utils import system_utils
 
-    ends_threads = device.accelerator and hasattr(system_utils, "_release_libgomp_threads")
+    # PyTorch's builds for NVIDIA GPUs have that library, a chip of another vendor may come with another one.
+    ends_threads = HOST.name in device.native_platforms and hasattr(system_utils, "_release_libgomp_threads")
     return torch.get_num_threads() > 1 and not ends_threads
 
 

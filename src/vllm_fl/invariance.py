@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 ASKED = "VLLM_BATCH_INVARIANT=1"
 EVERYWHERE = ("attention_backend", "linear")
 EXPERTS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "fused_moe")
+ROWS = ("linear", "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "fused_moe")
+"""The operators of layers that have to be ours."""
+SHOWN = frozenset(
+    ("Gemma2ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+)
+"""The models whose answers were compared bit by bit. Others may compute in code of their own: ``F.sigmoid``, say, whose
+last bits depend on an element's place."""
 
 
 def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
@@ -29,8 +36,8 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
 
     parallel, model, experts = vllm_config.parallel_config, vllm_config.model_config, config.has_experts(vllm_config)
     settings, compilation = get_settings(), vllm_config.compilation_config
-    rows = [row for row in LAYER_CLASSES if "linear" in row.operators]
-    left = [row.name for row in rows if not settings.registers(row.name, "linear")]
+    rows = [row for row in LAYER_CLASSES if set(row.operators) & set(ROWS)]
+    left = [row.name for row in rows if not any(settings.registers(row.name, op) for op in row.operators)]
     quantized_cache = vllm_config.cache_config.cache_dtype in kv_layout.FP8_DTYPES
     switched_off = [op for op in compilation.custom_ops if op == "none" or op.startswith("-")]
     found = [
@@ -44,10 +51,15 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
         (quantized_cache, f"{ASKED} with a quantized KV cache"),
     ]
     if model is not None:
+        unshown = sorted({model.architecture} - SHOWN)
+        gate = getattr(model.hf_config, "shared_expert_intermediate_size", 0)
         found += [
+            (model.runner_type == "pooling", f"{ASKED} with pooling models"),
             (model.quantization is not None, f"{ASKED} with quantized weights"),
             (model.is_hybrid or model.is_attention_free, f"{ASKED} with models whose layers keep a state"),
             (model.is_multimodal_model, f"{ASKED} with multimodal models"),
+            (bool(unshown), f"{ASKED} with {', '.join(unshown)} (it was shown for {', '.join(sorted(SHOWN))})"),
+            (bool(gate), f"{ASKED} with a gate of shared experts"),
         ]
     return found
 

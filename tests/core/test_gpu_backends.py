@@ -35,6 +35,8 @@ BACKENDS = {
     "default.flagos": (FlagGemsBackend,),
 }
 KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}
+PLACES = 37
+"""The values that a call of SGLang's FlashAttention 3 gives."""
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
@@ -97,6 +99,14 @@ def test_a_package_without_compiled_operators_is_named(
     (folder / "_C.abi3.so").write_bytes(b"no library")
     assert "does not load" in library.why_unavailable(replace(part, mark="none_either"))
     assert library.why_unavailable(replace(part, package="no_such_package")) == "no_such_package is not installed"
+
+
+def test_an_operator_with_other_arguments_is_not_called() -> None:
+    torch.library.define("fl_test_library::fwd", "(Tensor q, Tensor? sinks) -> Tensor")
+    part = replace(library.SGLANG_ATTENTION, namespace="fl_test_library")
+    assert part.takes_others() == "its fwd takes q, sinks"
+    assert replace(part, arguments=("q", "sinks")).takes_others() == ""
+    assert len(library.SGLANG_ATTENTION.arguments) == PLACES
 
 
 def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def _by_all_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-@pytest.mark.parametrize("op_name", ["linear", "silu_and_mul", "gelu_and_mul", "paged_attention"])
+@pytest.mark.parametrize("op_name", ["linear", "paged_attention"])  # PyTorch's activations differ by threads' shares
 def test_a_plain_reference_would_be_found_out(op_name: str) -> None:
     (impl,) = (impl for impl in invariance.implementations(op_name) if impl.impl_id == "reference.torch")
     assert not impl.properties.get("batch_invariant")

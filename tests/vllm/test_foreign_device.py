@@ -111,6 +111,9 @@ def test_who_asks_for_piecewise_graphs_gets_the_pieces(
     assert given.compilation_config.cudagraph_mode == (asked if graphs else CUDAGraphMode.NONE)
 
 
+OWN = {"vLLM": "nimbus.Platform"}
+
+
 @pytest.mark.parametrize("ends_threads", [False, True], ids=["as vLLM 0.32", "vLLM ends OpenMP's threads"])
 def test_the_worker_and_how_processes_start_follow_from_the_spec(
     ends_threads: bool, monkeypatch: pytest.MonkeyPatch
@@ -122,8 +125,8 @@ def test_the_worker_and_how_processes_start_follow_from_the_spec(
     for spec, threads, worker, method in (
         (NIMBUS, 1, config.GPU_WORKER, "spawn"),
         (replace(NIMBUS, forks=True), 1, config.GPU_WORKER, None),
-        # a fork would wait for OpenMP's threads for ever
-        (replace(NIMBUS, forks=True), 2, config.GPU_WORKER, None if ends_threads else "spawn"),
+        (replace(NIMBUS, forks=True), 2, config.GPU_WORKER, "spawn"),  # a fork would wait for OpenMP's threads for ever
+        (replace(NIMBUS, forks=True, native_platforms=OWN), 2, config.GPU_WORKER, None if ends_threads else "spawn"),
         (replace(NIMBUS, workers={"vLLM": "nimbus.Worker"}), 1, "nimbus.Worker", "spawn"),
         (devices.CPU, 1, config.CPU_WORKER, None),
         (devices.CPU, 2, config.CPU_WORKER, "spawn"),
@@ -135,6 +138,7 @@ def test_the_worker_and_how_processes_start_follow_from_the_spec(
         if "v2" not in spec.model_runners:  # the configuration is made on a CPU, which has both
             monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         given = VllmConfig()
+        monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # this machine's device has been asked
         given.parallel_config.worker_cls = "auto"
         config.adapt(given, spec)
         assert given.parallel_config.worker_cls == worker

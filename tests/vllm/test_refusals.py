@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "mamba": "MambaForCausalLM",
@@ -258,6 +260,21 @@ def test_what_is_not_batch_invariant_is_refused_by_name(
 ) -> None:
     vllm_config = configure(family, **options)
     with invariant(), refused(f"vllm_fl does not support VLLM_BATCH_INVARIANT=1 {why} on cpu"):
+        refusals.refuse_unsupported(vllm_config, CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("qwen2_moe", "with Qwen2MoeForCausalLM (it was shown for Gemma2ForCausalLM, LlamaForCausalLM, "),
+        ("gemma3", "with Gemma3ForCausalLM"),
+    ],
+)
+def test_batch_invariance_is_refused_for_models_that_nobody_compared(
+    configure: Callable[..., Any], family: str, why: str
+) -> None:
+    vllm_config = configure(family)
+    with invariant(), refused(f"VLLM_BATCH_INVARIANT=1 {why}"):
         refusals.refuse_unsupported(vllm_config, CPU)
 
 

@@ -8,48 +8,65 @@ graphs are found again (``autograd_cache_key``), and each of them would be compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import torch
+
+from ..logger_manager import get_logger
+
+logger = get_logger(__name__)
+
 Add = Callable[[Any], int]
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+"""Types whose values are compared; constants of any other type, a tuple too, keep a number of their own."""
 
 
 def share_equal() -> None:
-    """Give the launches that Dynamo traces from now on common numbers where they are equal."""
-    from torch._higher_order_ops import triton_kernel_wrap
+    """Give the launches that Dynamo traces from now on common numbers where they are equal.
 
-    table: Any = triton_kernel_wrap.kernel_side_table
-    if not hasattr(table.add_kernel, "numbers"):
-        table.add_kernel = _shared(table.add_kernel, _kernel)
-        table.add_constant_args = _shared(table.add_constant_args, _constants)
+    It saves time alone: where PyTorch or Triton is not as this module knows it, everything keeps its own number.
+    """
+    try:
+        from torch._higher_order_ops import triton_kernel_wrap
+
+        table: Any = triton_kernel_wrap.kernel_side_table
+        if not hasattr(table.add_kernel, "numbers"):
+            table.add_kernel = _shared(table.add_kernel, table.get_kernel, _kernel)
+            table.add_constant_args = _shared(table.add_constant_args, table.get_constant_args, _constants)
+    except (ImportError, AttributeError) as error:
+        logger.info("equal layers with Triton kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
 
-def _shared(add: Add, key_of: Callable[[Any], Hashable]) -> Add:
-    """The table's method, called once for all that have a key in common; ``None`` is no key."""
-    numbers: dict[Hashable, int] = {}
+def _shared(add: Add, get: Callable[[int], Any], key_of: Callable[[Any], Hashable]) -> Add:
+    """The table's method, called once for all that have a key in common; ``None`` is no key.
+
+    A number counts only while the table still has there what was added: PyTorch empties the table when it is reset.
+    """
+    numbers: dict[Hashable, tuple[int, Any]] = {}
+
+    def holds(number: int, added: Any) -> bool:
+        try:
+            return get(number) is added
+        except AssertionError:  # the table has nothing there
+            return False
 
     def add_once(new: Any) -> int:
-        key = key_of(new)
-        if key is None:
+        if (key := key_of(new)) is None:
             return add(new)
-        if key not in numbers:
-            numbers[key] = add(new)
-        return numbers[key]
+        if key not in numbers or not holds(*numbers[key]):
+            numbers[key] = add(new), new
+        return numbers[key][0]
 
     add_once.numbers = numbers  # type: ignore[attr-defined]
     return add_once
 
 
-def _constants(constants: dict[str, Any]) -> Hashable:
-    """All names and values, each with its type; ``None`` if one has no hash, as a list."""
-    key = tuple(
-        (name, type(value), repr(value) if isinstance(value, float) else value) for name, value in constants.items()
-    )
-    try:
-        hash(key)
-    except TypeError:
+def _constants(constants: Mapping[str, Any]) -> Hashable:
+    """All names and values, each with its type; ``None`` if one is of no plain type."""
+    if any(type(value) not in PLAIN for value in constants.values()):
         return None
-    return key
+    return tuple((name, type(value), repr(value)) for name, value in constants.items())
 
 
 def _kernel(kernel: Any) -> Hashable:
@@ -59,9 +76,15 @@ def _kernel(kernel: Any) -> Hashable:
 
     if not isinstance(kernel, Autotuner) or not isinstance(kernel.fn, JITFunction) or len(kernel.configs) != 1:
         return None
-    (config,) = kernel.configs
-    hooks = (config.pre_hook, kernel.reset_to_zero, kernel.restore_value)
-    if kernel.keys or any(hooks) or kernel.user_defined_pre_hook or kernel.user_defined_post_hook:
+    try:
+        hooks = kernel.reset_to_zero, kernel.restore_value, kernel.user_defined_pre_hook, kernel.user_defined_post_hook
+        if kernel.keys or any(hooks):
+            return None
+    except AttributeError:  # another Triton's
         return None
-    # The table keeps the kernel, so no other one gets its address.
-    return id(kernel.fn), _constants(config.all_kwargs())
+    (config,) = kernel.configs
+    options = dict(vars(config))  # also those that a launch has and Triton's own configurations do not
+    named = _constants(options.pop("kwargs", {}))
+    others = _constants(options)  # a hook is of no plain type
+    # The kernel is kept with its number, so no other one gets the address.
+    return None if named is None or others is None else (id(kernel.fn), named, others)

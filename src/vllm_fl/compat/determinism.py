@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+from fl_dispatch import ConfigError, get_policy
+
 PLACES = ("vllm.model_executor.determinism", "vllm.model_executor.layers")
 """Packages that hold the module, newest first."""
 
@@ -14,7 +16,14 @@ PLACES = ("vllm.model_executor.determinism", "vllm.model_executor.layers")
 @contextmanager
 def without_triton() -> Iterator[None]:
     """Leave PyTorch's own operators in place inside, where a worker starts; each row of theirs is summed alone."""
-    package = next(each for each in PLACES if find_spec(each) and find_spec(f"{each}.batch_invariant"))
+    if not get_policy().batch_invariant:
+        yield
+        return
+    package = next((each for each in PLACES if find_spec(each) and find_spec(f"{each}.batch_invariant")), None)
+    if package is None:
+        raise ConfigError(
+            "environment", "VLLM_BATCH_INVARIANT", f"this vLLM has no module batch_invariant in {' or '.join(PLACES)}"
+        )
     module = importlib.import_module(f"{package}.batch_invariant")
     before = module.init_batch_invariance
     module.init_batch_invariance = lambda: None  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ class Library:
         namespace, mark: an operator that it registers, ``torch.ops.<namespace>.<mark>``.
         capability: major compute capability that its kernels are for, or ``None`` for all.
         package: the module in whose folder it is.
+        arguments: names of the operator's arguments, where a call gives them all by their place.
     """
 
     files: tuple[str, ...]
@@ -34,6 +35,13 @@ class Library:
     mark: str
     capability: int | None = None
     package: str = "vllm"
+    arguments: tuple[str, ...] = ()
+
+    def takes_others(self) -> str:
+        """What the loaded operator takes in other places than its calls assume, in words."""
+        schema = getattr(getattr(torch.ops, self.namespace), self.mark).default._schema
+        names = tuple(argument.name for argument in schema.arguments)
+        return f"its {self.mark} takes {', '.join(names)}" if self.arguments and names != self.arguments else ""
 
     def is_loaded(self) -> bool:
         """Whether it is loaded, for a GPU: vLLM's CPU build has operators of the same names."""
@@ -48,7 +56,21 @@ PRODUCTS = Library(GENERAL.files, "_C", "cutlass_scaled_mm")
 MARLIN = Library(GENERAL.files, "_C", "marlin_gemm")
 MACHETE = Library(GENERAL.files, "_C", "machete_mm", capability=9)
 ATTENTION = Library(("vllm_flash_attn/_vllm_fa3_C.abi3.so",), "_vllm_fa3_C", "fwd", capability=9)
-SGLANG_ATTENTION = Library(("flash_ops.abi3.so",), "sgl_kernel", "fwd", capability=9, package="sgl_kernel")
+SGLANG_ATTENTION = Library(
+    ("flash_ops.abi3.so",),
+    "sgl_kernel",
+    "fwd",
+    capability=9,
+    package="sgl_kernel",
+    arguments=(
+        *("q", "k", "v", "k_new", "v_new", "q_v", "out"),
+        *("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"),
+        *("page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary"),
+        *("q_descale", "k_descale", "v_descale", "softmax_scale", "is_causal", "window_size_left", "window_size_right"),
+        *("attention_chunk", "softcap", "is_rotary_interleaved", "scheduler_metadata", "num_splits", "pack_gqa"),
+        *("sm_margin", "sinks", "sparse_mask_fine", "only_qv"),
+    ),
+)
 """The package ``sglang-kernel``, which SGLang needs on a GPU."""
 
 
@@ -68,7 +90,7 @@ def why_unavailable(library: Library) -> str:
     if library.capability is not None and (capability := CUDA.capability(0)) and capability[0] != library.capability:
         return f"the kernels are for compute capability {library.capability}, this GPU has {capability[0]}"
     if library.is_loaded():  # the host was first
-        return ""
+        return library.takes_others()
     folder = _folder(library.package)
     if folder is None:
         return f"{library.package} is not installed"
@@ -80,4 +102,6 @@ def why_unavailable(library: Library) -> str:
     except (OSError, RuntimeError) as error:
         return f"{path} does not load: {error}"
     logger.debug("loaded %s", path)
-    return "" if library.is_loaded() else f"{path} has no operator {library.mark} for GPUs"
+    if not library.is_loaded():
+        return f"{path} has no operator {library.mark} for GPUs"
+    return library.takes_others()
