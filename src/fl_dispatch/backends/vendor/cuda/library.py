@@ -38,7 +38,7 @@ class Library:
     arguments: tuple[str, ...] = ()
 
     def takes_others(self) -> str:
-        """What the loaded operator takes in other places than its calls assume, in words."""
+        """The arguments of the loaded operator, in words, where they are not those that calls assume."""
         schema = getattr(getattr(torch.ops, self.namespace), self.mark).default._schema
         names = tuple(argument.name for argument in schema.arguments)
         return f"its {self.mark} takes {', '.join(names)}" if self.arguments and names != self.arguments else ""
