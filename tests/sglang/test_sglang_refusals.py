@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.devices import ASCEND, CPU
 from sglang_fl import config
 
@@ -49,6 +50,14 @@ def test_it_is_refused_in_one_sentence(case: str, host: None) -> None:
     because = f", because SGLang {re.escape(config.BY_HOST[line])}" if line else ""
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {feature} on cpu yet \(model m\){because}$"):
         config.refuse_unsupported(_asked(given), CPU)
+
+
+def test_batch_invariance_is_refused(host: None) -> None:
+    with (
+        policy_context(SelectionPolicy(batch_invariant=True)),
+        pytest.raises(ValueError, match=r"^sglang_fl does not support VLLM_BATCH_INVARIANT=1 on cpu yet"),
+    ):
+        config.refuse_unsupported(_asked({}), CPU)
 
 
 def test_without_any_of_them_nothing_is_refused(host: None) -> None:
