@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     MarlinBackend,
     SglangAttentionBackend,
 )
+from fl_dispatch.backends.vendor.cuda.impl import attention
 from fl_dispatch.devices import nvml
 
 BACKENDS = {
@@ -35,8 +39,6 @@ BACKENDS = {
     "default.flagos": (FlagGemsBackend,),
 }
 KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}
-PLACES = 37
-"""The values that a call of SGLang's FlashAttention 3 gives."""
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
@@ -106,7 +108,58 @@ def test_an_operator_with_other_arguments_is_not_called() -> None:
     part = replace(library.SGLANG_ATTENTION, namespace="fl_test_library")
     assert part.takes_others() == "its fwd takes q, sinks"
     assert replace(part, arguments=("q", "sinks")).takes_others() == ""
-    assert len(library.SGLANG_ATTENTION.arguments) == PLACES
+
+
+HALF, COUNTS = torch.ones(2, 4, 8, dtype=torch.bfloat16), torch.tensor([0, 2], dtype=torch.int32)
+FIRST = "Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor(a!)? out"
+"""As sglang-kernel 0.4.10 and vLLM 0.33 declare their operators."""
+LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k"
+PLACES = "int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k"
+ROTARY = "Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary"
+SCALES = "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float? softmax_scale"
+SEEN = "bool is_causal, int window_size_left, int window_size_right"
+HOW = "bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin"
+COMMON = f"{FIRST}, {LENGTHS}, {PLACES}, {ROTARY}, {SCALES}, {SEEN}"
+OF_VLLM = f"{COMMON}, float softcap, {HOW}, Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"
+OF_SGLANG = (
+    f"{COMMON}, int attention_chunk, float softcap, {HOW}, Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv"
+)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("namespace", "schema", "call", "sinks"),
+    [
+        ("_vllm_fa3_C", OF_VLLM, attention.paged_attention, "s_aux"),
+        ("sgl_kernel", OF_SGLANG, attention.sglang_paged_attention, "sinks"),
+    ],
+)
+def test_flash_attention_gets_each_value_by_its_name(
+    namespace: str, schema: str, call: Callable[..., Any], sinks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = torch._C.parse_schema(f"own::fwd({schema}) -> ()")
+    got: dict[str, Any] = {}
+
+    def fwd(*values: Any) -> None:
+        got.update(zip((argument.name for argument in known.arguments), values, strict=True))
+
+    monkeypatch.setattr(torch.ops, namespace, SimpleNamespace(fwd=fwd))
+    cache, table, sink, out = HALF[None], COUNTS[None], torch.ones(4, dtype=torch.bfloat16), torch.empty_like(HALF)
+    options = {"out": out, "causal": False, "sliding_window": 5, "softcap": 3.0, "sinks": sink}
+    assert call(HALF, cache, cache + 1, table, COUNTS, COUNTS[1:], 7, 9, 0.5, **options) is out
+    given = {
+        "q": HALF, "k": cache, "out": out, "cu_seqlens_q": COUNTS, "max_seqlen_q": 7, "max_seqlen_k": 9,
+        "page_table": table, "softmax_scale": 0.5, "is_causal": False, "window_size_left": 4, "window_size_right": 4,
+        "softcap": 3.0, sinks: sink, "num_splits": 0, "sm_margin": 0,
+    }  # fmt: skip
+    same = {name for name in given if got[name] is given[name] or got[name] == given[name]}
+    assert same == {*given}
+    assert torch.equal(got["v"], cache + 1)
+    assert torch.equal(got["seqused_k"], COUNTS[1:])
+    rest = {name: value for name, value in got.items() if name not in {*given, "v", "seqused_k"} and value}
+    assert rest == {"is_rotary_interleaved": True} | ({"cp_world_size": 1} if sinks == "s_aux" else {})
+    if sinks == "sinks":
+        assert library.SGLANG_ATTENTION.arguments == tuple(got)
 
 
 def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,10 @@ def test_a_table_is_prepared_once() -> None:
     assert prepared == (kernel_side_table.add_constant_args, kernel_side_table.add_kernel)
 
 
-def test_another_pytorch_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_pytorch_ends_nothing_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.delattr(triton_kernel_wrap, "kernel_side_table")
-    kernel_numbers.share_equal()
+    with caplog.at_level("INFO"):
+        kernel_numbers.share_equal()
+    assert "compiled one by one: AttributeError" in caplog.text

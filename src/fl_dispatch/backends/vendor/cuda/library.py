@@ -39,9 +39,11 @@ class Library:
 
     def takes_others(self) -> str:
         """The arguments of the loaded operator, in words, where they are not those that calls assume."""
+        if not self.arguments:
+            return ""
         schema = getattr(getattr(torch.ops, self.namespace), self.mark).default._schema
         names = tuple(argument.name for argument in schema.arguments)
-        return f"its {self.mark} takes {', '.join(names)}" if self.arguments and names != self.arguments else ""
+        return "" if names == self.arguments else f"its {self.mark} takes {', '.join(names)}"
 
     def is_loaded(self) -> bool:
         """Whether it is loaded, for a GPU: vLLM's CPU build has operators of the same names."""

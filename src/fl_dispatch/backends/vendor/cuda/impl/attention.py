@@ -1,8 +1,9 @@
-"""The cache write of vLLM's library, and attention by FlashAttention 3 (Shah et al., arXiv 2407.08608) of two."""
+"""The cache write of vLLM's library; FlashAttention 3 (Shah et al., arXiv 2407.08608), of vLLM's and of SGLang's."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +120,49 @@ def _why_not_flash(
     return ""
 
 
+_TRAILING = (True, None, 0, None, 0)
+"""How a rotary table would turn, no schedule made before, splits and packing as the kernel decides, no margin."""
+
+
+def _leading(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    out: Tensor,
+    causal: bool,
+    sliding_window: int | None,
+) -> tuple[Any, ...]:
+    """The arguments that both libraries take first, in their order."""
+    left = -1 if sliding_window is None else sliding_window - 1
+    right = 0 if causal else left
+    return (
+        query,
+        key_cache,
+        value_cache,
+        *(None, None, None),  # new keys, new values, and a second part of the query
+        out,
+        query_start_loc,
+        *(None, None, None),  # starts of keys, of new keys, and used queries
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        block_table,
+        *(None, None),  # another order of the batch, padding on the left
+        *(None, None, None),  # a rotary table of its own
+        *(None, None, None),  # scales of quantized queries, keys, values
+        scale,
+        causal,
+        left,
+        right,
+    )
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -141,47 +185,18 @@ def paged_attention(
         out = torch.empty_like(query)
     if not seq_lens.shape[0] or not query.shape[0]:
         return out
-    left = -1 if sliding_window is None else sliding_window - 1
-    right = 0 if causal else left
     torch.ops._vllm_fa3_C.fwd(
-        query,
-        key_cache,
-        value_cache,
-        None,  # new keys, new values, and a second part of the query
-        None,
-        None,
-        out,
-        query_start_loc,
-        None,  # starts of keys, of new keys, and used queries
-        None,
-        None,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        block_table,
-        None,  # another order of the batch, padding on the left
-        None,
-        None,  # a rotary table of its own
-        None,
-        None,
-        None,  # scales of quantized queries, keys, values
-        None,
-        None,
-        scale,
-        causal,
-        left,
-        right,
+        *_leading(
+            query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len, max_seq_len, scale,
+            out, causal, sliding_window,
+        ),
         softcap,
-        True,
-        None,  # a schedule made before
-        0,  # the kernel decides among how many programs keys are split
-        None,
-        0,
+        *_TRAILING,
         sinks,
         1,  # no context parallelism
         0,
         None,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -207,45 +222,16 @@ def sglang_paged_attention(
         out = torch.empty_like(query)
     if not seq_lens.shape[0] or not query.shape[0]:
         return out
-    left = -1 if sliding_window is None else sliding_window - 1
-    right = 0 if causal else left
     torch.ops.sgl_kernel.fwd(
-        query,
-        key_cache,
-        value_cache,
-        None,  # new keys, new values, and a second part of the query
-        None,
-        None,
-        out,
-        query_start_loc,
-        None,  # starts of keys, of new keys, and used queries
-        None,
-        None,
-        seq_lens,
-        max_query_len,
-        max_seq_len,
-        block_table,
-        None,  # another order of the batch, padding on the left
-        None,
-        None,  # a rotary table of its own
-        None,
-        None,
-        None,  # scales of quantized queries, keys, values
-        None,
-        None,
-        scale,
-        causal,
-        left,
-        right,
+        *_leading(
+            query, key_cache, value_cache, block_table, query_start_loc, seq_lens, max_query_len, max_seq_len, scale,
+            out, causal, sliding_window,
+        ),
         0,  # attention in chunks
         softcap,
-        True,
-        None,  # a schedule made before
-        0,  # the kernel decides among how many programs keys are split
-        None,
-        0,
+        *_TRAILING,
         sinks,
-        None,  # a mask of blocks
+        None,  # a mask of blocks, and a query of one part alone
         False,
-    )
+    )  # fmt: skip
     return out
