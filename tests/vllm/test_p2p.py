@@ -192,7 +192,7 @@ def test_options_are_those_of_the_hosts_page() -> None:
         ({"send_typ": "PUT"}, "send_typ: unknown; did you mean 'send_type'"),
         ({"send_type": "PUSH"}, "send_type: Input should be 'PUT', 'PUT_ASYNC' or 'GET'"),
         ({"http_port": 0}, "http_port: Input should be greater"),
-        ({"nccl_num_channels": "16"}, "nccl_num_channels: keys and values do not travel over NCCL here"),
+        ({"nccl_num_channels": "16"}, "nccl_num_channels: NCCL chooses its channels"),
         ({"proxy_ip": "tcp://proxy"}, "proxy_ip: String should match"),
         ({"kv_buffer_size": "inf"}, "kv_buffer_size: Input should be a finite number"),
         ({"kv_buffer_size": "much"}, "kv_buffer_size: Input should be a valid number"),

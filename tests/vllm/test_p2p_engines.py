@@ -348,7 +348,7 @@ def divided(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     started = {
         "two read": serve(folder / "two read.txt", model, "kv_producer", {}, two),
         "one reads": serve(folder / "one reads.txt", model, "kv_producer", {}),
-        "two write": serve(folder / "two write.txt", model, "kv_consumer", {}, two),
+        "writes": serve(folder / "two write.txt", model, "kv_consumer", {}, two),
     }
     servers = [server for server, _ in started.values()]
     try:
@@ -358,14 +358,14 @@ def divided(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         end(servers)
 
 
-def hand_over(divided: dict[str, Any], reader: str) -> tuple[list[list[int]], dict[str, float]]:
-    """The tokens of the engine of two ranks for prompts that another one has read, and the growth of its counts."""
-    (reads, reads_at), (writes, writes_at) = divided[reader], divided["two write"]
-    before, written = counts(writes), []
+def hand_over(engines: dict[str, Any], reader: str, salt: str = "") -> tuple[list[list[int]], dict[str, float]]:
+    """The tokens of the engine that writes for prompts that another one has read, and the growth of its counts."""
+    (reads, reads_at), (writes, writes_at) = engines[reader], engines["writes"]
+    before, written, salt = counts(writes), [], salt or reader
     for prompt in TWO:
         route = Route.between(reads_at, writes_at)
-        ask(prompt, reader, reads, route, max_tokens=1)
-        written.append(ask(prompt, reader, writes, route))
+        ask(prompt, salt, reads, route, max_tokens=1)
+        written.append(ask(prompt, salt, writes, route))
     return written, gained(writes, before)
 
 
@@ -386,3 +386,40 @@ def test_a_cache_of_another_number_of_ranks_is_refused_and_computed(
     assert written == expected("qwen3")[1:3]
     assert gained_["local_compute"] == sum(len(prompt) for prompt in TWO)
     assert divided["one reads"][0].said("its blocks have another form: another model, dtype, block size or number of")
+
+
+@pytest.fixture(scope="module")
+def linked(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Two engines that can make links, over gloo: name → server and address."""
+    folder, model = tmp_path_factory.mktemp("linked"), checkpoint("qwen3")
+    plugin = {"VLLM_FL_PLUGIN_MODULES": "gloo_wires"}
+    started = {
+        "reads": serve(folder / "reads.txt", model, "kv_producer", plugin),
+        "writes": serve(folder / "writes.txt", model, "kv_consumer", plugin),
+    }
+    servers = [server for server, _ in started.values()]
+    try:
+        wait_for(lambda: [get(f"{server.url}/health") for server in servers] == [""] * len(servers), servers)
+        yield started
+    finally:
+        end(servers)
+
+
+def test_keys_and_values_go_by_a_link_until_its_engine_is_killed(
+    linked: dict[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    (reads, _), (writes, _) = linked.values()
+    right = expected("qwen3")[1:3]
+    written, _ = hand_over(linked, "reads")
+    assert written == right
+    wait_for(lambda: reads.said("from device to device, by gloo"), [reads, writes])
+    written, gained_ = hand_over(linked, "reads", "by the link")
+    assert written == right
+    assert gained_["received_direct_bytes"] == gained_["received_bytes"] > 0
+    assert gained_["local_compute"] == len(TWO)
+    reads_at, writes_at = (address for _, address in linked.values())
+    reads.kill()
+    before = counts(writes)
+    killed = [ask(prompt, "killed", writes, Route.between(reads_at, writes_at)) for prompt in TWO]
+    assert killed == right
+    assert gained(writes, before)["local_compute"] == sum(len(prompt) for prompt in TWO)

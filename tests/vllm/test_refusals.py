@@ -205,7 +205,7 @@ def test_a_connector_of_somebody_elses_is_not_ours_whatever_its_name(
     monkeypatch.setitem(sys.modules, elses.__name__, elses)
     foreign = {"kv_connector": "P2pConnector", "kv_connector_module_path": elses.__name__}
     ours = {**foreign, "kv_connector_module_path": p2p.MODULE}
-    refused = "P2pConnector as one of several" if among else "nccl_num_channels: keys and values do not travel"
+    refused = "P2pConnector as one of several" if among else "nccl_num_channels: NCCL chooses its channels"
 
     def transfer(one: dict[str, str]) -> Any:
         if among:

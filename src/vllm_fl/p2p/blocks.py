@@ -37,6 +37,7 @@ class Blocks:
         self._caches = [cache.unflatten(0, (number, -1)) for _, cache in distinct.values()]
         self._sizes = [cache[0].numel() * cache.element_size() for cache in self._caches]
         self.block_bytes = sum(self._sizes)
+        self.device = self._caches[0].device
         layers = [(name, list(cache.shape[1:]), str(cache.dtype)) for name, cache in distinct.values()]
         described = json.dumps([layers, sorted(facts.items())])
         self.layout = hashlib.blake2b(described.encode(), digest_size=16).digest()
@@ -53,13 +54,13 @@ class Blocks:
         return self.at_once * self.block_bytes
 
     def read(self, ids: Sequence[int], into: Tensor) -> None:
-        """Copy blocks into bytes in main memory."""
+        """Copy blocks into bytes, in main memory or the device's."""
         for cache, bytes_ in self._parts(len(ids), into):
             rows = torch.tensor(ids, device=cache.device)
             bytes_.view(cache.dtype).view(len(ids), *cache.shape[1:]).copy_(cache.index_select(0, rows))
 
     def write(self, ids: Sequence[int], given: Tensor, skip: int, count: int) -> None:
-        """Copy bytes in main memory, which are ``count`` blocks, into our blocks, from their block ``skip`` on."""
+        """Copy bytes, which are ``count`` blocks, into our blocks, from their block ``skip`` on."""
         for cache, bytes_ in self._parts(count, given):
             rows = torch.tensor(ids, device=cache.device)
             source = bytes_.view(cache.dtype).view(count, *cache.shape[1:])[skip : skip + len(ids)]

@@ -12,8 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 NAMES = {
     "sent_blocks": "Blocks of KV cache that arrived at another engine.",
     "sent_bytes": "Their bytes.",
+    "sent_direct_bytes": "Those of them that went from device to device.",
     "received_blocks": "Blocks of KV cache that arrived from another engine.",
     "received_bytes": "Their bytes.",
+    "received_direct_bytes": "Those of them that came from device to device.",
     "loaded_blocks": "Blocks that were taken over in place of computing them.",
     "lost_transfers": "Prompts whose transfer was given up.",
 }
@@ -34,7 +36,7 @@ class Tally:
     def take(self) -> dict[str, int]:
         """The numbers that are not zero, which begin anew."""
         with self._lock:
-            taken, self._numbers = dict(self._numbers), Counter()
+            taken, self._numbers = dict(+self._numbers), Counter()
             return taken
 
 

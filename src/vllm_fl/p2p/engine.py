@@ -3,13 +3,20 @@
 One thread listens at this engine's address, keeps what arrives, and asks other engines for what is awaited. Another one
 sends what leaves: one part at a time to each engine, so that one that is slow or dead holds nobody else up. A peer's
 message is read within bounds, and answered or dropped with a log line; nothing that a peer sends ends a thread.
+
+Where both engines can, a link joins their devices (:mod:`.links`). Then a message only announces a part, the receiver
+answers when its end is ready, and each end's link carries the bytes. A part for which there is no link, or no room on
+the receiver's device, comes in the message.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container
+from contextlib import suppress
+from dataclasses import dataclass
+from socket import socketpair
 from threading import Event, Thread
 
 import zmq
@@ -17,10 +24,12 @@ import zmq
 from fl_dispatch.logger_manager import get_logger
 
 from .inbox import Inbox
-from .messages import HEADER_BYTES, BadMessage, Get, Put, State, Taken, frames, read, short
+from .links import Incoming, Outgoing
+from .messages import HEADER_BYTES, BadMessage, Get, Go, Meet, Met, Put, State, Taken, frames, read, short
 from .outbox import Outbox, Part
 from .route import Address
 from .secret import OVERHEAD, Secret
+from .wires import Wire
 
 logger = get_logger(__name__)
 
@@ -34,6 +43,15 @@ PEERS = 128
 """Sockets to other engines, of each thread; the one that was unused longest is closed for another."""
 
 
+@dataclass
+class _Flight:
+    """A part on its way; ``deadline`` is when its engine counts as dead, ``link`` the one that carries its bytes."""
+
+    part: Part
+    deadline: float
+    link: str = ""
+
+
 class Engine:
     """A worker's, from the start until :meth:`close`.
 
@@ -44,6 +62,7 @@ class Engine:
         secret: of all engines.
         message_bytes: the most bytes of data in one message.
         silence: see :data:`SILENCE`.
+        outgoing, incoming: links from device to device, if this engine can have any.
 
     Raises:
         OSError: somebody else listens there.
@@ -57,15 +76,22 @@ class Engine:
         secret: Secret,
         message_bytes: int,
         silence: float = SILENCE,
+        outgoing: Outgoing | None = None,
+        incoming: Incoming | None = None,
     ) -> None:
         self.address = address
         self._inbox, self._outbox, self._secret, self._silence = inbox, outbox, secret, silence
+        self._outgoing, self._incoming = outgoing, incoming
         self._limit = max(message_bytes, HEADER_BYTES) + OVERHEAD
         self._context = zmq.Context()
         self._stop = Event()
         self._peers: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
         self._asked: OrderedDict[Address, zmq.Socket[bytes]] = OrderedDict()
-        self._flying: dict[Address, tuple[Part, float]] = {}  # with the time at which its engine counts as dead
+        self._flying: dict[Address, _Flight] = {}
+        self._came: deque[tuple[bytes, Taken]] = deque()  # answers about parts that links have brought, with their peer
+        self._bell, self._ring = socketpair()  # wakes the thread that listens
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
         self._quiet: dict[Address, float] = {}  # until when an engine that was silent is not tried again
         self._listener = self._socket(zmq.ROUTER, address)
         secret.listen(self._listener, address)
@@ -85,7 +111,12 @@ class Engine:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        for links in (self._outgoing, self._incoming):
+            if links is not None:
+                links.close()
         self._context.destroy(linger=0)
+        self._bell.close()
+        self._ring.close()
 
     def _run(self, turn: Callable[[], None]) -> None:
         while not self._stop.is_set():
@@ -129,9 +160,17 @@ class Engine:
         poller = zmq.Poller()
         for socket in (self._listener, *self._asked.values()):
             poller.register(socket, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
         ready = dict(poller.poll(_ms(TURN)))
+        if self._bell.fileno() in ready:
+            self._bell.recv(4096)
+        while self._came:
+            who, taken = self._came.popleft()
+            self._tell(self._listener, taken, who)
         if self._listener in ready:
             self._hear()
+        if self._incoming is not None:
+            self._incoming.tend()
         for address, socket in self._asked.items():
             if socket in ready:
                 self._hear_answer(address, socket)
@@ -148,17 +187,45 @@ class Engine:
     def _hear(self) -> None:
         who, *heard = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
-            message, data = read([frame.buffer for frame in heard], Put, Get)
+            message, data = read([frame.buffer for frame in heard], Put, Get, Meet)
         except BadMessage as error:
             logger.warning("P2P: a message to %s is dropped: %s", self.address, error)
             return
-        if isinstance(message, Put):
+        if isinstance(message, Meet):
+            no = "this engine takes keys and values in main memory"
+            answer: Met | Taken | Go | State = Met(
+                message.name, short(no if self._incoming is None else self._incoming.welcome(message))
+            )
+        elif isinstance(message, Put) and message.link:
+            answer = self._await_part(message, who.bytes)
+        elif isinstance(message, Put):
             refused = "this engine takes no prompts over" if self._inbox is None else self._inbox.put(message, data)
-            answer: Taken | State = Taken(message.transfer, message.first, short(refused))
+            answer = Taken(message.transfer, message.first, short(refused))
         else:
             gone = "this engine hands no prompts over" if self._outbox is None else self._outbox.asked(message.transfer)
             answer = State(message.transfer, short(gone))
         self._tell(self._listener, answer, who.bytes)
+
+    def _await_part(self, put: Put, who: bytes) -> Taken | Go:
+        """Have a link receive a part; its thread answers once it has."""
+        inbox, incoming = self._inbox, self._incoming
+        link = incoming.link(put.link) if incoming is not None else None
+        if inbox is None or incoming is None or link is None:
+            return Taken(put.transfer, put.first, "that link is not here any more")
+        piece, refused = inbox.room(put, put.count * inbox.block_bytes, incoming.pool)
+        if piece is None:
+            return Taken(put.transfer, put.first, short(refused)) if refused else Go(put.transfer, put.first, True)
+
+        def came(broken: str) -> None:
+            if broken:
+                inbox.fail(put, piece, broken)
+            why = broken or inbox.keep(put, piece, by_link=True)
+            self._came.append((who, Taken(put.transfer, put.first, short(why))))
+            with suppress(OSError):  # it rings already, or the engine is being closed
+                self._ring.send(b"!")
+
+        link.post(lambda wire: wire.receive(piece.bytes, inbox.read), came)
+        return Go(put.transfer, put.first)
 
     def _hear_answer(self, address: Address, socket: zmq.Socket[bytes]) -> None:
         assert self._inbox is not None
@@ -169,7 +236,7 @@ class Engine:
             return
         self._inbox.answered(state.transfer, state.gone)
 
-    def _tell(self, socket: zmq.Socket[bytes], message: Get | Taken | State, *to: bytes) -> None:
+    def _tell(self, socket: zmq.Socket[bytes], message: Get | Met | Taken | Go | State, *to: bytes) -> None:
         try:
             socket.send_multipart([*to, *frames(message)], zmq.NOBLOCK)
         except zmq.Again:  # nobody reads what we send there; it is asked again, or given up
@@ -186,20 +253,31 @@ class Engine:
             self._send_off(self._outbox, part)
         if self._flying:
             self._land(self._outbox, 0 if part is not None else _ms(TURN))
+        if self._outgoing is not None:
+            self._outgoing.tend()
 
     def _send_off(self, outbox: Outbox, part: Part) -> None:
         now = time.monotonic()
         if self._quiet.get(part.to, now) > now:
             outbox.failed(part, "its engine did not answer a moment ago")
             return
-        put = Put(part.transfer, part.layout, part.first, part.count, part.total)
+        link = ""
         try:
             peer = self._peer(self._peers, part.to, self._flying)
-            peer.send_multipart(frames(put, part.piece.bytes.numpy().data), zmq.NOBLOCK)
+            if self._outgoing is not None:
+                if (meet := self._outgoing.meet(part.to)) is not None:
+                    peer.send_multipart(frames(meet), zmq.NOBLOCK)
+                link = self._outgoing.name(part.to) if part.on_device else ""
+            self._announce(part, peer, link)
         except Exception as error:  # recorded: its transfer ends
             outbox.failed(part, f"it cannot be sent to {part.to}: {error}")
             return
-        self._flying[part.to] = part, now + self._silence
+        self._flying[part.to] = _Flight(part, now + self._silence, link)
+
+    def _announce(self, part: Part, peer: zmq.Socket[bytes], link: str) -> None:
+        """Send a part's message, with the data unless a link is to carry them."""
+        put = Put(part.transfer, part.layout, part.first, part.count, part.total, link)
+        peer.send_multipart(frames(put, b"" if link else part.in_main_memory().numpy().data), zmq.NOBLOCK)
 
     def _land(self, outbox: Outbox, wait: int) -> None:
         """Hear the answers to parts on their way, and give those up whose engine is silent."""
@@ -208,29 +286,61 @@ class Engine:
             poller.register(self._peers[to], zmq.POLLIN)
         ready = dict(poller.poll(wait))
         now = time.monotonic()
-        for to, (part, deadline) in list(self._flying.items()):
+        for to, flight in list(self._flying.items()):
             if self._peers[to] in ready:
-                self._hear_taken(outbox, part)
-            elif deadline < now:
-                del self._flying[to]
+                self._hear_taken(outbox, flight)
+            elif flight.deadline < now:
                 self._peers.pop(to).close()
+                if self._outgoing is not None:
+                    self._outgoing.cut(to, "its engine does not answer")
                 self._quiet = {one: until for one, until in self._quiet.items() if until > now}
                 self._quiet[to] = now + self._silence
-                outbox.failed(part, f"the engine at {to} does not answer")
+                self._crash(outbox, flight, f"the engine at {to} does not answer")
 
-    def _hear_taken(self, outbox: Outbox, part: Part) -> None:
+    def _hear_taken(self, outbox: Outbox, flight: _Flight) -> None:
+        part, peer = flight.part, self._peers[flight.part.to]
         try:
-            taken, _ = read(self._peers[part.to].recv_multipart(zmq.NOBLOCK), Taken)
+            answer, _ = read(peer.recv_multipart(zmq.NOBLOCK), Taken, Go, Met)
         except BadMessage as error:
             logger.warning("P2P: an answer from %s is dropped: %s", part.to, error)
             return
-        if (taken.transfer, taken.first) != (part.transfer, part.first):
+        if isinstance(answer, Met):
+            if self._outgoing is not None:
+                self._outgoing.met(part.to, answer.name, answer.refused)
+            return
+        if (answer.transfer, answer.first) != (part.transfer, part.first):
             return  # it is late
-        del self._flying[part.to]
-        if taken.refused:
-            outbox.failed(part, taken.refused)
+        if isinstance(answer, Go):
+            self._carry(outbox, flight, peer, answer.by_message)
+        elif answer.refused:
+            self._crash(outbox, flight, answer.refused)
         else:
-            outbox.sent(part)
+            del self._flying[part.to]
+            outbox.sent(part, by_link=bool(flight.link))
+
+    def _carry(self, outbox: Outbox, flight: _Flight, peer: zmq.Socket[bytes], by_message: bool) -> None:
+        """The receiver waits for a part's bytes, by the link or in a message."""
+        part, flight.deadline = flight.part, time.monotonic() + self._silence
+        if by_message and flight.link:
+            flight.link = ""
+            self._announce(part, peer, "")
+            return
+        link = self._outgoing.link(part.to) if self._outgoing is not None and flight.link else None
+        if link is None:
+            self._crash(outbox, flight, "its link is not here any more")
+            return
+
+        def send(wire: Wire) -> None:
+            wire.send(part.piece.bytes, part.written)
+
+        link.post(send, lambda broken: None)  # the receiver's answer says how it went
+
+    def _crash(self, outbox: Outbox, flight: _Flight, why: str) -> None:
+        """A part does not arrive; nobody knows what its link is at, if one carried it."""
+        del self._flying[flight.part.to]
+        if self._outgoing is not None and flight.link:
+            self._outgoing.cut(flight.part.to, why)
+        outbox.failed(flight.part, why)
 
 
 def _ms(seconds: float) -> int:

@@ -17,6 +17,7 @@ from .messages import Put
 from .pool import BuddyPool, Piece
 from .remembered import Remembered
 from .route import Address
+from .wires import Moment, moment
 
 logger = get_logger(__name__)
 
@@ -55,46 +56,71 @@ class Inbox:
     def __init__(
         self, pool: BuddyPool, layout: bytes, block_bytes: int, timeout: float, silence: float, tally: Tally
     ) -> None:
-        self._pool, self._layout, self._block_bytes, self._tally = pool, layout, block_bytes, tally
+        self._pool, self._layout, self.block_bytes, self._tally = pool, layout, block_bytes, tally
         self._timeout, self._silence = timeout, silence
         self._lock = Lock()
         self._arriving: dict[str, _Arriving] = {}
         self._gone = Remembered()
         self._ready: list[str] = []
         self._lost: dict[str, str] = {}
+        self.read: Moment = None
+        """When the device has read all pieces that were given back."""
 
     def put(self, message: Put, data: memoryview) -> str:
         """Keep some blocks; the answer is empty, or says why they are refused, and then the transfer is lost.
 
         One thread calls this. Parts of a transfer come in order, because the sender waits for each answer.
         """
-        transfer = message.transfer
+        piece, why = self.room(message, len(data))
+        if piece is None:
+            return why
+        np.copyto(piece.bytes.numpy(), np.frombuffer(data, np.uint8))  # nobody waits for the lock meanwhile
+        return self.keep(message, piece)
+
+    def room(self, message: Put, size: int, device: BuddyPool | None = None) -> tuple[Piece | None, str]:
+        """Memory for a part of so many bytes, for :meth:`keep` or :meth:`fail`, or why it is refused.
+
+        If the ``device`` has no room there is neither: the part must come into main memory.
+        """
+        transfer, pool = message.transfer, device or self._pool
         with self._lock:
             if transfer in self._gone:
-                return self._gone[transfer]
+                return None, self._gone[transfer]
             arriving = self._arriving.get(transfer)
             if arriving is not None and arriving.complete:
-                return "all of it is here"
-            why = self._wrong(message, data, arriving)
-            piece = None if why else self._pool.take(len(data))
-            if piece is None:
+                return None, "all of it is here"
+            why = self._wrong(message, size, arriving)
+            piece = None if why else pool.take(size)
+            if piece is None and (why or device is None):
                 why = why or f"the receiver's buffer of {self._pool.capacity} bytes is full"
                 self._lose(transfer, why)
-                return why
-        np.copyto(piece.bytes.numpy(), np.frombuffer(data, np.uint8))  # nobody waits for the lock meanwhile
+            return piece, why
+
+    def keep(self, message: Put, piece: Piece, by_link: bool = False) -> str:
+        """A part has come into this memory; the answer is that of :meth:`put`."""
+        transfer, size = message.transfer, piece.bytes.numel()
         with self._lock:
-            if transfer in self._gone:
-                self._pool.give(piece)
-                return self._gone[transfer]
+            arriving = self._arriving.get(transfer)
+            why = self._gone.get(transfer) or self._wrong(message, size, arriving)
+            if why:
+                piece.give()
+                return why
             now = time.monotonic()
             arriving = self._arriving.setdefault(transfer, _Arriving(now))
             arriving.total, arriving.touched, arriving.heard = message.total, now, now
             arriving.parts.append((message.first, message.count, piece))
             arriving.here += message.count
-            self._tally.add(received_blocks=message.count, received_bytes=len(data))
+            self._tally.add(received_blocks=message.count, received_bytes=size, received_direct_bytes=size * by_link)
             if arriving.complete and arriving.producer is not None:
                 self._ready.append(transfer)
             return ""
+
+    def fail(self, message: Put, piece: Piece, why: str) -> None:
+        """A part has not come into this memory, and its transfer is lost."""
+        with self._lock:
+            piece.give()
+            if message.transfer not in self._gone:
+                self._lose(message.transfer, why)
 
     def await_(self, transfer: str, producer: Address, blocks: int) -> None:
         """Somebody here needs this transfer of so many blocks: :meth:`outcomes` tells once that it is ready or lost."""
@@ -125,6 +151,7 @@ class Inbox:
         for first, count, piece in parts:
             write(first, count, piece.bytes)
         with self._lock:
+            self.read = next((moment(piece.bytes) for *_, piece in parts if piece.bytes.is_cuda), self.read)
             self._forget(transfer, "it was loaded")
 
     def drop(self, transfer: str) -> None:
@@ -160,12 +187,12 @@ class Inbox:
             if gone:
                 self._lose(transfer, gone)
 
-    def _wrong(self, message: Put, data: memoryview, arriving: _Arriving | None) -> str:
+    def _wrong(self, message: Put, size: int, arriving: _Arriving | None) -> str:
         """Why a part cannot be the next one of this transfer, if so."""
         if message.layout != self._layout:
             return "its blocks have another form: another model, dtype, block size or number of ranks"
-        if len(data) != message.count * self._block_bytes:
-            return f"{len(data)} bytes are not {message.count} blocks of {self._block_bytes}"
+        if size != message.count * self.block_bytes:
+            return f"{size} bytes are not {message.count} blocks of {self.block_bytes}"
         if arriving is not None and arriving.expected not in (0, message.total):
             return _other_length(message.total, arriving.expected)
         here, total = (arriving.here, arriving.total) if arriving is not None else (0, 0)
@@ -185,7 +212,7 @@ class Inbox:
     def _forget(self, transfer: str, why: str) -> None:
         arriving = self._arriving.pop(transfer, None)
         for _, _, piece in arriving.parts if arriving is not None else ():
-            self._pool.give(piece)
+            piece.give()
         self._gone[transfer] = why
 
 

@@ -21,14 +21,42 @@ Count = Annotated[int, Meta(ge=1, lt=1 << 40)]
 Data = bytes | memoryview
 
 
-class Put(msgspec.Struct, tag="put", frozen=True, forbid_unknown_fields=True):
-    """Some blocks of a prompt; the data are ``count`` blocks from the prompt's block ``first`` on, of ``total``."""
+class Meet(msgspec.Struct, tag="meet", frozen=True, forbid_unknown_fields=True):
+    """A sender wants a link, and has a ticket for its other end; an engine has one link from each ``sender``."""
+
+    name: Name
+    kind: Name
+    ticket: Annotated[bytes, Meta(min_length=1, max_length=1024)]
+    sender: Name
+
+
+class Met(msgspec.Struct, tag="met", frozen=True, forbid_unknown_fields=True):
+    """The answer to a :class:`Meet`: the other end is being made, or ``refused`` says why not."""
+
+    name: Name
+    refused: Text = ""
+
+
+class Put(msgspec.Struct, tag="put", frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Some blocks of a prompt; the data are ``count`` blocks from the prompt's block ``first`` on, of ``total``.
+
+    With a ``link``'s name there are no data: they will come by that link, once the receiver says :class:`Go`.
+    """
 
     transfer: Name
     layout: Layout
     first: Annotated[int, Meta(ge=0, lt=1 << 40)]
     count: Count
     total: Count
+    link: Annotated[str, Meta(max_length=128)] = ""
+
+
+class Go(msgspec.Struct, tag="go", frozen=True, forbid_unknown_fields=True):
+    """The answer to a :class:`Put` that names a link: the receiver is there, or wants the data in a message."""
+
+    transfer: Name
+    first: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    by_message: bool = False
 
 
 class Taken(msgspec.Struct, tag="taken", frozen=True, forbid_unknown_fields=True):
@@ -60,9 +88,10 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, forbid_unknown_fie
     zmq: Name
 
 
-Message = Put | Taken | Get | State | Heartbeat
+Message = Meet | Met | Put | Go | Taken | Get | State | Heartbeat
 One = TypeVar("One", bound=msgspec.Struct)
 Other = TypeVar("Other", bound=msgspec.Struct)
+Third = TypeVar("Third", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -82,7 +111,9 @@ def read(frames: Sequence[Data], kind: type[One], /) -> tuple[One, memoryview]: 
 
 
 @overload
-def read(frames: Sequence[Data], kind: type[One], other: type[Other], /) -> tuple[One | Other, memoryview]: ...
+def read(
+    frames: Sequence[Data], kind: type[One], other: type[Other], /, *third: type[Third]
+) -> tuple[One | Other | Third, memoryview]: ...
 
 
 def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]:

@@ -16,7 +16,7 @@ from .secret import Secret
 
 SOURCE = "kv_connector_extra_config"
 NOT_HERE = {
-    "nccl_num_channels": "keys and values do not travel over NCCL here; leave it out",
+    "nccl_num_channels": "NCCL chooses its channels, within NCCL_MIN_NCHANNELS and NCCL_MAX_NCHANNELS; leave it out",
 }
 """Options of the connector that vLLM had, and why they have no meaning."""
 
@@ -32,6 +32,17 @@ class SendType(StrEnum):
     """It is kept until the engine that writes the answer asks for it."""
 
 
+class Transport(StrEnum):
+    """What carries keys and values."""
+
+    AUTO = "auto"
+    """NCCL between two engines that both can, else main memory."""
+    HOST = "host"
+    """Main memory, and ZMQ over TCP."""
+    NCCL = "nccl"
+    """As ``auto``, and this engine does not start if it cannot."""
+
+
 class Options(BaseModel):
     """The options with their defaults. Numbers may be written as text, such as ``"8e9"``."""
 
@@ -39,6 +50,7 @@ class Options(BaseModel):
 
     send_type: SendType = SendType.PUT_ASYNC
     """Asked of the engine that reads prompts; the other one takes what comes."""
+    transport: Transport = Transport.AUTO
     proxy_ip: str = Field("", pattern=r"^[\w.:-]*$")
     """The proxy's address, to which heartbeats go; without it no proxy learns of this engine."""
     proxy_port: int = Field(30001, ge=1, le=65535)
@@ -48,6 +60,8 @@ class Options(BaseModel):
     """Bytes of each worker's main memory for caches that wait."""
     mem_pool_size_gb: float = Field(1, ge=0, allow_inf_nan=False)
     """Gigabytes more, for surges. The system gives memory when it is written first."""
+    device_buffer_size: float = Field(5e8, ge=0, allow_inf_nan=False)
+    """Bytes of each worker's device for caches that wait, from the first link between two devices on."""
     timeout_s: float = Field(30, gt=0)
     """Seconds without progress after which a transfer is given up, and the prompt computed where it is needed."""
     secret_file: Path | None = None

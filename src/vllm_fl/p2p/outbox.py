@@ -16,6 +16,7 @@ from .counts import Tally
 from .pool import BuddyPool, Piece
 from .remembered import Remembered
 from .route import Address
+from .wires import Moment, moment
 
 logger = get_logger(__name__)
 
@@ -31,6 +32,14 @@ class Part:
     count: int
     total: int
     piece: Piece
+    on_device: bool = False
+    written: Moment = None  # when the device has its bytes
+
+    def in_main_memory(self) -> Tensor:
+        """Its bytes, which are copied if they are not there."""
+        if self.written is not None:
+            self.written.synchronize()
+        return self.piece.bytes.cpu()
 
 
 @dataclass
@@ -51,10 +60,19 @@ class Outbox:
         on_demand: whether parts stay here until somebody asks for the transfer.
         timeout: seconds after which a transfer that nobody asks for, or adds to, is given up.
         tally: counts what happens.
+        direct: memory of the device for what goes to an engine by a link, if a link does.
     """
 
-    def __init__(self, pool: BuddyPool, layout: bytes, on_demand: bool, timeout: float, tally: Tally) -> None:
-        self._layout = layout
+    def __init__(
+        self,
+        pool: BuddyPool,
+        layout: bytes,
+        on_demand: bool,
+        timeout: float,
+        tally: Tally,
+        direct: Callable[[Address], BuddyPool | None] | None = None,
+    ) -> None:
+        self._layout, self._direct = layout, direct
         self._pool, self._on_demand, self._timeout, self._tally = pool, on_demand, timeout, tally
         self._changed = Condition()
         self._leaving: dict[str, _Leaving] = {}
@@ -70,21 +88,25 @@ class Outbox:
         with self._changed:
             if transfer in self._gone:
                 return
-            piece = self._pool.take(size)
+            device = self._direct(to) if self._direct is not None else None
+            piece = (device.take(size) if device is not None else None) or self._pool.take(size)
             if piece is None:
                 self._give_up(transfer, f"the sender's buffer of {self._pool.capacity} bytes is full")
                 return
         fill(piece.bytes)
+        written = moment(piece.bytes)
         with self._changed:
             if transfer in self._gone:
-                self._pool.give(piece)
+                piece.give()
                 return
             leaving = self._leaving.get(transfer)
             if leaving is None:
                 leaving = self._leaving[transfer] = _Leaving(not self._on_demand, total, 0.0)
             leaving.touched = time.monotonic()
             leaving.here += 1
-            leaving.waiting.append(Part(transfer, to, self._layout, first, count, total, piece))
+            leaving.waiting.append(
+                Part(transfer, to, self._layout, first, count, total, piece, piece.home is device, written)
+            )
             self._changed.notify_all()
 
     def asked(self, transfer: str) -> str:
@@ -113,11 +135,12 @@ class Outbox:
             leaving = self._leaving[name] = self._leaving.pop(name)  # the others come before it next time
             return leaving.waiting.popleft()
 
-    def sent(self, part: Part) -> None:
+    def sent(self, part: Part, by_link: bool = False) -> None:
         """A part has arrived."""
         with self._changed:
-            self._pool.give(part.piece)
-            self._tally.add(sent_blocks=part.count, sent_bytes=part.piece.bytes.numel())
+            part.piece.give()
+            size = part.piece.bytes.numel()
+            self._tally.add(sent_blocks=part.count, sent_bytes=size, sent_direct_bytes=size * by_link)
             leaving = self._leaving.get(part.transfer)
             if leaving is not None:
                 leaving.touched = time.monotonic()
@@ -126,7 +149,7 @@ class Outbox:
                 if leaving.unsent <= 0:
                     del self._leaving[part.transfer]
                     for superfluous in leaving.waiting:
-                        self._pool.give(superfluous.piece)
+                        superfluous.piece.give()
                     self._gone[part.transfer] = "all of it was sent"
                     logger.debug("P2P: %d blocks of %s were sent to %s", part.total, part.transfer, part.to)
             self._changed.notify_all()
@@ -134,7 +157,7 @@ class Outbox:
     def failed(self, part: Part, why: str) -> None:
         """A part has not arrived, and its transfer ends."""
         with self._changed:
-            self._pool.give(part.piece)
+            part.piece.give()
             self._give_up(part.transfer, why)
 
     def drop(self, transfer: str) -> None:
@@ -167,7 +190,7 @@ class Outbox:
             return
         leaving = self._leaving.pop(transfer, None)
         for part in leaving.waiting if leaving is not None else ():
-            self._pool.give(part.piece)
+            part.piece.give()
         self._gone[transfer] = why
         self._tally.add(lost_transfers=1)
         logger.warning("P2P: the KV cache of %s is not handed over, because %s", transfer, why)

@@ -1,4 +1,4 @@
-"""Main memory for KV caches that wait, as a buddy system.
+"""Memory for KV caches that wait, as a buddy system: main memory, or a device's.
 
 A piece has a power of two of units. A larger one is halved until it fits, and two free halves become one again, so that
 what was taken and given back in any order leaves no gaps.
@@ -21,6 +21,11 @@ class Piece:
     begin: int
     order: int
     bytes: Tensor
+    home: BuddyPool
+
+    def give(self) -> None:
+        """Give it back to its pool."""
+        self.home.give(self)
 
 
 class BuddyPool:
@@ -29,12 +34,15 @@ class BuddyPool:
     Args:
         capacity: bytes, rounded down to whole units. The system gives them when they are written first.
         unit: bytes of the smallest piece.
+        device: whose memory it is, by default the main memory. A device gives all of it at once.
     """
 
-    def __init__(self, capacity: int, unit: int = UNIT) -> None:
+    def __init__(self, capacity: int, unit: int = UNIT, device: torch.device | None = None) -> None:
         self._unit = unit
         units = capacity // unit
-        self._memory = torch.empty(units * unit, dtype=torch.uint8)
+        self._memory = torch.empty(units * unit, dtype=torch.uint8, device=device)
+        if self._memory.is_cuda:  # what had it before may be at work, and other streams will use it
+            torch.cuda.current_stream(device).synchronize()
         self._free: list[set[int]] = [set() for _ in range(units.bit_length())]
         self._roots: list[tuple[int, int]] = []
         begin = 0
@@ -61,7 +69,7 @@ class BuddyPool:
             self._free[order].add(begin + (1 << order))
         self.taken += self._unit << wanted
         start = begin * self._unit
-        return Piece(begin, wanted, self._memory[start : start + size])
+        return Piece(begin, wanted, self._memory[start : start + size], self)
 
     def give(self, piece: Piece) -> None:
         """Take a piece back; nobody uses it any more."""

@@ -15,12 +15,14 @@ from .counts import Tally
 from .engine import SILENCE, Engine
 from .heartbeat import Heart
 from .inbox import Inbox
+from .links import Incoming, Outgoing
 from .options import SOURCE, Options, SendType
 from .orders import Load, Orders, Outcomes, Send
 from .outbox import Outbox
 from .pool import BuddyPool
 from .route import Address
 from .secret import Secret
+from .wires import wiring
 
 logger = get_logger(__name__)
 
@@ -54,14 +56,19 @@ class Working:
         options, tally = self._options, self.tally
         blocks = self._blocks = Blocks(caches, number, rank=self._rank, **self._facts)
         share = options.capacity // (self._produces + self._consumes)
-        timeout = options.timeout_s
+        timeout, address = options.timeout_s, self._own.of_rank(self._rank)
+        wires, why = wiring(options, blocks.device, self._produces + self._consumes)
+        incoming = Incoming(wires, SILENCE) if wires is not None and self._consumes else None
+        outgoing = Outgoing(wires, address, SILENCE) if wires is not None and self._produces else None
         if self._consumes:
             self._inbox = Inbox(BuddyPool(share), blocks.layout, blocks.block_bytes, timeout, SILENCE, tally)
         if self._produces:
             on_demand = options.send_type is SendType.GET
-            self._outbox = Outbox(BuddyPool(share), blocks.layout, on_demand, timeout, tally)
-        address = self._own.of_rank(self._rank)
-        self._engine = Engine(address, self._inbox, self._outbox, self._secret, blocks.message_bytes)
+            direct = outgoing.pool if outgoing is not None else None
+            self._outbox = Outbox(BuddyPool(share), blocks.layout, on_demand, timeout, tally, direct)
+        self._engine = Engine(
+            address, self._inbox, self._outbox, self._secret, blocks.message_bytes, SILENCE, outgoing, incoming
+        )
         if options.proxy_ip and self._rank == 0:
             role = ("P" if self._produces else "") + ("D" if self._consumes else "")
             proxy = Address(options.proxy_ip, options.proxy_port)
@@ -73,6 +80,10 @@ class Working:
             f"sends by {options.send_type}" if self._produces else "takes prompts over",
             options.capacity / 1e9,
         )
+        if wires is not None:
+            logger.info("P2P: keys and values travel by %s where the other engine can, too", wires.kind.name)
+        else:
+            logger.info("P2P: keys and values travel through main memory, because %s", why)
 
     def begin(self, orders: Orders) -> None:
         """Before a step's model: end, await, drop and load what the scheduler says.

@@ -1,0 +1,92 @@
+"""Wires from one engine's device to another's, which keep main memory out of the way.
+
+A kind of wires is one library that can make them, and there is one for each type of device that has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.errors import ConfigError
+
+from .nccl import Nccl
+from .options import SOURCE, Options, Transport
+
+Moment = torch.cuda.Event | None
+"""A point of a stream's work that another stream can wait for; ``None`` where work is done when its call returns."""
+
+
+class Wire(Protocol):
+    """One way between two engines. One thread uses it; any thread may cut it."""
+
+    def send(self, data: Tensor, after: Moment) -> None:
+        """Send bytes that are there after a moment; return when they have gone."""
+
+    def receive(self, data: Tensor, after: Moment) -> None:
+        """Overwrite bytes, of which nobody reads after a moment; return when all have come."""
+
+    def cut(self) -> None:
+        """End the wire, and whatever call of it waits."""
+
+
+class Kind(Protocol):
+    """A library that makes wires."""
+
+    name: str
+
+    def ticket(self) -> bytes:
+        """The bytes by which two engines find each other."""
+
+    def open(self, ticket: bytes, rank: int, device: torch.device) -> Wire:
+        """The sender's end (rank 0) or the receiver's; it returns when both are there, and may wait for ever."""
+
+
+KINDS: dict[str, Callable[[], Kind]] = {"cuda": Nccl}
+"""Type of device → what makes its wires, or raises an ``OSError`` or a ``RuntimeError`` if it cannot."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The wires that an engine can make: between which device's memory, and how many bytes of it may wait."""
+
+    kind: Kind
+    device: torch.device
+    capacity: int
+
+
+def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring | None, str]:
+    """The wires that the user wants and the device has, or none and why; ``parts`` of an engine share its memory.
+
+    Raises:
+        ConfigError: the user insists on wires that there are not.
+    """
+    if options.transport is Transport.HOST:
+        return None, "the option transport says so"
+    insists = options.transport is Transport.NCCL
+    if options.secret_file is not None and not insists:
+        return None, "a secret is set, and what goes from device to device is not encrypted"
+    make, kind, why = KINDS.get(device.type), None, f"there is nothing like NCCL for the device {device.type}"
+    if make is not None:
+        try:
+            kind = make()
+        except (OSError, RuntimeError) as error:
+            why = f"its library cannot be used: {error}"
+    if kind is not None and not (insists and kind.name != Transport.NCCL):
+        return Wiring(kind, device, int(options.device_buffer_size) // parts), ""
+    if insists:
+        raise ConfigError(SOURCE, "transport", f"keys and values cannot travel over NCCL: {why}")
+    return None, why
+
+
+def moment(data: Tensor) -> Moment:
+    """Now, in the work of this thread's stream on the tensor's device."""
+    if not data.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(data.device))
+    return event
