@@ -41,6 +41,11 @@ def other_weights(model: Path, target: Path, seed: int = 11) -> Path:
     )
 
 
+def unsure(model: Path, target: Path) -> Path:
+    """A checkpoint whose logits are a fiftieth as far apart, so that completions differ and show what to learn."""
+    return changed(model, target, lambda name, tensor: tensor * 0.02 if name == "model.norm.weight" else tensor)
+
+
 def with_characters(model: Path, target: Path, unnamed: int = 0) -> Path:
     """A copy whose tokenizer knows every byte, as structured output needs it to spell, and not so many last ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

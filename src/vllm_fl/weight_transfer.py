@@ -80,6 +80,20 @@ def _padded(size: int) -> int:
     return -(-size // 64) * 64
 
 
+def _weights(source: WeightSource | None) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of a source with its name; up to vLLM 0.32 the source itself iterates."""
+    assert source is not None
+    given: Any = source
+    return given.iter_full() if hasattr(given, "iter_full") else iter(given)
+
+
+def _announced(source: WeightSource | None) -> list[tuple[str, Tensor]]:
+    """The same without memory; up to vLLM 0.32 a source's metadata are a method."""
+    given: Any = source
+    metadata = given.metadata() if callable(given.metadata) else given.metadata
+    return [(one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for one in metadata]
+
+
 class _Reloading(WeightTransferEngine[Any, Parameters]):
     """A worker's half: weights arrive as a checkpoint has them, and layers are prepared as after loading."""
 
@@ -148,12 +162,11 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         return engine
 
     def send_weights(self) -> None:
-        assert self.source is not None
         if self.is_sender:
             self.client.start_weight_update()
         waiting: list[tuple[str, Tensor]] = []
         size = 0
-        for name, tensor in self.source:
+        for name, tensor in _weights(self.source):
             if waiting and size + tensor.nbytes > self.chunk:
                 self._send(waiting)
                 waiting, size = [], 0
@@ -255,24 +268,18 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):
         return engine
 
     def send_weights(self) -> None:
-        assert self.source is not None
         if not self.is_sender:
-            for _ in self.source:
+            for _ in _weights(self.source):
                 pass  # ranks that share parameters gather them together
             return
         assert self.group is not None
         self.client.start_weight_update()
-        announced = [(meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")) for meta in self._metadata()]
         with ThreadPoolExecutor(1) as pool:
-            received = pool.submit(self.client.update_weights, _parameters(announced))
-            for _, tensor in self.source:
+            received = pool.submit(self.client.update_weights, _parameters(_announced(self.source)))
+            for _, tensor in _weights(self.source):
                 self.group.broadcast(tensor.detach().cpu().contiguous(), 0).wait()
             received.result()
         self.client.finish_weight_update()
-
-    def _metadata(self) -> list[Any]:
-        assert self.source is not None
-        return self.source.metadata()
 
     def shutdown(self) -> None:
         self.group = None

@@ -1,7 +1,8 @@
 """TRL trains a model with an engine in its own process: ``python run_trl.py job.json result.json``.
 
 A job is ``{"model": folder, "output": folder, "trainer": a name of TRAINERS, "steps": n, "sleep": does the engine sleep
-while the trainer learns}``.
+while the trainer learns}``. With ``"server": TRL's options of a server`` the engine is that server, and the trainer is
+on a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def grpo(job: dict[str, Any], reward: Small, common: dict[str, Any]) -> tuple[An
     )
     prompts = Dataset.from_list([{"prompt": text} for text in PROMPTS])
     trainer = GRPOTrainer(model=job["model"], reward_funcs=reward, args=asked, train_dataset=prompts)
-    return trainer, trainer.vllm_generation.llm
+    return trainer, getattr(trainer.vllm_generation, "llm", None)
 
 
 def online_dpo(job: dict[str, Any], reward: Small, common: dict[str, Any]) -> tuple[Any, Any]:
@@ -74,13 +75,34 @@ def online_dpo(job: dict[str, Any], reward: Small, common: dict[str, Any]) -> tu
     return trainer, trainer.llm
 
 
-TRAINERS = {"GRPO": grpo, "Online DPO": online_dpo}
+def rloo(job: dict[str, Any], reward: Small, common: dict[str, Any]) -> tuple[Any, Any]:
+    """A trainer by REINFORCE with the other completions' mean reward as baseline, and its engine."""
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    asked = RLOOConfig(
+        vllm_max_model_length=64,
+        per_device_train_batch_size=COMPLETIONS * len(PROMPTS),
+        num_generations=COMPLETIONS,
+        max_completion_length=MAX_TOKENS,
+        beta=0.0,
+        normalize_advantages=True,
+        model_init_kwargs={"dtype": "float32"},
+        **common,
+    )
+    prompts = Dataset.from_list([{"prompt": text} for text in PROMPTS])
+    trainer = RLOOTrainer(model=job["model"], reward_funcs=reward, args=asked, train_dataset=prompts)
+    return trainer, getattr(trainer.vllm_generation, "llm", None)
+
+
+TRAINERS = {"GRPO": grpo, "RLOO": rloo, "Online DPO": online_dpo}
 
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """The mean reward of each step, and how far the engine's log-probabilities were from the trainer's.
 
-    Online DPO tells nothing of the latter. ``weights`` are the bytes that the engine's weights take in the end.
+    RLOO and Online DPO tell nothing of the latter. ``weights`` are the bytes that the engine's weights take in the end;
+    they and the report are those of an engine in this process.
     """
     from transformers import AutoConfig
 
@@ -88,12 +110,13 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     common = {
         "output_dir": job["output"],
         "use_vllm": True,
-        "vllm_mode": "colocate",
+        "vllm_mode": "server" if "server" in job else "colocate",
+        **job.get("server", {}),
         "vllm_enable_sleep_mode": job["sleep"],
         "max_steps": job["steps"],
         "learning_rate": 2e-2,
         "lr_scheduler_type": "constant",
-        "use_cpu": True,
+        "use_cpu": "server" not in job,
         "bf16": False,
         "gradient_checkpointing": False,
         "logging_steps": 1,
@@ -102,15 +125,16 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         "seed": 1,
     }
     trainer, llm = TRAINERS[job["trainer"]](job, reward, common)
-    llm.collective_rpc("fl_set_counting", args=(True,))
+    if llm is not None:
+        llm.collective_rpc("fl_set_counting", args=(True,))
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     difference = "sampling/sampling_logp_difference/mean"
     return {
         "rewards": reward.means,
         "apart": [entry[difference] for entry in steps if difference in entry],
-        "weights": llm.collective_rpc(weight_bytes)[0],
-        "report": llm.collective_rpc("fl_report")[0],
+        "weights": llm.collective_rpc(weight_bytes)[0] if llm is not None else None,
+        "report": llm.collective_rpc("fl_report")[0] if llm is not None else None,
     }
 
 

@@ -3,112 +3,50 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, RUNNERS, environment, serve_command, start_features
+from engines import PROMPTS, RUNNERS, start_features
+from p2p_serving import (
+    BLOCK,
+    HOST,
+    TWO,
+    Server,
+    ask,
+    counts,
+    end,
+    gained,
+    get,
+    hand_over,
+    serve,
+    start,
+    transfer,
+    wait_for,
+    wait_until_healthy,
+)
 
-from processes import Fork, free_port, warm
+from processes import free_port
 from sampling import drawn
 from vllm_fl.p2p.route import Address, Route
 
-BLOCK = 16
-HOST = "127.0.0.1"
-READY_WITHIN = 240.0
-TWO = PROMPTS[1:3]
 TOO_LONG = [(3 * token) % 400 + 5 for token in range(490)]
 """The writing engine has no memory for its cache, which comes in eight parts."""
 BLOCK_BYTES = 12288
 """A block's bytes in the small Qwen3: three layers, two heads, 32 numbers a key and a value, in float32."""
-BLOCKS = 36
-"""Blocks of each engine: two requests of :data:`LONG` answers do not fit."""
 LONG = 200
+"""Tokens of an answer: two requests with such do not fit into an engine's blocks (``BLOCKS`` of ``p2p_serving``)."""
 ROOM = 520_000
 """Bytes for caches that wait: seven parts of four blocks, which take 64 KiB each, and some smaller ones."""
 WAYS: dict[str, dict[str, Any]] = {"PUT": {}, "spoiled": {"spoil": True}, "GET": {"until": "GET.taken"}, "left": {}}
 """How readers without a proxy hand over, one after the other; the last one ends before anybody asks it."""
-
-
-@dataclass
-class Server:
-    """A process that listens."""
-
-    process: Fork
-    port: int
-    log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def said(self, what: str) -> bool:
-        return what in self.log.read_text()
-
-
-def start(log: Path, port: int, variables: Mapping[str, str], *arguments: str) -> Server:
-    with log.open("wb") as output:
-        return Server(Fork(warm(), arguments, environment(**variables), output.fileno(), output.fileno()), port, log)
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return str(answer.read().decode())
-
-
-def wait_for(happens: Callable[[], bool], servers: list[Server]) -> None:
-    deadline = time.monotonic() + READY_WITHIN
-    while True:
-        with suppress(OSError):
-            if happens():
-                return
-        logs = "\n".join(f"{server.log.name}:\n{server.log.read_text()[-3000:]}" for server in servers)
-        assert time.monotonic() < deadline, logs
-        time.sleep(0.1)
-
-
-def ask(
-    prompt: list[int], salt: str, server: Server, route: Route | None = None, within: float = 60.0, **more: Any
-) -> list[int]:
-    """The tokens that a server writes to a prompt."""
-    asked = {"model": "tiny", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    body = json.dumps({**asked, "return_token_ids": True, "cache_salt": salt, **more}).encode()
-    headers = {"Content-Type": "application/json", **({} if route is None else {"X-Request-Id": str(route)})}
-    request = urllib.request.Request(f"{server.url}/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=within) as answer:
-        lines = [line[6:] for line in answer if line.startswith(b"data: {")] if more.get("stream") else [answer.read()]
-    return [token for line in lines for token in json.loads(line)["choices"][0]["token_ids"]]
-
-
-def counts(server: Server) -> dict[str, float]:
-    """An engine's counts of blocks and of prompts' tokens, by their source."""
-    found = {}
-    for line in get(f"{server.url}/metrics").splitlines():
-        if match := re.match(r"vllm:(?:fl_p2p_(\w+)_total|prompt_tokens_by_source_total){(.*)} (\S+)", line):
-            source = re.search(r'source="(\w+)"', match[2])
-            found[match[1] or (source[1] if source else "")] = float(match[3])
-    return found
-
-
-def gained(server: Server, before: Mapping[str, float]) -> dict[str, float]:
-    """The growth of an engine's counts since."""
-    wait_for(lambda: sum(counts(server).values()) > sum(before.values()), [])
-    return {name: value - before.get(name, 0) for name, value in counts(server).items() if value != before.get(name, 0)}
 
 
 @dataclass
@@ -162,37 +100,6 @@ class Together:
             (self.folder / f"{earlier}.taken").touch()
             self.taken[earlier] = written, self.gained(before)
         return self.taken[way]
-
-
-def transfer(role: str, port: int, name: str = "P2pConnector", **extra: Any) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_role": role, "kv_port": str(port), "kv_connector_extra_config": extra}
-
-
-def serve(
-    log: Path,
-    model: Path,
-    role: str,
-    variables: Mapping[str, str],
-    options: str = "",
-    heartbeats: int = 0,
-    **extra: Any,
-) -> tuple[Server, Address]:
-    """Start an engine's HTTP server; with a port for heartbeats it tells the proxy of itself."""
-    port, listens = free_port(), free_port()
-    at = {"proxy_ip": HOST, "proxy_port": str(heartbeats), "http_port": str(port)} if heartbeats else {}
-    connector = transfer(role, listens, "P2pNcclConnector", **at, **extra)
-    options += " --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 4 --max-num-batched-tokens 64"
-    options += f" --num-gpu-blocks-override {BLOCKS} --block-size {BLOCK} --served-model-name tiny"
-    options += f" --kv-cache-memory-bytes 67108864 --host {HOST} --port {port}"
-    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_HOST_IP": HOST}
-    arguments = [*serve_command(str(model)), *options.split(), "--kv-transfer-config", json.dumps(connector)]
-    return start(log, port, {**fixed, **variables}, *arguments), Address(HOST, listens)
-
-
-def end(servers: list[Server]) -> None:
-    for server in servers:
-        server.kill()
-        server.process.wait()
 
 
 @pytest.fixture(scope="module", params=drawn(("V1 reads", "V2 reads"), 1, "P2P"))
@@ -352,21 +259,10 @@ def divided(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     }
     servers = [server for server, _ in started.values()]
     try:
-        wait_for(lambda: [get(f"{server.url}/health") for server in servers] == [""] * len(servers), servers)
+        wait_until_healthy(*servers)
         yield started
     finally:
         end(servers)
-
-
-def hand_over(engines: dict[str, Any], reader: str, salt: str = "") -> tuple[list[list[int]], dict[str, float]]:
-    """The tokens of the engine that writes for prompts that another one has read, and the growth of its counts."""
-    (reads, reads_at), (writes, writes_at) = engines[reader], engines["writes"]
-    before, written, salt = counts(writes), [], salt or reader
-    for prompt in TWO:
-        route = Route.between(reads_at, writes_at)
-        ask(prompt, salt, reads, route, max_tokens=1)
-        written.append(ask(prompt, salt, writes, route))
-    return written, gained(writes, before)
 
 
 def test_each_rank_hands_its_part_to_the_same_rank(
@@ -399,7 +295,7 @@ def linked(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     }
     servers = [server for server, _ in started.values()]
     try:
-        wait_for(lambda: [get(f"{server.url}/health") for server in servers] == [""] * len(servers), servers)
+        wait_until_healthy(*servers)
         yield started
     finally:
         end(servers)

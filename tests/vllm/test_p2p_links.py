@@ -1,4 +1,4 @@
-"""Links of the P2P connector, with gloo in NCCL's place: keys and values go from device to device, or not at all wrong."""
+"""Links of the P2P connector, with gloo in NCCL's place: what goes by them arrives, and what does not is not lost."""
 
 from __future__ import annotations
 

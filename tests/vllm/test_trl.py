@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engines import HOSTS, OTHER_HOSTS, Runs, environment, ran, start_script
 
 import variants
@@ -32,15 +31,10 @@ pytestmark = [
 ]
 
 
-def _flatten(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Logits a fiftieth as far apart, so that completions differ and there is something to learn from."""
-    return tensor * 0.02 if name == "model.norm.weight" else tensor
-
-
 @pytest.fixture(scope="module")
 def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     path, folder = os.pathsep.join((str(TRL), environment()["PYTHONPATH"])), tmp_path_factory.mktemp("trl")
-    unsure = variants.changed(checkpoint("qwen3"), folder / "unsure", _flatten)
+    unsure = variants.unsure(checkpoint("qwen3"), folder / "unsure")
 
     def train(case: str) -> Future[dict[str, Any]]:
         trainer, sleep = CASES[case]

@@ -47,7 +47,7 @@ class Kind(Protocol):
 
 
 KINDS: dict[str, Callable[[], Kind]] = {"cuda": Nccl}
-"""Type of device → what makes its wires, or raises an ``OSError`` or a ``RuntimeError`` if it cannot."""
+"""Type of device → what makes its wires, if its library is there."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring |
     if make is not None:
         try:
             kind = make()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, AttributeError) as error:  # missing, broken, or too old
             why = f"its library cannot be used: {error}"
     if kind is not None and not (insists and kind.name != Transport.NCCL):
         return Wiring(kind, device, int(options.device_buffer_size) // parts), ""
