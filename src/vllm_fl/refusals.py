@@ -87,7 +87,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         *_transfer_features(vllm_config),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "prefill context parallelism"),
-        (parallel.enable_dbo, "dual-batch overlap"),
+        (parallel.use_ubatching, "dual-batch overlap"),
         *invariance.features(vllm_config),
         (
             parallel.all2all_backend != ALL2ALL and config.has_experts(vllm_config),

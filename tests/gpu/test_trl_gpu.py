@@ -19,7 +19,7 @@ if None in map(importlib.util.find_spec, ("trl", "datasets", "accelerate")):
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 from engines import start_script
-from p2p_serving import HOST, end, served, wait_until_healthy
+from p2p_serving import HOST, end, listing_nothing, served, wait_until_healthy
 
 import variants
 from fl_dispatch.cli.checkpoints import build_checkpoint
@@ -37,6 +37,7 @@ TRANSFER = ("--weight-transfer-config", json.dumps({"backend": "nccl"}))
 def test_the_reward_rises_and_the_server_has_the_trainers_weights(trainer: str, tmp_path: Path) -> None:
     model = variants.unsure(build_checkpoint("qwen3", tmp_path / "qwen3"), tmp_path / "unsure")
     variables = {"CUDA_VISIBLE_DEVICES": "0", "VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": HOST}
+    variables["PYTHONPATH"] = listing_nothing(tmp_path)
     server = served(tmp_path / "server.txt", model, variables, *SMALL.split(), *FOR_TRL.split(), *TRANSFER)
     try:
         wait_until_healthy(server)

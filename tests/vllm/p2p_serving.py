@@ -117,6 +117,14 @@ def served(log: Path, model: Path, variables: Mapping[str, str], *options: str, 
     return start(log, port, {**fixed, **variables}, *serve_command(str(model)), *options, *place)
 
 
+def listing_nothing(folder: Path) -> str:
+    """Python's path with a pip that lists nothing: vLLM's ``/server_info``, which TRL asks, is an error without pip."""
+    (folder / "pip").mkdir()
+    for file in ("__init__.py", "__main__.py"):
+        (folder / "pip" / file).touch()
+    return os.pathsep.join((str(folder), environment()["PYTHONPATH"]))
+
+
 def wait_until_healthy(*servers: Server) -> None:
     """Return once all of them answer."""
     wait_for(lambda: [get(f"{server.url}/health") for server in servers] == [""] * len(servers), list(servers))

@@ -131,6 +131,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         ("deepseek_v2", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode context parallelism"),
         ("qwen3", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
+        ("qwen3", {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
         ("qwen3", {"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of type fp8_e5m2"),
         ("deepseek_v2", {"kv_cache_dtype": "fp8"}, "a KV cache of type fp8 for latent attention"),
         (

@@ -1,7 +1,11 @@
-"""TRL's trainers with an engine of ours in their process: the reward rises, awake and with sleep mode."""
+"""TRL's trainers with an engine of ours in their process: the reward rises, awake and with sleep mode.
+
+Its client also gets completions from a server of ours. Trainers with a server need GPUs: ``gpu/test_trl_gpu.py``.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -9,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import HOSTS, OTHER_HOSTS, Runs, environment, ran, start_script
+from engines import HOSTS, MAX_TOKENS, OTHER_HOSTS, PROMPTS, Runs, environment, ran, start_script
+from p2p_serving import end, listing_nothing, served, wait_until_healthy
 
 import variants
 from processes import free_port
@@ -20,6 +25,7 @@ STEPS = 6
 CASES = {
     "GRPO": ("GRPO", False),
     "GRPO asleep": ("GRPO", True),
+    "RLOO": ("RLOO", False),
     "Online DPO": ("Online DPO", False),
 }
 """The trainer, and whether its engine sleeps while it learns."""
@@ -31,16 +37,19 @@ pytestmark = [
 ]
 
 
+PATH = os.pathsep.join((str(TRL), environment()["PYTHONPATH"]))
+
+
 @pytest.fixture(scope="module")
 def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    path, folder = os.pathsep.join((str(TRL), environment()["PYTHONPATH"])), tmp_path_factory.mktemp("trl")
+    folder = tmp_path_factory.mktemp("trl")
     unsure = variants.unsure(checkpoint("qwen3"), folder / "unsure")
 
     def train(case: str) -> Future[dict[str, Any]]:
         trainer, sleep = CASES[case]
         job = {"model": str(unsure), "output": str(folder / case), "trainer": trainer, "steps": STEPS, "sleep": sleep}
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # else all processes take one port
-        return start_script("run_trl.py", job, cold=True, PYTHONPATH=path, **meet)
+        return start_script("run_trl.py", job, cold=True, PYTHONPATH=PATH, **meet)
 
     return Runs({case: train(case) for case in DRAWN})
 
@@ -56,7 +65,7 @@ def test_the_reward_rises(case: str, results: Mapping[str, Any]) -> None:
 def test_the_engine_has_the_trainers_weights_and_our_operators(case: str, results: Mapping[str, Any]) -> None:
     """In bfloat16 log-probabilities are near the trainer's in float32; of old weights they are far away.
 
-    Online DPO does not compare them; there the reward, which rises, shows the same.
+    The others do not compare them; there the reward, which rises, shows the same.
     """
     assert len(results[case]["apart"]) == (STEPS if CASES[case][0] == "GRPO" else 0)
     assert max(results[case]["apart"], default=0.0) < 0.1
@@ -67,3 +76,24 @@ def test_the_engine_has_the_trainers_weights_and_our_operators(case: str, result
 @pytest.mark.parametrize("case", DRAWN)
 def test_an_engine_that_sleeps_has_given_its_weights_back(case: str, results: Mapping[str, Any]) -> None:
     assert (results[case]["weights"] == 0) == CASES[case][1]
+
+
+def test_trls_client_gets_completions_from_a_server(
+    checkpoint: Callable[[str], Path], tmp_path: Path, expected: Callable[[str], list[list[int]]]
+) -> None:
+    options = "--dtype float32 --enforce-eager --max-model-len 512 --kv-cache-memory-bytes 67108864"
+    options += " --logprobs-mode processed_logprobs --max-logprobs -1 --enable-scale-out"
+    transfer = ("--weight-transfer-config", json.dumps({"backend": "fl_gloo"}))
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": listing_nothing(tmp_path)}
+    server = served(tmp_path / "log.txt", checkpoint("qwen3"), variables, *options.split(), *transfer)
+    try:
+        wait_until_healthy(server)
+        job = {"server": server.url, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+        got = start_script("run_trl_client.py", job, cold=True, PYTHONPATH=PATH).result()
+    finally:
+        end([server])
+    assert got["greedy"] == expected("qwen3")
+    assert got["prompts"] == PROMPTS
+    assert [len(tokens) for tokens in got["sampled"]] == [MAX_TOKENS] * 3 * len(PROMPTS)
+    assert all(len(given) == MAX_TOKENS and max(map(max, given)) <= 0 for given in got["logprobs"])
+    assert (got["workers"], got["transfer"]["backend"]) == (1, "fl_gloo")

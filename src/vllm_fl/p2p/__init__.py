@@ -1,14 +1,18 @@
 """A point-to-point KV connector: an engine that reads prompts hands their KV cache to one that writes the answers.
 
-vLLM had ``P2pNcclConnector`` and dropped it; this one serves any chip, because keys and values travel through main
-memory, over ZMQ on TCP. Two engines need each other's address and nothing else, so engines come and go.
+vLLM had ``P2pNcclConnector`` and dropped it; this one serves any chip, because keys and values can travel through main
+memory, over ZMQ on TCP. They go from device to device by links if both engines have NCCL, and ZMQ tells of them.
+Two engines need each other's address and nothing else, so engines come and go.
 
 ====================  ==================================================================================================
 ``options``           what a user may say in ``kv_connector_extra_config``
 ``route``             from where to where one prompt's cache goes, as the proxy wrote it into the request's id
 ``messages``          what engines and the proxy tell each other, bounded and checked
 ``secret``            sockets that talk only to those who share a secret
-``pool``              main memory for caches that wait, as a buddy system
+``pool``              memory for caches that wait, as a buddy system
+``wires``             from one device to another: the interface, and which library makes them
+``nccl``              wires over NCCL
+``links``             a wire with the thread that uses it, and those that an engine has
 ``blocks``            blocks of all layers as bytes, and back
 ``remembered``        what became of the last transfers
 ``outbox``            the sending half's state: prompts that leave this engine

@@ -7,6 +7,7 @@ from fl_dispatch.hosting.host_facts import HostFact
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 _BASE = f"{_CONNECTOR}.v1.base:KVConnectorBase_V1"
 _METRICS = f"{_CONNECTOR}.v1.metrics"
+_NCCL = "vllm.distributed.device_communicators.pynccl_wrapper"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST = "vllm.v1.request:Request"
 
@@ -194,6 +195,29 @@ FACTS = (
         "reads",
         "p2p.counts",
         "The class of counters, and their labels.",
+    ),
+    HostFact(
+        f"{_NCCL}:NCCLLibrary",
+        (
+            "ncclGetUniqueId()",
+            "unique_id_from_bytes(data)",
+            "ncclCommInitRank(world_size, unique_id, rank)",
+            "ncclSend(sendbuff, count, datatype, dest, comm, stream)",
+            "ncclRecv(recvbuff, count, datatype, src, comm, stream)",
+            "ncclCommAbort(comm)",
+        ),
+        "reads",
+        "p2p.nccl",
+        "NCCL's functions, called by position.",
+        since="0.32",
+    ),
+    HostFact(
+        _NCCL,
+        ("buffer_type", "cudaStream_t", "ncclDataTypeEnum"),
+        "reads",
+        "p2p.nccl",
+        "The types of their arguments.",
+        since="0.32",
     ),
     HostFact(
         "vllm.config.parallel:ParallelConfig",

@@ -33,7 +33,7 @@ class SendType(StrEnum):
 
 
 class Transport(StrEnum):
-    """What carries keys and values."""
+    """The carrier of keys and values."""
 
     AUTO = "auto"
     """NCCL between two engines that both can, else main memory."""
