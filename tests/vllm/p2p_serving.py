@@ -71,6 +71,8 @@ def wait_for(happens: Callable[[], bool], servers: list[Server], within: float =
             if happens():
                 return
         logs = "\n".join(f"{server.log.name}:\n{server.log.read_text()[-3000:]}" for server in servers)
+        started = [server.process for server in servers if isinstance(server.process, subprocess.Popen)]
+        assert [process.poll() for process in started] == [None] * len(started), logs
         assert time.monotonic() < deadline, logs
         time.sleep(0.1)
 

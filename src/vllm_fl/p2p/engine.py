@@ -4,9 +4,9 @@ One thread listens at this engine's address, keeps what arrives, and asks other 
 sends what leaves: one part at a time to each engine, so that one that is slow or dead holds nobody else up. A peer's
 message is read within bounds, and answered or dropped with a log line; nothing that a peer sends ends a thread.
 
-A link joins the devices of two engines that both can make one (:mod:`.links`). Then a message only announces a part, the
-receiver answers when its end is ready, and each end's link carries the bytes. A part for which there is no link, or no room on
-the receiver's device, comes in the message.
+A link joins the devices of two engines that both can make one (:mod:`.links`). Then a message only announces a part,
+the receiver answers when its end is ready, and each end's link carries the bytes. A part for which there is no link, or
+no room on the receiver's device, comes in the message.
 """
 
 from __future__ import annotations
