@@ -127,7 +127,7 @@ class Link:
 
 
 class Outgoing:
-    """The links by which an engine sends. The thread that sends calls its methods, but :meth:`take`.
+    """The links by which an engine sends. The thread that sends calls its methods, and any thread :meth:`pool`.
 
     Args:
         wiring: makes their wires.
@@ -168,7 +168,7 @@ class Outgoing:
         try:
             self._pool = self._pool or BuddyPool(self._wiring.capacity, device=self._wiring.device)
             meet = Meet(uuid.uuid4().hex, kind.name, kind.ticket(), str(self._own))
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:  # its library, or no memory
             self._give_up(to, short(str(error)))
             return None
         self._asked[to] = meet
@@ -244,7 +244,7 @@ class Incoming:
             return f"its wires are made by {meet.kind}, and ours by {wiring.kind.name}"
         try:
             self.pool = self.pool or BuddyPool(wiring.capacity, device=wiring.device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:  # its library, or no memory
             return str(error)
         earlier = [name for name, known in self._links.items() if known.sender == meet.sender]
         for name in (*earlier, *list(self._links)[: max(0, len(self._links) + 1 - LINKS)]):
