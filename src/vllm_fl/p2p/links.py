@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
 
-import torch
-
 from fl_dispatch.logger_manager import get_logger
 
 from .messages import Meet, short
