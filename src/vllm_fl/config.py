@@ -18,9 +18,10 @@ from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.attention import SCALES
 from fl_dispatch.settings import Settings
 
-from . import compile, cores, delta_net, startup, state_space
+from . import compile, cores, delta_net, kv_layout, startup, state_space
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -154,7 +155,8 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
     latent = model is not None and model.use_mla
-    attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
+    scales = SCALES if vllm_config.cache_config.cache_dtype in kv_layout.FP8_DTYPES else ()
+    attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
     # On accelerators layers with a state are refused, and quantized experts whose first choice no graph can hold.
     refused = {*delta_net.OPERATORS, *state_space.OPERATORS, *quantized_experts.OPERATORS}
     elsewhere = refused | {*ATTENTION_OPERATORS, *LATENT_OPERATORS}
