@@ -139,9 +139,7 @@ class OpManager:
         call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self.state, impl, call))
 
-    def first_choices(
-        self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = ()
-    ) -> list[OpImpl]:
+    def first_choices(self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = ()) -> list[OpImpl]:
         """The implementations that the policy in force puts first, one for each condition of its rules.
 
         A host asks before it has stated its facts, so facts and bans do not count.

@@ -920,7 +920,7 @@ OVERRIDDEN = (
         ("is_sleep_mode_available()", "is_cumem_allocator_available()"),
         "overrides",
         "platform",
-        "vLLM's sleep mode is for the GPUs of three makers; ours is for main memory, and for GPUs that it calls others.",
+        "vLLM's sleep mode is for the GPUs of three makers; ours is for main memory, and its allocator is lent.",
     ),
     HostFact(
         "vllm.device_allocator.cumem",
