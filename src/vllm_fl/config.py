@@ -94,13 +94,17 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Defaults where the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
     They run eagerly where Inductor cannot build code, and graphs are captured only where somebody verified the device.
-    Who asks for piecewise graphs gets the pieces too, which compilation makes.
+    Who asks for piecewise graphs gets the pieces too, which compilation makes. A model with an encoder and a decoder
+    runs eagerly on every device, and graphs can hold its decoding.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
+    model = vllm_config.model_config
+    if compilation.mode is None and device.inductor == TRITON and model is not None and model.is_encoder_decoder:
+        compilation.mode = CompilationMode.NONE
     if compilation.mode is None and device.inductor != TRITON:
         graphs = compilation.cudagraph_mode
         pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
@@ -133,7 +137,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     if not is_packed(vllm_config):  # else a parent process has said it
         logger.info("model runner %s", model_runner.choice(vllm_config))
     if device.accelerator:
-        _adapt_graphs(vllm_config)
+        _adapt_graphs(vllm_config, native)
     else:
         _adapt_to_host(vllm_config, device)
 
@@ -147,8 +151,11 @@ def _fork_waits(device: DeviceSpec) -> bool:
     return torch.get_num_threads() > 1 and not ends_threads
 
 
-def _adapt_graphs(vllm_config: VllmConfig) -> None:
-    """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it."""
+def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
+    """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it.
+
+    vLLM finds out that graphs hold our attention for some batches only when it has compiled the pieces, without graphs.
+    """
     from vllm.config import CUDAGraphMode
 
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
@@ -167,6 +174,9 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others or attention))
     elif attention and compilation.cudagraph_mode.has_full_cudagraphs():
         _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, _no_graph_holds(attention))
+    elif compilation.cudagraph_mode == CUDAGraphMode.FULL and piecewise and not native:
+        reason = "graphs hold attention of batches whose requests have as many new tokens each"
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE, reason)
 
 
 def _no_graph_holds(impls: Sequence[OpImpl]) -> str:

@@ -175,7 +175,10 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
-        (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
+        (
+            model.is_encoder_decoder and device.accelerator and "v2" not in device.model_runners,
+            "encoder-decoder models by the V1 model runner",
+        ),
         *_quantization_features(model, device),
         (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),

@@ -51,17 +51,26 @@ def mode(
     """The mode of a model whose user asked for full and piecewise graphs."""
     how = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
     compilation = SimpleNamespace(**{"mode": how, "cudagraph_mode": FULL, "splitting_ops": None, **given})
+    native = given.pop("native", False)
     model = SimpleNamespace(is_moe=experts, use_mla=latent)
     asked: Any = SimpleNamespace(
         compilation_config=compilation, model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
     )
-    config._adapt_graphs(asked)
+    config._adapt_graphs(asked, native)
     found: CUDAGraphMode = compilation.cudagraph_mode
     return found
 
 
 def test_graphs_that_can_hold_everything_are_full() -> None:
     assert mode() == mode(experts=True, latent=True, compiled=False) == FULL
+
+
+def test_who_asks_for_full_graphs_has_pieces_for_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    asked = CUDAGraphMode.FULL
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert mode(cudagraph_mode=asked) == FULL
+    assert "graphs hold attention of batches whose requests have as many new tokens each" in caplog.text
+    assert mode(cudagraph_mode=asked, compiled=False) == mode(cudagraph_mode=asked, native=True) == asked
 
 
 def test_attention_that_no_graph_can_hold_leaves_piecewise_graphs(caplog: pytest.LogCaptureFixture) -> None:

@@ -367,6 +367,20 @@ def test_a_cache_in_fp8_is_served_where_kernels_for_it_compile(
     assert _asked(refusals._cache_features(configure(kv_cache_dtype="fp8"), device)) == refused
 
 
+def test_a_model_with_an_encoder_and_a_decoder_runs_eagerly_on_a_gpu_of_the_v2_runner(
+    configure: Callable[..., Any],
+) -> None:
+    from vllm.config import CompilationMode
+
+    whisper = configure("whisper", max_model_len=128)
+    whisper.compilation_config.mode = None
+    config.apply_defaults(whisper, HOPPER)
+    assert whisper.compilation_config.mode == CompilationMode.NONE
+    assert _asked(refusals._model_features(whisper.model_config, HOPPER)) == []
+    lacking = ["encoder-decoder models by the V1 model runner"]
+    assert _asked(refusals._model_features(whisper.model_config, ASCEND)) == lacking
+
+
 def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Callable[..., Any]) -> None:
     asked = configure(sleep_mode_offload_cudagraph=True)
     (found,) = _asked(refusals._engine_features(asked, HOPPER))
