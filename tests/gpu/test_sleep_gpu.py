@@ -70,7 +70,7 @@ def test_weights_are_kept_in_main_memory_at_level_1_only(level: int, steps: list
     weights, cache = pools["weights"], pools["kv_cache"]
     assert weights["away"]
     assert cache["away"]
-    assert cache["bytes"] >= CACHE
+    assert cache["bytes"] > 0.9 * CACHE  # whole blocks
     assert cache["kept"] == 0
     assert weights["kept"] == (weights["bytes"] if level == 1 else 0)
     assert weights["bytes"] > 0
