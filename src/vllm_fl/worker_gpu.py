@@ -110,7 +110,7 @@ class GPUWorkerFL(WorkerFL):
     def shutdown(self) -> None:
         super().shutdown()
         if self.fl_pools:
-            device_memory.allocator().release_pools()
+            device_memory.release()
 
     def _run_batch_without_cache(self, tokens: int) -> None:
         options: dict[str, Any] = {"skip_attn": True} if self.use_v2_model_runner else {}

@@ -16,7 +16,7 @@ from sampling import drawn
 
 
 class Run(NamedTuple):
-    """How many tokens are drafted, how drafts are chosen, and whether the models are compiled."""
+    """Tokens that are drafted, the way they are chosen, and whether the models are compiled."""
 
     tokens: int
     sampled: str = "greedy"

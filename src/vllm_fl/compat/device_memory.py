@@ -39,6 +39,11 @@ def allocator() -> Any:
     return found.CuMemAllocator.get_instance()
 
 
+def release() -> None:
+    """Give the pools up, as vLLM does on its own platforms where a worker ends."""
+    allocator().release_pools()
+
+
 def lend_allocator() -> None:
     """Have vLLM take its allocator whatever the platform is called. Idempotent."""
     for name in USERS:
