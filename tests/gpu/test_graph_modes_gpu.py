@@ -93,11 +93,13 @@ def _kinds(replayed: list[list[Any]]) -> set[tuple[str, int]]:
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "asserting_plugin", "VLLM_FL_PER_OP": "kv_cache_write=impl:vendor.asserting"}
 FRAME = 'asserting_plugin.py", line'
 """As a stack names the kernel's function."""
+REACHING = PROMPTS[1:2]
+"""A prompt of 27 tokens, so that its first new one lies in the second half of a block."""
 
 
 def _failing(model: Path, eagerly: bool, **variables: str) -> str:
     """The end of the log of an engine that such a kernel ends."""
-    step = {"do": "generate", "prompts": SHORT[:1], "sampling": {"max_tokens": NEW}}
+    step = {"do": "generate", "prompts": REACHING, "sampling": {"max_tokens": NEW}}
     started = start_features((model, [step], {**COMMON, "enforce_eager": eagerly}), **OURS, **PLUGIN, **variables)
     return str(started.exception())
 

@@ -20,6 +20,7 @@ from fl_dispatch.cli.checkpoints import build_checkpoint
 
 pytestmark = pytest.mark.gpu
 CACHE = 1 << 30
+OURS = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
 GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
 STEPS = [
     {"do": "replays"},
@@ -47,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def steps(model: Path) -> list[Any]:
     engine = {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE, "enforce_eager": False}
-    started = start_features((model, STEPS, {"gpu_memory_utilization": 0.1, **engine}), VLLM_FL_DENY_VENDORS="cuda")
+    started = start_features((model, STEPS, {"gpu_memory_utilization": 0.1, **engine}), **OURS)
     (run,) = started.result()["runs"]
     return list(run["steps"])
 
