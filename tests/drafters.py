@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from running import PROMPTS
 from variants import WEIGHTS, changed
 
 NOISE = 0.02
@@ -101,6 +103,31 @@ def with_mtp(model: Path, target: Path) -> Path:
     whole = {**tensors, **{f"model.layers.3.{name}": tensor for name, tensor in layer.items()}}
     shutil.copytree(model, target)
     return _write(target, model, whole, num_nextn_predict_layers=1)
+
+
+TARGETS = {"draft_model": "qwen3", "eagle": "llama", "eagle3": "llama", "mtp": "deepseek_v3"}
+"""Who drafts, and the family that it drafts for."""
+TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
+LONG = 48
+"""Prompts that repeat themselves, and how many tokens an answer to one has."""
+
+
+def _unsure(name: str, tensor: Tensor) -> Tensor:
+    """Logits a fiftieth as far apart: the same order, and something to draw from."""
+    return tensor * 0.02 if name == "model.norm.weight" else tensor
+
+
+def pairs(checkpoint: Callable[[str], Path], folder: Path) -> dict[str, tuple[Path, Path]]:
+    """Who drafts → the target, whose tokens are those of its family's checkpoint, and what drafts for it."""
+    unsure = {name: changed(checkpoint(name), folder / name, _unsure) for name in {*TARGETS.values()}}
+    qwen, llama = unsure["qwen3"], unsure["llama"]
+    predicting = with_mtp(unsure["deepseek_v3"], folder / "mtp")
+    return {
+        "draft_model": (qwen, noisy(qwen, folder / "noisy")),
+        "eagle": (llama, eagle(llama, folder / "eagle")),
+        "eagle3": (llama, eagle3(llama, folder / "eagle3")),
+        "mtp": (predicting, predicting),
+    }
 
 
 TOP, TEMPERATURE = 3, 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,19 @@ def reference_network(model: Path, dtype: Any) -> Any:
     return network
 
 
-def expected_tokens(model: Path) -> list[list[int]]:
-    """The tokens that Hugging Face transformers generates greedily for the standard prompts; no choice was close."""
+def expected_tokens(
+    model: Path, prompts: Sequence[list[int]] = PROMPTS, max_tokens: int = MAX_TOKENS
+) -> list[list[int]]:
+    """The tokens that Hugging Face transformers generates greedily for prompts; no choice was close."""
     import torch
 
     network = reference_network(model, torch.float32)
     tokens = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         output = network.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=MAX_TOKENS,
+            max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

@@ -139,7 +139,7 @@ class OpManager:
         call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self.state, impl, call))
 
-    def first_choices(self, op_name: str, *, in_layers: bool = False) -> list[OpImpl]:
+    def first_choices(self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = ()) -> list[OpImpl]:
         """The implementations that the policy in force puts first, one for each condition of its rules.
 
         A host asks before it has stated its facts, so facts and bans do not count.
@@ -147,6 +147,7 @@ class OpManager:
         Args:
             op_name: the operator.
             in_layers: those of the layers that rules name, too.
+            given: optional parameters that the calls give; an implementation without one of them does not count.
         """
         self.ensure_initialized()
         if not self.registry.get_implementations(op_name):
@@ -154,7 +155,13 @@ class OpManager:
         policy = self.tables.policy_of(self._current())
         scopes: list[str | None] = [None, *(policy.scopes_of(op_name) if in_layers else ())]
         decisions = [self.state.decide(op_name, scope, policy, bans=False, facts=False) for scope in scopes]
-        return list(dict.fromkeys(impl for decision in decisions for impl in decision.first_choices))
+        branches = [branch.candidates for decision in decisions for branch in decision.branches]
+        taking = ([impl for impl in impls if self._takes(impl, given)] for impls in branches)
+        return list(dict.fromkeys(impls[0] for impls in taking if impls))
+
+    def _takes(self, impl: OpImpl, given: Iterable[str]) -> bool:
+        convention = self.registry.convention(impl)
+        return convention is None or not {*given} & {*convention.left_out}
 
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
         """The implementations that are banned for some or all calls: operator → ids."""

@@ -18,9 +18,10 @@ from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.attention import SCALES
 from fl_dispatch.settings import Settings
 
-from . import compile, cores, delta_net, startup, state_space
+from . import compile, cores, delta_net, kv_layout, startup, state_space
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -93,13 +94,17 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Defaults where the user chose nothing: layers run our forward (``custom_ops``), models are compiled.
 
     They run eagerly where Inductor cannot build code, and graphs are captured only where somebody verified the device.
-    Who asks for piecewise graphs gets the pieces too, which compilation makes.
+    Who asks for piecewise graphs gets the pieces too, which compilation makes. A model with an encoder and a decoder
+    runs eagerly on every device, and graphs can hold its decoding.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
+    model = vllm_config.model_config
+    if compilation.mode is None and device.inductor == TRITON and model is not None and model.is_encoder_decoder:
+        compilation.mode = CompilationMode.NONE
     if compilation.mode is None and device.inductor != TRITON:
         graphs = compilation.cudagraph_mode
         pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
@@ -132,7 +137,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     if not is_packed(vllm_config):  # else a parent process has said it
         logger.info("model runner %s", model_runner.choice(vllm_config))
     if device.accelerator:
-        _adapt_graphs(vllm_config)
+        _adapt_graphs(vllm_config, native)
     else:
         _adapt_to_host(vllm_config, device)
 
@@ -146,15 +151,19 @@ def _fork_waits(device: DeviceSpec) -> bool:
     return torch.get_num_threads() > 1 and not ends_threads
 
 
-def _adapt_graphs(vllm_config: VllmConfig) -> None:
-    """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it."""
+def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
+    """Keep what no graph can hold out of them: piecewise graphs end before attention, and begin again behind it.
+
+    vLLM finds out that graphs hold our attention for some batches only when it has compiled the pieces, without graphs.
+    """
     from vllm.config import CUDAGraphMode
 
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
     latent = model is not None and model.use_mla
-    attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
+    scales = SCALES if vllm_config.cache_config.cache_dtype in kv_layout.FP8_DTYPES else ()
+    attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
     # On accelerators layers with a state are refused, and quantized experts whose first choice no graph can hold.
     refused = {*delta_net.OPERATORS, *state_space.OPERATORS, *quantized_experts.OPERATORS}
     elsewhere = refused | {*ATTENTION_OPERATORS, *LATENT_OPERATORS}
@@ -165,6 +174,9 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others or attention))
     elif attention and compilation.cudagraph_mode.has_full_cudagraphs():
         _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, _no_graph_holds(attention))
+    elif compilation.cudagraph_mode == CUDAGraphMode.FULL and piecewise and not native:
+        reason = "graphs hold attention of batches whose requests have as many new tokens each"
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE, reason)
 
 
 def _no_graph_holds(impls: Sequence[OpImpl]) -> str:

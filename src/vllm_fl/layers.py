@@ -88,11 +88,16 @@ class LayerClass:
         asked = (c.__module__ for c in base.__mro__ if c.__name__ in ("CustomOp", "PluggableLayer"))
         return importlib.import_module(next(asked, "vllm.model_executor.custom_op"))
 
+    @property
+    def is_hosts(self) -> bool:
+        """Whether it stays vLLM's own on this device."""
+        return self.cpu_only and detect_device().accelerator
+
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
         if self.own_kernel and not any(_has_kernel(operator) for operator in self.operators):
             return False
-        if self.cpu_only and detect_device().accelerator:
+        if self.is_hosts:
             return False
         return any(settings.registers(self.name, operator) for operator in self.operators)
 
@@ -285,7 +290,7 @@ def survey(model: nn.Module) -> Survey:
             continue
         if isinstance(module, DispatchedLayer) and module.fl_runs():
             ours[row.name] = (module.fl_operator, ours.get(row.name, ("", 0))[1] + 1)
-        elif not row.own_kernel:
+        elif not row.own_kernel and not row.is_hosts:
             native[row.name] = native.get(row.name, 0) + 1
     for _, _, kernel in kernels(model):
         name = type(kernel).__name__

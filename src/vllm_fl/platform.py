@@ -17,7 +17,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
 from . import compile, config, quantization, refusals, startup
-from .compat import accelerator, kernels
+from .compat import accelerator, device_memory, kernels
 from .host import HOST
 
 if TYPE_CHECKING:
@@ -140,7 +140,10 @@ class PlatformFL(Dispatching, Platform):
         return DEVICE.pin_memory
 
     def is_sleep_mode_available(self) -> bool:
-        return not DEVICE.accelerator  # vLLM's allocators are CUDA's and XPU's; main memory needs none
+        return not DEVICE.accelerator or self.is_cumem_allocator_available()  # main memory needs no allocator
+
+    def is_cumem_allocator_available(self) -> bool:
+        return DEVICE.accelerator and not DEVICE.is_foreign and device_memory.loads()
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.devices.triton import why_no_float8
 from fl_dispatch.hosting import collectives
 from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
@@ -96,6 +97,10 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (vllm_config.lora_config is not None and config.has_experts(vllm_config), "LoRA on mixture-of-experts models"),
         (vllm_config.lora_config is not None and _has_states(vllm_config.model_config), f"LoRA on {STATES}"),
         (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
+        (
+            device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),
+            "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)",
+        ),
         *lacking,
         (parallel.world_size > 1 and compiled and get_settings().flagcx_path is not None, "FlagCX in compiled models"),
     ]
@@ -105,9 +110,11 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     cache, model = vllm_config.cache_config, vllm_config.model_config
     cache_type = f"a KV cache of type {cache.cache_dtype}"
     quantized, version = cache.cache_dtype in kv_layout.FP8_DTYPES, versions.host_version()
+    uncompiled = why_no_float8(device.capability(0)) if quantized else ""
     return [
         (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES), cache_type),
-        (quantized and device.accelerator, cache_type),
+        (quantized and not device.float8, cache_type),
+        (bool(uncompiled), f"{cache_type} ({uncompiled})"),
         (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
@@ -147,8 +154,8 @@ def _draft_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     runner = model_runner.choice(vllm_config)
     draft, models_of = speculation.draft_model_config, (vllm_config.model_config, speculation.draft_model_config)
     return [
-        (device.accelerator, "drafts of a model"),
         (runner.runner == "V1", f"drafts of a model by the V1 model runner ({runner.why})"),
+        (model_runner.has_several_predictors(speculation), "drafts of several predictors"),
         (any(one.quantization is not None for one in models_of), "drafts of a model with quantized weights"),
         (_has_states(draft), "a draft whose layers keep a state"),
         *((lacking, f"a draft with {named}") for lacking, named in _model_features(draft, device)),
@@ -168,7 +175,10 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     return [
-        (model.is_encoder_decoder and device.accelerator, "encoder-decoder models"),
+        (
+            model.is_encoder_decoder and device.accelerator and "v2" not in device.model_runners,
+            "encoder-decoder models by the V1 model runner",
+        ),
         *_quantization_features(model, device),
         (_has_states(model) and not _serves_states(model, device), f"the layers with a state of {model.architecture}"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention"),

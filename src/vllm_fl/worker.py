@@ -40,6 +40,8 @@ class WorkerFL(Worker):
     fl_counts_before: Mapping[str, int]
     fl_eager_steps: eager_steps.EagerSteps | eager_steps.NoEagerSteps = eager_steps.NoEagerSteps()
     fl_weights: linear.Weights
+    fl_pools: bool = False
+    """Whether weights and cache lie in pools of vLLM's allocator, on an out-of-tree platform."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         accelerator.silence_accelerator()
@@ -58,7 +60,7 @@ class WorkerFL(Worker):
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        if current_platform.is_out_of_tree():  # vLLM's pool is sleep mode's, for its own platforms
+        if current_platform.is_out_of_tree() and not self.fl_pools:
             return nullcontext()
         return super()._maybe_get_memory_pool_context(tag)
 

@@ -26,7 +26,7 @@ from fl_dispatch.hosting import aten
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, warm_up
-from .compat import library, streams
+from .compat import device_memory, library, streams
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -38,6 +38,9 @@ class GPUWorkerFL(WorkerFL):
     def init_device(self) -> None:
         if current_platform.is_out_of_tree():
             library.do_without_library()
+            self.fl_pools = self.model_config.enable_sleep_mode or self.model_config.enable_cumem_allocator
+        if self.fl_pools:
+            device_memory.lend_allocator()
         device = detect_device()
         if not device.is_foreign:
             super().init_device()
@@ -83,7 +86,7 @@ class GPUWorkerFL(WorkerFL):
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Capture the graphs, and run what vLLM runs before it serves."""
-        calls = warm_up.attention(self.get_model(), self.vllm_config)
+        calls = warm_up.attention(self.fl_models(), self.vllm_config)
         logger.info("attention is warm: %d calls", calls)
         if aten.is_active():
             self._warm_up_replaced()
@@ -103,6 +106,11 @@ class GPUWorkerFL(WorkerFL):
         if hasattr(model, "compute_logits") and get_pp_group().is_last_rank:
             for size in sorted({min(size, self.scheduler_config.max_num_seqs) for size in sizes}):
                 model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.fl_pools:
+            device_memory.release()
 
     def _run_batch_without_cache(self, tokens: int) -> None:
         options: dict[str, Any] = {"skip_attn": True} if self.use_v2_model_runner else {}

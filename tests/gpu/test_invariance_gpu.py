@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,46 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 KERNELS = [*((op, IMPL_ID) for op in INVARIANT), *((op, INVARIANT_ID) for op in INVARIANT_FORMS)]
+DTYPES = (torch.float32, torch.bfloat16)
+"""float16 has the tiles of bfloat16."""
 
 
-@pytest.mark.parametrize("dtype", invariance.DTYPES, ids=str)
+ASKED = {"VLLM_BATCH_INVARIANT": "1"}
+GRAPHS = {
+    "enforce_eager": False,
+    "gpu_memory_utilization": 0.1,
+    "dtype": "bfloat16",
+    "max_num_seqs": 6,
+}
+RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
+    "graphs": ("qwen3", GRAPHS, ASKED),
+    "experts, graphs": ("qwen3_moe", GRAPHS, ASKED),
+    "float32, graphs": ("qwen3", {**GRAPHS, "dtype": "float32"}, ASKED),
+    "V1, graphs": ("llama", GRAPHS, {**ASKED, "VLLM_USE_V2_MODEL_RUNNER": "0"}),
+}
+"""Name → checkpoint, arguments of ``LLM``, variables. Six requests at a time, and eight prompts."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """They start while this process compares the kernels' rows."""
+    if find_spec("vllm") is None:
+        return {}
+    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+    from engines import Runs, engine_arguments, start_script
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    checkpoint = cache(lambda family: build_checkpoint(family, folder / family))
+
+    def start(family: str, engine: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+        arguments = engine_arguments(checkpoint(family), engine)
+        job = {"engine": arguments, "prompts": invariance.PROMPTS, "max_tokens": 6, "drawn": True}
+        return start_script("run_invariant.py", job, **variables)
+
+    return Runs({name: start(*run) for name, run in RUNS.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op_name", "impl_id"), KERNELS)
 def test_a_kernels_rows_do_not_depend_on_the_batch(op_name: str, impl_id: str, dtype: torch.dtype) -> None:
     (impl,) = (impl for impl in invariance.declared(impl_id) if impl.op_name == op_name)
@@ -34,34 +72,13 @@ def test_the_faster_kernels_would_be_found_out(op_name: str) -> None:
     assert invariance.differences(impl, torch.bfloat16, torch.device("cuda")) != []
 
 
-ASKED = {"VLLM_BATCH_INVARIANT": "1"}
-GRAPHS = {"enforce_eager": False, "gpu_memory_utilization": 0.1, "dtype": "bfloat16", "max_num_seqs": 8}
-RUNS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, str]]] = {
-    "graphs": ("qwen3", GRAPHS, ASKED),
-    "eager": ("llama", {**GRAPHS, "enforce_eager": True}, ASKED),
-    "experts, graphs": ("qwen3_moe", GRAPHS, ASKED),
-    "float32, graphs": ("qwen3", {**GRAPHS, "dtype": "float32"}, ASKED),
-    "V1, graphs": ("llama", GRAPHS, {**ASKED, "VLLM_USE_V2_MODEL_RUNNER": "0"}),
-}
-"""Name → checkpoint, arguments of ``LLM``, variables."""
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return cache(lambda family: build_checkpoint(family, folder / family))
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_a_prompt_has_the_same_bits_alone_and_in_every_batch(name: str, checkpoint: Callable[[str], Path]) -> None:
-    pytest.importorskip("vllm")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-    from engines import engine_arguments, ran, start_script
+def test_a_prompt_has_the_same_bits_alone_and_in_every_batch(name: str, engines: Mapping[str, Any]) -> None:
+    if not engines:
+        pytest.skip("needs vLLM")
+    from engines import ran
 
-    family, engine, variables = RUNS[name]
-    arguments = engine_arguments(checkpoint(family), engine)
-    job = {"engine": arguments, "prompts": invariance.PROMPTS, "max_tokens": 6, "drawn": True}
-    answered = start_script("run_invariant.py", job, **variables).result()
+    answered = engines[name]
     assert invariance.different(answered["ways"]) == []
     assert answered["cached"] > 0
     assert answered["report"]["failed"] == {}

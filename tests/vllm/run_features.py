@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +181,87 @@ def weight_bytes(worker: Any) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in worker.get_model().parameters())
 
 
-def sleep(llm: Any, level: int) -> dict[str, int]:
-    """Bytes of this process's memory before and after, and of the weights' storages while the engine sleeps."""
-    before = _resident()
+_replayed: list[list[Any]] = []
+"""Owner, mode and tokens of each graph that was replayed since somebody asked."""
+
+
+def watch_graphs(worker: Any) -> None:
+    """Note each replay of a graph: who captured it (``model``, ``draft prefill``, ``draft decode``), and its batch."""
+    from torch.cuda import CUDAGraph
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    runner = worker.model_runner
+    drafter = getattr(runner, "speculator", None)
+    managers = {
+        "model": getattr(runner, "cudagraph_manager", None),
+        "draft prefill": getattr(drafter, "prefill_cudagraph_manager", None),
+        "draft decode": getattr(drafter, "decode_cudagraph_manager", None),
+    }
+    whole = {
+        id(graph): [owner, "FULL", batch.num_tokens]
+        for owner, manager in managers.items()
+        for batch, graph in getattr(manager, "graphs", {}).items()
+    }
+
+    graphs_own = getattr(CUDAGraph.replay, "__wrapped__", CUDAGraph.replay)
+
+    @wraps(graphs_own)
+    def replay(self: Any) -> None:
+        if id(self) in whole:
+            _replayed.append(whole[id(self)])
+        elif is_forward_context_available() and (batch := get_forward_context().batch_descriptor) is not None:
+            _replayed.append(["model", get_forward_context().cudagraph_runtime_mode.name, batch.num_tokens])
+        graphs_own(self)
+
+    CUDAGraph.replay = replay  # type: ignore[method-assign]
+
+
+def replays(llm: Any) -> list[list[Any]]:
+    """Graphs replayed since the last call, as ``[owner, mode, tokens]``; they are noted from the first call on."""
+    llm.collective_rpc(watch_graphs)
+    found = list(_replayed)
+    _replayed.clear()
+    return found
+
+
+def sleep(llm: Any, level: int) -> dict[str, Any]:
+    """Bytes of this process's memory and free ones of the device before and after, and of the weights' storages while
+    the engine sleeps; for each tag of vLLM's allocator, whether all of its memory is away, and what is kept of it.
+    """
+    before, free = _resident(), _free_on_device()
     llm.sleep(level=level)
-    return {"before": before, "after": _resident(), "weights": llm.collective_rpc(weight_bytes)[0]}
+    return {
+        "before": before,
+        "after": _resident(),
+        "free": [free, _free_on_device()],
+        "weights": llm.collective_rpc(weight_bytes)[0],
+        "pools": llm.collective_rpc(pools)[0],
+    }
 
 
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_on_device() -> int:
+    import torch
+
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def pools(worker: Any) -> dict[str, dict[str, Any]]:
+    """Tag of vLLM's allocator → bytes, whether all of them are away, and how many are kept in main memory."""
+    if not worker.fl_pools:
+        return {}
+    from vllm.device_allocator import get_mem_allocator_instance
+
+    found: dict[str, dict[str, Any]] = {}
+    for data in get_mem_allocator_instance().pointer_to_data.values():  # type: ignore[attr-defined]
+        tag = found.setdefault(data.tag, {"bytes": 0, "away": True, "kept": 0})
+        tag["bytes"] += data.handle[1]
+        tag["away"] = tag["away"] and data.is_asleep
+        tag["kept"] += 0 if data.cpu_backup_tensor is None else data.cpu_backup_tensor.nbytes
+    return found
 
 
 def wake_up(llm: Any, tags: list[str] | None = None) -> bool:
@@ -423,6 +496,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         default_sampling,
         kv_groups,
         hashes,
+        replays,
         sleep,
         wake_up,
         transfer,

@@ -11,54 +11,35 @@ import torch
 from engines import MAX_TOKENS, PROMPTS, Runs, start_features
 
 import drafters
-import variants
 from running import reference_network
 from sampling import drawn
 
 
 class Run(NamedTuple):
-    """Who is drafted for, how many tokens, how drafts are chosen, and whether the models are compiled."""
+    """Tokens that are drafted, the way they are chosen, and whether the models are compiled."""
 
-    target: str
     tokens: int
     sampled: str = "greedy"
     compiled: bool = False
 
 
 RUNS = {
-    "draft_model": Run("qwen3", 3, "probabilistic"),
-    "eagle": Run("llama", 3, "greedy", compiled=True),
-    "eagle3": Run("llama", 3, "probabilistic"),
-    "mtp": Run("deepseek_v3", 1),
+    "draft_model": Run(3, "probabilistic"),
+    "eagle": Run(3, "greedy", compiled=True),
+    "eagle3": Run(3, "probabilistic"),
+    "mtp": Run(1),
 }
 DRAWN = drawn(tuple(RUNS), 2, "who drafts")
-TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
-LONG = 48
 SAMPLES = 1500
 SPREAD = {"n": SAMPLES, "temperature": drafters.TEMPERATURE, "top_k": drafters.TOP, "seed": 3, "max_tokens": 2}
 
 each = pytest.mark.parametrize("method", DRAWN)
 
 
-def _unsure(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Logits a fiftieth as far apart: the same order, and something to draw from."""
-    return tensor * 0.02 if name == "model.norm.weight" else tensor
-
-
 @pytest.fixture(scope="module")
 def models(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Method → the target and what drafts for it."""
-    folder = tmp_path_factory.mktemp("drafters")
-    families = {run.target for run in RUNS.values()}
-    unsure = {name: variants.changed(checkpoint(name), folder / name, _unsure) for name in families}
-    qwen, llama = unsure["qwen3"], unsure["llama"]
-    predicting = drafters.with_mtp(unsure["deepseek_v3"], folder / "mtp")
-    return {
-        "draft_model": (qwen, drafters.noisy(qwen, folder / "noisy")),
-        "eagle": (llama, drafters.eagle(llama, folder / "eagle")),
-        "eagle3": (llama, drafters.eagle3(llama, folder / "eagle3")),
-        "mtp": (predicting, predicting),
-    }
+    return drafters.pairs(checkpoint, tmp_path_factory.mktemp("drafters"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +50,7 @@ def results(models: dict[str, tuple[Path, Path]]) -> Runs:
         (target, drafter), run = models[method], RUNS[method]
         steps = [
             {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}},
-            {"do": "generate", "prompts": TURNS, "sampling": {"max_tokens": LONG}},
+            {"do": "generate", "prompts": drafters.TURNS, "sampling": {"max_tokens": drafters.LONG}},
             {"do": "metrics", "contains": "spec_decode"},
             {"do": "generate", "prompts": PROMPTS[:1], "sampling": SPREAD},
         ]
@@ -90,7 +71,7 @@ def test_greedy_tokens_equal_hugging_face(
     method: str, results: Runs, expected: Callable[[str], list[list[int]]]
 ) -> None:
     drafted, _ = results[method]["runs"]
-    assert _tokens(drafted["steps"][0]) == expected(RUNS[method].target)
+    assert _tokens(drafted["steps"][0]) == expected(drafters.TARGETS[method])
 
 
 @each

@@ -67,4 +67,8 @@ def test_what_the_operator_does_not_say_stays_vllms(keys: int, batch: int, cuts:
 def test_on_accelerators_it_stays_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "detect_device", lambda: SimpleNamespace(accelerator=True))
     layers.register(get_settings())
-    assert type(MMEncoderAttention(HEADS, HEAD_SIZE)) is MMEncoderAttention
+    layer = MMEncoderAttention(HEADS, HEAD_SIZE)
+    assert type(layer) is MMEncoderAttention
+    found = layers.survey(torch.nn.ModuleList([layer]))
+    assert (found.ours, found.native) == ({}, {})
+    found.refuse_native_run(get_settings())

@@ -45,12 +45,18 @@ def register(op: str, name: str = "vendor.nimbus", priority: int = 500, **option
     get_default_manager().registry.register_impl(impl)
 
 
-def mode(experts: bool = False, latent: bool = False, compiled: bool = True, **given: Any) -> CUDAGraphMode:
+def mode(
+    experts: bool = False, latent: bool = False, compiled: bool = True, cache: str = "auto", **given: Any
+) -> CUDAGraphMode:
     """The mode of a model whose user asked for full and piecewise graphs."""
     how = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
     compilation = SimpleNamespace(**{"mode": how, "cudagraph_mode": FULL, "splitting_ops": None, **given})
+    native = given.pop("native", False)
     model = SimpleNamespace(is_moe=experts, use_mla=latent)
-    config._adapt_graphs(SimpleNamespace(compilation_config=compilation, model_config=model))  # type: ignore[arg-type]
+    asked: Any = SimpleNamespace(
+        compilation_config=compilation, model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
+    )
+    config._adapt_graphs(asked, native)
     found: CUDAGraphMode = compilation.cudagraph_mode
     return found
 
@@ -59,12 +65,34 @@ def test_graphs_that_can_hold_everything_are_full() -> None:
     assert mode() == mode(experts=True, latent=True, compiled=False) == FULL
 
 
+def test_who_asks_for_full_graphs_has_pieces_for_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    asked = CUDAGraphMode.FULL
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert mode(cudagraph_mode=asked) == FULL
+    assert "graphs hold attention of batches whose requests have as many new tokens each" in caplog.text
+    assert mode(cudagraph_mode=asked, compiled=False) == mode(cudagraph_mode=asked, native=True) == asked
+
+
 def test_attention_that_no_graph_can_hold_leaves_piecewise_graphs(caplog: pytest.LogCaptureFixture) -> None:
     register("paged_attention", "vendor.nimbus.fast", 600, properties={"graphs": False})
     with caplog.at_level("INFO", logger="vllm_fl"):
         assert mode() == PIECEWISE
     assert "because no graph can hold 'vendor.nimbus.fast' of 'paged_attention'" in caplog.text
     assert mode(latent=True) == FULL  # such a model has another kind of attention
+
+
+def test_a_cache_in_fp8_is_left_to_those_that_take_its_scales(caplog: pytest.LogCaptureFixture) -> None:
+    """``vendor.nimbus`` has no scales, so another implementation runs, and the graphs are those that can hold it."""
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert (mode(), mode(cache="fp8")) == (FULL, PIECEWISE)
+    assert "'reference.torch' of 'paged_attention'" in caplog.text
+    for op in config.ATTENTION_OPERATORS:
+        vendor = BackendImplKind.VENDOR
+        impl = OpImpl(
+            op, "vendor.nimbus.scaled", vendor, OPERATORS[op].prototype, "nimbus", 100, available=lambda: True
+        )
+        get_default_manager().registry.register_impl(impl)
+    assert mode(cache="fp8_e4m3") == FULL
 
 
 @pytest.mark.parametrize("given", [{"compiled": False}, {"splitting_ops": []}])

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from engines import Runs, ran, start
+from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_fl.attention_metadata import host_lengths
+from vllm_fl.attention_metadata import AttentionFLMetadataBuilder, has_exact_host_lengths, host_lengths
 from vllm_fl.slots import real, step
 
 HINTED = {
@@ -45,6 +46,34 @@ def test_lengths_are_read_from_the_hosts_copies() -> None:
     lengths = torch.tensor([5, 9], dtype=torch.int32)
     common = SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 2, 3]), seq_lens_cpu_upper_bound=lengths)
     assert host_lengths(common) == ([0, 2, 3], [5, 9])
+
+
+def test_a_batch_that_verifies_drafts_is_described_by_the_runners_own_tensors() -> None:
+    """A captured graph reads them at their addresses; lengths on the host are bounds then, and are not told."""
+    starts, lengths = torch.tensor([0, 4, 8, 8], dtype=torch.int32), torch.tensor([9, 30, 0], dtype=torch.int32)
+    common: Any = SimpleNamespace(
+        num_actual_tokens=12,  # the last request is padding
+        max_query_len=4,
+        max_seq_len=512,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        seq_lens_cpu_upper_bound=lengths,
+        block_table_tensor=torch.zeros(3, 32, dtype=torch.int32),
+        causal=True,
+    )
+    asked: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(), cache_config=SimpleNamespace(kv_sharing_fast_prefill=False)
+    )
+    builder = AttentionFLMetadataBuilder.__new__(AttentionFLMetadataBuilder)
+    builder.encoder_only, builder.exact_host_lengths = False, has_exact_host_lengths(asked)
+    found = builder.build(0, common)
+    assert found.seq_lens is lengths
+    assert found.query_start_loc is starts
+    assert found.block_table is common.block_table_tensor
+    assert (found.max_query_len, found.max_seq_len, found.num_actual_tokens) == (4, 512, 12)
+    assert found.seq_lens_host is found.query_start_loc_host is None
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
 
 
 def test_behind_the_tokens_of_a_step_slots_are_padding() -> None:

@@ -26,7 +26,7 @@ from fl_dispatch import (
     policy_context,
 )
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
-from fl_dispatch.devices import CPU
+from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import config, invariance, refusals, startup
@@ -107,6 +107,10 @@ def configure(described: Callable[[str], Path]) -> Callable[..., Any]:
 COMPILED = {"mode": 3, "backend": "eager"}
 SPECULATION = {"num_speculative_tokens": 2}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+HOPPER, AMPERE = (
+    dataclasses.replace(CUDA, capability=lambda index, found=found: found)  # type: ignore[misc]
+    for found in ((9, 0), (8, 0))
+)
 
 
 @pytest.mark.parametrize(
@@ -322,10 +326,67 @@ def test_what_a_draft_is_made_of_is_asked_too(
         configure("llama", speculative_config=draft, dtype="bfloat16")
 
 
-def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any]) -> None:
+def test_drafts_of_several_predictors_are_refused(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted = {"method": "mtp", **SPECULATION}
     reason = "the V1 model runner (V2 lacks drafts of several predictors without Triton)"
     with pytest.raises(ValueError, match=re.escape(reason)):
-        configure("deepseek_v3", speculative_config={"method": "mtp", **SPECULATION})
+        configure("deepseek_v3", speculative_config=drafted)
+    monkeypatch.setattr(refusals, "refuse_unsupported", lambda *_: None)
+    vllm_config = configure("deepseek_v3", speculative_config=drafted)
+    monkeypatch.setattr(model_runner, "choice", lambda config: model_runner.Choice("V2", "Triton has a driver"))
+    assert _asked(refusals._draft_features(vllm_config, HOPPER)) == ["drafts of several predictors"]
+
+
+def _asked(features: list[tuple[bool, str]]) -> list[str]:
+    return [feature for asked, feature in features if asked]
+
+
+def test_drafts_of_a_model_are_served_on_a_gpu_that_has_the_v2_runner(
+    configure: Callable[..., Any], described: Callable[[str], Path]
+) -> None:
+    draft = {"method": "draft_model", "model": str(described("llama")), **SPECULATION}
+    assert _asked(refusals._draft_features(configure("llama", speculative_config=draft), HOPPER)) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "refused"),
+    [
+        (HOPPER, []),
+        (
+            AMPERE,
+            ["a KV cache of type fp8 (Triton compiles fp8 from compute capability 8.9 on, and this is 8.0)"],
+        ),
+        (ASCEND, ["a KV cache of type fp8"]),
+    ],
+    ids=["Hopper", "Ampere", "Ascend"],
+)
+def test_a_cache_in_fp8_is_served_where_kernels_for_it_compile(
+    device: Any, refused: list[str], configure: Callable[..., Any]
+) -> None:
+    assert _asked(refusals._cache_features(configure(kv_cache_dtype="fp8"), device)) == refused
+
+
+def test_a_model_with_an_encoder_and_a_decoder_runs_eagerly_on_a_gpu_of_the_v2_runner(
+    configure: Callable[..., Any],
+) -> None:
+    from vllm.config import CompilationMode
+
+    whisper = configure("whisper", max_model_len=128)
+    whisper.compilation_config.mode = None
+    config.apply_defaults(whisper, HOPPER)
+    assert whisper.compilation_config.mode == CompilationMode.NONE
+    assert _asked(refusals._model_features(whisper.model_config, HOPPER)) == []
+    lacking = ["encoder-decoder models by the V1 model runner"]
+    assert _asked(refusals._model_features(whisper.model_config, ASCEND)) == lacking
+
+
+def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Callable[..., Any]) -> None:
+    asked = configure(sleep_mode_offload_cudagraph=True)
+    (found,) = _asked(refusals._engine_features(asked, HOPPER))
+    assert found == "graphs that leave the device while an engine sleeps (sleep_mode_offload_cudagraph)"
+    assert _asked(refusals._engine_features(asked, CPU)) == []
 
 
 @pytest.mark.parametrize(

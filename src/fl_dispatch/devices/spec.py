@@ -61,7 +61,7 @@ class DeviceSpec:
         accelerator: whether it is a device beside the host: with an index, memory, streams and events of its own.
         dtypes: of the models that it runs.
         float64: whether it computes in float64.
-        float8: whether PyTorch has float8_e4m3fn on it; layers with such weights are refused elsewhere.
+        float8: whether PyTorch has float8_e4m3fn on it; such weights and caches are refused elsewhere.
         quantized: hosts whose plugin serves quantized checkpoints on it.
         pin_memory: whether pinned host memory helps.
         dist_backend: the ``torch.distributed`` backend of its collectives.

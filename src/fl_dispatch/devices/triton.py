@@ -13,6 +13,8 @@ from typing import Any
 from .detect import detect_device
 
 NOT_INSTALLED = "Triton is not installed"
+FLOAT8_CAPABILITY = (8, 9)
+"""The first compute capability for which Triton compiles float8_e4m3fn."""
 
 
 def interpreted() -> bool:
@@ -59,6 +61,14 @@ def _torch_type(driver: Any) -> str:
         return str(driver.get_active_torch_device(first).type)
     except (AttributeError, TypeError, RuntimeError):
         return ""
+
+
+def why_no_float8(capability: tuple[int, int] | None) -> str:
+    """In words why Triton compiles no float8_e4m3fn for a compute capability, or an empty string."""
+    if capability is None or capability >= FLOAT8_CAPABILITY:
+        return ""
+    first, found = (f"{major}.{minor}" for major, minor in (FLOAT8_CAPABILITY, capability))
+    return f"Triton compiles fp8 from compute capability {first} on, and this is {found}"
 
 
 @contextmanager

@@ -21,7 +21,8 @@ def left_to_inductor(operators: Iterable[str]) -> list[str]:
     return [op for op, impls in firsts.items() if impls and all(i.properties.get(INDUCTOR) is False for i in impls)]
 
 
-def without_graphs(operators: Iterable[str]) -> list[OpImpl]:
-    """The first choices for these operators that no graph can hold."""
+def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[OpImpl]:
+    """The first choices for these operators, called with these optional parameters, that no graph can hold."""
     manager = get_default_manager()
-    return [impl for op in operators for impl in manager.first_choices(op) if impl.properties.get(GRAPHS) is False]
+    firsts = (impl for op in operators for impl in manager.first_choices(op, given=given))
+    return [impl for impl in firsts if impl.properties.get(GRAPHS) is False]

@@ -19,7 +19,7 @@ from fl_dispatch.devices.triton import why_unserved
 from vllm import envs
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 CONFIG = "vllm.config.vllm"
 DOOR = "vllm.triton_utils.dispatcher"
@@ -114,7 +114,7 @@ def without_forms(config: VllmConfig) -> list[str]:
     method = getattr(speculation, "method", None)
     asked = {
         f"drafts by '{method}'": speculation is not None and not speculation.use_ngram() and method not in DRAFTS,
-        "drafts of several predictors": speculation is not None and speculation.use_multi_module_mtp(),
+        "drafts of several predictors": has_several_predictors(speculation),
         "drafts verified by blocks": getattr(speculation, "rejection_sample_method", "") not in VERIFICATIONS,
         "watermarks": getattr(config, "watermark_config", None) is not None,
         "sampling divided among ranks": getattr(parallel, "enable_batch_sharded_sampling", False),
@@ -124,6 +124,11 @@ def without_forms(config: VllmConfig) -> list[str]:
     if model is not None and any(_is_for_v1(given) for given in model.logits_processors or ()):
         lacking.append("processors of logits that are written for V1")
     return lacking
+
+
+def has_several_predictors(speculation: SpeculativeConfig | None) -> bool:
+    """Whether several predictors of one model draft, each a token of its own."""
+    return bool(getattr(speculation, "use_multi_module_mtp", bool)())  # vLLM 0.26 has none
 
 
 def _is_for_v1(given: str | type) -> bool:

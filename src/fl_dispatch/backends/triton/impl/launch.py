@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from fl_dispatch.devices import CUDA, detect_device, device_of
-from fl_dispatch.devices.triton import interpreted
+from fl_dispatch.devices.triton import interpreted, why_no_float8
 from fl_dispatch.errors import NotSupported
 
 TESTED = ((3, 6), (3, 7), (3, 8))
@@ -43,10 +43,6 @@ def shared_memory(device: torch.device) -> int:
     return device_of(device.type).shared_memory(device.index or 0)
 
 
-FLOAT8_CAPABILITY = (8, 9)
-"""The first compute capability for which Triton compiles float8_e4m3fn."""
-
-
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU; elsewhere ``None``."""
@@ -57,10 +53,7 @@ def compiles(dtype: torch.dtype, device: torch.device) -> bool | str:
     """Whether kernels with numbers of a dtype compile for a device, or why fp8 does not."""
     if not dtype.is_floating_point or dtype.itemsize > 1:
         return True
-    has = capability(device)
-    if has is None or has >= FLOAT8_CAPABILITY:
-        return True
-    return f"Triton compiles fp8 from compute capability 8.9 on, and this is {has[0]}.{has[1]}"
+    return why_no_float8(capability(device)) or True
 
 
 def stages_that_fit(device: torch.device, stage: int, wanted: int) -> int:

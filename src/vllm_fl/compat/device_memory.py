@@ -1,0 +1,52 @@
+"""vLLM's allocator for sleep mode, on a GPU that is not vLLM's own platform.
+
+vLLM asks for the platform's name before it uses the allocator, which needs nothing of the platform: it maps and unmaps
+memory through CUDA's driver, so tensors and captured graphs keep their addresses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+ALLOCATOR = "vllm.device_allocator.cumem"
+DOOR = "get_mem_allocator_instance"
+USERS = ("vllm.device_allocator", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.lora_model_runner_mixin")
+"""The modules that have the function by which vLLM gets its allocator."""
+
+
+@cache
+def loads() -> bool:
+    """Whether vLLM's allocator loads here: its compiled library, and CUDA's. Creates no context."""
+    try:
+        found: Any = importlib.import_module(ALLOCATOR)
+    except (ImportError, AssertionError) as error:  # an assertion of vLLM's: CUDA's library is not in this process
+        logger.info("no sleep mode: vLLM's allocator does not load: %s", error)
+        return False
+    if not found.cumem_available:
+        logger.info("no sleep mode: this vLLM comes without its allocator")
+    return bool(found.cumem_available)
+
+
+def allocator() -> Any:
+    """The process's allocator."""
+    found: Any = importlib.import_module(ALLOCATOR)
+    return found.CuMemAllocator.get_instance()
+
+
+def release() -> None:
+    """Give the pools up, as vLLM does on its own platforms where a worker ends."""
+    allocator().release_pools()
+
+
+def lend_allocator() -> None:
+    """Have vLLM take its allocator whatever the platform is called. Idempotent."""
+    for name in USERS:
+        module = importlib.import_module(name)
+        if hasattr(module, DOOR):
+            setattr(module, DOOR, allocator)

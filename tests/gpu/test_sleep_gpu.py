@@ -1,0 +1,81 @@
+"""Sleep mode on a GPU: memory goes back and comes again under graphs that were captured before, and tokens stay."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
+
+from fl_dispatch.cli.checkpoints import build_checkpoint
+
+pytestmark = pytest.mark.gpu
+CACHE = 1 << 30
+OURS = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
+GENERATE = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
+STEPS = [
+    {"do": "replays"},
+    GENERATE,
+    {"do": "sleep", "level": 1},
+    {"do": "wake_up"},
+    GENERATE,
+    {"do": "sleep", "level": 2},
+    {"do": "wake_up", "tags": ["weights"]},
+    {"do": "rpc", "method": "reload_weights", "args": []},
+    {"do": "wake_up", "tags": ["kv_cache"]},
+    GENERATE,
+    {"do": "replays"},
+]
+SLEPT, WROTE = {1: 2, 2: 5}, (1, 4, 9)
+"""Level → its step; the steps that write tokens."""
+each_level = pytest.mark.parametrize("level", SLEPT)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint("qwen3", tmp_path_factory.mktemp("checkpoints") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def steps(model: Path) -> list[Any]:
+    engine = {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE, "enforce_eager": False}
+    started = start_features((model, STEPS, {"gpu_memory_utilization": 0.1, **engine}), **OURS)
+    (run,) = started.result()["runs"]
+    return list(run["steps"])
+
+
+def test_tokens_are_hugging_faces_before_and_after(steps: list[Any], model: Path) -> None:
+    expected = expected_tokens(model)
+    for place in WROTE:
+        assert [output["tokens"][0] for output in steps[place]] == expected, place
+
+
+@each_level
+def test_a_sleeping_engine_has_given_the_devices_memory_back(level: int, steps: list[Any]) -> None:
+    before, after = steps[SLEPT[level]]["free"]
+    assert after - before > 0.9 * CACHE
+
+
+@each_level
+def test_weights_are_kept_in_main_memory_at_level_1_only(level: int, steps: list[Any]) -> None:
+    pools = steps[SLEPT[level]]["pools"]
+    weights, cache = pools["weights"], pools["kv_cache"]
+    assert weights["away"]
+    assert cache["away"]
+    assert cache["bytes"] > 0.9 * CACHE  # whole blocks
+    assert cache["kept"] == 0
+    assert weights["kept"] == (weights["bytes"] if level == 1 else 0)
+    assert weights["bytes"] > 0
+
+
+def test_graphs_from_before_are_replayed_afterwards(steps: list[Any]) -> None:
+    assert ["model", "FULL", 4] in steps[-1]
