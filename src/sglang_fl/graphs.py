@@ -19,6 +19,7 @@ from fl_dispatch.logger_manager import get_logger
 
 from . import distributed
 from .attention import ours
+from .attention_warm_up import warm_up
 from .loaded import LOADED
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class GraphRunnerFL(DecodeCudaGraphRunner):
         """Meet the kernels of every kind of batch; attention by itself, other layers in batches that decode."""
         calls, model_runner = 0, self.model_runner
         if (backend := ours(self.attn_backend)) is not None:
-            calls = backend.warm_up(model_runner)
+            calls = warm_up(backend, model_runner)
         buffers = self.buffers
         buffers.seq_lens.fill_(self.seq_len_fill_value)  # SGLang's runners share them, and others write zeros
         buffers.seq_lens_cpu.fill_(self.seq_len_fill_value)

@@ -177,7 +177,7 @@ OTHER = (
         "sglang.srt.models.transformers:TransformersBase",
         ("attention_instances",),
         "reads",
-        "attention",
+        "attention_layers",
         "Where a model of Transformers' has its attention layers, which are no modules of it.",
         since="0.5.23",
     ),
