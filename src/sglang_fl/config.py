@@ -58,7 +58,7 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]
     ours = [
         (get_policy().batch_invariant, "VLLM_BATCH_INVARIANT=1"),
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
-        (not plain and (not fp8 or device.accelerator), cache),
+        (not plain and not (fp8 and device.float8), cache),
         (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
         (args.quantization_param_path, "scales of a KV cache in a file of their own"),
         *speculation.unserved(args, device),

@@ -125,7 +125,7 @@ def test_warming_up_calls_attention_for_every_kind_of_batch_and_writes_padding_a
     manager.set_counting(True)
     manager.reset_counts()
     calls = attention_warm_up.warm_up(backend, runner)
-    counts = {op: count for (op, _), count in manager.call_counts().items()}
+    counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
     assert calls > 20
     assert counts == {"kv_cache_write": calls, "paged_attention": calls}
