@@ -156,7 +156,7 @@ class Scheme:
 
     def of(self, name: str) -> Scheme:
         """The scheme of a product of the model, or of its weight."""
-        return self.layers[int(name.split("layers.")[1].split(".")[0])] if self.layers else self
+        return self.layers[int(name.split("layers.")[1].split(".", maxsplit=1)[0])] if self.layers else self
 
 
 ONLY = ("weight_only_linear",)

@@ -1,4 +1,4 @@
-"""Attention before graphs are captured: each kind of layer meets batches of every kind, so that its kernels are there."""
+"""Attention before graphs are captured: each kind of layer meets batches of every kind, and each kernel is compiled."""
 
 from __future__ import annotations
 

@@ -108,8 +108,10 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model = runner.model_config
+    predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
         *_quantized(runner, device),
+        (predicts and device.accelerator, "drafts of a predictor, whose norms SGLang computes in one kernel,"),
         (mambaish_config(model) is not None, "state-space and linear-attention layers"),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,

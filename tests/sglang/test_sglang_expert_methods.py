@@ -227,7 +227,10 @@ def test_quantized_experts_are_refused_where_their_references_come_first_on_an_a
     from sglang_fl.quantization import configs
 
     monkeypatch.setattr(configs, "detect_device", lambda: ASCEND)
-    with pytest.raises(ValueError, match=rf"quantized experts on ascend where their references, which wait for it, come first \({PREFIX}\) yet"):
+    with pytest.raises(
+        ValueError,
+        match=rf"quantized experts on ascend where their references, which wait for it, come first \({PREFIX}\) yet",
+    ):
         mixture(AWQ)
     for module in (configs, layers):
         monkeypatch.setattr(module, "detect_device", lambda: replace(CPU, float8=False))

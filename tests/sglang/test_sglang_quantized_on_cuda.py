@@ -61,7 +61,10 @@ def test_experts_that_nobody_computes_are_refused_when_they_are_loaded() -> None
     layer = mixture(AWQ)
     load(layer, "awq")
     nobody = SelectionPolicy.from_dict(per_op_order={"weight_only_moe": ["flagos"]}, strict=True)
-    with policy_context(nobody), pytest.raises(ValueError, match=r"does not support these experts \(.*: .*experts\) yet"):
+    with (
+        policy_context(nobody),
+        pytest.raises(ValueError, match=r"does not support these experts \(.*: .*experts\) yet"),
+    ):
         layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -113,31 +113,38 @@ def models(
     }
 
 
+SPREAD = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
+STEPS: tuple[dict[str, Any], ...] = (
+    STEP,
+    STEP,
+    {"prompts": TURNS, "max_tokens": LONG},
+    {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": SPREAD},
+)
+"""Two passes over the prompts, texts that repeat themselves, and samples."""
+
+
+def engine(method: str, drafter: Path | None) -> dict[str, Any]:
+    """The arguments of a method's engine."""
+    run = RUNS[method]
+    return {
+        **run.arguments,
+        "speculative_algorithm": run.algorithm,
+        "page_size": run.page,
+        "max_running_requests": 64,
+        "max_total_tokens": 8192,
+        "random_seed": 3,
+        **({} if drafter is None else {"speculative_draft_model_path": str(drafter)}),
+    }
+
+
 @pytest.fixture(scope="module")
 def result(models: dict[str, tuple[Path, Path | None]]) -> Callable[[str], dict[str, Any]]:
-    """A method → two passes over the prompts, texts that repeat themselves, samples, and a wrong and a right pass."""
-    spread = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
+    """A method → :data:`STEPS`, and a wrong and a right pass."""
+    steps = (*STEPS, {**STEP, "policy": WRONG}, {**STEP, "policy": {"prefer": "reference"}})
     runs = {}
     for method in DRAWN:
-        (target, drafter), run = models[method], RUNS[method]
-        steps = [
-            *(STEP, STEP),
-            {"prompts": TURNS, "max_tokens": LONG},
-            {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": spread},
-            {**STEP, "policy": WRONG},
-            {**STEP, "policy": {"prefer": "reference"}},
-        ]
-        engine = {
-            **run.arguments,
-            "speculative_algorithm": run.algorithm,
-            "page_size": run.page,
-            "max_running_requests": 64,
-            "max_total_tokens": 8192,
-            "random_seed": 3,
-        }
-        if drafter is not None:
-            engine["speculative_draft_model_path"] = str(drafter)
-        runs[method] = start(target, *steps, variables=PLUGINS, engine=engine)
+        target, drafter = models[method]
+        runs[method] = start(target, *steps, variables=PLUGINS, engine=engine(method, drafter))
     return lambda method: runs[method].result()
 
 

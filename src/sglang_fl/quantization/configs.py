@@ -134,7 +134,9 @@ class Served:
             return None
         device = detect_device()
         if isinstance(kind, QuantizedExperts) and device.accelerator and without_graphs(OPERATORS):
-            raise refused(f"quantized experts on {device.name} where their references, which wait for it, come first ({prefix})")
+            raise refused(
+                f"quantized experts on {device.name} where their references, which wait for it, come first ({prefix})"
+            )
         if lacking := kind.fl_lacking():
             raise refused(f"the weights of {prefix} ({lacking})")
         kind.fl_bind(prefix)
