@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sglang_on_gpu import NEUTRAL, OURS, all_is_ours, replayed, start
-from test_sglang_lora import asked
+from test_sglang_lora import asked, merged  # noqa: F401  a fixture
 from test_sglang_lora import test_adapters_and_none_mix_in_one_batch as mix
 from test_sglang_lora import test_an_adapter_gives_the_tokens_of_the_merged_weights as give_merged
 from test_sglang_lora import test_an_adapter_is_loaded_while_the_engine_serves as come_late
@@ -27,7 +27,7 @@ Expected = Callable[[str], list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def answers(checkpoint: Callable[[str], Path], merged: Merged) -> Callable[[str], dict[str, Any]]:
+def answers(checkpoint: Callable[[str], Path], merged: Merged) -> Callable[[str], dict[str, Any]]:  # noqa: F811
     paths, steps = asked(merged)
     runs = {}
     for backend in BACKENDS:
@@ -44,7 +44,7 @@ class TestAdapters:
         self,
         backend: str,
         answers: Callable[[str], dict[str, Any]],
-        merged: Merged,
+        merged: Merged,  # noqa: F811
         expected: Expected,
     ) -> None:
         give_merged(answers(backend), merged, expected)
