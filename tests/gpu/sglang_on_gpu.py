@@ -1,4 +1,4 @@
-"""What the files with SGLang's engines on a GPU have in common; without a GPU, or SGLang, they are skipped."""
+"""The common parts of files with SGLang's engines on a GPU; without a GPU, or SGLang, they are skipped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
 
 from serving import STEP, answered, python, start
 
-__all__ = ["NEUTRAL", "OURS", "REFERENCES", "STEP", "TREES", "all_is_ours", "answered", "python", "replayed", "start"]
+from running import PROMPTS
+
+__all__ = [
+    "NEUTRAL",
+    "OURS",
+    "REFERENCES",
+    "STEP",
+    "TREES",
+    "all_is_ours",
+    "answered",
+    "python",
+    "replayed",
+    "start",
+    "texts",
+]
 
 TREE = "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"
 TREES = {TREE: os.environ.get(TREE, "python")}
@@ -30,6 +44,11 @@ OURS = {"default.triton"}
 def all_is_ours(report: dict[str, Any]) -> bool:
     """Whether a rank ran no layer of SGLang's own in the place of one of ours, and no implementation failed."""
     return not any(report[name] for name in ("failed", "native_layers", "fallen_through", "undispatched"))
+
+
+def texts(step: dict[str, Any]) -> list[list[int]]:
+    """The prompts with what a step answered."""
+    return [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, step["tokens"], strict=True)]
 
 
 def replayed(report: dict[str, Any], steps: int) -> bool:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from sglang_on_gpu import NEUTRAL, OURS, STEP, all_is_ours, answered, replayed, start
+from sglang_on_gpu import NEUTRAL, OURS, STEP, all_is_ours, answered, replayed, start, texts
 
 from quantized_cache import COMPRESSED, OPERATORS, PLAIN, Cache
 from quantized_network import distance
@@ -36,8 +36,8 @@ def compared(answers: Callable[[str], dict[str, Any]]) -> Callable[[str], tuple[
 
     @cache
     def of(name: str) -> tuple[Any, Any, Any]:
-        texts, got = answered(PROMPTS, answers(name)["steps"][0])
-        return texts, got, RUNS[name][0].computed(texts)
+        told, got = answered(PROMPTS, answers(name)["steps"][0])
+        return told, got, RUNS[name][0].computed(told)
 
     return of
 
@@ -46,9 +46,9 @@ def compared(answers: Callable[[str], dict[str, Any]]) -> Callable[[str], tuple[
 def test_it_computes_what_the_network_with_rounded_keys_and_values_does(
     name: str, compared: Callable[[str], tuple[Any, Any, Any]]
 ) -> None:
-    texts, got, right = compared(name)
+    told, got, right = compared(name)
     assert distance(got, right.scores) <= right.rounding
-    for other, error in RUNS[name][0].distances_of_others(texts, got).items():
+    for other, error in RUNS[name][0].distances_of_others(told, got).items():
         assert error > right.rounding, other
 
 
@@ -60,12 +60,13 @@ def test_its_tokens_are_the_networks_where_rounding_does_not_decide(
 
 
 @each
-def test_prompts_that_are_in_the_cache_have_the_same_answers(
+def test_answers_to_prompts_that_are_in_the_cache_are_the_networks_too(
     name: str, answers: Callable[[str], dict[str, Any]]
 ) -> None:
-    first, again = answers(name)["steps"]
+    """Other kernels read fewer new tokens, so rounding may decide otherwise than in the first pass."""
+    _, again = answers(name)["steps"]
     assert max(again["cached"]) >= 320
-    assert again["tokens"] == first["tokens"]
+    assert RUNS[name][0].computed(texts(again)).decides(PROMPTS, MAX_TOKENS)
 
 
 @each

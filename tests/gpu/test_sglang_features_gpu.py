@@ -1,4 +1,4 @@
-"""What a request may ask for, in SGLang on a GPU with graphs: the tests that an engine on a CPU has, with this one."""
+"""Features of requests in SGLang on a GPU with graphs: the tests that an engine on a CPU has, with this one."""
 
 from __future__ import annotations
 

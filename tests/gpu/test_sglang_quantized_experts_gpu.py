@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_on_gpu import NEUTRAL, OURS, STEP, all_is_ours, answered, replayed, start
+from sglang_on_gpu import NEUTRAL, OURS, STEP, all_is_ours, answered, replayed, start, texts
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES
 from quantized_mixture import LAYERS, mixture, operator
-from quantized_network import Comparison
+from quantized_network import Comparison, computed, network
 from running import MAX_TOKENS, PROMPTS, ran
 
 pytestmark = pytest.mark.gpu
@@ -49,12 +49,13 @@ def test_it_computes_what_the_dequantized_network_does(
 
 
 @each
-def test_prompts_that_are_in_the_cache_have_the_same_answers(
-    name: str, answers: Callable[[str], dict[str, Any]]
+def test_answers_to_prompts_that_are_in_the_cache_are_the_networks_too(
+    name: str, answers: Callable[[str], dict[str, Any]], model: Path
 ) -> None:
-    first, again = answers(name)["steps"]
+    """Other kernels read fewer new tokens, so rounding may decide otherwise than in the first pass."""
+    _, again = answers(name)["steps"]
     assert max(again["cached"]) > 0
-    assert again["tokens"] == first["tokens"]
+    assert computed(network(SCHEMES[name], model=model), texts(again)).decides(PROMPTS, MAX_TOKENS)
 
 
 @each

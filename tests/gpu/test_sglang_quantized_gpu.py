@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from sglang_on_gpu import NEUTRAL, OURS, STEP, all_is_ours, answered, replayed, start
+from sglang_on_gpu import NEUTRAL, OURS, STEP, all_is_ours, answered, replayed, start, texts
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES, Scheme
-from quantized_network import Comparison
+from quantized_network import Comparison, computed, network
 from running import MAX_TOKENS, PROMPTS, ran
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ MADE: Mapping[str, Scheme] = {
     "gptq": SCHEMES["gptq"],
 }
 PRODUCTS = 4
-"""Of a layer, merged as SGLang does."""
+"""Those of a layer, merged as SGLang does."""
 LAYERS = {
     "a scheme a layer": dict.fromkeys(("Int8Layer", "Fp8Layer", "PackedLayer", "Fp8WeightLayer"), PRODUCTS),
     "gptq": {"GptqLayer": 4 * PRODUCTS},
@@ -49,12 +49,13 @@ def test_it_computes_what_the_dequantized_network_does(name: str, answers: Calla
 
 
 @each
-def test_prompts_that_are_in_the_cache_have_the_same_answers(
+def test_answers_to_prompts_that_are_in_the_cache_are_the_networks_too(
     name: str, answers: Callable[[str], dict[str, Any]]
 ) -> None:
-    first, again = answers(name)["steps"]
+    """Other kernels read fewer new tokens, so rounding may decide otherwise than in the first pass."""
+    _, again = answers(name)["steps"]
     assert max(again["cached"]) > 0
-    assert again["tokens"] == first["tokens"]
+    assert computed(network(MADE[name]), texts(again)).decides(PROMPTS, MAX_TOKENS)
 
 
 @each
