@@ -15,6 +15,7 @@ from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
 
 from . import lora, quantization, speculation
 from .host import HOST
@@ -185,6 +186,8 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
     _adapt_graphs(args, device)
     speculation.apply_defaults(args, _set)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
+    if HOST.name in device.host_kernels and args.tp_size > 1 and get_settings().registers("RMSNorm", "rms_norm"):
+        _set(args, "enforce_disable_flashinfer_allreduce_fusion", True, "it computes norms in the place of operators")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
         if args.enable_lora or args.lora_paths:

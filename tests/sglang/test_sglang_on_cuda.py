@@ -1,4 +1,4 @@
-"""Quantized models on an NVIDIA GPU: all that they rely on and a CPU can run; ``tests/gpu`` has the engines."""
+"""Parts of engines on an NVIDIA GPU that a CPU can run; ``tests/gpu`` has the engines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from fl_dispatch import SelectionPolicy, get_default_manager, policy_context
 from fl_dispatch.devices import CUDA
+from fl_dispatch.settings import get_settings
 from quantized_checkpoints import AWQ, GPTQ, SCHEMES
 
 pytestmark = pytest.mark.usefixtures("host")
@@ -87,6 +88,22 @@ def test_a_cache_in_fp8_is_served_where_the_device_has_fp8(device: Any, monkeypa
         config.refuse_unsupported(asked, device)
     with pytest.raises(ValueError, match="the KV cache in fp8 that the checkpoint asks for on cuda"):
         asking.get_quant_method(attention, "attn")
+
+
+@pytest.mark.parametrize(("ranks", "left"), [(1, ()), (2, ()), (2, ("RMSNorm",))])
+def test_sums_and_norms_are_no_kernel_of_sglangs_where_norms_are_ours(
+    ranks: int, left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang takes that kernel by itself for some models on several GPUs."""
+    from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
+
+    from sglang_fl import config
+
+    settings = replace(get_settings(), oot_blacklist=frozenset(left))
+    monkeypatch.setattr(config, "get_settings", lambda: settings)
+    asked = _asked({"tp_size": ranks, "cuda_graph_config": default_cuda_graph_config()})
+    config.apply_defaults(asked, CUDA)
+    assert asked.enforce_disable_flashinfer_allreduce_fusion == (ranks > 1 and not left)
 
 
 def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> None:
