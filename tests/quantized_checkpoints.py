@@ -144,6 +144,7 @@ class Scheme:
         rows: what becomes of a product's input; ``None`` for nothing.
         operators: those of ours that it should run.
         layer: the kernel of ours that its layers have.
+        layers: the schemes of the model's layers, where they differ.
     """
 
     config: Mapping[str, Any]
@@ -151,6 +152,11 @@ class Scheme:
     layer: str
     rows: Callable[[Tensor], Tensor] | None = None
     operators: tuple[str, ...] = field(default=("quantize", "scaled_linear"))
+    layers: tuple[Scheme, ...] = ()
+
+    def of(self, name: str) -> Scheme:
+        """The scheme of a product of the model, or of its weight."""
+        return self.layers[int(name.split("layers.")[1].split(".", maxsplit=1)[0])] if self.layers else self
 
 
 ONLY = ("weight_only_linear",)
@@ -232,6 +238,18 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
+def layered(*names: str) -> Scheme:
+    """A ``compressed-tensors`` checkpoint whose layers have one scheme each."""
+    schemes, groups = [SCHEMES[name] for name in names], {}
+    for number, scheme in enumerate(schemes):
+        (group,) = scheme.config["config_groups"].values()
+        targets = [rf"re:.*layers\.{number}\..*_proj$"]
+        groups[f"group_{number}"] = {**group, "targets": targets, "format": scheme.config["format"]}
+    config = {**schemes[0].config, "format": "mixed-precision", "config_groups": groups}
+    operators = dict.fromkeys(operator for scheme in schemes for operator in scheme.operators)
+    return Scheme(config, schemes[0].write, "", operators=tuple(operators), layers=tuple(schemes))
+
+
 def is_product(name: str) -> bool:
     """Whether a tensor of a checkpoint is the weight of a product that schemes quantize."""
     return name.endswith("_proj.weight")
@@ -266,7 +284,7 @@ def write_checkpoint(
     stored: Stored = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if is_product(name):
-            parts, _ = scheme.write(tensor.float())
+            parts, _ = scheme.of(name).write(tensor.float())
             stored.update({name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in parts.items()})
         else:
             stored[name] = tensor

@@ -76,10 +76,11 @@ def network(
     if scheme is None:
         return made
     for name, module in _products(made):
-        module.weight.data = scheme.write(module.weight.data.float())[1].to(dtype)
-        if scheme.rows is not None:
+        own = scheme.of(name)
+        module.weight.data = own.write(module.weight.data.float())[1].to(dtype)
+        if own.rows is not None:
             parts = ranks if name.endswith(DIVIDED) else 1
-            module.register_forward_pre_hook(_quantizes_input(scheme.rows, parts))
+            module.register_forward_pre_hook(_quantizes_input(own.rows, parts))
     return made
 
 

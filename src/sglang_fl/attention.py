@@ -6,104 +6,27 @@ grouped into pages, so a page is a block of the operators, and every ``page_size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from torch import Tensor, nn
-
-from fl_dispatch import bind_op
-from fl_dispatch.hosting import warm_batches
-from fl_dispatch.hosting.attached import Attached
+from torch import Tensor
 
 from . import own_kernels
-from .config import largest_step
+from .attention_layers import OPERATORS
+from .attention_metadata import AttentionFLMetadata
 from .graph_batch import GraphBatch
+from .speculation import trees
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
-@dataclass(frozen=True)
-class AttentionFLMetadata:
-    """A step's batch as all layers see it.
-
-    Args:
-        query_start_loc: ``[requests + 1]`` int32; first token of each request.
-        seq_lens: ``[requests]`` int32; tokens of each request in the cache, the new ones included.
-        block_table: ``[requests, pages]`` int32.
-        query_start_loc_host, seq_lens_host: the numbers in these tensors, or ``None`` where SGLang's copies on the host
-            are not exact.
-    """
-
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc_host: list[int] | None = None
-    seq_lens_host: list[int] | None = None
-
-
-@dataclass(frozen=True)
-class BoundOperators:
-    """An attention layer's operators, bound for its prefix, which is their scope."""
-
-    scope: str | None
-    write: Callable[..., Any]
-    attend: Callable[..., Any]
-    attend_latent: Callable[..., Any]
-
-
-NAMES = ("kv_cache_write", "paged_attention", "mla_decode")
-OPERATORS = Attached[BoundOperators]("fl_operators")
 MAY_SKIP = False
 """No row is negative: SGLang writes padding to row 0, which no request has."""
-
-
-def bind(layer: RadixAttention, scope: str | None) -> None:
-    """Bind a layer's operators, again for its prefix."""
-    OPERATORS.give(layer, BoundOperators(scope, *(bind_op(name, scope) for name in NAMES)))
-
-
-def refusal(layer: RadixAttention) -> str | None:
-    """Why a layer's attention cannot run here, or ``None``."""
-    if layer.is_cross_attention:
-        return "cross attention"
-    if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
-        return "attention to later tokens in a decoder"
-    if layer.pos_encoding_mode != "NONE":
-        return f"attention with position encoding '{layer.pos_encoding_mode}'"
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        return f"attention scores limited by '{layer.logit_capping_method}'"
-    if layer.xai_temperature_len > 0:
-        return "attention with a temperature by length"
-    return None
-
-
-def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
-    """The layers of ``--model-impl transformers``, whose model has them in a dictionary beside its modules.
-
-    Each has the prefix that it would have below the attention of Hugging Face that calls it.
-    """
-    aside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
-    for prefix, module in model.named_modules():
-        if type(module).__name__.endswith("Attention") and (number := getattr(module, "layer_idx", None)) in aside:
-            yield f"{prefix}.attn", aside[number]
-
-
-def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
-    """Every attention layer with a prefix."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, RadixAttention):
-            yield prefix, module
-    yield from kept_aside(model)
 
 
 class AttentionFLBackend(AttentionBackend):
@@ -137,52 +60,25 @@ class AttentionFLBackend(AttentionBackend):
             drafts, branches = batch.spec_info.draft_token_num, getattr(batch.spec_info, "topk", 1)
             if branches > 1:
                 sees = batch.spec_info.custom_mask.view(requests, drafts, drafts)
-                self._describe_branches(batch, sees, batch.out_cache_loc.view(requests, drafts))
+                self._describe_tree(batch, sees, batch.out_cache_loc.view(requests, drafts))
             else:
                 self._describe(batch, [drafts] * requests, drafts)
         else:
             self._describe(batch, list(batch.extend_seq_lens_cpu))
 
     def describe_draft(self, forward_batch: ForwardBatch, number: int, branches: int) -> None:
-        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted.
-
-        Each of several branches reads the drafts in slots of its own, also where another branch has taken its place.
-        """
+        """Describe the batch that drafts a token after ``number`` drafts, none of which SGLang has counted."""
         batch, requests = forward_batch, forward_batch.seq_lens.shape[0]
         if branches == 1:
             self._describe(batch, [1] * requests, number)
             return
         slots = batch.out_cache_loc.view(requests, -1)
-        columns = torch.arange(slots.shape[1], device=slots.device).view(branches, -1)
-        sees = torch.zeros(branches, slots.shape[1], dtype=torch.bool, device=slots.device)
-        sees.scatter_(1, columns[:, :number], True)
-        self._describe_branches(batch, sees.expand(requests, -1, -1), slots)
+        self._describe_tree(batch, trees.seen_by_branches(slots, number, branches), slots)
 
-    def _describe_branches(self, batch: ForwardBatch, sees: Tensor, slots: Tensor) -> None:
-        """Describe new tokens each of which attends to its request's tokens and to some of the drafts.
-
-        Each is a request of the operators', which have no masks, and so has a row of their table. Pages have one slot.
-
-        Args:
-            sees: bool ``[requests, new tokens, drafts]``.
-            slots: ``[requests, drafts]``.
-        """
-        requests, tokens, drafts = sees.shape
-        longest = int(batch.seq_lens_cpu.max()) + drafts if requests else 0
-        seen, lengths = sees.sum(2), batch.seq_lens[:, None]
-        first = sees.to(torch.int8).argsort(dim=2, descending=True, stable=True)  # those that are seen, in their order
-        own = slots[:, None].expand(-1, tokens, -1).gather(2, first)
-        columns = lengths[..., None] + torch.arange(drafts, device=slots.device)
-        known = self._pages(batch, longest).to(torch.int32)
-        table = torch.nn.functional.pad(known, (0, longest - known.shape[1]))[:, None].repeat(1, tokens, 1)
-        table.scatter_(2, columns.expand(-1, tokens, -1).long(), own.to(torch.int32))
-        self.forward_metadata = AttentionFLMetadata(
-            query_start_loc=torch.arange(requests * tokens + 1, dtype=torch.int32, device=slots.device),
-            seq_lens=(lengths + seen).flatten().to(torch.int32),
-            block_table=table.flatten(0, 1),
-            max_query_len=1,
-            max_seq_len=longest,
-        )
+    def _describe_tree(self, batch: ForwardBatch, sees: Tensor, slots: Tensor) -> None:
+        """Describe new tokens that see some of the drafts; see :mod:`.speculation.trees`."""
+        longest = int(batch.seq_lens_cpu.max()) + slots.shape[1] if slots.shape[0] else 0
+        self.forward_metadata = trees.describe(batch.seq_lens, self._pages(batch, longest), longest, sees, slots)
 
     def _describe(self, batch: ForwardBatch, queries: list[int], uncounted: int = 0) -> None:
         """Describe a batch.
@@ -245,62 +141,26 @@ class AttentionFLBackend(AttentionBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1  # SGLang also pads eager batches with it
 
-    def warm_up(self, runner: ModelRunner) -> int:
-        """Run each kind of layer on batches of every kind, whose requests have no other tokens than their new ones.
-
-        Returns:
-            How often attention was called.
-        """
-        kinds: dict[Any, RadixAttention] = {}
-        for _, layer in layers(runner.model):
-            if self.attends(layer):
-                heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim)
-                options = (layer.sliding_window_size, layer.logit_cap, layer.scaling, layer.attn_type)
-                rules = warm_batches.rules(NAMES, OPERATORS.of(layer).scope)
-                kinds.setdefault((heads, options, self._scales(layer, self._keys(layer)), *rules), layer)
-        sizes = (largest_step(), runner.max_running_requests, self.longest)
-        batches = list(warm_batches.attention_batches(*sizes))
-        for layer in kinds.values():
-            for queries, longest in batches:
-                self._try(layer, queries, longest, runner.dtype)
-        return len(kinds) * len(batches)
+    # -- a layer ------------------------------------------------------------------------------------------------------
 
     def attends(self, layer: RadixAttention) -> bool:
         """Whether a model that has this layer calls it."""
         return True
 
-    def _try(self, layer: RadixAttention, queries: Sequence[int], longest: int, dtype: torch.dtype) -> None:
-        """Call the layer's operators on a batch; keys go to SGLang's row for padding.
-
-        Args:
-            queries: new tokens of each request.
-            longest: the number of keys that is announced.
-        """
-        tokens, options = sum(queries), {"device": self.req_to_token_pool.req_to_token.device}
-        starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, **options)
-        pages = torch.zeros(len(queries), -(-longest // self.page_size), dtype=torch.int32, **options)
-        self.forward_metadata = AttentionFLMetadata(starts, starts.diff(), pages, max(queries), longest)
-        query = torch.zeros(tokens, layer.tp_q_head_num * layer.qk_head_dim, dtype=dtype, **options)
-        key = torch.zeros(tokens, layer.tp_k_head_num, layer.qk_head_dim, dtype=dtype, **options)
-        batch: Any = SimpleNamespace(out_cache_loc=torch.zeros(tokens, dtype=torch.int64, **options))
-        self._run(query, key, key[..., : layer.v_head_dim], layer, batch)
-
-    # -- a layer ------------------------------------------------------------------------------------------------------
-
-    def _keys(self, layer: RadixAttention) -> Tensor:
+    def keys(self, layer: RadixAttention) -> Tensor:
         keys: Tensor = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         return keys
 
     def _caches(self, layer: RadixAttention) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer as views ``[pages, page_size, kv_heads, size]``."""
-        keys = self._keys(layer)
+        keys = self.keys(layer)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         if keys.dim() == 4:  # pages already: another layout than SGLang's
             return keys, values
         return keys.unflatten(0, (-1, self.page_size)), values.unflatten(0, (-1, self.page_size))
 
     @staticmethod
-    def _scales(layer: RadixAttention, cache: Tensor) -> tuple[float | None, float | None]:
+    def scales(layer: RadixAttention, cache: Tensor) -> tuple[float | None, float | None]:
         """Scales of keys and values: the checkpoint's, or 1; none of a cache that is not quantized."""
         if cache.dtype is not torch.float8_e4m3fn:
             return None, None
@@ -332,7 +192,7 @@ class AttentionFLBackend(AttentionBackend):
             raise NotImplementedError(f"sglang_fl's attention does not know {', '.join(sorted(unknown))}")
         metadata = self.forward_metadata
         key_cache, value_cache = self._caches(layer)
-        scales = self._scales(layer, key_cache)
+        scales = self.scales(layer, key_cache)
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc
             OPERATORS.of(layer).write(k, v, key_cache, value_cache, slots, *scales, may_skip=MAY_SKIP)
@@ -383,7 +243,7 @@ class MLAFLBackend(AttentionFLBackend):
 
     def attends(self, layer: RadixAttention) -> bool:
         """DeepSeek's blocks have a layer more, for keys that are not absorbed, which no row of the pool can take."""
-        return (layer.tp_k_head_num, layer.qk_head_dim) == tuple(self._keys(layer).shape[1:])
+        return (layer.tp_k_head_num, layer.qk_head_dim) == tuple(self.keys(layer).shape[1:])
 
     def _run(
         self,
@@ -410,7 +270,7 @@ class MLAFLBackend(AttentionFLBackend):
             unknown = {**unknown, **({} if sinks is None else {"sinks": sinks})}
             raise NotImplementedError(f"sglang_fl's latent attention does not know {', '.join(sorted(unknown))}")
         metadata, rank = self.forward_metadata, layer.v_head_dim
-        rows = self._keys(layer).unflatten(0, (-1, self.page_size))
+        rows = self.keys(layer).unflatten(0, (-1, self.page_size))
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
             OPERATORS.of(layer).write(

@@ -13,9 +13,9 @@ import torch
 
 from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec, device_specs
-from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import collectives, handover, kv_layout
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.settings import get_settings
 
 from . import lora, quantization, speculation
 from .host import HOST
@@ -52,18 +52,19 @@ def _features(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str, str]
     """``(present, feature, line of SGLang's)``."""
     asked, cache = args.quantization, f"a KV cache of type {args.kv_cache_dtype}"
     plain, fp8 = args.kv_cache_dtype in PLAIN_CACHE_DTYPES, args.kv_cache_dtype == quantization.FP8_CACHE
+    kernels = HOST.name in device.host_kernels
     version, attention_groups = host_version(), args.enable_dp_attention or getattr(args, "attn_dp_size", 1) > 1
     levels = args.enable_hierarchical_cache or args.enable_lmcache or args.enable_hisparse
     because = BY_HOST if not device.accelerator else dict.fromkeys(BY_HOST, "")
     ours = [
         (get_policy().batch_invariant, "VLLM_BATCH_INVARIANT=1"),
         (asked and asked not in quantization.SERVED, f"quantization '{asked}'"),
-        (not plain and (not fp8 or device.accelerator), cache),
+        (not plain and not (fp8 and device.float8), cache),
         (fp8 and version not in TESTED_HOSTS, f"{cache} under SGLang {version}"),
         (args.quantization_param_path, "scales of a KV cache in a file of their own"),
-        *speculation.unserved(args, device),
+        *speculation.unserved(args, device, kernels),
         (args.enable_torch_compile, "--enable-torch-compile"),
-        ((args.enable_lora or args.lora_paths) and device.accelerator, "LoRA"),
+        ((args.enable_lora or args.lora_paths) and device.accelerator and not kernels, "LoRA"),
         (args.disaggregation_mode != "null", "disaggregated prefill and decode"),
         (attention_groups and device.accelerator, "data-parallel attention"),
         (attention_groups and version not in TESTED_HOSTS, f"data-parallel attention under SGLang {version}"),
@@ -108,8 +109,10 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model = runner.model_config
+    predicts = runner.is_draft_worker and any(name.endswith("NextN") for name in model.hf_config.architectures)
     asked = [
         *_quantized(runner, device),
+        (predicts and device.accelerator, "drafts of a predictor, whose norms SGLang computes in one kernel,"),
         (mambaish_config(model) is not None, "state-space and linear-attention layers"),
         (
             getattr(model, "v_head_dim", None) not in (None, model.head_dim) and not runner.use_mla_backend,
@@ -181,8 +184,10 @@ def apply_defaults(args: ServerArgs, device: DeviceSpec) -> None:
         if spec.torch_type == device.torch_type and HOST.name in spec.host_attention:
             _take_back_attention(args, spec.host_attention[HOST.name])
     _adapt_graphs(args, device)
-    speculation.apply_defaults(args, _set, triton=HOST.name in device.host_kernels and not why_unserved())
+    speculation.apply_defaults(args, _set)
     _set(args, "disable_custom_all_reduce", True, "it is a CUDA kernel")
+    if HOST.name in device.host_kernels and args.tp_size > 1 and get_settings().registers("RMSNorm", "rms_norm"):
+        _set(args, "enforce_disable_flashinfer_allreduce_fusion", True, "it computes norms in the place of operators")
     _set(args, "disable_hybrid_swa_memory", True, "sglang_fl keeps one pool for layers with and without a window")
     if not device.accelerator:
         if args.enable_lora or args.lora_paths:
@@ -208,8 +213,10 @@ def _adapt_graphs(args: ServerArgs, device: DeviceSpec) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = args.cuda_graph_config
-    decodes = device.graphs and HOST.name in device.host_kernels and args.speculative_algorithm is None
-    no_graphs = "sglang_fl captures none yet" if device.graphs else f"{device.name} has no graphs to capture"
+    drafts = args.speculative_algorithm is not None
+    decodes = device.graphs and HOST.name in device.host_kernels and not drafts
+    none_yet = "sglang_fl makes and checks drafts eagerly" if drafts else "sglang_fl captures none yet"
+    no_graphs = none_yet if device.graphs else f"{device.name} has no graphs to capture"
     for phase in Phase.ALL:
         before = graphs[phase].backend
         wanted = Backend.FULL if decodes and phase == Phase.DECODE else Backend.DISABLED

@@ -26,7 +26,7 @@ from fl_dispatch.hosting.survey import LayerChoice, Survey, warn_of_unknown_laye
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
-from . import attention, own_choice
+from . import attention, attention_layers, own_choice
 from .bridge import BRIDGES, Bridge, Unbridged, find
 from .bridge.mixture import MIXTURE
 
@@ -127,7 +127,7 @@ def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, RadixAttention) or find(type(module)) is not None:
             prefixes.setdefault(module, []).append(prefix)
-    for prefix, layer in attention.kept_aside(model):
+    for prefix, layer in attention_layers.kept_aside(model):
         prefixes.setdefault(layer, []).append(prefix)
     yield from prefixes.items()
 
@@ -145,9 +145,9 @@ def prepare(model: nn.Module) -> Survey:
     for module, prefixes in _named_layers(model):
         name = type(module).__name__
         if isinstance(module, RadixAttention):
-            if (why := attention.refusal(module)) is not None:
+            if (why := attention_layers.refusal(module)) is not None:
                 raise ValueError(f"sglang_fl does not support {why} yet ({prefixes[0]})")
-            attention.bind(module, prefixes[0])
+            attention_layers.bind(module, prefixes[0])
             attending[name] += 1
             continue
         reason = _unused(model, prefixes[0])
@@ -204,7 +204,7 @@ class FirstPass:
         }
         claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
         if (ours := attention.ours(backend)) is not None:
-            claims.update(dict.fromkeys(dict(attention.layers(model)), ours.operator))
+            claims.update(dict.fromkeys(dict(attention_layers.layers(model)), ours.operator))
         watch, manager = cls(claims, _entered={""}), get_default_manager()  # SGLang calls the model's forward itself
         watch._was_counting = manager.state.counter.on
         manager.set_counting(True)

@@ -82,7 +82,8 @@ def _unserved(said: Mapping[str, Any], experts: bool) -> Iterator[str]:
         yield BY_TRITON
     names = set() if isinstance(targets, str) else {target.rpartition(".")[2] for target in targets}
     for name in sorted(names & NOT_PROJECTIONS):
-        yield f"'{name}', which {BACKEND} takes for a projection of all tokens"
+        taken = f"{BACKEND} takes for a projection of all tokens"
+        yield f"'{name}', which {'nobody has tried here' if detect_device().accelerator else taken}"
     for key in ("modules_to_save", "use_rslora", "alpha_pattern", "rank_pattern", "layers_to_transform"):
         if said.get(key):
             yield f"{key}={said[key]!r}, which SGLang does not read"

@@ -219,13 +219,18 @@ def test_quantized_experts_are_scaled_once(host: None) -> None:
     assert torch.equal(by_block, plain)
 
 
-def test_quantized_experts_are_refused_on_accelerators(host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_experts_are_refused_where_their_references_come_first_on_an_accelerator(
+    host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fl_dispatch.devices import ASCEND, CPU
     from fl_dispatch.hosting.quantized import layers
     from sglang_fl.quantization import configs
 
     monkeypatch.setattr(configs, "detect_device", lambda: ASCEND)
-    with pytest.raises(ValueError, match=rf"quantized experts on ascend \({PREFIX}\) yet"):
+    with pytest.raises(
+        ValueError,
+        match=rf"quantized experts on ascend where their references, which wait for it, come first \({PREFIX}\) yet",
+    ):
         mixture(AWQ)
     for module in (configs, layers):
         monkeypatch.setattr(module, "detect_device", lambda: replace(CPU, float8=False))

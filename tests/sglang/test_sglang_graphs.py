@@ -116,16 +116,16 @@ def test_warming_up_calls_attention_for_every_kind_of_batch_and_writes_padding_a
     backend: Any, layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fl_dispatch import get_default_manager
-    from sglang_fl import attention
+    from sglang_fl import attention_warm_up
 
-    monkeypatch.setattr(attention, "largest_step", lambda: 64)
+    monkeypatch.setattr(attention_warm_up, "largest_step", lambda: 64)
     before = [buffer.clone() for buffer in (*backend.token_to_kv_pool.k_buffer, *backend.token_to_kv_pool.v_buffer)]
     runner = SimpleNamespace(model=nn.ModuleDict({"attn": layer}), max_running_requests=4, dtype=torch.float32)
     manager = get_default_manager()
     manager.set_counting(True)
     manager.reset_counts()
-    calls = backend.warm_up(runner)
-    counts = {op: count for (op, _), count in manager.call_counts().items()}
+    calls = attention_warm_up.warm_up(backend, runner)
+    counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
     assert calls > 20
     assert counts == {"kv_cache_write": calls, "paged_attention": calls}
@@ -140,7 +140,7 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     from fl_dispatch import get_default_manager
-    from sglang_fl import attention, layers
+    from sglang_fl import attention, attention_warm_up, layers
 
     rank, rope = 32, 16
     absorbed = RadixAttention(HEADS, rank + rope, SIZE**-0.5, 1, 0, v_head_dim=rank)
@@ -158,11 +158,11 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
         max_running_requests=4,
         dtype=torch.float32,
     )
-    monkeypatch.setattr(attention, "largest_step", lambda: 64)
+    monkeypatch.setattr(attention_warm_up, "largest_step", lambda: 64)
     manager = get_default_manager()
     manager.set_counting(True)
     manager.reset_counts()
-    calls = attention.MLAFLBackend(runner).warm_up(runner)
+    calls = attention_warm_up.warm_up(attention.MLAFLBackend(runner), runner)
     counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
     assert counts == {"kv_cache_write": calls, "mla_decode": calls}

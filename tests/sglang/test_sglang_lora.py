@@ -37,15 +37,20 @@ def merged(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     }
 
 
-@pytest.fixture(scope="module")
-def result(checkpoint: Callable[[str], Path], merged: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
+def asked(merged: dict[str, tuple[Path, Any]]) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The adapters that an engine starts with; and steps: with one, with several and none, with one that comes late."""
     paths = {name: str(path) for name, (path, _) in merged.items()}
     late, step = paths.pop("late"), {"max_tokens": MAX_TOKENS}
-    steps = [
+    return paths, [
         {**step, "prompts": PROMPTS, "lora": ["one"] * len(PROMPTS)},
         {**step, "prompts": [prompt for prompt in PROMPTS for _ in MIXED], "lora": MIXED * len(PROMPTS)},
         {**step, "prompts": PROMPTS, "lora": ["late"] * len(PROMPTS), "load": ["late", late]},
     ]
+
+
+@pytest.fixture(scope="module")
+def result(checkpoint: Callable[[str], Path], merged: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
+    paths, steps = asked(merged)
     return start(checkpoint("qwen3"), *steps, engine={"lora_paths": paths, **BACKEND}).result()
 
 

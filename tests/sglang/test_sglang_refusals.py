@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from fl_dispatch import SelectionPolicy, policy_context
-from fl_dispatch.devices import ASCEND, CPU
+from fl_dispatch.devices import ASCEND, CPU, CUDA
 from sglang_fl import config
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -62,6 +62,13 @@ def test_batch_invariance_is_refused(host: None) -> None:
 
 def test_without_any_of_them_nothing_is_refused(host: None) -> None:
     config.refuse_unsupported(_asked({}), CPU)
+
+
+def test_adapters_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(host: None) -> None:
+    asked = _asked({"enable_lora": True})
+    with pytest.raises(ValueError, match=r"^sglang_fl does not support LoRA on ascend yet \(model m\)$"):
+        config.refuse_unsupported(asked, ASCEND)
+    config.refuse_unsupported(asked, CUDA)
 
 
 def test_every_line_of_sglangs_has_a_case_and_says_nothing_of_an_accelerator(host: None) -> None:

@@ -17,7 +17,7 @@ from serving import STEP, start
 
 import drafters
 import variants
-from fl_dispatch.devices import ASCEND, CPU, detect_device
+from fl_dispatch.devices import ASCEND, CPU, CUDA, detect_device
 from running import MAX_TOKENS, PROMPTS, reference_network
 from sampling import drawn
 
@@ -113,31 +113,38 @@ def models(
     }
 
 
+SPREAD = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
+STEPS: tuple[dict[str, Any], ...] = (
+    STEP,
+    STEP,
+    {"prompts": TURNS, "max_tokens": LONG},
+    {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": SPREAD},
+)
+"""Two passes over the prompts, texts that repeat themselves, and samples."""
+
+
+def engine(method: str, drafter: Path | None) -> dict[str, Any]:
+    """The arguments of a method's engine."""
+    run = RUNS[method]
+    return {
+        **run.arguments,
+        "speculative_algorithm": run.algorithm,
+        "page_size": run.page,
+        "max_running_requests": 64,
+        "max_total_tokens": 8192,
+        "random_seed": 3,
+        **({} if drafter is None else {"speculative_draft_model_path": str(drafter)}),
+    }
+
+
 @pytest.fixture(scope="module")
 def result(models: dict[str, tuple[Path, Path | None]]) -> Callable[[str], dict[str, Any]]:
-    """A method → two passes over the prompts, texts that repeat themselves, samples, and a wrong and a right pass."""
-    spread = {"temperature": drafters.TEMPERATURE, "top_k": drafters.TOP}
+    """A method → :data:`STEPS`, and a wrong and a right pass."""
+    steps = (*STEPS, {**STEP, "policy": WRONG}, {**STEP, "policy": {"prefer": "reference"}})
     runs = {}
     for method in DRAWN:
-        (target, drafter), run = models[method], RUNS[method]
-        steps = [
-            *(STEP, STEP),
-            {"prompts": TURNS, "max_tokens": LONG},
-            {"prompts": PROMPTS[:1] * SAMPLES, "max_tokens": 2, "sampling": spread},
-            {**STEP, "policy": WRONG},
-            {**STEP, "policy": {"prefer": "reference"}},
-        ]
-        engine = {
-            **run.arguments,
-            "speculative_algorithm": run.algorithm,
-            "page_size": run.page,
-            "max_running_requests": 64,
-            "max_total_tokens": 8192,
-            "random_seed": 3,
-        }
-        if drafter is not None:
-            engine["speculative_draft_model_path"] = str(drafter)
-        runs[method] = start(target, *steps, variables=PLUGINS, engine=engine)
+        target, drafter = models[method]
+        runs[method] = start(target, *steps, variables=PLUGINS, engine=engine(method, drafter))
     return lambda method: runs[method].result()
 
 
@@ -284,10 +291,11 @@ def test_what_is_not_covered_is_refused_in_one_sentence(case: str, host: None) -
 
 
 @pytest.mark.parametrize("algorithm", speculation.SERVED)
-def test_drafts_on_an_accelerator_are_refused(algorithm: str, host: None) -> None:
+def test_drafts_are_refused_on_an_accelerator_that_sglang_has_no_kernels_for(algorithm: str, host: None) -> None:
     said = f"speculative decoding with '{algorithm}' on ascend"
     with pytest.raises(ValueError, match=rf"^sglang_fl does not support {said} yet \(model m\)$"):
         config.refuse_unsupported(_asked(speculative_algorithm=algorithm), ASCEND)
+    config.refuse_unsupported(_asked(speculative_algorithm=algorithm), CUDA)  # SGLang has kernels of its own for it
 
 
 @pytest.mark.parametrize(
@@ -324,16 +332,16 @@ def test_drafts_are_chains_where_the_user_says_nothing(host: None) -> None:
     model, look_up = _asked(), _asked(speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=4)
     steps, plain = _asked(speculative_num_steps=5), _asked(speculative_algorithm=None)
     for args in (model, look_up, steps, plain):
-        speculation.apply_defaults(args, change, triton=True)
+        speculation.apply_defaults(args, change)
     chosen = [
         (a.speculative_num_steps, a.speculative_eagle_topk, a.speculative_num_draft_tokens) for a in (model, steps)
     ]
     assert chosen == [(3, 1, 4), (5, 1, None)]
     assert look_up.speculative_ngram_max_bfs_breadth == look_up.speculative_ngram_min_bfs_breadth == 1
     assert plain.speculative_eagle_topk is None
-    assert "disable_overlap_schedule" not in changes
-    speculation.apply_defaults(model, change, triton=False)
+    assert changes.count("disable_overlap_schedule") == 3
     assert model.disable_overlap_schedule
+    assert not plain.disable_overlap_schedule
 
 
 @each

@@ -23,6 +23,8 @@ SERVED: Mapping[str, str] = MappingProxyType(
 """The methods that are served, by the names that checkpoints have → the class in :mod:`.configs`."""
 
 
+CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marlin": "gptq"})
+"""SGLang's methods for NVIDIA GPUs, which it takes for checkpoints of others → those. They run kernels of its own."""
 FP8_CACHE = "fp8_e4m3"
 """SGLang's name of the one type of quantized cache that is served."""
 
@@ -43,7 +45,10 @@ def config_class(method: str) -> type | None:
 
 
 def announce() -> None:
-    """Add the methods to SGLang's list of those that exist: it lists GPTQ for the platforms alone that it knows."""
+    """Add the methods to SGLang's list of those that exist: it lists GPTQ for the platforms alone that it knows.
+
+    In that list each class is asked whether it takes a checkpoint of another method, so those that do are exchanged.
+    """
     from sglang.srt.layers import quantization
 
     if host_version() not in TESTED_HOSTS:  # they are refused there
@@ -51,3 +56,5 @@ def announce() -> None:
     for method in SERVED:
         if method not in quantization.QUANTIZATION_METHODS:
             quantization.QUANTIZATION_METHODS[method] = config_class(method)
+    for converted, method in CONVERTED.items():
+        quantization.QUANTIZATION_METHODS[converted] = quantization.QUANTIZATION_METHODS[method]

@@ -22,7 +22,8 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.quantized.experts import QuantizedExperts
+from fl_dispatch.hosting.first_choices import without_graphs
+from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 
 from . import FP8_CACHE, experts, refused, schemes
 from .cache import CacheScales
@@ -122,7 +123,7 @@ class Served:
         given = get_server_args().kv_cache_dtype
         if given != FP8_CACHE and not (given == "auto" and self.fl_quantizes_cache()):
             return None
-        if (device := detect_device()).accelerator:
+        if not (device := detect_device()).float8:
             wanted = f"the KV cache in fp8 that the checkpoint asks for on {device.name}"
             raise refused(f"{wanted} (--kv-cache-dtype may name another type)")
         return CacheScales(self, self.fl_quantizes_cache(), prefix)
@@ -132,8 +133,10 @@ class Served:
         if kind is None:
             return None
         device = detect_device()
-        if isinstance(kind, QuantizedExperts) and device.accelerator:
-            raise refused(f"quantized experts on {device.name} ({prefix})")
+        if isinstance(kind, QuantizedExperts) and device.accelerator and without_graphs(OPERATORS):
+            raise refused(
+                f"quantized experts on {device.name} where their references, which wait for it, come first ({prefix})"
+            )
         if lacking := kind.fl_lacking():
             raise refused(f"the weights of {prefix} ({lacking})")
         kind.fl_bind(prefix)

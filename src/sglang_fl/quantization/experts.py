@@ -199,7 +199,14 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     Args:
         kind: of one layer.
         quant_config: of the model.
+
+    Attributes:
+        inner: elements of a token.
+        dtype: of the model.
     """
+
+    inner: int
+    dtype: torch.dtype
 
     def __init__(self, kind: Kind, quant_config: Any) -> None:
         self.kind, self.quant_config = kind, quant_config
@@ -214,6 +221,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         loader, owner = extra_weight_attrs["weight_loader"], type(layer).__name__
+        self.inner, self.dtype = hidden_size, params_dtype
         # Loaders of other forms of a checkpoint, and those of a model's own, know SGLang's methods by name.
         if getattr(loader, "__func__", None) is not FusedMoE.weight_loader:
             raise refused(f"quantized experts that {owner} loads in a way of its own ({layer.layer_name})")
@@ -232,7 +240,14 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             raise ValueError(unsupported(f"quantized {reason}")) from reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Bring the parameters into the operator's form.
+
+        Raises:
+            ValueError: nobody computes these experts here, or one that waits for the device in the place of another.
+        """
         self.kind.process_weights_after_loading(layer)
+        if reason := self.kind.waiting(layer, self.dtype, MIXTURE.of(layer).activation):
+            raise refused(f"these experts ({reason}; {layer.layer_name})")
 
     def apply(self, layer: nn.Module, dispatch_output: Any) -> Any:
         """SGLang's ``StandardCombineInput``."""

@@ -17,7 +17,7 @@ FACTS = (
         ("QUANTIZATION_METHODS",),
         "reads",
         "quantization.__init__",
-        "SGLang lists GPTQ for the platforms alone that it knows.",
+        "SGLang lists GPTQ for the platforms alone that it knows, and takes methods of its own for NVIDIA GPUs.",
         since=_SINCE,
     ),
     *(

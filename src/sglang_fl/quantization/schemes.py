@@ -228,7 +228,12 @@ class QuantizedMethod(LinearMethodBase):
     Args:
         scheme: of one layer.
         quant_config: of the model; SGLang's loaders ask it for the size of blocks.
+
+    Attributes:
+        inner: elements of a row on this rank.
     """
+
+    inner: int
 
     def __init__(self, scheme: Scheme, quant_config: Any) -> None:
         self.scheme, self.quant_config = scheme, quant_config
@@ -244,7 +249,7 @@ class QuantizedMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         loader = extra_weight_attrs["weight_loader"]
-        parts = list(output_partition_sizes)
+        parts, self.inner = list(output_partition_sizes), input_size_per_partition
         self.scheme.create_weights(layer, input_size_per_partition, parts, input_size, params_dtype, loader)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Speculation under SGLang: which of its algorithms run, and what they need that it brings for its own devices only.
 
 Its workers run as they are. They check drafts by kernels of their own, for which :mod:`~sglang_fl.speculation.forms`
-has PyTorch where no Triton kernel of SGLang's is started. Attention of several tokens of a request is causal, so drafts
+has PyTorch: for those that SGLang compiles by NVIDIA's compiler while it serves, and for those in Triton where none is
+started. Attention of several tokens of a request is causal, so drafts
 are checked as chains, and each draft of a tree as a request of its own.
 """
 
@@ -35,8 +36,12 @@ def serves(algorithm: str) -> bool:
     return algorithm in SERVED and host_version() in TESTED_HOSTS
 
 
-def unserved(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
-    """``(present, feature)`` of everything about speculation that is refused."""
+def unserved(args: ServerArgs, device: DeviceSpec, kernels: bool) -> list[tuple[Any, str]]:
+    """``(present, feature)`` of everything about speculation that is refused.
+
+    Args:
+        kernels: whether SGLang has kernels of its own for the device.
+    """
     algorithm = named(args)
     if algorithm is None:
         return []
@@ -48,7 +53,7 @@ def unserved(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
     # SGLang has set a drafter's quantization to the target's before it asks us, where the user gave none.
     as_target = (None, "unquant", args.quantization)
     return [
-        (device.accelerator, what),
+        (device.accelerator and not kernels, what),
         (args.speculative_adaptive, "--speculative-adaptive"),
         (args.enable_multi_layer_eagle, "--enable-multi-layer-eagle"),
         (args.speculative_use_block_verification, "--speculative-use-block-verification"),
@@ -65,12 +70,11 @@ def unserved(args: ServerArgs, device: DeviceSpec) -> list[tuple[Any, str]]:
     ]
 
 
-def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str], None], triton: bool) -> None:
+def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str], None]) -> None:
     """Let drafts be chains, as far as the user chose nothing.
 
     Args:
         change: sets a field for a reason, which it logs.
-        triton: whether SGLang's own Triton kernels are started.
     """
     algorithm = named(args)
     if algorithm in BY_MODEL:
@@ -82,5 +86,5 @@ def apply_defaults(args: ServerArgs, change: Callable[[ServerArgs, str, Any, str
     elif algorithm == BY_LOOK_UP:
         for field in ("speculative_ngram_max_bfs_breadth", "speculative_ngram_min_bfs_breadth"):
             change(args, field, 1, "sglang_fl checks drafts that are chains, not trees")
-    if algorithm is not None and not triton:
-        change(args, "disable_overlap_schedule", True, "SGLang relays drafts by a Triton kernel")
+    if algorithm is not None:
+        change(args, "disable_overlap_schedule", True, "sglang_fl's attention reads each step's lengths on the host")

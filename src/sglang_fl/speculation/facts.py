@@ -32,7 +32,7 @@ HOOKED = (
         ),
         "replaces",
         "speculation.hooked",
-        "SGLang refuses to check drafts on a platform that is not its own",
+        "SGLang refuses to check drafts on a platform that is not its own, or compiles its kernels while it serves",
         since="0.5.23",
     ),
     HostFact(
@@ -122,7 +122,7 @@ OTHER = (
         ("tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob"),
         "replaces",
         "speculation.hooked",
-        "They are None where SGLang has no kernel, and sampled drafts are checked by them.",
+        "Sampled drafts are checked by them; they are None where SGLang has no kernel, or compiled while it serves.",
         since="0.5.23",
     ),
     HostFact(
@@ -177,7 +177,7 @@ OTHER = (
         "sglang.srt.models.transformers:TransformersBase",
         ("attention_instances",),
         "reads",
-        "attention",
+        "attention_layers",
         "Where a model of Transformers' has its attention layers, which are no modules of it.",
         since="0.5.23",
     ),

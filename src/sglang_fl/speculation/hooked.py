@@ -22,6 +22,11 @@ COMPILED = "sgl_kernel"
 """SGLang's library of kernels, which is compiled for GPUs, and has the one that reads trees of N-grams."""
 
 
+def _always(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Our form of a kernel that SGLang compiles by NVIDIA's compiler at its first call, on any device."""
+    return lambda original, *args, **kwargs: form(*args, **kwargs)
+
+
 def _unless_triton(form: Callable[..., Any]) -> Callable[..., Any]:
     """Our form of a kernel, where SGLang starts no Triton kernel of its own."""
 
@@ -59,8 +64,8 @@ def share_weights(original: Callable[[Any], None], worker: Any) -> None:
 
 
 HOOKED: tuple[tuple[str, Callable[..., Any]], ...] = (
-    (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _unless_triton(forms.build_tree)),
-    (f"{KERNELS}.spec_tree.verify_tree_greedy_func", _unless_triton(forms.verify_greedy)),
+    (f"{KERNELS}.spec_tree.build_tree_kernel_efficient_func", _always(forms.build_tree)),
+    (f"{KERNELS}.spec_tree.verify_tree_greedy_func", _always(forms.verify_greedy)),
     (f"{KERNELS}.reject_sampling.chain_speculative_sampling_triton", _unless_triton(forms.sample_by_rejection)),
     (f"{KERNELS}.row_argmax.row_argmax", _unless_triton(forms.best)),
     (f"{KERNELS}.cache_locs.assign_draft_cache_locs_contiguous_func", _unless_triton(forms.slots_of_drafts)),
@@ -77,7 +82,10 @@ SUPPLIED: dict[str, Callable[..., Any]] = {
     "top_k_renorm_prob": forms.keep_top_k,
     "top_p_renorm_prob": forms.keep_top_p,
 }
-"""Names in :data:`EAGLE` that are ``None`` on a device that SGLang has no kernel for, so that no hook finds them."""
+"""Names in :data:`EAGLE` that are ``None`` on a device that SGLang has no kernel for, so that no hook finds them.
+
+On NVIDIA GPUs they need NVIDIA's compiler, and FlashInfer.
+"""
 
 
 def prepare(algorithm: str) -> None:
@@ -90,8 +98,7 @@ def prepare(algorithm: str) -> None:
         raise ValueError(f"sglang_fl does not support speculative decoding with '{algorithm}' yet")
     module = importlib.import_module(EAGLE)
     for name, form in SUPPLIED.items():
-        if getattr(module, name) is None:
-            setattr(module, name, form)
+        setattr(module, name, form)
     if algorithm == BY_LOOK_UP:
         with stand_in():
             reader = importlib.import_module(f"{KERNELS}.reconstruct_tree")

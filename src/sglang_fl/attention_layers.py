@@ -1,0 +1,66 @@
+"""The attention layers of a model: which can be served, and the operators of each, bound for its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from torch import nn
+
+from fl_dispatch import bind_op
+from fl_dispatch.hosting.attached import Attached
+
+
+@dataclass(frozen=True)
+class BoundOperators:
+    """An attention layer's operators, bound for its prefix, which is their scope."""
+
+    scope: str | None
+    write: Callable[..., Any]
+    attend: Callable[..., Any]
+    attend_latent: Callable[..., Any]
+
+
+NAMES = ("kv_cache_write", "paged_attention", "mla_decode")
+OPERATORS = Attached[BoundOperators]("fl_operators")
+
+
+def bind(layer: RadixAttention, scope: str | None) -> None:
+    """Bind a layer's operators, again for its prefix."""
+    OPERATORS.give(layer, BoundOperators(scope, *(bind_op(name, scope) for name in NAMES)))
+
+
+def refusal(layer: RadixAttention) -> str | None:
+    """Why a layer's attention cannot run here, or ``None``."""
+    if layer.is_cross_attention:
+        return "cross attention"
+    if layer.attn_type is AttentionType.DECODER_BIDIRECTIONAL:
+        return "attention to later tokens in a decoder"
+    if layer.pos_encoding_mode != "NONE":
+        return f"attention with position encoding '{layer.pos_encoding_mode}'"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"attention scores limited by '{layer.logit_capping_method}'"
+    if layer.xai_temperature_len > 0:
+        return "attention with a temperature by length"
+    return None
+
+
+def kept_aside(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+    """The layers of ``--model-impl transformers``, whose model has them in a dictionary beside its modules.
+
+    Each has the prefix that it would have below the attention of Hugging Face that calls it.
+    """
+    aside: dict[int, RadixAttention] = getattr(model, "attention_instances", {})
+    for prefix, module in model.named_modules():
+        if type(module).__name__.endswith("Attention") and (number := getattr(module, "layer_idx", None)) in aside:
+            yield f"{prefix}.attn", aside[number]
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
+    """Every attention layer with a prefix."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, RadixAttention):
+            yield prefix, module
+    yield from kept_aside(model)

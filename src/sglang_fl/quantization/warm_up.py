@@ -1,0 +1,54 @@
+"""Products with quantized weights before graphs are captured, in batches of every size up to that of a prompt's step.
+
+A batch that decodes has few tokens, and the products of prompts run kernels of their own. From the capture on choices
+are fixed, and a failure ends the engine, so each kernel is met before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fl_dispatch.hosting import warm_batches
+from fl_dispatch.hosting.quantized.experts import QuantizedExperts
+from fl_dispatch.hosting.quantized.layers import QuantizedKernel, kernels
+
+from ..bridge.mixture import MIXTURE
+
+
+def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
+    """Multiply zeros by the weights of each kind; returns the number of calls.
+
+    Args:
+        most_tokens: of a step.
+        dtype: of the model.
+    """
+    layers: dict[Any, tuple[nn.Module, QuantizedKernel]] = {}
+    for _, layer, kernel in kernels(model):
+        layers.setdefault(_kind(layer, kernel), (layer, kernel))
+    counts = warm_batches.token_counts(most_tokens)
+    for layer, kernel in layers.values():
+        for tokens in counts:
+            _try(layer, kernel, tokens, dtype)
+    return len(layers) * len(counts)
+
+
+def _kind(layer: nn.Module, kernel: QuantizedKernel) -> tuple[Any, ...]:
+    """Layers of one kind call the operators with arguments of the same kind."""
+    tensors = [(name, value.shape, value.dtype) for name, value in layer.named_parameters(recurse=False)]
+    return type(kernel), str(tensors), *warm_batches.rules((kernel.fl_operator, "quantize"), kernel.fl_scope)
+
+
+def _try(layer: Any, kernel: Any, tokens: int, dtype: torch.dtype) -> None:
+    x = torch.zeros(tokens, layer.quant_method.inner, dtype=dtype, device=next(layer.parameters()).device)
+    if not isinstance(kernel, QuantizedExperts):
+        kernel.apply_weights(layer, x, getattr(layer, "bias", None))
+        return
+    mixture = MIXTURE.of(layer)
+    chosen, experts = mixture.config.top_k or 1, kernel.weight_of(layer, "w2")[0].shape[0]
+    ids = torch.arange(tokens * chosen, dtype=torch.int32, device=x.device).view(tokens, chosen) % experts
+    weights = torch.zeros(tokens, chosen, dtype=torch.float32, device=x.device)
+    on_input = mixture.config.apply_router_weight_on_input
+    kernel.apply_experts(layer, x, weights, ids, mixture.activation, on_input, None, None)
