@@ -102,8 +102,12 @@ class GPUWorkerFL(WorkerFL):
         model, width = self.get_model(), self.model_config.get_hidden_size()
         if hasattr(model, "compute_logits") and get_pp_group().is_last_rank:
             for size in sorted({min(size, self.scheduler_config.max_num_seqs) for size in sizes}):
+                if self.vllm_config.lora_config is not None:
+                    from . import lora
+
+                    lora.forget_batch(self.model_runner, size)
                 model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
 
     def _run_batch_without_cache(self, tokens: int) -> None:
-        options: dict[str, Any] = {"skip_attn": True} if self.use_v2_model_runner else {}
+        options = {"skip_attn": True} if self.use_v2_model_runner else self.fl_dummy_options()
         self.model_runner._dummy_run(tokens, is_profile=True, **options)
