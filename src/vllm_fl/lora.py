@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from fl_dispatch import bind_op
 from fl_dispatch.devices import detect_device
-from fl_dispatch.ops.lora import PARTS
+from fl_dispatch.ops.lora import FEW, PARTS
 
 NONE = -1
 """The slot of rows without an adapter."""
@@ -266,6 +266,24 @@ def _one_by_one(runner: Any, method: Callable[..., dict[str, Any]]) -> Callable[
         return together
 
     return found
+
+
+def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
+    """Make logits of few rows and of many with an adapter, which no dummy batch does.
+
+    Args:
+        model: loaded.
+        width: of its hidden states.
+        dtype: of them.
+    """
+    found = (getattr(module, "punica_wrapper", None) for module in model.modules())
+    for wrapper in {one for one in found if isinstance(one, PunicaWrapperFL)}:
+        before = wrapper.tokens.host
+        for rows in (1, FEW + 1):
+            wrapper.tokens.host = np.zeros(rows, dtype=np.int32)
+            with prompt_logits(0):
+                model.compute_logits(torch.zeros(rows, width, dtype=dtype, device=wrapper.device))
+        wrapper.tokens.host = before
 
 
 def forget_batch(runner: Any, rows: int) -> None:

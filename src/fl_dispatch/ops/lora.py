@@ -29,6 +29,8 @@ from .declaration import (
 )
 
 PARTS = 3
+FEW = 64
+"""Rows of a small batch, for which implementations may have other kernels."""
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 RANKS = (16, 64)
 """Ranks that benchmarks measure."""

@@ -3,7 +3,7 @@
 The grid depends on the number of tokens and slots alone, so a captured graph serves every mapping; programs without
 tokens end at once. Nothing is launched for a batch without adapters, which the host knows.
 
-Few rows times a long factor would keep a handful of programs busy. Their sums are divided into :func:`_pieces`, which a
+A small batch (:data:`FEW`) times a long factor would keep a handful of programs busy. Such sums are divided into :func:`_pieces`, which a
 second kernel adds up in order, so that results do not vary from run to run.
 """
 
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
-from fl_dispatch.ops.lora import PARTS, given
+from fl_dispatch.ops.lora import FEW, PARTS, given
 
 from .launch import Launcher, power_of_two
 
-FEW = 64
-"""Tokens up to which a batch is small: programs take fewer rows, and long sums are divided."""
 PIECE, MOST_PIECES = 1024, 8
 """Elements of a row that are worth a program of their own, and the most pieces of a row."""
 LEAST = 16
