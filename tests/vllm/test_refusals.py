@@ -148,11 +148,6 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         (
             "qwen3",
-            {"enable_lora": True, "compilation_config": COMPILED},
-            "LoRA on compiled models",
-        ),
-        (
-            "qwen3",
             {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},
             "speculative decoding with 'ngram_gpu' (only with ngram, draft_model, eagle, eagle3, mtp)",
         ),
@@ -333,6 +328,7 @@ def test_drafts_of_several_predictors_are_refused(configure: Callable[..., Any])
         ("qwen3", {}),
         ("whisper", {"max_model_len": 128}),
         ("qwen3", {"enable_lora": True}),
+        ("qwen3", {"enable_lora": True, "compilation_config": COMPILED}),
         ("qwen3", {"all2all_backend": "deepep_v2"}),
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
