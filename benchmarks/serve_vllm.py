@@ -313,7 +313,8 @@ def write_adapter(folder: Path, config: Mapping[str, Any], layers: int, rank: in
     head_dim = config.get("head_dim") or hidden // heads
     query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
     sizes = {
-        **{f"self_attn.{name}_proj": size for name, size in zip("qkv", [(query, hidden), *[(key, hidden)] * 2])},
+        "self_attn.q_proj": (query, hidden),
+        **{f"self_attn.{name}_proj": (key, hidden) for name in ("k", "v")},
         "self_attn.o_proj": (hidden, query),
         **{f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")},
         "mlp.down_proj": (hidden, inner),

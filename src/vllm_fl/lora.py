@@ -276,13 +276,14 @@ def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
         width: of its hidden states.
         dtype: of them.
     """
+    logits_of: Any = model.compute_logits
     found = (getattr(module, "punica_wrapper", None) for module in model.modules())
     for wrapper in {one for one in found if isinstance(one, PunicaWrapperFL)}:
         before = wrapper.tokens.host
         for rows in (1, FEW + 1):
             wrapper.tokens.host = np.zeros(rows, dtype=np.int32)
             with prompt_logits(0):
-                model.compute_logits(torch.zeros(rows, width, dtype=dtype, device=wrapper.device))
+                logits_of(torch.zeros(rows, width, dtype=dtype, device=wrapper.device))
         wrapper.tokens.host = before
 
 

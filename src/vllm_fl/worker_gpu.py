@@ -9,7 +9,6 @@ ends the start.
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode

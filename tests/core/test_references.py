@@ -732,7 +732,14 @@ def test_attention_tells_prefill_from_decode() -> None:
 def test_inline_references_are_traced_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(getattr(REFERENCE, name), fullgraph=True, backend="eager", dynamic=False)
-    labels = ("32 of", "32x2048", "32x4096", "decode, 32 tokens", "decode, 2 adapters", "not in place, half of the head, interleaved")
+    labels = (
+        "32 of",
+        "32x2048",
+        "32x4096",
+        "decode, 32 tokens",
+        "decode, 2 adapters",
+        "not in place, half of the head, interleaved",
+    )
     pairs = zip(samples(name), samples(name), strict=True)
     chosen = [(one, again) for one, again in pairs if one.label.startswith(labels)]
     assert chosen

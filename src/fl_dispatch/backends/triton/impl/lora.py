@@ -3,8 +3,8 @@
 The grid depends on the number of tokens and slots alone, so a captured graph serves every mapping; programs without
 tokens end at once. Nothing is launched for a batch without adapters, which the host knows.
 
-A small batch (:data:`FEW`) times a long factor would keep a handful of programs busy. Such sums are divided into :func:`_pieces`, which a
-second kernel adds up in order, so that results do not vary from run to run.
+A small batch (:data:`FEW`) times a long factor would keep a handful of programs busy. Such sums are divided into
+:func:`_pieces`, which a second kernel adds up in order, so that results do not vary from run to run.
 """
 
 from __future__ import annotations
