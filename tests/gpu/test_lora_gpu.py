@@ -42,7 +42,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0", **NEUTRAL},
 }
 LAYERS, PRODUCTS = 3, 4
-"""Of the checkpoint, and of a layer."""
+"""The checkpoint's layers, and the products of each that adapters change."""
 
 
 @pytest.fixture(scope="module")
