@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, start_features
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, ran, start_features
 from transformers import AutoModelForCausalLM
 
 import variants
@@ -153,7 +153,7 @@ def test_adapters_change_places_after_compilation(
     assert swapped["report"]["compiled"]["graphs"] == 1
 
 
-@pytest.mark.parametrize("operator", ["lora_shrink", "lora_expand"])
+@pytest.mark.parametrize("operator", drawn(("lora_shrink", "lora_expand"), 1, "wrong products of adapters"))
 def test_a_wrong_product_is_in_the_graph(
     operator: str,
     checkpoint: Callable[[str], Path],
@@ -173,7 +173,28 @@ def test_a_wrong_product_is_in_the_graph(
     assert adapted not in (base, merged_tokens[0])
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+def test_our_kernels_serve_adapters_in_tritons_interpreter(
+    checkpoint: Callable[[str], Path],
+    adapters: list[Path],
+    merged_tokens: list[list[list[int]]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    pytest.importorskip("triton")
+    one, two = map(str, adapters)
+    few = {"do": "generate", "prompts": PROMPTS[:2] * 3, "sampling": {"max_tokens": 4}}
+    steps = [{**few, "lora": [one, None, two, two, None, one]}]
+    kernels = ";".join(f"{operator}=impl:default.triton" for operator in ("lora_shrink", "lora_expand"))
+    engine = {**LORA, **PIECES, "max_loras": 2}
+    job = checkpoint("qwen3"), steps, engine
+    (found,) = start_features(job, cold=True, TRITON_INTERPRET="1", VLLM_FL_PER_OP=kernels).result()["runs"]
+    first, second = merged_tokens
+    base = expected("qwen3")
+    wanted = [first[0], base[1], second[0], second[1], base[0], first[1]]
+    assert _tokens(found["steps"][0]) == [tokens[:4] for tokens in wanted]
+    assert ran(found, "lora_shrink") == ran(found, "lora_expand") == {"default.triton"}
+
+
+@pytest.mark.parametrize("sharded", drawn((False, True), 1, "adapters on two ranks"))
 def test_two_ranks_serve_adapters(
     sharded: bool,
     checkpoint: Callable[[str], Path],
