@@ -280,7 +280,7 @@ def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
     found = (getattr(module, "punica_wrapper", None) for module in model.modules())
     for wrapper in {one for one in found if isinstance(one, PunicaWrapperFL)}:
         before = wrapper.tokens.host
-        for rows in (1, FEW + 1):
+        for rows in {1, min(FEW + 1, len(wrapper.prompt.adapters))}:
             wrapper.tokens.host = np.zeros(rows, dtype=np.int32)
             with prompt_logits(0):
                 logits_of(torch.zeros(rows, width, dtype=dtype, device=wrapper.device))
