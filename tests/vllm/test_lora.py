@@ -186,7 +186,8 @@ def test_our_kernels_serve_adapters_in_tritons_interpreter(
     kernels = ";".join(f"{operator}=impl:default.triton" for operator in ("lora_shrink", "lora_expand"))
     engine = {**LORA, **PIECES, "max_loras": 2}
     job = checkpoint("qwen3"), steps, engine
-    (found,) = start_features(job, cold=True, TRITON_INTERPRET="1", VLLM_FL_PER_OP=kernels).result()["runs"]
+    variables = {"TRITON_INTERPRET": "1", "VLLM_FL_PREFER": "reference", "VLLM_FL_PER_OP": kernels}
+    (found,) = start_features(job, cold=True, **variables).result()["runs"]
     first, second = merged_tokens
     base = expected("qwen3")
     wanted = [first[0], base[1], second[0], second[1], base[0], first[1]]
