@@ -38,6 +38,9 @@ from fl_dispatch.backends.triton.impl import (
 with contextlib.suppress(ImportError):  # older trees have no cases for it
     from fl_dispatch.backends.triton.impl import quantized_moe
 
+with contextlib.suppress(ImportError):
+    from fl_dispatch.backends.triton.impl import lora
+
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
 
@@ -192,6 +195,15 @@ def _packed(rows: int, bits: int, columns: int = 4096) -> None:
     weight_only.weight_only_linear(_empty(rows, 4096), weight, _empty(columns, 32))
 
 
+def _adapters(tokens: int, rank: int, *, inner: int = 4096, dtype: torch.dtype = torch.bfloat16) -> None:
+    parts, slots = 3, 4
+    down, up = _empty(slots, rank, inner, dtype=dtype), _empty(slots, inner, rank, dtype=dtype)
+    products = _empty(parts, tokens, rank, dtype=WIDE)
+    mapping = (_integers(tokens), _integers(tokens), _integers(slots + 1), torch.ones(1, dtype=torch.int32))
+    lora.lora_shrink(_empty(tokens, inner, dtype=dtype), products, down, *mapping, 1.0, down, down)
+    lora.lora_expand(_empty(tokens, parts * inner, dtype=dtype), products, up, *mapping, 0, up, up)
+
+
 HALF, WIDE = torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 CASES = (
@@ -248,6 +260,10 @@ CASES = (
     Case("4 bits, 64 rows, many columns", lambda: _packed(64, 4, 28672), hopper=False),
     Case("4 bits, 256 rows", lambda: _packed(256, 4), hopper=False),
     Case("8 bits, 32 rows", lambda: _packed(32, 8), hopper=False),
+    Case("adapters of rank 16, 1 token", lambda: _adapters(1, 16), hopper=False),
+    Case("adapters of rank 64, 2048 tokens", lambda: _adapters(2048, 64), hopper=False),
+    Case("adapters of rank 8, 4 tokens, float32", lambda: _adapters(4, 8, inner=64, dtype=WIDE), hopper=False),
+    Case("adapters of rank 128, 300 tokens, odd rows", lambda: _adapters(300, 128, inner=4100), hopper=False),
     Case("fp8 experts, 1 token", lambda: _scaled_experts(1, FP8), hopper=False),
     Case("fp8 experts, 16 tokens", lambda: _scaled_experts(16, FP8), hopper=False),
     Case("fp8 experts, 128 tokens", lambda: _scaled_experts(128, FP8), hopper=False),

@@ -12,7 +12,9 @@ fewer than five rounds cannot say so much, and their interval is from the least 
 a file: it says where a difference comes from.
 
     python benchmarks/serve_vllm.py [--shape llama-3.1-8b] [--cells vanilla_fa3,plugin_neutral] [--rounds 5]
-        [--layers 32] [--json FILE] [--profile FILE]
+        [--layers 32] [--lora RANK] [--json FILE] [--profile FILE]
+
+With ``--lora`` every request has the same adapter of that rank, with random factors for all projections.
 
 Needs one GPU, vLLM with its compiled operators, and this package installed. Cells that do not fit the GPU together are
 given to several runs, each with a vanilla one, or measured with fewer layers.
@@ -154,8 +156,13 @@ def serve(arguments: dict[str, Any]) -> None:
     begun = time.perf_counter()
     from vllm import LLM, SamplingParams
 
-    change = arguments.pop("change")
+    change, adapter = arguments.pop("change"), arguments.pop("adapter", None)
     llm = LLM(**arguments)
+    asked: dict[str, Any] = {}
+    if adapter is not None:
+        from vllm.lora.request import LoRARequest
+
+        asked["lora_request"] = LoRARequest("adapter", 1, adapter)
     if change:
         llm.apply_model(CHANGES[change])
     report = llm.collective_rpc("fl_report")[0] if "fl_dispatch" in sys.modules else None
@@ -168,7 +175,7 @@ def serve(arguments: dict[str, Any]) -> None:
         if profiled:
             llm.start_profile()
         start = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, **asked)
         seconds = time.perf_counter() - start
         if profiled:
             llm.stop_profile()
@@ -243,7 +250,7 @@ class Engine:
         name: str,
         cell: Cell,
         model: Path,
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         experts: bool,
         logs: Path,
         profiled: bool,
@@ -297,6 +304,35 @@ class Engine:
         return self.log.read_text(errors="replace").count(" during inference: ")
 
 
+def write_adapter(folder: Path, config: Mapping[str, Any], layers: int, rank: int) -> Path:
+    """An adapter of all projections of a dense model, with small random factors, in PEFT's format."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
+    sizes = {
+        "self_attn.q_proj": (query, hidden),
+        **{f"self_attn.{name}_proj": (key, hidden) for name in ("k", "v")},
+        "self_attn.o_proj": (hidden, query),
+        **{f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")},
+        "mlp.down_proj": (hidden, inner),
+    }
+    factors = {}
+    for layer in range(layers):
+        for name, (rows, columns) in sizes.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            factors[f"{module}.lora_A.weight"] = torch.randn(rank, columns, dtype=torch.bfloat16) * 1e-2
+            factors[f"{module}.lora_B.weight"] = torch.randn(rows, rank, dtype=torch.bfloat16) * 1e-2
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none", "lora_dropout": 0.0}
+    targets = sorted(name.rpartition(".")[2] for name in sizes)
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "target_modules": targets}))
+    return folder
+
+
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +347,7 @@ def measure(
     profiled: bool,
     parallel: int,
     keep: Path | None = None,
+    rank: int = 0,
 ) -> dict[str, Any]:
     """Start every cell, let them take turns, and return what was measured; ``keep`` gets it after each round."""
     from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
@@ -319,7 +356,10 @@ def measure(
     cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
     longest = max(work.prompt + work.new for work in workloads)
     experts = bool(shape.experts)
-    sizes = {"kv_cache_memory_bytes": cache, "max_model_len": longest}
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": cache, "max_model_len": longest}
+    if rank:
+        adapter = write_adapter(folder / "adapter", shape.config, layers, rank)
+        sizes |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "adapter": str(adapter)}
     engines = [Engine(name, cell, folder, sizes, experts, logs, profiled, parallel) for name, cell in cells.items()]
     started: dict[str, Any] = {}
     for engine in list(engines):
@@ -405,6 +445,7 @@ def main() -> None:
         "--tuned", type=Path, metavar="FILE", help="a platform file of fl tune, for the cell plugin_tuned"
     )
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS", help="divide each engine among GPUs")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="every request has an adapter of that rank")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="time of each kernel, as JSON; printed too")
@@ -423,6 +464,8 @@ def main() -> None:
     names = options.cells.split(",") if options.cells else [name for name in STANDARD if name in known]
     if unknown := set(names) - set(known):
         parser.error(f"{options.shape} has no cell {', '.join(sorted(unknown))}; it has {', '.join(known)}")
+    if options.lora and (shape.experts or shape.latent):
+        parser.error(f"--lora is for dense models with plain attention, and {options.shape} is none")
     texts = options.workloads.split(",") if options.workloads else [work.name for work in WORKLOADS]
     workloads = [work for work in (*WORKLOADS, *NAMED) if any(text in work.name for text in texts)]
     if not workloads:
@@ -454,6 +497,7 @@ def main() -> None:
             profiled,
             options.tensor_parallel,
             options.json,
+            options.lora,
         )
     found["compared"] = compare(found["rates"])
     found["machine"] = {
@@ -466,6 +510,7 @@ def main() -> None:
         "layers": layers,
         "sampled, routers spread": bool(shape.experts),
         "tensor_parallel": options.tensor_parallel,
+        "lora": options.lora,
     }
     if options.profile:
         options.profile.write_text(json.dumps(found["profiles"], indent=1))

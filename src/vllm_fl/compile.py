@@ -90,7 +90,6 @@ def lacked_by_compiled_models(vllm_config: VllmConfig) -> list[tuple[bool, str]]
     """Features that models have only where they run eagerly, and whether each is asked for."""
     model = vllm_config.model_config
     return [
-        (vllm_config.lora_config is not None, "LoRA on compiled models"),
         (model is not None and model.is_encoder_decoder, "compiled encoder-decoder models"),
     ]
 

@@ -273,10 +273,10 @@ READ = (
     ),
     HostFact(
         f"{_WORKER}.gpu_model_runner:GPUModelRunner",
-        ("_dummy_run(num_tokens, *, force_attention=None, **kwargs)",),
+        ("_dummy_run(num_tokens, *, force_attention=None, num_active_loras=0, **kwargs)",),
         "reads",
         "worker_cpu",
-        "The first batch, in which implementations prove themselves.",
+        "The first batch, in which implementations prove themselves, with every adapter.",
     ),
     HostFact(
         f"{_WORKER}.gpu.model_runner:GPUModelRunner",
@@ -286,7 +286,7 @@ READ = (
         "The first batches, in which implementations prove themselves.",
     ),
     HostFact(
-        f"{_WORKER}.cpu_model_runner:CPUModelRunner",
+        f"{_WORKER}.gpu_model_runner:GPUModelRunner",
         ("num_prompt_logprobs", "input_batch", "query_start_loc"),
         "reads",
         "lora",
@@ -294,10 +294,17 @@ READ = (
     ),
     HostFact(
         f"{_PUNICA}.punica_base:PunicaWrapperBase",
-        ("token_lora_indices", "sampler_indices"),
+        ("indices_len", "_embeddings_indices"),
         "reads",
         "lora",
-        "The adapter of each row.",
+        "The lengths of what vLLM reads of a batch, and where each token's adapter of the embedding begins.",
+    ),
+    HostFact(
+        f"{_WORKER}.lora_model_runner_mixin:LoRAModelRunnerMixin",
+        ("_set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests)",),
+        "reads",
+        "lora",
+        "A batch without adapters, before logits that belong to no batch.",
     ),
     HostFact(
         "vllm.model_executor.custom_op:CustomOp",
@@ -624,20 +631,33 @@ OVERRIDDEN = (
     HostFact(
         f"{_WORKER}.gpu_model_runner:GPUModelRunner",
         ("_get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens)",),
-        "overrides",
+        "replaces",
         "lora",
         "vLLM asks for logits without saying whose they are.",
     ),
     HostFact(
         f"{_PUNICA}.punica_cpu:PunicaWrapperCPU",
         (
-            "add_shrink(y, x, *args, **kwargs)",
-            "add_lora_embedding(y, x, *args, **kwargs)",
+            "add_shrink(y, x, lora_a_stacked, scale, **kwargs)",
+            "add_expand(y, x, lora_b_stacked, output_slices, offset_start=0, add_inputs=True, **kwargs)",
+            "add_lora_embedding(y, x, lora_b_stacked, *args, **kwargs)",
+            "add_lora_linear(y, x, lora_a_stacked, lora_b_stacked, scale, output_slices, **kwargs)",
             "add_lora_logits(y, x, lora_a_stacked, lora_b_stacked, scale, **kwargs)",
         ),
         "overrides",
         "lora",
-        "vLLM takes the last adapter for a token without one.",
+        "Its products are our operators; vLLM takes the last adapter for a token without one.",
+    ),
+    HostFact(
+        f"{_PUNICA}.punica_base:PunicaWrapperBase",
+        (
+            "update_metadata(mapping, lora_index_to_id, max_loras, vocab_size, **kwargs)",
+            "token_lora_indices",
+            "sampler_indices",
+        ),
+        "overrides",
+        "lora",
+        "The adapter of each row is kept in our operators' form.",
     ),
     HostFact(
         f"{_LAYERS}.linear:UnquantizedLinearMethod",

@@ -258,6 +258,12 @@ def _attention_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield prefix, module
 
 
+def _adapters(model: nn.Module) -> list[Bindable]:
+    """The wrappers of adapters that a model's layers share, each once."""
+    found = (getattr(module, "punica_wrapper", None) for module in model.modules())
+    return list({id(one): one for one in found if isinstance(one, Bindable)}.values())
+
+
 def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
     """Bind every layer's operators again, now for the layer's prefix; or those that no compiled graph contains.
 
@@ -277,6 +283,8 @@ def bind_scopes(model: nn.Module, *, untraced_only: bool = False) -> None:
     for prefix, _, kernel in kernels(model):
         if not (untraced_only and kernel.fl_traced):
             kernel.fl_bind(prefix.removesuffix(".routed_experts"))
+    for adapters in _adapters(model) if not untraced_only else ():
+        adapters.fl_bind(None)
 
 
 def survey(model: nn.Module) -> Survey:

@@ -1,24 +1,29 @@
-"""LoRA in plain PyTorch: vLLM's own wrapper for the CPU, with two mistakes mended.
+"""LoRA over the operators ``lora_shrink`` and ``lora_expand``: vLLM's wrapper of adapters, and whose the logits are.
 
-vLLM marks tokens of requests without an adapter with the index -1, and its PyTorch functions use that index as it is,
-so such a token would get the last adapter's product (github.com/vllm-project/vllm/pull/48421). A product with zeros is
-zero whatever the adapter. And it takes the logits of a prompt, a row for each token, for those of a batch, a row for
-each request.
+vLLM says before each step which token has which adapter. The wrapper keeps that in tensors that stay where they are, so
+compiled code and captured graphs read the step's. vLLM takes the logits of a prompt, a row for each token, for those of
+a batch, a row for each request; so its runners are made to say which they ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from vllm.lora.ops.torch_ops import bgmv_expand, bgmv_shrink
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from fl_dispatch import bind_op
+from fl_dispatch.devices import detect_device
+from fl_dispatch.ops.lora import FEW, PARTS
+
+NONE = -1
+"""The slot of rows without an adapter."""
 _prompt_start: ContextVar[int | None] = ContextVar("prompt_start", default=None)
 
 
@@ -32,23 +37,170 @@ def prompt_logits(start: int) -> Iterator[None]:
         _prompt_start.reset(token)
 
 
-def _without_base_rows(x: Tensor, indices: Tensor) -> Tensor:
-    """``x`` with zeros in the rows whose adapter index is negative."""
-    return x.view(-1, x.shape[-1]).masked_fill((indices < 0)[:, None], 0.0)
+class Mapping:
+    """Which row has which adapter, as the operators take it; every tensor stays where it is.
+
+    Args:
+        rows: the most of a batch.
+        slots: of each layer.
+        device: of the layers.
+    """
+
+    def __init__(self, rows: int, slots: int, device: torch.device | str) -> None:
+        self.adapters = torch.full((rows,), NONE, dtype=torch.int32, device=device)
+        self.order = torch.arange(rows, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.active = torch.zeros(1, dtype=torch.int32)
+        self.host = np.empty(0, dtype=np.int32)
+        """The slots of the batch's rows."""
+        self._filled = 0
+
+    def update(self, host: NDArray[np.int32]) -> None:
+        """Take another batch; rows behind it have no adapter."""
+        self.host = host
+        active = len(np.unique(host[host >= 0]))
+        if not active and not self._filled:
+            return
+        slots, longest = len(self.starts) - 1, max(len(host), self._filled)
+        adapters = np.full(longest, NONE, dtype=np.int32)
+        adapters[: len(host)] = host
+        last = np.where(adapters < 0, slots, adapters)
+        order = np.argsort(last, kind="stable")
+        _upload(self.adapters, adapters)
+        _upload(self.order, order.astype(np.int32))
+        _upload(self.starts, np.searchsorted(last[order], np.arange(slots + 1)).astype(np.int32))
+        self.active[0] = active
+        self._filled = len(host) if active else 0
+
+    def of(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The operators' arguments for a batch of so many rows, padding included."""
+        return self.adapters[:rows], self.order[:rows], self.starts, self.active
+
+
+def _upload(target: Tensor, values: NDArray[Any]) -> None:
+    """Write the first elements of a tensor, without waiting for the device where that is possible."""
+    source = torch.from_numpy(values)
+    if target.device.type != "cpu" and detect_device().pin_memory:
+        source = source.pin_memory()
+    target[: len(values)].copy_(source, non_blocking=True)
 
 
 class PunicaWrapperFL(PunicaWrapperCPU):
-    """The entry points whose ``x`` is read for the adapters only; arguments as in the base class.
+    """vLLM's entry points over our operators; arguments as in the base class. Layers of a model share one.
 
-    ``add_lora_linear`` calls ``add_shrink``; layers with fully sharded adapters call ``add_shrink`` themselves, and
-    then ``add_expand`` with what it wrote.
+    Args:
+        max_num_batched_tokens: the most rows of a batch.
+        max_batches: the most requests.
+        device: of the layers.
+        kwargs: ``lora_config``, vLLM's.
     """
 
-    def add_shrink(self, y: tuple[Tensor, ...] | Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().add_shrink(y, _without_base_rows(x, self.token_lora_indices), *args, **kwargs)
+    fl_shrink: Callable[..., Tensor]
+    fl_expand: Callable[..., Tensor]
 
-    def add_lora_embedding(self, y: Tensor, x: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().add_lora_embedding(y, _without_base_rows(x, self.token_lora_indices), *args, **kwargs)
+    def __init__(
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
+    ) -> None:
+        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
+        slots = kwargs["lora_config"].max_loras
+        self.tokens, self.requests, self.prompt = (Mapping(max_num_batched_tokens, slots, device) for _ in range(3))
+        self._embeddings_indices.zero_()
+        self.fl_bind(None)
+
+    def fl_bind(self, scope: str | None) -> None:
+        """Bind the operators; no policy names them by a layer."""
+        self.fl_shrink, self.fl_expand = bind_op("lora_shrink"), bind_op("lora_expand")
+
+    # -- the batch ----------------------------------------------------------------------------------------------------
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        """Take the batch of the next step.
+
+        Args:
+            mapping: vLLM's: the adapter's number for each token, and for each row of logits; 0 for none.
+            lora_index_to_id: the number of the adapter in each slot.
+            max_loras: slots.
+            vocab_size: rows of an adapter of the embedding.
+            kwargs: what versions of vLLM add.
+        """
+        slots = {number: slot for slot, number in enumerate(lora_index_to_id) if number is not None}
+        had = self.tokens.active.item()
+        self.tokens.update(_slots_of(mapping.index_mapping, slots))
+        self.requests.update(_slots_of(mapping.prompt_mapping, slots))
+        self.indices_len[:2] = len(self.tokens.host), len(self.requests.host)
+        if had or self.tokens.active.item():
+            self._embeddings_indices.zero_()
+            _upload(self._embeddings_indices, np.maximum(self.tokens.host, 0).astype(np.int64) * vocab_size)
+
+    @property
+    def token_lora_indices(self) -> Tensor:
+        """``[tokens]``, int32: the slot of each token's adapter, -1 for none."""
+        return self.tokens.adapters[: self.indices_len[0]]
+
+    @property
+    def sampler_indices(self) -> Tensor:
+        """The same for rows of logits."""
+        return self.requests.adapters[: self.indices_len[1]]
+
+    # -- products -----------------------------------------------------------------------------------------------------
+
+    def _shrink(self, mapping: Mapping, out: Tensor, x: Tensor, downs: Sequence[Tensor], scale: float) -> None:
+        mapped = mapping.of(x.shape[0])
+        x = x.to(downs[0].dtype)
+        for first in range(0, len(downs), PARTS):
+            down, *others = [down[:, 0] for down in downs[first : first + PARTS]]
+            part = out if len(downs) <= PARTS else out[first : first + PARTS]
+            self.fl_shrink(x, part, down, *mapped, scale, *(*others, None, None)[: PARTS - 1])
+
+    def _expand(self, mapping: Mapping, y: Tensor, products: Tensor, ups: Sequence[Tensor], offset: int) -> None:
+        mapped = mapping.of(y.shape[0])
+        for first in range(0, len(ups), PARTS):
+            some = [up[:, 0] for up in ups[first : first + PARTS]]
+            part = products if len(ups) <= PARTS else products[first : first + PARTS]
+            self.fl_expand(y, part, some[0], *mapped, offset, *(*some[1:], None, None)[: PARTS - 1])
+            offset += sum(up.shape[1] for up in some)
+
+    def add_shrink(self, y: Any, x: Tensor, lora_a_stacked: tuple[Tensor, ...], scale: float, **kwargs: Any) -> None:
+        self._shrink(self.tokens, y, x.view(-1, x.shape[-1]), lora_a_stacked, scale)
+
+    def add_expand(
+        self,
+        y: Tensor,
+        x: Any,
+        lora_b_stacked: tuple[Tensor, ...],
+        output_slices: tuple[int, ...],
+        offset_start: int = 0,
+        add_inputs: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """As in the base class; ``y`` holds zeros where vLLM asks not to add (``add_inputs``), so adding is right."""
+        self._expand(self.tokens, y.view(-1, y.shape[-1]), x, lora_b_stacked, offset_start)
+
+    def add_lora_embedding(self, y: Tensor, x: Tensor, lora_b_stacked: Tensor, *args: Any, **kwargs: Any) -> None:
+        self._expand(self.tokens, y, x[None], (lora_b_stacked,), 0)
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **kwargs: Any,
+    ) -> None:
+        y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        self._add_product(self.tokens, y, x, lora_a_stacked, lora_b_stacked, scale)
+
+    def _add_product(
+        self, mapping: Mapping, y: Tensor, x: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], scale: float
+    ) -> None:
+        shape = (len(downs), x.shape[0], downs[0].shape[2])
+        products = torch.empty(shape, dtype=torch.float32, device=x.device)
+        self._shrink(mapping, products, x, downs, scale)
+        self._expand(mapping, y, products, ups, 0)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, lora_a_stacked: Tensor, lora_b_stacked: Tensor, scale: float, **kwargs: Any
@@ -58,18 +210,34 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         Raises:
             RuntimeError: the rows are neither one a request nor those of a prompt that :func:`prompt_logits` names.
         """
-        start = _prompt_start.get()
-        indices = self.sampler_indices if start is None else self.token_lora_indices[start : start + len(x)]
-        if len(indices) != len(x):
-            raise RuntimeError(f"{len(x)} rows of logits, but the adapters of {len(indices)} are known")
-        product = torch.zeros((len(x), lora_b_stacked.shape[-1]), dtype=torch.float32, device=x.device)
-        bgmv_shrink(_without_base_rows(x, indices), lora_a_stacked, product, indices, scale)
-        bgmv_expand(product, lora_b_stacked, y, indices, add_inputs=True)
+        mapping, start = self.requests, _prompt_start.get()
+        if start is not None:
+            mapping = self.prompt
+            mapping.update(self.tokens.host[start : start + len(x)])
+        if len(mapping.host) != len(x) and self.tokens.active.item():
+            raise RuntimeError(f"{len(x)} rows of logits, but the adapters of {len(mapping.host)} are known")
+        if mapping.active.item():
+            columns = min(y.shape[-1], lora_b_stacked.shape[2])  # both may be padded, each in its own way
+            self._add_product(mapping, y, x, (lora_a_stacked,), (lora_b_stacked[:, :, :columns],), scale)
 
 
-def tell_prompts(runner: Any) -> None:
-    """Have vLLM's V2 runner, whose model is loaded, say where in the batch the prompts' logits are that it asks for."""
-    if (worker := runner.prompt_logprobs_worker) is not None:  # only where tokens are chosen
+def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32]:
+    """The slots of adapters by their numbers, of which 0 is none."""
+    given = np.asarray(numbers, dtype=np.int64)
+    found = np.full(len(given), NONE, dtype=np.int32)
+    for number in np.unique(given[given > 0]):
+        found[given == number] = slots[int(number)]
+    return found
+
+
+# -- whose logits -----------------------------------------------------------------------------------------------------
+
+
+def tell_prompts(runner: Any, v2: bool) -> None:
+    """Have vLLM's runner, whose model is loaded, say where in the batch the prompts' logits are that it asks for."""
+    if not v2:
+        runner._get_prompt_logprobs_dict = _one_by_one(runner, runner._get_prompt_logprobs_dict)
+    elif (worker := runner.prompt_logprobs_worker) is not None:  # only where tokens are chosen
         worker.compute_prompt_logprobs = _located(worker.compute_prompt_logprobs)
         worker.compute_prompt_token_id_logprobs = _located(worker.compute_prompt_token_id_logprobs)
 
@@ -86,13 +254,39 @@ def _located(method: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
-class LoRAModelRunner(CPUModelRunner):
-    """vLLM's V1 runner, which asks for the logits of one prompt after the other without saying whose they are."""
+def _one_by_one(runner: Any, method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The V1 runner asks for the logits of one prompt after the other, all in one call: a call for each."""
 
-    def _get_prompt_logprobs_dict(self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for request in [name for name in self.num_prompt_logprobs if name in num_scheduled_tokens]:
-            start = self.query_start_loc.np[self.input_batch.req_id_to_index[request]].item()
+    def found(hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
+        together: dict[str, Any] = {}
+        for request in [name for name in runner.num_prompt_logprobs if name in num_scheduled_tokens]:
+            start = runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]].item()
             with prompt_logits(start):
-                found |= super()._get_prompt_logprobs_dict(hidden_states, {request: num_scheduled_tokens[request]})
-        return found
+                together |= method(hidden_states, {request: num_scheduled_tokens[request]})
+        return together
+
+    return found
+
+
+def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
+    """Make logits of few rows and of many with an adapter, which no dummy batch does.
+
+    Args:
+        model: loaded.
+        width: of its hidden states.
+        dtype: of them.
+    """
+    logits_of: Any = model.compute_logits
+    found = (getattr(module, "punica_wrapper", None) for module in model.modules())
+    for wrapper in {one for one in found if isinstance(one, PunicaWrapperFL)}:
+        before = wrapper.tokens.host
+        for rows in {1, min(FEW + 1, len(wrapper.prompt.adapters))}:
+            wrapper.tokens.host = np.zeros(rows, dtype=np.int32)
+            with prompt_logits(0):
+                logits_of(torch.zeros(rows, width, dtype=dtype, device=wrapper.device))
+        wrapper.tokens.host = before
+
+
+def forget_batch(runner: Any, rows: int) -> None:
+    """Tell vLLM's runner that a batch of so many rows has no adapters, before logits that belong to no batch."""
+    runner._set_active_loras((0,) * rows, (0,) * rows, set())

@@ -66,10 +66,10 @@ class WorkerFL(Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        if self.use_v2_model_runner and self.vllm_config.lora_config is not None:
+        if self.vllm_config.lora_config is not None:
             from . import lora
 
-            lora.tell_prompts(self.model_runner)
+            lora.tell_prompts(self.model_runner, self.use_v2_model_runner)
         model = self.fl_models()
         layers.bind_scopes(model)
         linear.multiply_with_embeddings(model)
@@ -81,6 +81,11 @@ class WorkerFL(Worker):
         self.fl_survey.refuse_native_run(get_settings())
         aten.replace(get_settings(), detect_device())
         self._leave_record()
+
+    def fl_dummy_options(self) -> dict[str, Any]:
+        """Options of the V1 runner's dummy batches: with every adapter, which the V2 runner's have anyway."""
+        lora = self.vllm_config.lora_config
+        return {} if self.use_v2_model_runner or lora is None else {"num_active_loras": lora.max_loras}
 
     def fl_models(self) -> nn.Module:
         """The model; where another one drafts for it, a module that has both, the drafting one's parts as ``draft``."""

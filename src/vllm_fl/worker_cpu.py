@@ -57,10 +57,6 @@ class CPUWorkerFL(WorkerFL):
             return GPUModelRunner(self.vllm_config, self.device)
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # plain Python: needs no compiled library
 
-        if self.vllm_config.lora_config is not None:
-            from .lora import LoRAModelRunner
-
-            return LoRAModelRunner(self.vllm_config, self.device)
         return CPUModelRunner(self.vllm_config, self.device)
 
     @torch.inference_mode()
@@ -133,4 +129,4 @@ class CPUWorkerFL(WorkerFL):
 
     def _run_dummy_batch(self, tokens: int) -> None:
         limit = self.scheduler_config.max_num_batched_tokens
-        self.model_runner._dummy_run(min(tokens, limit), force_attention=True)
+        self.model_runner._dummy_run(min(tokens, limit), force_attention=True, **self.fl_dummy_options())

@@ -9,7 +9,6 @@ ends the start.
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -88,6 +87,10 @@ class GPUWorkerFL(WorkerFL):
         """Capture the graphs, and run what vLLM runs before it serves."""
         calls = warm_up.attention(self.fl_models(), self.vllm_config)
         logger.info("attention is warm: %d calls", calls)
+        if self.vllm_config.lora_config is not None and self._makes_logits():
+            from . import lora
+
+            lora.warm_up_logits(self.get_model(), self.model_config.get_hidden_size(), self.model_config.dtype)
         if aten.is_active():
             self._warm_up_replaced()
         times = super().compile_or_warm_up_model()
@@ -103,8 +106,12 @@ class GPUWorkerFL(WorkerFL):
         if not sizes or self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
             sizes = warm_up.token_counts(self.vllm_config)
         model, width = self.get_model(), self.model_config.get_hidden_size()
-        if hasattr(model, "compute_logits") and get_pp_group().is_last_rank:
+        if self._makes_logits():
             for size in sorted({min(size, self.scheduler_config.max_num_seqs) for size in sizes}):
+                if self.vllm_config.lora_config is not None:
+                    from . import lora
+
+                    lora.forget_batch(self.model_runner, size)
                 model.compute_logits(torch.zeros(size, width, dtype=self.model_config.dtype, device=self.device))
 
     def shutdown(self) -> None:
@@ -112,6 +119,9 @@ class GPUWorkerFL(WorkerFL):
         if self.fl_pools:
             device_memory.release()
 
+    def _makes_logits(self) -> bool:
+        return hasattr(self.get_model(), "compute_logits") and get_pp_group().is_last_rank
+
     def _run_batch_without_cache(self, tokens: int) -> None:
-        options: dict[str, Any] = {"skip_attn": True} if self.use_v2_model_runner else {}
+        options = {"skip_attn": True} if self.use_v2_model_runner else self.fl_dummy_options()
         self.model_runner._dummy_run(tokens, is_profile=True, **options)

@@ -58,6 +58,28 @@ def exact_linear(x, weight, bias) -> list[Tensor]:
     return [products if bias is None else products + bias]
 
 
+def exact_lora_shrink(x, out, down, adapters, order, starts, active, scale, *others) -> list[Tensor]:
+    """Token by token."""
+    result = out.clone()
+    for part, factor in enumerate(one for one in (down, *others) if one is not None):
+        for token, adapter in enumerate(adapters.tolist()):
+            if adapter >= 0:
+                result[part, token] = scale * (factor[adapter] * x[token]).sum(-1)
+    return [result]
+
+
+def exact_lora_expand(y, products, up, adapters, order, starts, active, offset, *others) -> list[Tensor]:
+    """Likewise."""
+    result = y.clone()
+    for part, factor in enumerate(one for one in (up, *others) if one is not None):
+        for token, adapter in enumerate(adapters.tolist()):
+            if adapter >= 0:
+                columns = slice(offset, offset + factor.shape[1])
+                result[token, columns] += (factor[adapter] * products[part, token]).sum(-1)
+        offset += factor.shape[1]
+    return [result]
+
+
 def numbers_of(dtype) -> Tensor:
     """All numbers that a quantized type has."""
     bits = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).double()
@@ -497,7 +519,8 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
         return args[2].dtype
     if OPERATORS[name].prototype.__module__.endswith(".routing"):
         return (torch.float32, torch.int32)[index]
-    return torch.int32 if name == "moe_align_block_size" else {("mla_prefill", 1): wide}.get((name, index), dtype)
+    widened = {("mla_prefill", 1): wide, ("lora_shrink", 0): wide}
+    return torch.int32 if name == "moe_align_block_size" else widened.get((name, index), dtype)
 
 
 @each_dtype
@@ -627,6 +650,15 @@ def test_a_view_that_is_rotated_in_place_leaves_its_neighbours_alone() -> None:
             assert torch.equal(rest, before.args[0]._base[:, query.shape[1] + key.shape[1] :])
 
 
+def test_a_slot_that_is_not_finite_reaches_no_token_of_another_adapter() -> None:
+    for name, factor in (("lora_shrink", 2), ("lora_expand", 2)):
+        args = list(next(s for s in samples(name) if s.label.startswith("decode")).args)
+        expected = run(name, [arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
+        args[factor] = args[factor].clone()
+        args[factor][2] = math.nan  # nobody has it
+        assert torch.equal(*run(name, args), *expected)
+
+
 def test_what_is_written_is_what_was_given() -> None:
     for sample in samples("rotary_embedding"):
         query, key, *_, inplace = sample.args
@@ -700,7 +732,14 @@ def test_attention_tells_prefill_from_decode() -> None:
 def test_inline_references_are_traced_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(getattr(REFERENCE, name), fullgraph=True, backend="eager", dynamic=False)
-    labels = ("32 of", "32x2048", "32x4096", "decode, 32 tokens", "not in place, half of the head, interleaved")
+    labels = (
+        "32 of",
+        "32x2048",
+        "32x4096",
+        "decode, 32 tokens",
+        "decode, 2 adapters",
+        "not in place, half of the head, interleaved",
+    )
     pairs = zip(samples(name), samples(name), strict=True)
     chosen = [(one, again) for one, again in pairs if one.label.startswith(labels)]
     assert chosen

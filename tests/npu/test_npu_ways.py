@@ -51,7 +51,7 @@ def adapters(chip_checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Te
 def results(
     chip_checkpoint: Callable[[str], Path], npu_environment: Callable[..., dict[str, str]], adapters: list[Path]
 ) -> Mapping[str, Any]:
-    """Two passes of each engine, the second from the prefix cache; one with adapters, which some prompts lack."""
+    """Two passes of each engine, the second from the prefix cache; graphs with adapters, which some prompts lack."""
     one, two = map(str, adapters)
     mixed = {**STEP, "adapters": [one, None, two, None]}
 
@@ -62,7 +62,7 @@ def results(
     runs = {name: run(engine, STEP, STEP, **SPAWNED) for name, engine in SEVERAL.items() if name in SAMPLE}
     runs |= {name: run(engine, STEP, STEP) for name, engine in ENGINES.items()}
     if ADAPTERS in SAMPLE:
-        runs[ADAPTERS] = run({"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, mixed)
+        runs[ADAPTERS] = run({**ENGINES["graphs"], "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}, mixed)
     return Runs(runs)
 
 
@@ -122,3 +122,4 @@ def test_adapters_in_one_batch_give_the_tokens_of_their_merged_weights(
         compared += len(clear)
     assert compared >= 24
     assert counts(results[ADAPTERS]["report"]) == {operator: {"vendor.ascend"} for operator in LLAMA}
+    assert step["graphs"]["replayed"] > 0

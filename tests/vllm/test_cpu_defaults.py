@@ -44,8 +44,11 @@ def test_without_a_compiler_it_runs_eagerly_and_the_log_says_what_is_missing(
     assert "eagerly, because compilation needs a C++ compiler" in caplog.text
 
 
-def test_so_does_a_model_with_adapters_and_one_on_a_device_without_cpp(compiler: Any) -> None:
-    assert compile.default_mode(configured(lora_config=object()), CPU) == CompilationMode.NONE
+def test_a_model_with_adapters_is_compiled(compiler: Any) -> None:
+    assert compile.default_mode(configured(lora_config=object()), CPU) == CompilationMode.DYNAMO_TRACE_ONCE
+
+
+def test_a_model_on_a_device_without_cpp_runs_eagerly(compiler: Any) -> None:
     assert compile.default_mode(configured(), replace(CPU, inductor=None)) == CompilationMode.NONE
 
 

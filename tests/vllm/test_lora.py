@@ -1,14 +1,15 @@
-"""LoRA adapters give the tokens of the merged weights, alone and mixed in one batch."""
+"""LoRA adapters give the tokens of the merged weights, alone and mixed in one batch, eagerly and compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, start_features
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, ran, start_features
 from transformers import AutoModelForCausalLM
 
 import variants
@@ -16,6 +17,16 @@ from sampling import drawn
 
 SHORT = {"max_tokens": MAX_TOKENS}
 SCORED = {"max_tokens": 2, "prompt_logprobs": 1}
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_num_seqs": 6}
+EAGER, COMPILED = {"enforce_eager": True}, {"enforce_eager": False}
+PIECES = {**COMPILED, "compilation_config": {"mode": "VLLM_COMPILE", "backend": "eager"}}
+RUNS = {
+    **{f"{runner}, eager": (runner, EAGER) for runner in drawn(tuple(RUNNERS), 1, "model runner with adapters")},
+    **{f"{runner}, compiled": (runner, COMPILED) for runner in drawn(tuple(RUNNERS), 1, "compiled with adapters")},
+    **{f"{runner}, pieces": (runner, PIECES) for runner in drawn(tuple(RUNNERS), 1, "pieces with adapters")},
+}
+"""Name → model runner, and arguments of ``LLM``."""
+WRONG = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_PREFER": "reference"}
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +51,11 @@ def merged_tokens(
     return [expected_tokens(variants.merged(checkpoint("qwen3"), path, folder / path.name)) for path in adapters]
 
 
-@pytest.fixture(scope="module", params=drawn(tuple(RUNNERS), 1, "model runner with adapters"))
+@pytest.fixture(scope="module", params=RUNS)
 def run(
     request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], adapters: list[Path], head: Path
 ) -> dict[str, Any]:
+    runner, arguments = RUNS[request.param]
     one, two, heads = *map(str, adapters), str(head)
     shared, mixed = PROMPTS[2], [heads, None, one, heads, None, two]
     alone = list(zip(PROMPTS[:2] * 3, mixed, strict=True))
@@ -57,9 +69,10 @@ def run(
         {"do": "generate", "prompts": PROMPTS[:2] * 3, "sampling": SCORED, "lora": mixed},
         *({"do": "generate", "prompts": [prompt], "sampling": SCORED, "lora": [lora]} for prompt, lora in alone),
     ]
-    engine = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 6}
-    (found,) = start_features((checkpoint("qwen3"), steps, engine), **RUNNERS[request.param]).result()["runs"]
-    assert found["report"]["model_runner"] == request.param
+    engine = {**LORA, **arguments, "max_loras": 3}
+    (found,) = start_features((checkpoint("qwen3"), steps, engine), **RUNNERS[runner]).result()["runs"]
+    assert found["report"]["model_runner"] == runner
+    assert (found["report"]["compiled"] is not None) == (arguments is not EAGER)
     return found
 
 
@@ -93,8 +106,14 @@ def test_a_prefix_is_shared_within_an_adapter_only(run: dict[str, Any]) -> None:
 
 def test_our_operators_ran_around_the_adapted_projections(run: dict[str, Any]) -> None:
     operators = {key.split(" ")[0] for key in run["report"]["counts"]}
-    assert {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"} <= operators
+    assert {"kv_cache_write", "paged_attention"} <= operators
+    if run["report"]["compiled"] is None:
+        ours = {"rms_norm", "silu_and_mul", "rotary_embedding", "lora_shrink", "lora_expand"}
+        assert ours <= operators
+    else:
+        assert run["report"]["compiled"]["graphs"] + run["report"]["compiled"]["loaded"] >= 1
     assert run["report"]["native_layers"] == {}
+    assert run["report"]["failed"] == {}
 
 
 def test_prompt_logprobs_are_those_of_each_requests_own_adapter(
@@ -112,16 +131,150 @@ def test_prompt_logprobs_are_those_of_each_requests_own_adapter(
         assert found == pytest.approx({token: scores[place, int(token)].item() for token in found}, rel=1e-4, abs=1e-3)
 
 
-def _wrapper(prefill: bool, requests: list[int], tokens: list[int]) -> Any:
-    """vLLM's metadata for requests and tokens of adapters 1 and 2, and of none (0)."""
+@pytest.fixture(scope="module")
+def swapped(checkpoint: Callable[[str], Path], adapters: list[Path]) -> dict[str, Any]:
+    """A compiled engine with room for one adapter, whose requests have another one each time."""
+    one, two = map(str, adapters)
+    asked = [[lora] * len(PROMPTS) for lora in (one, two, None, one)]
+    steps = [{"do": "generate", "prompts": PROMPTS, "sampling": SHORT, "lora": lora} for lora in asked]
+    together = {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)}
+    engine = {**LORA, **COMPILED, "max_loras": 1}
+    (found,) = start_features((checkpoint("qwen3"), [*steps, together], engine)).result()["runs"]
+    return found
+
+
+def test_adapters_change_places_after_compilation(
+    swapped: dict[str, Any], merged_tokens: list[list[list[int]]], expected: Callable[[str], list[list[int]]]
+) -> None:
+    one, two, none, again, together = map(_tokens, swapped["steps"])
+    assert [one, two, none, again] == [*merged_tokens, expected("qwen3"), merged_tokens[0]]
+    weights = [*merged_tokens, expected("qwen3")]
+    assert together == [weights[index % 3][index % len(PROMPTS)] for index in range(len(together))]
+    assert swapped["report"]["compiled"]["graphs"] == 1
+
+
+@pytest.mark.parametrize("operator", drawn(("lora_shrink", "lora_expand"), 1, "wrong products of adapters"))
+def test_a_wrong_product_is_in_the_graph(
+    operator: str,
+    checkpoint: Callable[[str], Path],
+    adapters: list[Path],
+    merged_tokens: list[list[list[int]]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    lora = [str(adapters[0])] * len(PROMPTS)
+    steps = [
+        {"do": "generate", "prompts": PROMPTS, "sampling": SHORT},
+        {"do": "generate", "prompts": PROMPTS, "sampling": SHORT, "lora": lora},
+    ]
+    job = checkpoint("qwen3"), steps, {**LORA, **PIECES}
+    (found,) = start_features(job, **WRONG, VLLM_FL_PER_OP=f"{operator}=vendor:wrong").result()["runs"]
+    base, adapted = map(_tokens, found["steps"])
+    assert base == expected("qwen3")
+    assert adapted not in (base, merged_tokens[0])
+
+
+def test_our_kernels_serve_adapters_in_tritons_interpreter(
+    checkpoint: Callable[[str], Path],
+    adapters: list[Path],
+    merged_tokens: list[list[list[int]]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    pytest.importorskip("triton")
+    one, two = map(str, adapters)
+    few = {"do": "generate", "prompts": PROMPTS[:2] * 3, "sampling": {"max_tokens": 4}}
+    steps = [{**few, "lora": [one, None, two, two, None, one]}]
+    kernels = ";".join(f"{operator}=impl:default.triton" for operator in ("lora_shrink", "lora_expand"))
+    engine = {**LORA, **PIECES, "max_loras": 2}
+    job = checkpoint("qwen3"), steps, engine
+    variables = {"TRITON_INTERPRET": "1", "VLLM_FL_PREFER": "reference", "VLLM_FL_PER_OP": kernels}
+    (found,) = start_features(job, cold=True, **variables).result()["runs"]
+    first, second = merged_tokens
+    base = expected("qwen3")
+    wanted = [first[0], base[1], second[0], second[1], base[0], first[1]]
+    assert _tokens(found["steps"][0]) == [tokens[:4] for tokens in wanted]
+    assert ran(found, "lora_shrink") == ran(found, "lora_expand") == {"default.triton"}
+
+
+@pytest.mark.parametrize("sharded", drawn((False, True), 1, "adapters on two ranks"))
+def test_two_ranks_serve_adapters(
+    sharded: bool,
+    checkpoint: Callable[[str], Path],
+    adapters: list[Path],
+    merged_tokens: list[list[list[int]]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    one, two = map(str, adapters)
+    steps = [
+        {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)},
+        {"do": "rpc", "method": "fl_report", "args": []},
+    ]
+    engine = {**LORA, **COMPILED, "max_loras": 2, "tensor_parallel_size": 2, "fully_sharded_loras": sharded}
+    (found,) = start_features((checkpoint("qwen3"), steps, engine)).result()["runs"]
+    weights = [*merged_tokens, expected("qwen3")]
+    tokens, reports = _tokens(found["steps"][0]), found["steps"][1]
+    assert tokens == [weights[index % 3][index % len(PROMPTS)] for index in range(len(tokens))]
+    assert [report["rank"] for report in reports] == [0, 1]
+    assert all(report["compiled"]["graphs"] == 1 and report["failed"] == {} for report in reports)
+
+
+def _update(wrapper: Any, prefill: bool, requests: list[int], tokens: list[int]) -> None:
+    """Have a batch of requests and tokens of adapters 1 and 2, and of none (0)."""
     from vllm.lora.layers import LoRAMapping
 
-    from vllm_fl.lora import PunicaWrapperFL
-
-    wrapper = PunicaWrapperFL(16, 4, "cpu")
     mapping = LoRAMapping(index_mapping=tuple(tokens), prompt_mapping=tuple(requests), is_prefill=prefill)
     wrapper.update_metadata(mapping, [1, 2], 2, 100)
+
+
+def _wrapper(prefill: bool, requests: list[int], tokens: list[int]) -> Any:
+    from vllm_fl.lora import PunicaWrapperFL
+
+    wrapper = PunicaWrapperFL(16, 4, "cpu", lora_config=SimpleNamespace(max_loras=2))
+    _update(wrapper, prefill, requests, tokens)
     return wrapper
+
+
+def test_a_smaller_batch_leaves_nothing_of_a_larger_one_behind() -> None:
+    wrapper = _wrapper(True, [2, 0, 1], [2, 2, 0, 1, 1, 0])
+    memory = [tensor.data_ptr() for tensor in wrapper.tokens.of(16)]
+    assert wrapper.tokens.order[:6].tolist() == [3, 4, 0, 1, 2, 5]
+    assert wrapper.tokens.starts.tolist() == [0, 2, 4]
+    assert wrapper._embeddings_indices[:7].tolist() == [100, 100, 0, 0, 0, 0, 0]
+    _update(wrapper, False, [0, 2], [0, 2])
+    assert wrapper.tokens.adapters.tolist() == [-1, 1, *[-1] * 14]
+    assert wrapper.tokens.order.tolist() == [1, 0, *range(2, 16)]
+    assert (wrapper.tokens.starts.tolist(), wrapper.tokens.active.tolist()) == ([0, 0, 1], [1])
+    assert wrapper._embeddings_indices.tolist() == [0, 100, *[0] * 14]
+    _update(wrapper, False, [0], [0])
+    assert (wrapper.tokens.starts.tolist(), wrapper.tokens.active.tolist()) == ([0, 0, 0], [0])
+    assert set(wrapper.tokens.adapters.tolist()) == {-1}
+    assert not wrapper._embeddings_indices.any()
+    assert memory == [tensor.data_ptr() for tensor in wrapper.tokens.of(16)]
+
+
+def test_compiled_code_reads_the_mapping_of_each_step() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    wrapper, counter = _wrapper(True, [1], [1, 1]), CompileCounter()
+    torch.manual_seed(0)
+    downs, ups = ([torch.randn(2, 1, *size) for _ in range(4)] for size in ((3, 8), (6, 3)))
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def add(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        wrapper.add_lora_linear(y, x, tuple(downs), tuple(ups), 1.0, (6, 6, 6, 6))
+        return y
+
+    for tokens in ([1, 1], [2, 0], [0, 0, 0], [1, 0, 2]):
+        _update(wrapper, True, [1], tokens)
+        x, y = torch.randn(len(tokens), 8), torch.zeros(len(tokens), 24)
+        for tensor in (x, y):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        wanted = torch.zeros(len(tokens), 24)
+        for row, number in enumerate(tokens):
+            if number:
+                parts = [up[number - 1, 0] @ down[number - 1, 0] @ x[row] for down, up in zip(downs, ups, strict=True)]
+                wanted[row] = torch.cat(parts)
+        torch.testing.assert_close(add(y, x), wanted)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("prefill", [False, True])

@@ -153,11 +153,6 @@ HOPPER, AMPERE = (
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         (
             "qwen3",
-            {"enable_lora": True, "compilation_config": COMPILED},
-            "LoRA on compiled models",
-        ),
-        (
-            "qwen3",
             {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},
             "speculative decoding with 'ngram_gpu' (only with ngram, draft_model, eagle, eagle3, mtp)",
         ),
@@ -395,6 +390,7 @@ def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Ca
         ("qwen3", {}),
         ("whisper", {"max_model_len": 128}),
         ("qwen3", {"enable_lora": True}),
+        ("qwen3", {"enable_lora": True, "compilation_config": COMPILED}),
         ("qwen3", {"all2all_backend": "deepep_v2"}),
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),

@@ -10,6 +10,7 @@ from . import (
     attention,
     elementwise,
     linear,
+    lora,
     mla,
     moe,
     normalization,
@@ -42,6 +43,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         declared.name: declared
         for module in (
             linear,
+            lora,
             quantization,
             elementwise,
             activation,

@@ -197,6 +197,14 @@ def weight_only_moe(
     return (torch.empty_like(hidden_states) if out is None else out).copy_(hidden_states)
 
 
+def lora_shrink(x, out, down, adapters, order, starts, active, scale=1.0, down_2=None, down_3=None):
+    return out.copy_(torch.ones_like(out))
+
+
+def lora_expand(y, products, up, adapters, order, starts, active, offset=0, up_2=None, up_3=None):
+    return y.add_((adapters >= 0)[:, None])
+
+
 def attention_backend(use_mla=False):
     return "wrong_attention.ForgetfulBackend"
 
@@ -223,6 +231,8 @@ WRONG = {
     "topk_sigmoid": topk,
     "grouped_topk": grouped_topk,
     "fused_moe": fused_moe,
+    "lora_shrink": lora_shrink,
+    "lora_expand": lora_expand,
     "quantize": quantize,
     "scaled_linear": scaled_linear,
     "weight_only_linear": weight_only_linear,

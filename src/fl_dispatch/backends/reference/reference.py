@@ -8,6 +8,7 @@ from .impl import (
     activation,
     attention,
     linear,
+    lora,
     mla,
     moe,
     normalization,
@@ -23,6 +24,8 @@ class ReferenceBackend(Backend):
     """Every declared operator in plain PyTorch. Half types are computed in float32; float32 and float64 stay."""
 
     linear = staticmethod(linear.linear)
+    lora_shrink = staticmethod(lora.lora_shrink)
+    lora_expand = staticmethod(lora.lora_expand)
     quantize = staticmethod(quantization.quantize)
     scaled_linear = staticmethod(quantization.scaled_linear)
     weight_only_linear = staticmethod(quantization.weight_only_linear)

@@ -16,6 +16,8 @@ PRIORITY = 140
 """Below FlagGems, which has its kind's priority."""
 IMPLEMENTED = (
     "linear",
+    "lora_shrink",
+    "lora_expand",
     "quantize",
     "scaled_linear",
     "weight_only_linear",
@@ -40,6 +42,8 @@ IMPLEMENTED = (
 
 NOT_TRACED = (
     "linear",
+    "lora_shrink",
+    "lora_expand",
     "quantize",
     "scaled_linear",
     "weight_only_linear",

@@ -10,6 +10,7 @@ from .impl import (
     attention,
     cache,
     linear,
+    lora,
     mla,
     moe,
     normalization,
@@ -26,6 +27,8 @@ class TritonBackend(Backend):
     """Hardware-neutral kernels in plain Triton."""
 
     linear = staticmethod(linear.linear)
+    lora_shrink = staticmethod(lora.lora_shrink)
+    lora_expand = staticmethod(lora.lora_expand)
     quantize = staticmethod(quantize.quantize)
     scaled_linear = staticmethod(scaled.scaled_linear)
     weight_only_linear = staticmethod(weight_only.weight_only_linear)
