@@ -36,6 +36,10 @@ IMPLEMENTED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
 )
 
 NOT_TRACED = (
@@ -51,6 +55,10 @@ NOT_TRACED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
 )
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 

@@ -1,0 +1,133 @@
+"""The gated delta rule: prompts in chunks, by two launches, and one token of each request by one."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.recurrent import LEAST_LENGTH
+
+from . import delta_kernels
+from .launch import Launcher, power_of_two, processors, shared_memory
+from .sequences import steps_of_search
+
+CHUNK, CHUNK_SMALL = 64, 32
+"""Rows of a chunk; the small ones are for float32, whose products need no tensor cores, and for little shared memory."""
+ROOM = 160 << 10
+"""Bytes of shared memory from which on two stages of large chunks fit."""
+COLUMNS = 32
+"""Columns of a state that a program for prompts keeps."""
+TOKEN, TOKEN_FEW = (32, 4), (8, 1)
+"""Columns of a state and warps for one token; the latter where there are few programs otherwise."""
+
+_prepare = Launcher(delta_kernels._prepare)
+_advance = Launcher(delta_kernels._advance)
+_update = Launcher(delta_kernels._update)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule`. Declines float64."""
+    _check(value)
+    (rows, key_heads, dim), (_, heads, dim_v) = key.shape, value.shape
+    out, requests = value.new_empty(value.shape), len(state_indices)
+    if not rows or not requests or not value.numel():
+        return out
+    if query.dtype is key.dtype is torch.bfloat16:
+        kind, operand, precision = torch.bfloat16, tl.bfloat16, "tf32"
+    else:  # with float16 lengths and products may be out of its range; tf32 holds its numbers as they are
+        kind, operand = torch.float32, tl.float32
+        precision = "tf32" if query.dtype is key.dtype is torch.float16 else "ieee"
+    large = precision == "tf32" and shared_memory(value.device) >= ROOM
+    chunk = CHUNK if large else CHUNK_SMALL
+    chunks = -(-rows // chunk)
+    block, block_v = max(16, power_of_two(dim)), max(16, min(COLUMNS, power_of_two(dim_v)))
+    corrections, outputs = (
+        torch.empty((chunks * chunk, heads, chunk), dtype=kind, device=value.device) for _ in range(2)
+    )
+    decays = torch.empty((chunks * chunk, heads), dtype=torch.float32, device=value.device)
+    lengths = torch.empty((2, chunks * chunk, key_heads), dtype=torch.float32, device=value.device)
+    state_indices, query_start_loc = state_indices.contiguous(), query_start_loc.contiguous()
+    _prepare(
+        (heads, chunks, 1),
+        (
+            query, key, a, b, a_log.contiguous(), dt_bias.contiguous(), query_start_loc,
+            corrections, outputs, decays, lengths[0], lengths[1],
+        ),
+        (
+            *query.stride(), *key.stride(), a.stride(1), b.stride(1), scale, heads, key_heads, dim, LEAST_LENGTH,
+            chunk, power_of_two(chunk).bit_length() - 1, block, operand, precision,
+        ),
+        sizes=(requests, steps_of_search(requests), a.stride(0), b.stride(0)),
+        warps=4,
+        stages=1,
+    )  # fmt: skip
+    who = query_start_loc if has_state is None else has_state.contiguous().view(torch.int8)
+    _advance(
+        (-(-dim_v // block_v), heads, requests),
+        (
+            query, key, value, states, state_indices, query_start_loc, who,
+            corrections, outputs, decays, lengths[0], lengths[1], out,
+        ),
+        (
+            *query.stride(), *key.stride(), *value.stride(), *states.stride(), scale, heads, key_heads, dim, dim_v,
+            has_state is not None, chunk, block, block_v, operand, precision,
+        ),
+        warps=4,
+        stages=2 if large else 1,
+    )  # fmt: skip
+    return out
+
+
+def gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule_update`. Declines float64."""
+    _check(value)
+    (_, key_heads, dim), (requests, heads, dim_v) = key.shape, value.shape
+    out = value.new_empty(value.shape)
+    if not out.numel():
+        return out
+    columns, warps = TOKEN
+    if requests * heads * -(-dim_v // columns) < 2 * processors(value.device):
+        columns, warps = TOKEN_FEW
+    columns = min(columns, power_of_two(dim_v))
+    _update(
+        (-(-dim_v // columns), heads, requests),
+        (query, key, value, a, b, a_log.contiguous(), dt_bias.contiguous(), states, state_indices, out),
+        (
+            *query.stride(), *key.stride(), *value.stride(), a.stride(1), b.stride(1), *states.stride(),
+            state_indices.stride(0), scale, heads, key_heads, dim, dim_v, LEAST_LENGTH, power_of_two(dim), columns,
+        ),
+        sizes=(a.stride(0), b.stride(0)),
+        warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _check(value: Tensor) -> None:
+    if value.dtype is torch.float64:
+        raise NotSupported("float64")
