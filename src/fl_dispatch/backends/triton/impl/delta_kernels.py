@@ -56,7 +56,8 @@ def _inverse(lower, CHUNK: tl.constexpr, DOUBLINGS: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit(
-    do_not_specialize=["requests", "steps", "A_ROW", "B_ROW"], do_not_specialize_on_alignment=["a", "b", *INDICES]
+    do_not_specialize=["requests", "steps", "rows", "A_ROW", "B_ROW"],
+    do_not_specialize_on_alignment=["a", "b", *INDICES],
 )
 def _prepare(
     query,
@@ -71,8 +72,10 @@ def _prepare(
     decays,
     query_lengths,
     key_lengths,
+    out,
     requests,
     steps,
+    rows,
     A_ROW,
     B_ROW,
     QUERY_ROW,
@@ -87,15 +90,17 @@ def _prepare(
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     LEAST: tl.constexpr,
     CHUNK: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid: heads, chunks. ``corrections`` and ``outputs`` ``[rows, heads, CHUNK]``, ``decays`` ``[rows, heads]``, both
-    lengths, one over each, ``[rows, key_heads]``; whole chunks of rows."""
+    lengths, one over each, ``[rows, key_heads]``; whole chunks of rows. ``out`` is cleared where no sequence is."""
     head = tl.program_id(0)
     group: tl.constexpr = HEADS // KEY_HEADS
     key_head = head // group
@@ -103,7 +108,11 @@ def _prepare(
     row = tl.program_id(1) * CHUNK + place
     _, start, covered = sequence_of(row, starts, requests, steps)
     start = tl.where(covered, start, -1)
+    column = tl.arange(0, BLOCK_V)
+    bare = ((row < rows) & (covered == 0))[:, None] & (column < DIM_V)[None, :]
     row = row.to(tl.int64)
+    at = (row[:, None] * HEADS + head) * DIM_V + column[None, :]
+    tl.store(out + at, tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty), mask=bare)
 
     dim = tl.arange(0, BLOCK)
     inside = covered[:, None] & (dim < DIM)[None, :]

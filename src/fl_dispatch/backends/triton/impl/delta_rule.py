@@ -66,13 +66,13 @@ def gated_delta_rule(
         (heads, chunks, 1),
         (
             query, key, a, b, a_log.contiguous(), dt_bias.contiguous(), query_start_loc,
-            corrections, outputs, decays, lengths[0], lengths[1],
+            corrections, outputs, decays, lengths[0], lengths[1], out,
         ),
         (
-            *query.stride(), *key.stride(), a.stride(1), b.stride(1), scale, heads, key_heads, dim, LEAST_LENGTH,
-            chunk, power_of_two(chunk).bit_length() - 1, block, operand, precision,
+            *query.stride(), *key.stride(), a.stride(1), b.stride(1), scale, heads, key_heads, dim, dim_v, LEAST_LENGTH,
+            chunk, chunk.bit_length() - 1, block, power_of_two(dim_v), operand, precision,
         ),
-        sizes=(requests, steps_of_search(requests), a.stride(0), b.stride(0)),
+        sizes=(requests, steps_of_search(requests), rows, a.stride(0), b.stride(0)),
         warps=4,
         stages=1,
     )  # fmt: skip
