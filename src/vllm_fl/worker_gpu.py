@@ -85,6 +85,8 @@ class GPUWorkerFL(WorkerFL):
         """Capture the graphs, and run what vLLM runs before it serves."""
         calls = warm_up.attention(self.get_model(), self.vllm_config)
         logger.info("attention is warm: %d calls", calls)
+        if runs := warm_up.states(self.get_model(), self.vllm_config):
+            logger.info("layers with a state are warm: %d runs", runs)
         if aten.is_active():
             self._warm_up_replaced()
         times = super().compile_or_warm_up_model()
