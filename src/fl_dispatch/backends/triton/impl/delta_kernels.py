@@ -47,10 +47,10 @@ def _inverse(lower, CHUNK: tl.constexpr, DOUBLINGS: tl.constexpr, PRECISION: tl.
     where keys are alike, each block is as large as a part of the result.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, lower, 0.0)
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row >> 1 == column >> 1, lower, 0.0)
     for level in tl.static_range(1, DOUBLINGS):
-        size: tl.constexpr = 1 << level
-        beside = tl.where((row // (2 * size) == column // (2 * size)) & (row // size != column // size), lower, 0.0)
+        pair = (row >> (level + 1) == column >> (level + 1)) & (row >> level != column >> level)
+        beside = tl.where(pair, lower, 0.0)
         inverse -= tl.dot(inverse, tl.dot(beside, inverse, input_precision=PRECISION), input_precision=PRECISION)
     return inverse
 
@@ -114,38 +114,36 @@ def _prepare(
     at = (row[:, None] * HEADS + head) * DIM_V + column[None, :]
     tl.store(out + at, tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty), mask=bare)
 
-    dim = tl.arange(0, BLOCK)
-    inside = covered[:, None] & (dim < DIM)[None, :]
-    k = tl.load(key + row[:, None] * KEY_ROW + key_head * KEY_HEAD + dim[None, :] * KEY_DIM, mask=inside, other=0.0)
-    q = tl.load(
-        query + row[:, None] * QUERY_ROW + key_head * QUERY_HEAD + dim[None, :] * QUERY_DIM, mask=inside, other=0.0
-    )
-    k_length, q_length = _over_length(k, LEAST), _over_length(q, LEAST)
-
     step = tl.load(a + row * A_ROW + head * A_HEAD, mask=covered, other=0.0).to(tl.float32)
     step = _softplus(step + tl.load(dt_bias + head).to(tl.float32))
     step *= -tl.exp(tl.load(a_log + head).to(tl.float32))
     beta = tl.sigmoid(tl.load(b + row * B_ROW + head * B_HEAD, mask=covered, other=0.0).to(tl.float32))
-    same = (start[:, None] == start[None, :]) & covered[:, None]
-    seen = same & (place[:, None] >= place[None, :])
+    seen = (start[:, None] == start[None, :]) & covered[:, None] & (place[:, None] >= place[None, :])
     decay = tl.sum(tl.where(seen, step[None, :], 0.0), axis=1)
     since = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], 0.0))
-
-    turned = tl.trans(k.to(OPERAND))
-    lower = tl.dot(k.to(OPERAND), turned, input_precision=PRECISION)
-    lower *= (beta * k_length)[:, None] * k_length[None, :] * since
-    lower = tl.where(same & (place[:, None] > place[None, :]) & (tl.abs(lower) < LARGEST), lower, 0.0)
-    inverse = tl.where(seen, _inverse(lower, CHUNK, DOUBLINGS, PRECISION) * beta[None, :], 0.0)
-    target = (row[:, None] * HEADS + head) * CHUNK + place[None, :]
-    tl.store(corrections + target, inverse.to(corrections.dtype.element_ty))
-
-    among = tl.dot(q.to(OPERAND), turned, input_precision=PRECISION)
-    among = tl.where(seen, among * (q_length * SCALE)[:, None] * k_length[None, :] * since, 0.0)
-    tl.store(outputs + target, among.to(outputs.dtype.element_ty))
     tl.store(decays + row * HEADS + head, decay)
+
+    dim = tl.arange(0, BLOCK)
+    inside = covered[:, None] & (dim < DIM)[None, :]
+    k = tl.load(key + row[:, None] * KEY_ROW + key_head * KEY_HEAD + dim[None, :] * KEY_DIM, mask=inside, other=0.0)
+    k_length, k = _over_length(k, LEAST), k.to(OPERAND)
+    since *= k_length[None, :]
+    turned = tl.trans(k)
+    lower = tl.dot(k, turned, input_precision=PRECISION) * (beta * k_length)[:, None] * since
+    lower = tl.where(seen & (place[:, None] > place[None, :]) & (tl.abs(lower) < LARGEST), lower, 0.0)
+
+    at = query + row[:, None] * QUERY_ROW + key_head * QUERY_HEAD + dim[None, :] * QUERY_DIM
+    q = tl.load(at, mask=inside, other=0.0)
+    q_length = _over_length(q, LEAST)
+    among = tl.dot(q.to(OPERAND), turned, input_precision=PRECISION) * (q_length * SCALE)[:, None] * since
+    target = (row[:, None] * HEADS + head) * CHUNK + place[None, :]
+    tl.store(outputs + target, tl.where(seen, among, 0.0).to(outputs.dtype.element_ty))
     if head % group == 0:
         tl.store(query_lengths + row * KEY_HEADS + key_head, q_length)
         tl.store(key_lengths + row * KEY_HEADS + key_head, k_length)
+
+    inverse = _inverse(lower, CHUNK, DOUBLINGS, PRECISION) * beta[None, :]
+    tl.store(corrections + target, tl.where(seen, inverse, 0.0).to(corrections.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize_on_alignment=INDICES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -13,14 +15,45 @@ from . import delta_kernels
 from .launch import Launcher, power_of_two, processors, shared_memory
 from .sequences import steps_of_search
 
-CHUNK, CHUNK_SMALL = 64, 32
-"""Rows of a chunk; the small ones are for float32, whose products need no tensor cores, and for little shared memory."""
 ROOM = 160 << 10
-"""Bytes of shared memory from which on two stages of large chunks fit."""
-COLUMNS = 32
-"""Columns of a state that a program for prompts keeps."""
+"""Bytes of shared memory from which on two stages of the largest chunks fit."""
 TOKEN, TOKEN_FEW = (32, 4), (8, 1)
 """Columns of a state and warps for one token; the latter where there are few programs otherwise."""
+
+
+class Form(NamedTuple):
+    """How prompts are computed.
+
+    Args:
+        kind, operand: the type of both sides of products, for PyTorch and for Triton.
+        precision: of products of float32.
+        chunk: rows that are taken together.
+        columns: of a state, in one program.
+        warps, stages: of both kernels.
+    """
+
+    kind: torch.dtype
+    operand: Any
+    precision: str
+    chunk: int
+    columns: int
+    warps: int
+    stages: int
+
+
+LARGE = Form(torch.bfloat16, tl.bfloat16, "tf32", 64, 32, 4, 2)
+SMALL = Form(torch.bfloat16, tl.bfloat16, "tf32", 32, 16, 4, 1)
+HALF = Form(torch.float32, tl.float32, "tf32", 32, 16, 4, 1)
+"""For float16, whose range a correction over a short key may leave; tf32 holds its numbers as they are."""
+WIDE = Form(torch.float32, tl.float32, "ieee", 16, 16, 8, 1)
+
+
+def form(dtype: torch.dtype, device: torch.device) -> Form:
+    """The form for keys of a type on a device."""
+    if dtype is torch.bfloat16:
+        return LARGE if shared_memory(device) >= ROOM else SMALL
+    return HALF if dtype is torch.float16 else WIDE
+
 
 _prepare = Launcher(delta_kernels._prepare)
 _advance = Launcher(delta_kernels._advance)
@@ -47,20 +80,12 @@ def gated_delta_rule(
     out, requests = value.new_empty(value.shape), len(state_indices)
     if not rows or not requests or not value.numel():
         return out
-    if query.dtype is key.dtype is torch.bfloat16:
-        kind, operand, precision = torch.bfloat16, tl.bfloat16, "tf32"
-    else:  # with float16 lengths and products may be out of its range; tf32 holds its numbers as they are
-        kind, operand = torch.float32, tl.float32
-        precision = "tf32" if query.dtype is key.dtype is torch.float16 else "ieee"
-    large = precision == "tf32" and shared_memory(value.device) >= ROOM
-    chunk = CHUNK if large else CHUNK_SMALL
+    kind, operand, precision, chunk, columns, warps, stages = form(torch.promote_types(query.dtype, key.dtype), key.device)
     chunks = -(-rows // chunk)
-    block, block_v = max(16, power_of_two(dim)), max(16, min(COLUMNS, power_of_two(dim_v)))
-    corrections, outputs = (
-        torch.empty((chunks * chunk, heads, chunk), dtype=kind, device=value.device) for _ in range(2)
-    )
-    decays = torch.empty((chunks * chunk, heads), dtype=torch.float32, device=value.device)
-    lengths = torch.empty((2, chunks * chunk, key_heads), dtype=torch.float32, device=value.device)
+    block, block_v = max(16, power_of_two(dim)), max(16, min(columns, power_of_two(dim_v)))
+    corrections, outputs = (torch.empty((chunks * chunk, heads, chunk), dtype=kind, device=key.device) for _ in range(2))
+    decays = torch.empty((chunks * chunk, heads), dtype=torch.float32, device=key.device)
+    lengths = torch.empty((2, chunks * chunk, key_heads), dtype=torch.float32, device=key.device)
     state_indices, query_start_loc = state_indices.contiguous(), query_start_loc.contiguous()
     _prepare(
         (heads, chunks, 1),
@@ -73,7 +98,7 @@ def gated_delta_rule(
             chunk, chunk.bit_length() - 1, block, power_of_two(dim_v), operand, precision,
         ),
         sizes=(requests, steps_of_search(requests), rows, a.stride(0), b.stride(0)),
-        warps=4,
+        warps=warps,
         stages=1,
     )  # fmt: skip
     who = query_start_loc if has_state is None else has_state.contiguous().view(torch.int8)
@@ -87,8 +112,8 @@ def gated_delta_rule(
             *query.stride(), *key.stride(), *value.stride(), *states.stride(), scale, heads, key_heads, dim, dim_v,
             has_state is not None, chunk, block, block_v, operand, precision,
         ),
-        warps=4,
-        stages=2 if large else 1,
+        warps=warps,
+        stages=stages,
     )  # fmt: skip
     return out
 
