@@ -169,7 +169,7 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
     layers has more than its reference, which waits for the device in every layer.
     """
     layer = STATE_MODELS.get(model.architecture)
-    if layer is None or versions.host_version() not in versions.TESTED_HOSTS:
+    if layer is None or versions.host_version() not in versions.STATE_HOSTS:
         return False
     if not device.accelerator:
         return model_runner.takes_forms()
