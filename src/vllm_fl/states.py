@@ -20,7 +20,6 @@ from fl_dispatch.hosting import warm_batches
 
 from .forwards import DispatchedLayer
 
-
 PROMPTS = ("causal_conv1d", "gated_delta_rule", "selective_scan")
 """The operators for prompts: vLLM captures such models with one token of each request alone."""
 

@@ -76,8 +76,8 @@ def _convolve(
             if HAS_STATE:
                 before = before & (tl.load(has_state + sequence, mask=before, other=0) != 0)
             slot = tl.load(slots + sequence, mask=before, other=0).to(tl.int64)
-            at = (slot * STATE_SLOT + (WIDTH - 1 + source - start) * STATE_TAP)[:, None]
-            kept = tl.load(states + at + channel[None, :] * STATE_CHANNEL, mask=before[:, None] & there, other=0.0)
+            of = (slot * STATE_SLOT + (WIDTH - 1 + source - start) * STATE_TAP)[:, None]
+            kept = tl.load(states + of + channel[None, :] * STATE_CHANNEL, mask=before[:, None] & there, other=0.0)
             part += kept.to(x.dtype.element_ty).to(wide)
         factor = tl.load(weight + channel * WEIGHT_CHANNEL + tap * WEIGHT_TAP, mask=channel < CHANNELS, other=0.0)
         acc += part * factor.to(wide)[None, :]
@@ -112,9 +112,7 @@ def _keep(
         inside = (channel < CHANNELS) & (tap < WIDTH - 1)
         source = end - (WIDTH - 1) + tap
         state = states + tl.load(slots + request).to(tl.int64) * STATE_SLOT + channel * STATE_CHANNEL
-        new = tl.load(
-            x + source.to(tl.int64) * X_ROW + channel * X_CHANNEL, mask=inside & (source >= begin), other=0.0
-        )
+        new = tl.load(x + source.to(tl.int64) * X_ROW + channel * X_CHANNEL, mask=inside & (source >= begin), other=0.0)
         before = inside & (source < begin)
         if HAS_STATE:
             before = before & (tl.load(has_state + request + tl.zeros([1, 1], tl.int32)) != 0)

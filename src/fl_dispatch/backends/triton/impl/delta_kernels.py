@@ -28,7 +28,7 @@ INDICES = ["slots", "starts", "has_state"]
 
 @triton.jit
 def _softplus(x):
-    return tl.where(x > STRAIGHT, x, tl.log(1.0 + tl.exp(tl.minimum(x, STRAIGHT))))
+    return tl.where(x > STRAIGHT, x, tl.log(1.0 + tl.exp(x)))
 
 
 @triton.jit
@@ -235,9 +235,7 @@ def _advance(
         tl.store(mine, state.to(states.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["A_ROW", "B_ROW"], do_not_specialize_on_alignment=["a", "b", *INDICES[:1]]
-)
+@triton.jit(do_not_specialize=["A_ROW", "B_ROW"], do_not_specialize_on_alignment=["a", "b", *INDICES[:1]])
 def _update(
     query,
     key,

@@ -80,10 +80,14 @@ def gated_delta_rule(
     out, requests = value.new_empty(value.shape), len(state_indices)
     if not rows or not requests or not value.numel():
         return out
-    kind, operand, precision, chunk, columns, warps, stages = form(torch.promote_types(query.dtype, key.dtype), key.device)
+    kind, operand, precision, chunk, columns, warps, stages = form(
+        torch.promote_types(query.dtype, key.dtype), key.device
+    )
     chunks = -(-rows // chunk)
     block, block_v = max(16, power_of_two(dim)), max(16, min(columns, power_of_two(dim_v)))
-    corrections, outputs = (torch.empty((chunks * chunk, heads, chunk), dtype=kind, device=key.device) for _ in range(2))
+    corrections, outputs = (
+        torch.empty((chunks * chunk, heads, chunk), dtype=kind, device=key.device) for _ in range(2)
+    )
     decays = torch.empty((chunks * chunk, heads), dtype=torch.float32, device=key.device)
     lengths = torch.empty((2, chunks * chunk, key_heads), dtype=torch.float32, device=key.device)
     state_indices, query_start_loc = state_indices.contiguous(), query_start_loc.contiguous()
