@@ -8,8 +8,8 @@ given:
 
     python benchmarks/kernels_gpu.py bench --json FILE --plot FILE
 
-Names are those of vLLM 0.26, for layers with a state those of 0.32 and 0.33. Its other compiled operators and FlagGems are backends already: ``vendor.cuda``,
-``default.flagos``.
+Names are those of vLLM 0.26, for layers with a state those of 0.32 and 0.33. Its other compiled operators and FlagGems
+are backends already: ``vendor.cuda``, ``default.flagos``.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _adapt_graphs(vllm_config: VllmConfig) -> None:
         return
     latent = model is not None and model.use_mla
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS)
-    # Quantized experts whose first choice no graph can hold are refused, and no graph has prompts of a layer with a state.
+    # Quantized experts whose first choice no graph can hold are refused; no graph has prompts of layers with a state.
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}
     if model is None or not (model.is_hybrid or model.is_attention_free):
         elsewhere |= {*delta_net.OPERATORS, *state_space.OPERATORS}

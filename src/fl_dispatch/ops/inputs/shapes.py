@@ -318,7 +318,8 @@ def _requests(tokens: Sequence[int]) -> list[int]:
 def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
     """Queries, keys and values, which are parts of one product, gates, decays, states and slots."""
     key_heads, value_heads = heads
-    parts = place.normal(rows, _channels(heads)).split([count * DELTA_DIM for count in (key_heads, *heads)], dim=1)
+    sizes = [count * DELTA_DIM for count in (key_heads, *heads)]
+    parts = torch.split(place.normal(rows, _channels(heads)), sizes, dim=1)
     by_head = (part.unflatten(1, (-1, DELTA_DIM)) for part in parts)
     a, b = (place.normal(rows, value_heads) for _ in range(2))
     decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))

@@ -21,7 +21,7 @@ from .sequences import sequence_of
 LARGEST = tl.constexpr(4.0)
 """No product of unit keys is as large; what is has come from an infinity or NaN, and stays out of other sequences."""
 STRAIGHT = tl.constexpr(20.0)
-"""Where PyTorch's softplus goes over into a straight line."""
+"""PyTorch's softplus is a straight line from here on."""
 INDICES = ["slots", "starts", "has_state"]
 """Tensors that begin anywhere: those of a batch's prompts are the end of a longer tensor."""
 
