@@ -320,7 +320,7 @@ def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tu
     key_heads, value_heads = heads
     sizes = [count * DELTA_DIM for count in (key_heads, *heads)]
     parts = torch.split(place.normal(rows, _channels(heads)), sizes, dim=1)
-    by_head = (part.unflatten(1, (-1, DELTA_DIM)) for part in parts)
+    by_head = (part.view(rows, -1, DELTA_DIM) for part in parts)
     a, b = (place.normal(rows, value_heads) for _ in range(2))
     decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))
     states = place.normal(requests + 1, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
