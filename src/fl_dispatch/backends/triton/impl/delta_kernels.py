@@ -184,9 +184,10 @@ def _advance(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     OPERAND: tl.constexpr,
+    UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: columns of values, heads, requests."""
+    """Grid: columns of values, heads, requests. ``UNIT``: unit keys are multiplied, else what they meet is scaled."""
     head, request = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts + request), tl.load(starts + request + 1)
     if begin < end:
@@ -207,7 +208,7 @@ def _advance(
             row = row.to(tl.int64)
             given = covered[:, None] & (dim < DIM)[None, :]
             at = row[:, None] * KEY_ROW + key_head * KEY_HEAD + dim[None, :] * KEY_DIM
-            k = tl.load(key + at, mask=given, other=0.0).to(OPERAND)
+            k = tl.load(key + at, mask=given, other=0.0)
             at = row[:, None] * QUERY_ROW + key_head * QUERY_HEAD + dim[None, :] * QUERY_DIM
             q = tl.load(query + at, mask=given, other=0.0).to(OPERAND)
             shown = covered[:, None] & (column < DIM_V)[None, :]
@@ -219,6 +220,10 @@ def _advance(
             decay = tl.load(decays + row * HEADS + head, mask=covered, other=0.0)
             q_length = tl.load(query_lengths + row * KEY_HEADS + key_head, mask=covered, other=0.0)
             k_length = tl.load(key_lengths + row * KEY_HEADS + key_head, mask=covered, other=0.0)
+            if UNIT:
+                k = k.to(tl.float32) * k_length[:, None]
+                k_length = tl.full([CHUNK], 1.0, tl.float32)
+            k = k.to(OPERAND)
             last = tl.minimum(end, chunk * CHUNK + CHUNK).to(tl.int64) - 1
             total = tl.load(decays + last * HEADS + head)
 

@@ -26,6 +26,7 @@ class Form(NamedTuple):
 
     Args:
         kind, operand: the type of both sides of products, for PyTorch and for Triton.
+        unit: keys are divided by their length before they are multiplied, not what they are multiplied with.
         precision: of products of float32.
         chunk: rows that are taken together.
         columns: of a state, in one program.
@@ -34,6 +35,7 @@ class Form(NamedTuple):
 
     kind: torch.dtype
     operand: Any
+    unit: bool
     precision: str
     chunk: int
     columns: int
@@ -41,11 +43,11 @@ class Form(NamedTuple):
     stages: int
 
 
-LARGE = Form(torch.bfloat16, tl.bfloat16, "tf32", 64, 32, 4, 2)
-SMALL = Form(torch.bfloat16, tl.bfloat16, "tf32", 32, 16, 4, 1)
-HALF = Form(torch.float32, tl.float32, "tf32", 32, 16, 4, 1)
-"""For float16, whose range a correction over a short key may leave; tf32 holds its numbers as they are."""
-WIDE = Form(torch.float32, tl.float32, "ieee", 16, 16, 8, 1)
+LARGE = Form(torch.bfloat16, tl.bfloat16, False, "tf32", 64, 32, 4, 2)
+SMALL = Form(torch.bfloat16, tl.bfloat16, False, "tf32", 32, 16, 4, 1)
+HALF = Form(torch.float16, tl.float16, True, "ieee", 32, 16, 4, 1)
+"""A correction over a short key's length might leave the range of float16."""
+WIDE = Form(torch.float32, tl.float32, False, "ieee", 16, 16, 8, 1)
 
 
 def form(dtype: torch.dtype, device: torch.device) -> Form:
@@ -80,7 +82,7 @@ def gated_delta_rule(
     out, requests = value.new_empty(value.shape), len(state_indices)
     if not rows or not requests or not value.numel():
         return out
-    kind, operand, precision, chunk, columns, warps, stages = form(
+    kind, operand, unit, precision, chunk, columns, warps, stages = form(
         torch.promote_types(query.dtype, key.dtype), key.device
     )
     chunks = -(-rows // chunk)
@@ -114,7 +116,7 @@ def gated_delta_rule(
         ),
         (
             *query.stride(), *key.stride(), *value.stride(), *states.stride(), scale, heads, key_heads, dim, dim_v,
-            has_state is not None, chunk, block, block_v, operand, precision,
+            has_state is not None, chunk, block, block_v, operand, unit, precision,
         ),
         warps=warps,
         stages=stages,
