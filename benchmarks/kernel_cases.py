@@ -37,6 +37,8 @@ from fl_dispatch.backends.triton.impl import (
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
     from fl_dispatch.backends.triton.impl import quantized_moe
+with contextlib.suppress(ImportError):
+    from fl_dispatch.backends.triton.impl import convolution, delta_rule
 
 with contextlib.suppress(ImportError):
     from fl_dispatch.backends.triton.impl import lora
@@ -204,6 +206,36 @@ def _adapters(tokens: int, rank: int, *, inner: int = 4096, dtype: torch.dtype =
     lora.lora_expand(_empty(tokens, parts * inner, dtype=dtype), products, up, *mapping, 0, up, up)
 
 
+def _convolutions(rows: int, prompts: bool, channels: int = 8192) -> None:
+    requests = 4 if prompts else rows
+    states = _empty(requests, 3, channels).transpose(1, 2)
+    parts = _empty(rows, channels), _empty(channels, 4), None, states, _integers(requests)
+    if prompts:
+        convolution.causal_conv1d(*parts, _integers(requests + 1), _empty(requests, dtype=torch.bool))
+    else:
+        convolution.causal_conv1d_update(*parts)
+
+
+def _corrections(
+    rows: int, prompts: bool, dim: int = 128, *, dtype: torch.dtype = torch.bfloat16, by_key: bool = True
+) -> None:
+    """``by_key``: keys lie side by side in the states, as vLLM shapes them."""
+    key_heads, heads, requests = 16, 32, 4 if prompts else rows
+    query, key, value = _empty(rows, (2 * key_heads + heads) * dim, dtype=dtype).split(
+        (key_heads * dim, key_heads * dim, heads * dim), dim=1
+    )
+    gates = (_empty(rows, heads, dtype=dtype) for _ in range(2))
+    states = _empty(requests, heads, dim, dim, dtype=WIDE)
+    parts = (
+        *(part.unflatten(1, (-1, dim)) for part in (query, key, value)), *gates, _empty(heads, dtype=WIDE),
+        _empty(heads, dtype=dtype), states.transpose(2, 3) if by_key else states, _integers(requests),
+    )  # fmt: skip
+    if prompts:
+        delta_rule.gated_delta_rule(*parts, _integers(requests + 1), _empty(requests, dtype=torch.bool), 0.1)
+    else:
+        delta_rule.gated_delta_rule_update(*parts, 0.1)
+
+
 HALF, WIDE = torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 CASES = (
@@ -288,6 +320,15 @@ CASES = (
     Case("4 bits experts, 16 tokens, float32", lambda: _packed_experts(16, 4, dtype=WIDE), hopper=False),
     Case("8 bits experts, 16 tokens", lambda: _packed_experts(16, 8), hopper=False),
     Case("8 bits experts, 4096 tokens", lambda: _packed_experts(4096, 8), hopper=False),
+    Case("convolution, 4 prompts", lambda: _convolutions(2048, True), hopper=False),
+    Case("convolution, 32 tokens", lambda: _convolutions(32, False), hopper=False),
+    Case("delta rule, 4 prompts", lambda: _corrections(2048, True), hopper=False),
+    Case("delta rule, 4 prompts, states by value", lambda: _corrections(2048, True, by_key=False), hopper=False),
+    Case("delta rule, 4 prompts, float16", lambda: _corrections(2048, True, dtype=HALF), hopper=False),
+    Case("delta rule, 4 prompts, float32", lambda: _corrections(2048, True, dtype=WIDE), hopper=False),
+    Case("delta rule, 4 prompts, heads of 64", lambda: _corrections(2048, True, 64), hopper=False),
+    Case("delta rule, 1 token", lambda: _corrections(1, False), hopper=False),
+    Case("delta rule, 32 tokens", lambda: _corrections(32, False), hopper=False),
 )  # fmt: skip
 
 

@@ -8,8 +8,8 @@ given:
 
     python benchmarks/kernels_gpu.py bench --json FILE --plot FILE
 
-Names are those of vLLM 0.26. Its other compiled operators and FlagGems are backends already: ``vendor.cuda``,
-``default.flagos``.
+Names are those of vLLM 0.26, for layers with a state those of 0.32 and 0.33. Its other compiled operators and FlagGems
+are backends already: ``vendor.cuda``, ``default.flagos``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -150,8 +151,121 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+_programs: dict[tuple[int, int, int], Any] = {}
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    """vLLM's Triton convolution of prompts, with its list of programs made once for a batch, as for all layers."""
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d as ops
+    from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
+
+    batch = (query_start_loc.data_ptr(), len(state_indices), len(x))
+    if batch not in _programs:
+        made = compute_causal_conv1d_metadata(query_start_loc.cpu(), device=x.device)
+        names = ("nums_dict", "batch_ptr", "token_chunk_offset_ptr")
+        _programs[batch] = SimpleNamespace(**dict(zip(names, made, strict=True)))
+    result: Tensor = ops.causal_conv1d_fn(
+        x.t(), weight, bias, states, query_start_loc, state_indices, has_state,
+        None if activation == "none" else activation, metadata=_programs[batch],
+    )  # fmt: skip
+    return result.t()
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    state_indices: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """vLLM's Triton convolution of single tokens; it would overwrite them."""
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d as ops
+
+    kind, out = None if activation == "none" else activation, torch.empty_like(x)
+    result: Tensor = ops.causal_conv1d_update(x, states, weight, bias, kind, conv_state_indices=state_indices, out=out)
+    return result
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The product whose parts they are, as in layers and in shapes."""
+    width = query.shape[1:].numel() + key.shape[1:].numel() + value.shape[1:].numel()
+    if query.stride(0) != width:
+        return torch.cat([part.flatten(1) for part in (query, key, value)], dim=1)
+    return query.as_strided((len(query), width), (width, 1))
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """vLLM's Triton kernels for prompts: they take copies of the states, and give new ones."""
+    from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule, fused_post_conv_prep
+
+    _, key_heads, dim = key.shape
+    rows = fused_post_conv_prep(_packed(query, key, value), a, b, a_log, dt_bias, key_heads, dim, value.shape[2])
+    own = states.transpose(2, 3)
+    first = own[state_indices]
+    if has_state is not None:
+        first[~has_state, ...] = 0
+    out, last = chunk_gated_delta_rule(
+        *(part[None] for part in rows), scale=scale, initial_state=first, output_final_state=True,
+        cu_seqlens=query_start_loc,
+    )  # fmt: skip
+    own[state_indices] = last.to(own.dtype)
+    result: Tensor = out[0]
+    return result
+
+
+def gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """vLLM's Triton kernel for single tokens; it leaves requests out whose slot is 0."""
+    from vllm.third_party.flash_linear_attention.ops import fused_recurrent_gated_delta_rule_packed_decode
+
+    out = value.new_empty(len(value), 1, *value.shape[1:])
+    fused_recurrent_gated_delta_rule_packed_decode(
+        _packed(query, key, value), a, b, a_log, dt_bias, scale, states.transpose(2, 3), out, state_indices, True
+    )
+    return out[:, 0]
+
+
 FLASH_ATTENTION: tuple[Callable[..., Any], ...] = (paged_attention, mla_prefill)
-TRITON: tuple[Callable[..., Any], ...] = (fused_moe, mla_decode)
+STATES: tuple[Callable[..., Any], ...] = (
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_delta_rule,
+    gated_delta_rule_update,
+)
+TRITON: tuple[Callable[..., Any], ...] = (fused_moe, mla_decode, *STATES)
 PRODUCTS: tuple[Callable[..., Any], ...] = (linear,)
 MOVE_BYTES = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding")
 

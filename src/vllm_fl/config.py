@@ -21,7 +21,7 @@ from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.attention import SCALES
 from fl_dispatch.settings import Settings
 
-from . import compile, cores, delta_net, kv_layout, startup, state_space
+from . import compile, cores, delta_net, kv_layout, startup, state_space, states
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -164,9 +164,10 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     latent = model is not None and model.use_mla
     scales = SCALES if vllm_config.cache_config.cache_dtype in kv_layout.FP8_DTYPES else ()
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
-    # On accelerators layers with a state are refused, and quantized experts whose first choice no graph can hold.
-    refused = {*delta_net.OPERATORS, *state_space.OPERATORS, *quantized_experts.OPERATORS}
-    elsewhere = refused | {*ATTENTION_OPERATORS, *LATENT_OPERATORS}
+    # Quantized experts whose first choice no graph can hold are refused; no graph has prompts of layers with a state.
+    elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}
+    if model is None or not (model.is_hybrid or model.is_attention_free):
+        elsewhere |= {*delta_net.OPERATORS, *state_space.OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
     piecewise = compile.is_compiled(vllm_config) and compilation.splitting_ops != []

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fl_dispatch import bind_op
+from fl_dispatch.devices import CPU
 
 from .forwards import DispatchedLayer, activation_of
 from .states import StateLayer
@@ -42,6 +43,9 @@ class DeltaNetLayer(StateLayer):
         self.fl_convolve, self.fl_convolve_token, self.fl_correct, self.fl_correct_token = (
             bind_op(operator, scope) for operator in OPERATORS
         )
+
+    def get_prefill_checkpoint_alignment(self) -> None:
+        """A step puts no state aside in the midst of a prompt: it ends there. vLLM's own kernels for Hopper can."""
 
     def forward_cuda(self, hidden_states: Tensor) -> Tensor:
         """vLLM's own: its layer calls this one on an out-of-tree platform too."""
@@ -85,10 +89,12 @@ class DeltaNetLayer(StateLayer):
     def _fl_states(self) -> tuple[Tensor, Tensor]:
         """Both states as the operators have them.
 
-        vLLM shapes a delta rule's ``[value_dim, key_dim]`` and only moves its bytes, so its memory holds
-        ``[key_dim, value_dim]``.
+        vLLM shapes a delta rule's ``[value_dim, key_dim]`` and only moves its bytes, so memory may hold them as the
+        kernels want it: ``[key_dim, value_dim]`` on a CPU, and as vLLM shapes it elsewhere.
         """
         states = self.kv_cache[1]
+        if states.device.type != CPU.torch_type:
+            return self.fl_inputs(), states.transpose(2, 3)
         slots, heads, value_dim, key_dim = states.shape
         return self.fl_inputs(), states.view(slots, heads, key_dim, value_dim)
 

@@ -160,6 +160,22 @@ READ = (
         since="0.32",
     ),
     HostFact(
+        "vllm.forward_context",
+        ("create_forward_context(attn_metadata, vllm_config)", "override_forward_context(forward_context)"),
+        "reads",
+        "warm_up",
+        "A layer with a state runs before the first request, as in a step.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_DELTA_NET}:QwenGatedDeltaNetAttention",
+        ("get_prefill_checkpoint_alignment()",),
+        "overrides",
+        "delta_net",
+        "Whether the layer puts states aside in the midst of a prompt; ours does not.",
+        since="0.33",
+    ),
+    HostFact(
         f"{_LAYERS}.mamba.mamba_utils",
         ("is_conv_state_dim_first()",),
         "reads",

@@ -24,6 +24,9 @@ class Mamba1Layer(ScanLayer):
     _ssm_transform: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     dt_proj: Any
 
+    def fl_try(self, hidden: Tensor) -> None:
+        self(hidden, torch.empty_like(hidden))  # type: ignore[operator]
+
     def forward_impl(self, hidden_states: Tensor, output: Tensor) -> None:
         """Fill ``output`` as far as the step has tokens, and with zeros behind them.
 

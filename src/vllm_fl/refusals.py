@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
-from fl_dispatch.devices.triton import why_no_float8
+from fl_dispatch.devices.triton import why_no_float8, why_unserved
 from fl_dispatch.hosting import collectives
 from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
+from fl_dispatch.types import BackendImplKind
 
 from . import compile, config, delta_net, invariance, kv_layout, quantization, short_conv, state_space
 from .compat import model_runner, models, p2p, versions
@@ -168,9 +169,26 @@ def _has_states(model: ModelConfig | None) -> bool:
 
 
 def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
-    """Whether those layers are ours, and vLLM takes forms of the kernels that move their states."""
-    tested = versions.host_version() in versions.TESTED_HOSTS and model_runner.takes_forms()
-    return tested and model.architecture in STATE_MODELS and not device.accelerator
+    """Whether those layers are ours, and something moves their states.
+
+    In main memory forms of vLLM's kernels do. On an accelerator it is the kernels themselves, and each operator of the
+    layers has more than its reference, which waits for the device in every layer.
+    """
+    layer = STATE_MODELS.get(model.architecture)
+    if layer is None or versions.host_version() not in versions.STATE_HOSTS:
+        return False
+    if not device.accelerator:
+        return model_runner.takes_forms()
+    return not why_unserved() and all(map(_has_kernel, STATE_LAYERS[layer]))
+
+
+def _has_kernel(op_name: str) -> bool:
+    """Whether something but the reference may run an operator here."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    if not manager.registry.get_implementations(op_name):
+        return False
+    return any(impl.kind is not BackendImplKind.REFERENCE for impl in manager.explain(op_name).candidates)
 
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

@@ -29,6 +29,9 @@ class ShortConvLayer(StateLayer):
     def fl_bind(self, scope: str | None) -> None:
         self.fl_convolve, self.fl_convolve_token = (bind_op(operator, scope) for operator in OPERATORS)
 
+    def fl_try(self, hidden: Tensor) -> None:
+        self(hidden, torch.empty_like(hidden))  # type: ignore[operator]
+
     def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
         """Fill ``output`` as far as the step has tokens, and with zeros behind them; vLLM calls it on every device.
 
@@ -37,8 +40,9 @@ class ShortConvLayer(StateLayer):
             output: likewise, of any content.
         """
         step = self.fl_step()
-        if step is None:
-            output.zero_()
+        if step is None:  # vLLM measures memory before there are states
+            before, behind, x = self.in_proj(hidden_states)[0].chunk(3, dim=1)
+            output.copy_(self.out_proj(behind * (before * x))[0])
             return
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         before, behind, x = self.in_proj(hidden_states[:tokens])[0].chunk(3, dim=1)

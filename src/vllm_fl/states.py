@@ -8,11 +8,59 @@ Importing this module imports nothing of vLLM, as for every module that :mod:`vl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fl_dispatch.hosting import warm_batches
+
 from .forwards import DispatchedLayer
+
+PROMPTS = ("causal_conv1d", "gated_delta_rule", "selective_scan")
+"""The operators for prompts: vLLM captures such models with one token of each request alone."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's batch as our layers read it: what vLLM's descriptions for both kinds of layers have.
+
+    Args:
+        num_decodes, num_decode_tokens: requests with a state and one new token, which come first.
+        num_prefills, num_prefill_tokens, num_actual_tokens: prompts, their tokens, and all tokens.
+        non_spec_state_indices_tensor: ``[requests]`` int32, the slots of a delta net.
+        prefill_state_indices, prefill_query_start_loc, prefill_has_initial_state: of its prompts.
+        state_indices_tensor_d: ``[decodes, 1]``, the slots of other layers.
+        state_indices_tensor_p, query_start_loc_p, has_initial_states_p: of their prompts.
+    """
+
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    num_actual_tokens: int
+    non_spec_state_indices_tensor: Tensor
+    prefill_state_indices: Tensor
+    prefill_query_start_loc: Tensor
+    prefill_has_initial_state: Tensor
+    state_indices_tensor_d: Tensor
+    state_indices_tensor_p: Tensor
+    query_start_loc_p: Tensor
+    has_initial_states_p: Tensor
+    num_accepted_tokens: None = None
+
+    @classmethod
+    def of(cls, single: int, prompts: Sequence[int], device: torch.device) -> Step:
+        """A batch of requests with one token, and of new prompts of so many; all of them have vLLM's unused block."""
+        slots = torch.zeros(single + len(prompts), dtype=torch.int32, device=device)
+        starts = torch.tensor([0, *accumulate(prompts)], dtype=torch.int32, device=device)
+        of_prompts = slots[single:], starts, torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        tokens = sum(prompts)
+        counts = single, single, len(prompts), tokens, single + tokens
+        return cls(*counts, slots, *of_prompts, slots[:single, None], *of_prompts)
 
 
 class StateLayer(DispatchedLayer):
@@ -24,6 +72,15 @@ class StateLayer(DispatchedLayer):
 
     def fl_runs(self) -> bool:
         return True
+
+    def fl_kind(self) -> tuple[Any, ...]:
+        """Layers of one kind call the operators with arguments of the same kind."""
+        states = ((tuple(state.shape[1:]), state.stride(), state.dtype) for state in self.kv_cache)
+        return (type(self), *states, *warm_batches.rules(self.fl_operators(), self.fl_scope(self.prefix)))
+
+    def fl_try(self, hidden: Tensor) -> None:
+        """Run the layer as the model does."""
+        self(hidden)  # type: ignore[operator]
 
     def fl_step(self) -> Any:
         """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.

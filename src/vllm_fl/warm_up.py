@@ -8,6 +8,7 @@ are captured, where an implementation's first failure could not be told from a f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from fl_dispatch.hosting import warm_batches
 from fl_dispatch.hosting.bound_layer import Bindable
+
+from .states import StateLayer, Step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,6 +56,28 @@ def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
             calls += 1
     torch.accelerator.synchronize()
     return calls
+
+
+@torch.inference_mode()
+def states(model: nn.Module, vllm_config: VllmConfig) -> int:
+    """Run each kind of layer with a state on each kind of batch, in a block that no request has; number of runs."""
+    from vllm.forward_context import create_forward_context, override_forward_context
+
+    kinds: dict[Any, StateLayer] = {}
+    for module in model.modules():
+        if isinstance(module, StateLayer) and module.kv_cache[0].numel():
+            kinds.setdefault(module.fl_kind(), module)
+    scheduler, config, runs = vllm_config.scheduler_config, vllm_config.model_config, 0
+    batches = list(warm_batches.state_batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs))
+    for layer, (single, prompts) in product(kinds.values(), batches):
+        device = layer.kv_cache[0].device
+        step = Step.of(single, prompts, device)
+        hidden = torch.zeros(step.num_actual_tokens, config.get_hidden_size(), dtype=config.dtype, device=device)
+        with override_forward_context(create_forward_context({layer.prefix: step}, vllm_config)):
+            layer.fl_try(hidden)
+        runs += 1
+    torch.accelerator.synchronize()
+    return runs
 
 
 def token_counts(vllm_config: VllmConfig) -> list[int]:

@@ -91,6 +91,8 @@ class GPUWorkerFL(WorkerFL):
             from . import lora
 
             lora.warm_up_logits(self.get_model(), self.model_config.get_hidden_size(), self.model_config.dtype)
+        if runs := warm_up.states(self.get_model(), self.vllm_config):
+            logger.info("layers with a state are warm: %d runs", runs)
         if aten.is_active():
             self._warm_up_replaced()
         times = super().compile_or_warm_up_model()

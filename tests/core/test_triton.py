@@ -250,6 +250,37 @@ SMALL = {
         "head size 40, value 24, odd heads",
         "empty batch",
     ],
+    "causal_conv1d": [
+        "with bias, padded pages",
+        "channels first",
+        "every request has a state",
+        "a request without tokens, padded batch",
+        "no activation, width 3",
+        "odd number of channels",
+        "empty batch",
+    ],
+    "causal_conv1d_update": [
+        "with bias, padded pages",
+        "channels first",
+        "no activation, width 3",
+        "odd number of channels",
+        "empty batch",
+    ],
+    "gated_delta_rule": [
+        "padded pages and batch",
+        "every request has a state",
+        "states of the model's type",
+        "keys side by side, padded pages",
+        "key size 24, value size 40, odd heads",
+        "empty batch",
+    ],
+    "gated_delta_rule_update": [
+        "padded pages",
+        "states of the model's type",
+        "keys side by side, padded pages",
+        "key size 24, value size 40, odd heads",
+        "empty batch",
+    ],
 }
 
 

@@ -32,6 +32,19 @@ def token_counts(most: int) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
+def state_batches(most_tokens: int, most_requests: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Batches of layers with a state: requests with one new token and a state, and the lengths of prompts beside them.
+
+    Args:
+        most_tokens, most_requests: of a batch.
+    """
+    most = min(most_tokens, most_requests)
+    yield from ((single, ()) for single in token_counts(most))
+    for single, prompts in ((0, (3,)), (0, (200,)), (1, (17,)), (3, (70, 2))):
+        if single + sum(prompts) <= most_tokens and single + len(prompts) <= most_requests:
+            yield single, prompts
+
+
 def attention_batches(most_tokens: int, most_requests: int, length: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """New tokens of each request of a batch, and the number of keys that it announces.
 

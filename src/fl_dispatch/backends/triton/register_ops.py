@@ -38,6 +38,10 @@ IMPLEMENTED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
 )
 
 NOT_TRACED = (
@@ -55,6 +59,10 @@ NOT_TRACED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "gated_delta_rule",
+    "gated_delta_rule_update",
 )
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 

@@ -9,6 +9,8 @@ from .impl import (
     alignment,
     attention,
     cache,
+    convolution,
+    delta_rule,
     linear,
     lora,
     mla,
@@ -49,6 +51,10 @@ class TritonBackend(Backend):
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)
+    causal_conv1d = staticmethod(convolution.causal_conv1d)
+    causal_conv1d_update = staticmethod(convolution.causal_conv1d_update)
+    gated_delta_rule = staticmethod(delta_rule.gated_delta_rule)
+    gated_delta_rule_update = staticmethod(delta_rule.gated_delta_rule_update)
 
     @property
     def name(self) -> str:

@@ -48,7 +48,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
 
 
-class _Convolutions(States):
+class Convolutions(States):
     """Makes inputs of ``causal_conv1d`` and ``causal_conv1d_update``."""
 
     def parts(
@@ -106,7 +106,7 @@ class _Convolutions(States):
 
 def conv_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``causal_conv1d``."""
-    sample = _Convolutions(dtype, device, generator).sequences
+    sample = Convolutions(dtype, device, generator).sequences
     yield sample("5 prompts of 1 to 130 tokens", LENGTHS, 256, new=range(5))
     yield sample("prompts that go on, and new ones", LENGTHS, 384, new=(1, 3))
     yield sample("with bias, padded pages", LENGTHS, 128, new=(0,), bias=True, apart=40)
@@ -121,7 +121,7 @@ def conv_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gene
 
 def conv_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``causal_conv1d``: long and many sequences."""
-    sample = _Convolutions(dtype, device, generator).sequences
+    sample = Convolutions(dtype, device, generator).sequences
     yield sample("1,100 and 4,100 tokens", (1100, 4100), 32, new=(0,), serving=False)
     yield sample("300 sequences of 1 to 5 tokens", [1 + number % 5 for number in range(300)], 32, new=range(0, 300, 7),
                  serving=False)  # fmt: skip
@@ -131,7 +131,7 @@ def conv_probes(dtype: torch.dtype, device: torch.device, generator: torch.Gener
 
 def conv_update_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``causal_conv1d_update``."""
-    sample = _Convolutions(dtype, device, generator).tokens
+    sample = Convolutions(dtype, device, generator).tokens
     yield sample("1 request", 1, 8192)
     yield sample("32 requests", 32, 2048)
     yield sample("with bias, padded pages", 7, 256, bias=True, apart=40)
@@ -144,11 +144,11 @@ def conv_update_samples(dtype: torch.dtype, device: torch.device, generator: tor
 
 def conv_update_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``causal_conv1d_update``: many requests."""
-    sample = _Convolutions(dtype, device, generator).tokens
+    sample = Convolutions(dtype, device, generator).tokens
     yield sample("520 requests", 520, 96, bias=True, serving=False)
 
 
-class _DeltaRules(States):
+class DeltaRules(States):
     """Makes inputs of ``gated_delta_rule`` and ``gated_delta_rule_update``."""
 
     def rows(
@@ -161,6 +161,14 @@ class _DeltaRules(States):
         query, key = (part.view(rows, key_heads, key_dim) for part in product[:2])
         a, b = self.normal(rows, 2 * value_heads).chunk(2, dim=1)
         return query, key, product[2].view(rows, value_heads, value_dim), a, b
+
+    def made_states(
+        self, requests: int, heads: int, dims: tuple[int, int], apart: int, half: bool, by_key: bool
+    ) -> Tensor:
+        """States of a type; with ``by_key`` the keys of a value lie side by side, as some hosts have them."""
+        shape, dtype = (dims[::-1] if by_key else dims), self.dtype if half else self.wide
+        states = self.states(requests, heads, *shape, apart=apart, scale=0.7, dtype=dtype)
+        return states.transpose(2, 3) if by_key else states
 
     def decays(self, heads: int) -> tuple[Tensor, Tensor]:
         """``a_log`` and ``dt_bias``: some heads forget in a few tokens, some hardly at all."""
@@ -182,12 +190,13 @@ class _DeltaRules(States):
         apart: int = 0,
         padding: int = 0,
         half_states: bool = False,
+        by_key: bool = False,
         stale: float = STALE,
         serving: bool = True,
     ) -> Sample:
         """``new`` as for a convolution; so many rows more as ``padding``."""
-        rows, dtype = sum(lengths) + padding, self.dtype if half_states else self.wide
-        states = self.states(len(lengths), heads[1], *dims, apart=apart, scale=0.7, dtype=dtype)
+        rows = sum(lengths) + padding
+        states = self.made_states(len(lengths), heads[1], dims, apart, half_states, by_key)
         slots = self.slots(len(lengths))
         has_state = None if new is None else self.new_requests(states, slots, new, stale)
         args = (
@@ -210,11 +219,11 @@ class _DeltaRules(States):
         *,
         apart: int = 0,
         half_states: bool = False,
+        by_key: bool = False,
         serving: bool = True,
     ) -> Sample:
         """One token of each request."""
-        dtype = self.dtype if half_states else self.wide
-        states = self.states(requests, heads[1], *dims, apart=apart, scale=0.7, dtype=dtype)
+        states = self.made_states(requests, heads[1], dims, apart, half_states, by_key)
         args = (
             *self.rows(requests, heads, dims),
             *self.decays(heads[1]),
@@ -227,12 +236,13 @@ class _DeltaRules(States):
 
 def delta_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``gated_delta_rule``."""
-    sample = _DeltaRules(dtype, device, generator).sequences
+    sample = DeltaRules(dtype, device, generator).sequences
     yield sample("5 prompts of 1 to 130 tokens", LENGTHS, (2, 4), (128, 128), new=range(5))
     yield sample("prompts that go on, and new ones", LENGTHS, (2, 4), (64, 64), new=(1, 3))
     yield sample("padded pages and batch", (20, 0, 65), (4, 4), (32, 64), new=(0,), apart=48, padding=3)
     yield sample("every request has a state", (9, 30), (2, 6), (64, 64), new=None)
     yield sample("states of the model's type", (70, 5), (2, 4), (64, 64), new=(1,), half_states=True)
+    yield sample("keys side by side, padded pages", (70, 5), (2, 4), (64, 64), new=(1,), apart=48, by_key=True)
     yield sample("key size 24, value size 40, odd heads", (70, 2), (3, 3), (24, 40), new=(0,), serving=False)
     yield sample("one token", (1,), (1, 1), (32, 32), new=(0,), serving=False)
     yield sample("empty batch", (), (2, 4), (32, 32), serving=False)
@@ -240,7 +250,7 @@ def delta_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
 
 def delta_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``gated_delta_rule``: long and many sequences."""
-    sample = _DeltaRules(dtype, device, generator).sequences
+    sample = DeltaRules(dtype, device, generator).sequences
     yield sample("1,100 tokens", (1100,), (1, 2), (32, 32), new=(0,), serving=False)
     yield sample("lengths around 64 and 128", (63, 64, 65, 127, 128, 129), (1, 2), (16, 16), new=(0, 3), serving=False)
     yield sample(
@@ -252,12 +262,13 @@ def delta_probes(dtype: torch.dtype, device: torch.device, generator: torch.Gene
 
 def delta_update_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``gated_delta_rule_update``."""
-    sample = _DeltaRules(dtype, device, generator).tokens
+    sample = DeltaRules(dtype, device, generator).tokens
     yield sample("1 request, 16 and 32 heads", 1, (16, 32), (128, 128))
     yield sample("8 requests", 8, (2, 4), (128, 128))
     yield sample("padded pages", 5, (4, 4), (64, 32), apart=48)
     yield sample("padded pages, head size 64", 5, (2, 4), (64, 64), apart=48)
     yield sample("states of the model's type", 3, (2, 4), (64, 64), half_states=True)
+    yield sample("keys side by side, padded pages", 5, (2, 4), (64, 64), apart=48, by_key=True)
     yield sample("key size 24, value size 40, odd heads", 3, (3, 9), (24, 40), serving=False)
     yield sample("one head", 1, (1, 1), (32, 32), serving=False)
     yield sample("empty batch", 0, (2, 4), (32, 32), serving=False)
@@ -265,5 +276,5 @@ def delta_update_samples(dtype: torch.dtype, device: torch.device, generator: to
 
 def delta_update_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``gated_delta_rule_update``: many requests."""
-    sample = _DeltaRules(dtype, device, generator).tokens
+    sample = DeltaRules(dtype, device, generator).tokens
     yield sample("520 requests", 520, (1, 1), (16, 16), serving=False)

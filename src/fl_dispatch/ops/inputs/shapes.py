@@ -275,9 +275,14 @@ def _channels(heads: tuple[int, int]) -> int:
 
 def _convolution(place: Place, rows: int, requests: int, channels: int) -> tuple[Any, ...]:
     """``x``, weights, states and slots."""
-    states = place.normal(requests, CONV_WIDTH - 1, channels).transpose(1, 2)
-    slots = torch.randperm(requests, device=place.index_device).to(torch.int32)
+    states = place.normal(requests + 1, CONV_WIDTH - 1, channels).transpose(1, 2)
+    slots = _slots(place, requests)
     return place.normal(rows, channels), place.normal(channels, CONV_WIDTH, scale=0.5), None, states, slots
+
+
+def _slots(place: Place, requests: int) -> Tensor:
+    """A slot for each request; slot 0 belongs to nobody, as in hosts."""
+    return 1 + torch.randperm(requests, device=place.index_device).to(torch.int32)
 
 
 def convolve(place: Place, requests: int, length: int, channels: int) -> tuple[Any, ...]:
@@ -311,14 +316,17 @@ def _requests(tokens: Sequence[int]) -> list[int]:
 
 
 def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tuple[Any, ...]:
-    """Queries, keys and values, gates, decays, states and slots."""
+    """Queries, keys and values, which are parts of one product, gates, decays, states and slots."""
     key_heads, value_heads = heads
-    query, key = (place.normal(rows, key_heads, DELTA_DIM) for _ in range(2))
+    sizes = [count * DELTA_DIM for count in (key_heads, *heads)]
+    parts = torch.split(place.normal(rows, _channels(heads)), sizes, dim=1)
+    by_head = (part.view(rows, -1, DELTA_DIM) for part in parts)
     a, b = (place.normal(rows, value_heads) for _ in range(2))
     decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))
-    states = place.normal(requests, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
-    slots = torch.randperm(requests, device=place.index_device).to(torch.int32)
-    return query, key, place.normal(rows, value_heads, DELTA_DIM), a, b, *decays, states, slots
+    states = place.normal(requests + 1, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
+    if place.device.type != "cpu":  # hosts let the keys of a value lie side by side there
+        states = states.transpose(2, 3)
+    return *by_head, a, b, *decays, states, _slots(place, requests)
 
 
 def correct(place: Place, requests: int, length: int, heads: tuple[int, int]) -> tuple[Any, ...]:

@@ -1,0 +1,164 @@
+"""The gated delta rule: prompts in chunks, by two launches, and one token of each request by one."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.recurrent import LEAST_LENGTH
+
+from . import delta_kernels
+from .launch import Launcher, power_of_two, processors, shared_memory
+from .sequences import steps_of_search
+
+ROOM = 160 << 10
+"""Bytes of shared memory from which on two stages of the largest chunks fit."""
+TOKEN, TOKEN_FEW = (32, 4), (8, 1)
+"""Columns of a state and warps for one token; the latter where there are few programs otherwise."""
+
+
+class Form(NamedTuple):
+    """How prompts are computed.
+
+    Args:
+        kind, operand: the type of both sides of products, for PyTorch and for Triton.
+        unit: keys are divided by their length before they are multiplied, not what they are multiplied with.
+        precision: of products of float32.
+        chunk: rows that are taken together.
+        columns: of a state, in one program.
+        warps, stages: of both kernels.
+    """
+
+    kind: torch.dtype
+    operand: Any
+    unit: bool
+    precision: str
+    chunk: int
+    columns: int
+    warps: int
+    stages: int
+
+
+LARGE = Form(torch.bfloat16, tl.bfloat16, False, "tf32", 64, 32, 4, 2)
+SMALL = Form(torch.bfloat16, tl.bfloat16, False, "tf32", 32, 16, 4, 1)
+HALF = Form(torch.float16, tl.float16, True, "ieee", 32, 16, 4, 1)
+"""A correction over a short key's length might leave the range of float16."""
+WIDE = Form(torch.float32, tl.float32, False, "ieee", 16, 16, 8, 1)
+
+
+def form(dtype: torch.dtype, device: torch.device) -> Form:
+    """The form for keys of a type on a device."""
+    if dtype is torch.bfloat16:
+        return LARGE if shared_memory(device) >= ROOM else SMALL
+    return HALF if dtype is torch.float16 else WIDE
+
+
+_prepare = Launcher(delta_kernels._prepare)
+_advance = Launcher(delta_kernels._advance)
+_update = Launcher(delta_kernels._update)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    query_start_loc: Tensor,
+    has_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule`. Declines float64."""
+    _check(value)
+    (rows, key_heads, dim), (_, heads, dim_v) = key.shape, value.shape
+    out, requests = value.new_empty(value.shape), len(state_indices)
+    if not rows or not requests or not value.numel():
+        return out
+    kind, operand, unit, precision, chunk, columns, warps, stages = form(
+        torch.promote_types(query.dtype, key.dtype), key.device
+    )
+    chunks = -(-rows // chunk)
+    block, block_v = max(16, power_of_two(dim)), max(16, min(columns, power_of_two(dim_v)))
+    corrections, outputs = (
+        torch.empty((chunks * chunk, heads, chunk), dtype=kind, device=key.device) for _ in range(2)
+    )
+    decays = torch.empty((chunks * chunk, heads), dtype=torch.float32, device=key.device)
+    lengths = torch.empty((2, chunks * chunk, key_heads), dtype=torch.float32, device=key.device)
+    state_indices, query_start_loc = state_indices.contiguous(), query_start_loc.contiguous()
+    _prepare(
+        (heads, chunks, 1),
+        (
+            query, key, a, b, a_log.contiguous(), dt_bias.contiguous(), query_start_loc,
+            corrections, outputs, decays, lengths[0], lengths[1], out,
+        ),
+        (
+            *query.stride(), *key.stride(), a.stride(1), b.stride(1), scale, heads, key_heads, dim, dim_v, LEAST_LENGTH,
+            chunk, chunk.bit_length() - 1, block, power_of_two(dim_v), operand, precision,
+        ),
+        sizes=(requests, steps_of_search(requests), rows, a.stride(0), b.stride(0)),
+        warps=warps,
+        stages=1,
+    )  # fmt: skip
+    who = query_start_loc if has_state is None else has_state.contiguous().view(torch.int8)
+    _advance(
+        (-(-dim_v // block_v), heads, requests),
+        (
+            query, key, value, states, state_indices, query_start_loc, who,
+            corrections, outputs, decays, lengths[0], lengths[1], out,
+        ),
+        (
+            *query.stride(), *key.stride(), *value.stride(), *states.stride(), scale, heads, key_heads, dim, dim_v,
+            has_state is not None, chunk, block, block_v, operand, unit, precision,
+        ),
+        warps=warps,
+        stages=stages,
+    )  # fmt: skip
+    return out
+
+
+def gated_delta_rule_update(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    states: Tensor,
+    state_indices: Tensor,
+    scale: float = 1.0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.recurrent.gated_delta_rule_update`. Declines float64."""
+    _check(value)
+    (_, key_heads, dim), (requests, heads, dim_v) = key.shape, value.shape
+    out = value.new_empty(value.shape)
+    if not out.numel():
+        return out
+    columns, warps = TOKEN
+    if requests * heads * -(-dim_v // columns) < 2 * processors(value.device):
+        columns, warps = TOKEN_FEW
+    columns = min(columns, power_of_two(dim_v))
+    _update(
+        (-(-dim_v // columns), heads, requests),
+        (query, key, value, a, b, a_log.contiguous(), dt_bias.contiguous(), states, state_indices, out),
+        (
+            *query.stride(), *key.stride(), *value.stride(), a.stride(1), b.stride(1), *states.stride(),
+            state_indices.stride(0), scale, heads, key_heads, dim, dim_v, LEAST_LENGTH, power_of_two(dim), columns,
+        ),
+        sizes=(a.stride(0), b.stride(0)),
+        warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _check(value: Tensor) -> None:
+    if value.dtype is torch.float64:
+        raise NotSupported("float64")
