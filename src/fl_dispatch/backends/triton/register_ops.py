@@ -23,6 +23,7 @@ IMPLEMENTED = (
     "gelu_and_mul",
     "rms_norm",
     "gemma_rms_norm",
+    "rms_norm_gated",
     "rotary_embedding",
     "topk_softmax",
     "topk_sigmoid",
@@ -36,6 +37,8 @@ IMPLEMENTED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+    "selective_scan",
+    "selective_state_update",
 )
 
 NOT_TRACED = (
@@ -51,6 +54,8 @@ NOT_TRACED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+    "selective_scan",
+    "selective_state_update",
 )
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 

@@ -9,6 +9,7 @@ from .impl import (
     alignment,
     attention,
     cache,
+    gated_norm,
     linear,
     mla,
     moe,
@@ -18,6 +19,7 @@ from .impl import (
     rotary,
     routing,
     scaled,
+    state_space,
     weight_only,
 )
 
@@ -33,6 +35,7 @@ class TritonBackend(Backend):
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     rms_norm = staticmethod(normalization.rms_norm)
     gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
+    rms_norm_gated = staticmethod(gated_norm.rms_norm_gated)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
     topk_softmax = staticmethod(routing.topk_softmax)
     topk_sigmoid = staticmethod(routing.topk_sigmoid)
@@ -46,6 +49,8 @@ class TritonBackend(Backend):
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)
+    selective_scan = staticmethod(state_space.selective_scan)
+    selective_state_update = staticmethod(state_space.selective_state_update)
 
     @property
     def name(self) -> str:
