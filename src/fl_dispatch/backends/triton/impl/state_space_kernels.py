@@ -26,6 +26,24 @@ def _after(decay, added, later_decay, later_added):
     return decay * later_decay, added * later_decay + later_added
 
 
+@triton.jit
+def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr):
+    """``total + exact @ x``, with ``FIRST`` ``total + x @ exact``. What a half type does not hold of ``x``, which is
+    float32, is multiplied as well: rounded once, terms that cancel would leave more than a rounding of the result."""
+    high = x.to(exact.dtype)
+    if FIRST:
+        total = tl.dot(high, exact, total, input_precision=PRECISION)
+    else:
+        total = tl.dot(exact, high, total, input_precision=PRECISION)
+    if exact.dtype != tl.float32:
+        low = (x - high.to(tl.float32)).to(exact.dtype)
+        if FIRST:
+            total = tl.dot(low, exact, total)
+        else:
+            total = tl.dot(exact, low, total)
+    return total
+
+
 # What differs from batch to batch in its place in memory may not have a kernel of its own for it.
 @triton.jit(do_not_specialize_on_alignment=["dt", "slots"])
 def _token(
@@ -198,19 +216,20 @@ def _chunks(
             total = tl.cumsum(lasts * rate, axis=0)  # the logarithm of the decay since the chunk began
             since = tl.where(row[:, None] >= row[None, :], total[:, None] - total[None, :], float("-inf"))
             seen = tl.dot(out_of, tl.trans(into), input_precision=PRECISION) * tl.exp(since) * lasts[None, :]
-            if x.dtype.element_ty == tl.float16:  # a sum over all tokens may be beyond its range
-                before = tl.dot(out_of.to(tl.float32), state, input_precision="tf32")
-            else:
-                before = tl.dot(out_of, state.to(out_of.dtype), input_precision=PRECISION)
-            result = tl.dot(seen.to(tokens.dtype), tokens, before * tl.exp(total)[:, None], input_precision=PRECISION)
+            size = 1.0
+            if x.dtype.element_ty == tl.float16:  # a sum over all tokens may be out of its range
+                size = tl.maximum(tl.max(tl.max(tl.abs(state), axis=1), axis=0) / 32768.0, 1.0)
+            result = tl.zeros([CHUNK, ROWS], dtype=tl.float32)
+            result = _plus_product(result, out_of, state / size, False, PRECISION) * (tl.exp(total) * size)[:, None]
+            result = _plus_product(result, tokens, seen, True, PRECISION)
             if HAS_D:
                 result += tokens.to(tl.float32) * skip
             target = out + (token * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(target, result.to(out.dtype.element_ty), mask=here)
             whole = tl.min(total, axis=0)  # decays only add up
             left = tl.exp(whole - total) * lasts
-            added = (tokens.to(tl.float32) * left[:, None]).to(tokens.dtype)
-            state = tl.dot(tl.trans(into), added, state * tl.exp(whole), input_precision=PRECISION)
+            added = tokens.to(tl.float32) * left[:, None]
+            state = _plus_product(state * tl.exp(whole), tl.trans(into), added, False, PRECISION)
         tl.store(place, state.to(states.dtype.element_ty), mask=within)
 
 
