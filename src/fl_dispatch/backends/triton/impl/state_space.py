@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launch import Launcher, power_of_two, processors, shared_memory
+from .launch import Launcher, power_of_two, shared_memory
 from .state_space_kernels import _chunks, _token, _walk
 
 TOKEN_TILE = 2048
 """Numbers of the states that a program takes for one token."""
-CHUNK, CHUNK_WIDE = 64, 32
-"""Tokens that matrix products take together, for half types and for float32."""
+CHUNK, CHUNK_LONG, CHUNK_WIDE = (64, 32, 4), (32, 16, 4), (16, 16, 8)
+"""Tokens and elements of a head that a program takes, and warps: up to ``LONG`` columns, beyond, and in float32. Larger
+ones do not fit into a program's registers."""
+LONG = 128
 LARGEST_STATE = 256
 """Columns of a state up to which a program has room for a chunk."""
 LEAST = 16
@@ -52,10 +54,9 @@ def selective_scan(
     present = has_state is not None, d is not None, dt_bias is not None
     if a.dim() == 1 and x.dtype is not torch.float64 and columns <= LARGEST_STATE:
         wide = x.dtype is torch.float32
-        chunk, block = CHUNK_WIDE if wide else CHUNK, max(LEAST, power_of_two(columns))
-        rows = max(LEAST, min(power_of_two(head_dim), 32 if wide or block > 128 else 64))
-        if rows == 64 and heads * -(-head_dim // rows) < processors(x.device):
-            rows = 32  # whatever the batch is, so that a start meets every kernel
+        block = max(LEAST, power_of_two(columns))
+        chunk, rows, warps = CHUNK_WIDE if wide else CHUNK if block <= LONG else CHUNK_LONG
+        rows = max(LEAST, min(power_of_two(head_dim), rows))
         stage, room = chunk * (2 * block + rows) * x.element_size(), shared_memory(x.device)
         _by_products(
             (heads * -(-head_dim // rows), requests, 1),
@@ -64,6 +65,8 @@ def selective_scan(
                 *_strides(x, dt, a, b, c, d, dt_bias, states), heads, head_dim, columns, group, *present,
                 "ieee" if wide else "tf32", chunk, rows, block,  # half types take no notice of tf32
             ),
+            sizes=(len(x),),
+            warps=warps,
             stages=2 if not room or room > 3 * stage else 1,
         )  # fmt: skip
     else:
@@ -76,6 +79,7 @@ def selective_scan(
                 *_strides(x, dt, _by_column(a), b, c, d, dt_bias, states), heads, head_dim, columns, group, *present,
                 _in_one_group(rows, heads, head_dim, group), WALK_TOKENS, rows, block,
             ),
+            sizes=(len(x),),
             warps=8,
             stages=1,
         )  # fmt: skip

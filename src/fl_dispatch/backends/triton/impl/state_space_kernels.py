@@ -124,7 +124,7 @@ def _token(
     tl.store(out + request * HEADS * HEAD_DIM + row, result.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize_on_alignment=["dt", "slots", "starts", "has_state"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["dt", "slots", "starts", "has_state"])
 def _chunks(
     x,
     dt,
@@ -138,6 +138,7 @@ def _chunks(
     starts,
     has_state,
     out,
+    rows,
     X_TOKEN,
     X_HEAD,
     X_DIM,
@@ -179,11 +180,12 @@ def _chunks(
     request = tl.program_id(1)
     begin = tl.load(starts + request)
     end = tl.load(starts + request + 1)
+    dim = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
+    row = tl.arange(0, CHUNK)
+    real = dim < HEAD_DIM
     if begin < end:
-        dim = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)
-        row = tl.arange(0, CHUNK)
-        real, known = dim < HEAD_DIM, column < COLUMNS
+        known = column < COLUMNS
         within = known[:, None] & real[None, :]
         slot = tl.load(slots + request).to(tl.int64)
         place = states + slot * STATE_SLOT + head.to(tl.int64) * STATE_HEAD
@@ -231,9 +233,15 @@ def _chunks(
             added = tokens.to(tl.float32) * left[:, None]
             state = _plus_product(state * tl.exp(whole), tl.trans(into), added, False, PRECISION)
         tl.store(place, state.to(states.dtype.element_ty), mask=within)
+    if request == tl.num_programs(1) - 1:  # the rows behind all sequences
+        for first in tl.range(end, rows, CHUNK):
+            token = (first + row).to(tl.int64)
+            target = out + (token * HEADS + head)[:, None] * HEAD_DIM + dim[None, :]
+            bare = tl.zeros([CHUNK, ROWS], dtype=out.dtype.element_ty)
+            tl.store(target, bare, mask=(token < rows)[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["dt", "slots", "starts", "has_state"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["dt", "slots", "starts", "has_state"])
 def _walk(
     x,
     dt,
@@ -247,6 +255,7 @@ def _walk(
     starts,
     has_state,
     out,
+    rows,
     X_TOKEN,
     X_HEAD,
     X_DIM,
@@ -286,11 +295,11 @@ def _walk(
     request = tl.program_id(1)
     begin = tl.load(starts + request)
     end = tl.load(starts + request + 1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    number = tl.arange(0, TOKENS)
+    real = row < HEADS * HEAD_DIM
     if begin < end:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         column = tl.arange(0, BLOCK)[None, :]
-        number = tl.arange(0, TOKENS)
-        real = row < HEADS * HEAD_DIM
         inside = real[:, None] & (column < COLUMNS)
         head, dim = row // HEAD_DIM, row % HEAD_DIM
         slot = tl.load(slots + request).to(tl.int64)
@@ -335,3 +344,8 @@ def _walk(
             tl.store(out + token * (HEADS * HEAD_DIM) + row[None, :], result.to(out.dtype.element_ty), mask=here)
             state = tl.sum(tl.where((number == TOKENS - 1)[:, None, None], passed, 0.0), axis=0)
         tl.store(place, state.to(states.dtype.element_ty), mask=inside)
+    if request == tl.num_programs(1) - 1:  # the rows behind all sequences
+        for first in tl.range(end, rows, TOKENS):
+            token = (first + number).to(tl.int64)[:, None]
+            bare = tl.zeros([TOKENS, ROWS], dtype=out.dtype.element_ty)
+            tl.store(out + token * (HEADS * HEAD_DIM) + row[None, :], bare, mask=(token < rows) & real[None, :])

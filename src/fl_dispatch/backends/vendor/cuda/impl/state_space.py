@@ -141,7 +141,7 @@ def scan_of_heads(
     has_state: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.state_space.selective_scan`."""
-    out, slots = x.new_empty(x.shape), state_indices.long()
+    out, slots = x.new_zeros(x.shape), state_indices.long()
     before = states[slots]
     begun = before if has_state is None else torch.where(has_state[:, None, None, None], before, 0)
     bounds, last, sequence = chunks(query_start_loc, x.shape[0])
