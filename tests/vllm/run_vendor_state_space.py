@@ -22,20 +22,20 @@ from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 from vllm.platforms import current_platform
 
+from fl_dispatch.backends.reference.reference import ReferenceBackend
+from fl_dispatch.backends.vendor.cuda.impl import state_space
+from fl_dispatch.ops import OPERATORS
+
 vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
-with mock.patch.object(type(current_platform), "is_cpu", lambda self: False):
+with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
+    import vllm.model_executor.layers.mamba.ops.ssd_combined
     from vllm.model_executor.layers.mamba.ops import (
         mamba_ssm,
         ssd_bmm,
         ssd_chunk_scan,
         ssd_chunk_state,
-        ssd_combined,
         ssd_state_passing,
     )
-
-from fl_dispatch.backends.reference.reference import ReferenceBackend
-from fl_dispatch.backends.vendor.cuda.impl import limits, state_space
-from fl_dispatch.ops import OPERATORS
 
 torch.accelerator.device_index = lambda index: nullcontext()  # type: ignore[assignment, misc]
 mamba_ssm.try_get_optimal_ssm_config = lambda *sizes: (8, 4)  # knows GPUs by their names
@@ -80,9 +80,7 @@ def main(job: dict[str, str]) -> dict[str, object]:
     supports, run = FUNCTIONS[name]
     place = list(OPERATORS[name].parameters).index("states")
     found = {}
-    with mock.patch.object(limits, "problem", lambda *given, **options: ""), mock.patch.object(
-        state_space, "problem", lambda *given, **options: ""
-    ):
+    with mock.patch.object(state_space, "problem", return_value=""):  # they are on no GPU
         for make in (OPERATORS[name].samples, OPERATORS[name].probes):
             both = (make(torch.float16, CPU, torch.Generator().manual_seed(0)) for _ in range(2))
             for sample, again in zip(*both, strict=True):

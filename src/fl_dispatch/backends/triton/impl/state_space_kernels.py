@@ -28,8 +28,11 @@ def _after(decay, added, later_decay, later_added):
 
 @triton.jit
 def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr):
-    """``total + exact @ x``, with ``FIRST`` ``total + x @ exact``. What a half type does not hold of ``x``, which is
-    float32, is multiplied as well: rounded once, terms that cancel would leave more than a rounding of the result."""
+    """``total + exact @ x``, with ``FIRST`` ``total + x @ exact``.
+
+    ``x`` is float32, and multiplied in two parts of a half type: rounded to one, terms that cancel would leave more
+    than a rounding of the result.
+    """
     high = x.to(exact.dtype)
     if FIRST:
         total = tl.dot(high, exact, total, input_precision=PRECISION)
@@ -44,7 +47,7 @@ def _plus_product(total, exact, x, FIRST: tl.constexpr, PRECISION: tl.constexpr)
     return total
 
 
-# What differs from batch to batch in its place in memory may not have a kernel of its own for it.
+# A tensor whose place in memory differs from batch to batch may not have a kernel for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["dt", "slots"])
 def _token(
     x,

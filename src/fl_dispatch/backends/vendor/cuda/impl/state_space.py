@@ -204,7 +204,7 @@ def supports_scan_of_columns(
     has_state: Tensor | None = None,
 ) -> bool | str:
     """Channels with a decay for each column of their state."""
-    if why := _problem(a=a, d=d, dt_bias=dt_bias, states=states) or _unlike(x, x=x, dt=dt, b=b, c=c):
+    if why := _problem(x=x, a=a, d=d, dt_bias=dt_bias, states=states) or _unlike(x, dt=dt, b=b, c=c):
         return why
     if a.dim() != 2 or x.shape[2] != 1:
         return "a head has more than one channel, or its state one decay"
