@@ -1,4 +1,4 @@
-"""Compiles kernels of attention, experts and quantized products for sm_90 without a GPU, on tensors without memory.
+"""Compiles kernels for sm_90 without a GPU, on tensors without memory: attention, experts, products, state spaces.
 
 ``kernel_code.py`` runs this file once for each tree that it compares, with that tree's ``src`` on the path. An operator
 chooses its kernels as on an H200 with 132 processors; a launch compiles and does not run.
@@ -36,12 +36,7 @@ from fl_dispatch.backends.triton.impl import (
 )
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
-    from fl_dispatch.backends.triton.impl import quantized_moe
-with contextlib.suppress(ImportError):
-    from fl_dispatch.backends.triton.impl import convolution, delta_rule
-
-with contextlib.suppress(ImportError):
-    from fl_dispatch.backends.triton.impl import lora
+    from fl_dispatch.backends.triton.impl import convolution, delta_rule, gated_norm, lora, quantized_moe, state_space
 
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
@@ -236,6 +231,31 @@ def _corrections(
         delta_rule.gated_delta_rule_update(*parts, 0.1)
 
 
+def _space(rows: int, heads: int, groups: int, dim: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    a = _empty(heads, columns, dtype=WIDE) if dim == 1 else _empty(heads, dtype=WIDE)
+    b, c = (_empty(rows, groups, columns, dtype=dtype) for _ in range(2))
+    d, bias = (_empty(heads, dtype=dtype) for _ in range(2))
+    return _empty(rows, heads, dim, dtype=dtype), _empty(rows, heads, dtype=dtype), a, b, c, d, bias
+
+
+def _states(heads: int, dim: int, columns: int) -> Tensor:
+    return _empty(64, heads, dim, columns, dtype=WIDE)
+
+
+def _scanned(
+    heads: int, groups: int, dim: int, columns: int, *, requests: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    tensors = _space(2048, heads, groups, dim, columns, dtype)
+    known = _empty(requests, dtype=torch.bool)
+    states = _states(heads, dim, columns)
+    state_space.selective_scan(*tensors, states, _integers(requests), _integers(requests + 1), known)
+
+
+def _updated(heads: int, groups: int, dim: int, columns: int, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    tensors = _space(64, heads, groups, dim, columns, dtype)
+    state_space.selective_state_update(*tensors, _states(heads, dim, columns), _integers(64))
+
+
 HALF, WIDE = torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 CASES = (
@@ -329,6 +349,17 @@ CASES = (
     Case("delta rule, 4 prompts, heads of 64", lambda: _corrections(2048, True, 64), hopper=False),
     Case("delta rule, 1 token", lambda: _corrections(1, False), hopper=False),
     Case("delta rule, 32 tokens", lambda: _corrections(32, False), hopper=False),
+    Case("scan, 80 heads of 64, 128 columns", lambda: _scanned(80, 1, 64, 128), hopper=False),
+    Case("scan, 80 heads of 64, 128 columns, float16", lambda: _scanned(80, 1, 64, 128, dtype=HALF), hopper=False),
+    Case("scan, 80 heads of 64, 128 columns, float32", lambda: _scanned(80, 1, 64, 128, dtype=WIDE), hopper=False),
+    Case("scan, 32 heads of 128, 2 groups, 256 columns", lambda: _scanned(32, 2, 128, 256), hopper=False),
+    Case("scan, 5120 channels, 16 columns", lambda: _scanned(5120, 1, 1, 16), hopper=False),
+    Case("scan, 5120 channels, 16 columns, float32", lambda: _scanned(5120, 1, 1, 16, dtype=WIDE), hopper=False),
+    Case("state update, 80 heads of 64, 128 columns", lambda: _updated(80, 1, 64, 128), hopper=False),
+    Case("state update, 5120 channels, 16 columns", lambda: _updated(5120, 1, 1, 16), hopper=False),
+    Case("gated norm, 5120, one group", lambda: gated_norm.rms_norm_gated(
+        _empty(64, 5120), _empty(64, 5120), _empty(5120), norm_first=False
+    ), hopper=False),
 )  # fmt: skip
 
 

@@ -35,8 +35,9 @@ class Mamba1Layer(ScanLayer):
             output: likewise, of any content.
         """
         step = self.fl_step()
-        if step is None:
-            output.zero_()
+        if step is None:  # vLLM measures memory before there are states
+            x, gate = self.in_proj(hidden_states)[0].chunk(2, dim=1)
+            output.copy_(self.out_proj(functional.silu(gate) * x)[0])
             return
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens
         x, gate = self.in_proj(hidden_states[:tokens])[0].chunk(2, dim=1)
@@ -51,7 +52,8 @@ class Mamba1Layer(ScanLayer):
             has_state = step.has_initial_states_p
             mixed = self.fl_convolve(x[single:], weight, bias, inputs, own, starts, has_state, activation)
             parts.append(self.fl_scan(*self._fl_operands(mixed), states, own, starts, has_state))
-        output[:tokens] = self.out_proj(functional.silu(gate) * torch.cat(parts).squeeze(2))[0]
+        scanned = parts[0] if len(parts) == 1 else torch.cat(parts)
+        output[:tokens] = self.out_proj(functional.silu(gate) * scanned.squeeze(2))[0]
         output[tokens:].zero_()
 
     def _fl_operands(self, x: Tensor) -> tuple[Tensor, ...]:

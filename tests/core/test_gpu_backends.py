@@ -24,18 +24,21 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
+    ScanBackend,
     SglangAttentionBackend,
+    StateSpaceBackend,
 )
 from fl_dispatch.backends.vendor.cuda.impl import attention
 from fl_dispatch.devices import nvml
 
 BACKENDS = {
-    "vendor.cuda": (CudaBackend, CudaExpertsBackend),
+    "vendor.cuda": (CudaBackend, CudaExpertsBackend, ScanBackend),
     "vendor.cuda.cutlass": (CutlassBackend,),
     "vendor.cuda.fa3": (FlashAttentionBackend,),
     "vendor.cuda.machete": (MacheteBackend,),
     "vendor.cuda.marlin": (MarlinBackend,),
     "vendor.cuda.sglang_fa3": (SglangAttentionBackend,),
+    "vendor.cuda.triton": (StateSpaceBackend,),
     "default.flagos": (FlagGemsBackend,),
 }
 KINDS = dict.fromkeys(BACKENDS, BackendImplKind.VENDOR) | {"default.flagos": BackendImplKind.DEFAULT}

@@ -45,11 +45,33 @@ def quantized_rows(rows, kind, group, scale=None, repeat=1):  # the interpreter'
     return tuple(map(torch.cat, zip(*parts)))
 
 quantized_moe.quantized_rows = quantized_rows
+
+import numpy as np
+from triton.runtime.interpreter import ScanOps
+
+def scan(self, inputs):  # the interpreter's own goes element by element
+    def along(tensor):
+        return np.moveaxis(tensor.handle.data, self.axis, 0)
+
+    def each(datas):
+        return tuple(self.to_tensor(data, tensor.dtype) for data, tensor in zip(datas, inputs))
+
+    datas = list(map(along, inputs))
+    results, so_far = [np.empty_like(data) for data in datas], None
+    for place in range(len(datas[0])):
+        now = each([data[place] for data in datas])
+        so_far = now if so_far is None else self.combine_fn.fn(*so_far, *now)
+        for result, tensor in zip(results, so_far):
+            result[place] = tensor.handle.data
+    return list(each([np.moveaxis(result, 0, self.axis) for result in results]))
+
+ScanOps.generic_scan = scan
 manager, device, rows = get_default_manager(), torch.device("cpu"), []
 for name, labels in json.loads(sys.argv[1]).items():
     (impl,) = implementations(manager, [name], ["default.triton"])
     for dtype in (torch.float16, torch.float32):
-        samples = OPERATORS[name].samples(dtype, device, torch.Generator().manual_seed(0))
+        made = filter(None, (OPERATORS[name].samples, OPERATORS[name].probes))
+        samples = [sample for make in made for sample in make(dtype, device, torch.Generator().manual_seed(0))]
         chosen = [sample for sample in samples if sample.label in labels]
         found = verify(manager, impl, dtype, device, samples=chosen, repeats=1)
         rows.append([name, found.dtype, found.samples == len(labels), found.problems])
@@ -157,6 +179,17 @@ SMALL = {
         "5000 short rows",
     ],
     "gemma_rms_norm": ["3-d heads 5x8x128", "row stride larger than the row", "odd hidden size 67", "empty batch"],
+    "rms_norm_gated": [
+        "decode, 32 tokens, 32 heads of 128",
+        "heads 1x16x128, sigmoid",
+        "gate first, groups of 512",
+        "groups of 64",
+        "cut out of one product",
+        "no weight",
+        "gate first, sigmoid, scale 300",
+        "odd size 67",
+        "empty batch",
+    ],
     "rotary_embedding": [
         "decode, 32 tokens",
         "interleaved, 16 tokens",
@@ -250,6 +283,7 @@ SMALL = {
         "head size 40, value 24, odd heads",
         "empty batch",
     ],
+<<<<<<< HEAD
     "causal_conv1d": [
         "with bias, padded pages",
         "channels first",
@@ -280,6 +314,37 @@ SMALL = {
         "keys side by side, padded pages",
         "key size 24, value size 40, odd heads",
         "empty batch",
+=======
+    "selective_scan": [
+        "5 prompts of 1 to 130 tokens",
+        "prompts that go on, and new ones",
+        "padded pages and batch",
+        "every request has a state",
+        "states of the model's type",
+        "Mamba: a decay for each column",
+        "neither d nor a bias",
+        "head size 24, state size 40, 3 groups",
+        "decays of columns, head size 3, 2 groups",
+        "one token of one element",
+        "empty batch",
+        "1,100 tokens",
+        "lengths around 64 and 128",
+        "NaN in slots of new requests",
+        "300 sequences of 1 to 5 tokens",
+    ],
+    "selective_state_update": [
+        "1 request, 48 heads",
+        "8 requests",
+        "padded pages",
+        "states of the model's type",
+        "Mamba: a decay for each column",
+        "neither d nor a bias",
+        "head size 24, state size 40, 3 groups",
+        "decays of columns, head size 3, 2 groups",
+        "one element",
+        "empty batch",
+        "520 requests",
+>>>>>>> mamba
     ],
 }
 

@@ -25,6 +25,7 @@ IMPLEMENTED = (
     "gelu_and_mul",
     "rms_norm",
     "gemma_rms_norm",
+    "rms_norm_gated",
     "rotary_embedding",
     "topk_softmax",
     "topk_sigmoid",
@@ -38,10 +39,15 @@ IMPLEMENTED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+<<<<<<< HEAD
     "causal_conv1d",
     "causal_conv1d_update",
     "gated_delta_rule",
     "gated_delta_rule_update",
+=======
+    "selective_scan",
+    "selective_state_update",
+>>>>>>> mamba
 )
 
 NOT_TRACED = (
@@ -59,10 +65,15 @@ NOT_TRACED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
+<<<<<<< HEAD
     "causal_conv1d",
     "causal_conv1d_update",
     "gated_delta_rule",
     "gated_delta_rule_update",
+=======
+    "selective_scan",
+    "selective_state_update",
+>>>>>>> mamba
 )
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 

@@ -9,8 +9,12 @@ from .impl import (
     alignment,
     attention,
     cache,
+<<<<<<< HEAD
     convolution,
     delta_rule,
+=======
+    gated_norm,
+>>>>>>> mamba
     linear,
     lora,
     mla,
@@ -21,6 +25,7 @@ from .impl import (
     rotary,
     routing,
     scaled,
+    state_space,
     weight_only,
 )
 
@@ -38,6 +43,7 @@ class TritonBackend(Backend):
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     rms_norm = staticmethod(normalization.rms_norm)
     gemma_rms_norm = staticmethod(normalization.gemma_rms_norm)
+    rms_norm_gated = staticmethod(gated_norm.rms_norm_gated)
     rotary_embedding = staticmethod(rotary.rotary_embedding)
     topk_softmax = staticmethod(routing.topk_softmax)
     topk_sigmoid = staticmethod(routing.topk_sigmoid)
@@ -51,10 +57,15 @@ class TritonBackend(Backend):
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)
+<<<<<<< HEAD
     causal_conv1d = staticmethod(convolution.causal_conv1d)
     causal_conv1d_update = staticmethod(convolution.causal_conv1d_update)
     gated_delta_rule = staticmethod(delta_rule.gated_delta_rule)
     gated_delta_rule_update = staticmethod(delta_rule.gated_delta_rule_update)
+=======
+    selective_scan = staticmethod(state_space.selective_scan)
+    selective_state_update = staticmethod(state_space.selective_state_update)
+>>>>>>> mamba
 
     @property
     def name(self) -> str:

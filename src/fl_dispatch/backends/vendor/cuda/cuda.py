@@ -8,7 +8,7 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Backend
 
 from . import library
-from .impl import activation, attention, experts, normalization, quantization, rotary, weight_only
+from .impl import activation, attention, experts, normalization, quantization, rotary, state_space, weight_only
 
 
 class _Compiled(Backend):
@@ -76,6 +76,24 @@ class MacheteBackend(_Compiled):
     library = library.MACHETE
 
     weight_only_linear = staticmethod(weight_only.machete)
+
+
+class ScanBackend(_Compiled):
+    """vLLM's scan of channels with a decay for each column of their state."""
+
+    library = library.SCANS
+
+    selective_scan = staticmethod(state_space.scan_of_columns)
+
+
+class StateSpaceBackend(_Compiled):
+    """vLLM's Triton kernels of state spaces."""
+
+    selective_scan = staticmethod(state_space.scan_of_heads)
+    selective_state_update = staticmethod(state_space.selective_state_update)
+
+    def why_unavailable(self) -> str:
+        return library.why_not_launched(library.STATE_SPACES)
 
 
 class CudaExpertsBackend(_Compiled):

@@ -1,10 +1,12 @@
 """Finds and loads the compiled operators that the hosts' CUDA wheels carry, without importing a host.
 
 Loading registers operators and creates no CUDA context. Loading a library twice, or after vLLM did, does nothing.
+Functions that launch Triton kernels are only found: their module imports the host, so a first call does.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from pathlib import Path
 import torch
 
 from fl_dispatch.devices import CUDA
+from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -52,11 +55,38 @@ class Library:
         return hasattr(operators, self.mark) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """A function of a package that launches Triton kernels.
+
+    Args:
+        file: where it is in the package's folder.
+        name: its name.
+        arguments: names of arguments that calls give it.
+        package: the module in whose folder it is.
+    """
+
+    file: str
+    name: str
+    arguments: tuple[str, ...]
+    package: str = "vllm"
+
+
 GENERAL = Library(("_C_stable_libtorch.abi3.so", "_C.abi3.so"), "_C", "silu_and_mul")
 EXPERTS = Library(("_moe_C_stable_libtorch.abi3.so", "_moe_C.abi3.so"), "_moe_C", "topk_softmax")
 PRODUCTS = Library(GENERAL.files, "_C", "cutlass_scaled_mm")
 MARLIN = Library(GENERAL.files, "_C", "marlin_gemm")
 MACHETE = Library(GENERAL.files, "_C", "machete_mm", capability=9)
+SCANS = Library(
+    GENERAL.files,
+    "_C",
+    "selective_scan_fwd",
+    arguments=(
+        *("u", "delta", "A", "B", "C", "D_", "z_", "delta_bias_", "delta_softplus", "query_start_loc", "cache_indices"),
+        *("has_initial_state", "ssm_states", "null_block_id", "block_size", "block_idx_first_scheduled_token"),
+        *("block_idx_last_scheduled_token", "initial_state_idx", "cu_chunk_seqlen", "last_chunk_indices"),
+    ),
+)
 ATTENTION = Library(("vllm_flash_attn/_vllm_fa3_C.abi3.so",), "_vllm_fa3_C", "fwd", capability=9)
 SGLANG_ATTENTION = Library(
     ("flash_ops.abi3.so",),
@@ -74,6 +104,24 @@ SGLANG_ATTENTION = Library(
     ),
 )
 """The package ``sglang-kernel``, which SGLang needs on a GPU."""
+STATE_SPACES = (
+    Launcher(
+        "model_executor/layers/mamba/ops/mamba_ssm.py",
+        "selective_state_update",
+        (
+            *("state", "x", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "state_batch_indices"),
+            *("dst_state_batch_indices", "null_block_id", "out"),
+        ),
+    ),
+    Launcher(
+        "model_executor/layers/mamba/ops/ssd_combined.py",
+        "mamba_chunk_scan_combined_varlen",
+        (
+            *("x", "dt", "A", "B", "C", "chunk_size", "cu_seqlens", "cu_chunk_seqlens", "last_chunk_indices"),
+            *("seq_idx", "out", "D", "dt_bias", "initial_states", "dt_softplus", "state_dtype"),
+        ),
+    ),
+)
 
 
 def _folder(package: str) -> Path | None:
@@ -107,3 +155,30 @@ def why_unavailable(library: Library) -> str:
     if not library.is_loaded():
         return f"{path} has no operator {library.mark} for GPUs"
     return library.takes_others()
+
+
+@functools.cache
+def why_not_launched(launchers: tuple[Launcher, ...]) -> str:
+    """An empty string, or why these functions cannot be called here. Imports nothing."""
+    if not CUDA.detect():
+        return "no NVIDIA GPU that PyTorch can use"
+    if why := why_unserved():
+        return why
+    return next(filter(None, map(_why_other, launchers)), "")
+
+
+def _why_other(launcher: Launcher) -> str:
+    """Why a function is not there as calls assume, in its package's source."""
+    folder = _folder(launcher.package)
+    if folder is None:
+        return f"{launcher.package} is not installed"
+    path = folder / launcher.file
+    if not path.is_file():
+        return f"the {launcher.package} in {folder} has no {launcher.file}"
+    defined = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    found = next((node for node in defined if node.name == launcher.name), None)
+    if found is None:
+        return f"{path} has no {launcher.name}"
+    taken = {one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)}
+    missing = [name for name in launcher.arguments if name not in taken]
+    return f"{launcher.name} of {path} takes no {', '.join(missing)}" if missing else ""

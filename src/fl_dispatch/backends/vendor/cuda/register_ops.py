@@ -12,9 +12,11 @@ from .cuda import (
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
+    ScanBackend,
     SglangAttentionBackend,
+    StateSpaceBackend,
 )
-from .impl import activation, attention, experts, normalization, quantization, rotary, weight_only
+from .impl import activation, attention, experts, normalization, quantization, rotary, state_space, weight_only
 
 ACTIVATIONS = (
     "silu_and_mul",
@@ -80,6 +82,25 @@ def register_builtins(registry: Registry) -> None:
                 weight_only.MARLIN,
                 priority,
                 supports={"weight_only_linear": weight_only.supports_marlin},
+                opaque=True,
+                device_types=devices,
+            ),
+            *ScanBackend().implementations(
+                kind,
+                "vendor.cuda",
+                priority,
+                supports={"selective_scan": state_space.supports_scan_of_columns},
+                opaque=True,
+                device_types=devices,
+            ),
+            *StateSpaceBackend().implementations(
+                kind,
+                "vendor.cuda.triton",
+                priority,
+                supports={
+                    "selective_scan": state_space.supports_scan_of_heads,
+                    "selective_state_update": state_space.supports_selective_state_update,
+                },
                 opaque=True,
                 device_types=devices,
             ),
