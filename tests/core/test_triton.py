@@ -283,7 +283,6 @@ SMALL = {
         "head size 40, value 24, odd heads",
         "empty batch",
     ],
-<<<<<<< HEAD
     "causal_conv1d": [
         "with bias, padded pages",
         "channels first",
@@ -314,7 +313,7 @@ SMALL = {
         "keys side by side, padded pages",
         "key size 24, value size 40, odd heads",
         "empty batch",
-=======
+    ],
     "selective_scan": [
         "5 prompts of 1 to 130 tokens",
         "prompts that go on, and new ones",
@@ -344,7 +343,6 @@ SMALL = {
         "one element",
         "empty batch",
         "520 requests",
->>>>>>> mamba
     ],
 }
 

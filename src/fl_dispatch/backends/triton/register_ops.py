@@ -39,15 +39,12 @@ IMPLEMENTED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
-<<<<<<< HEAD
     "causal_conv1d",
     "causal_conv1d_update",
     "gated_delta_rule",
     "gated_delta_rule_update",
-=======
     "selective_scan",
     "selective_state_update",
->>>>>>> mamba
 )
 
 NOT_TRACED = (
@@ -65,15 +62,12 @@ NOT_TRACED = (
     "paged_attention",
     "mla_decode",
     "mla_prefill",
-<<<<<<< HEAD
     "causal_conv1d",
     "causal_conv1d_update",
     "gated_delta_rule",
     "gated_delta_rule_update",
-=======
     "selective_scan",
     "selective_state_update",
->>>>>>> mamba
 )
 """Dynamo traces the other kernels, and Inductor compiles around them."""
 

@@ -9,12 +9,9 @@ from .impl import (
     alignment,
     attention,
     cache,
-<<<<<<< HEAD
     convolution,
     delta_rule,
-=======
     gated_norm,
->>>>>>> mamba
     linear,
     lora,
     mla,
@@ -57,15 +54,12 @@ class TritonBackend(Backend):
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)
-<<<<<<< HEAD
     causal_conv1d = staticmethod(convolution.causal_conv1d)
     causal_conv1d_update = staticmethod(convolution.causal_conv1d_update)
     gated_delta_rule = staticmethod(delta_rule.gated_delta_rule)
     gated_delta_rule_update = staticmethod(delta_rule.gated_delta_rule_update)
-=======
     selective_scan = staticmethod(state_space.selective_scan)
     selective_state_update = staticmethod(state_space.selective_state_update)
->>>>>>> mamba
 
     @property
     def name(self) -> str:
