@@ -21,8 +21,11 @@ import torch
 
 import architectures
 from fl_dispatch import (
+    BackendImplKind,
     ConfigError,
+    OpImpl,
     SelectionPolicy,
+    get_default_manager,
     policy_context,
 )
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
@@ -489,6 +492,32 @@ def test_states_are_refused_on_accelerators_and_where_they_cannot_be_moved(
     monkeypatch.setattr(model_runner, "takes_forms", lambda: False)
     with pytest.raises(ValueError, match=f"{sentence} cpu"):
         refusals.refuse_unsupported(vllm_config, CPU)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "lfm2"])
+def test_states_are_served_on_an_accelerator_where_triton_is_and_every_operator_has_a_kernel(
+    family: str, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = configure(family).model_config
+    operators = refusals.STATE_LAYERS[refusals.STATE_MODELS[model.architecture]]
+    monkeypatch.setattr(refusals, "why_unserved", lambda: "")
+    for absent in (None, *operators):
+        having = {operator for operator in operators if operator != absent}
+        monkeypatch.setattr(refusals, "_has_kernel", having.__contains__)
+        assert refusals._serves_states(model, CUDA) == (absent is None)
+    monkeypatch.setattr(refusals, "_has_kernel", lambda operator: True)
+    monkeypatch.setattr(refusals, "why_unserved", lambda: "no driver")
+    assert not refusals._serves_states(model, CUDA)
+
+
+def test_a_reference_is_no_kernel() -> None:
+    operator, manager = "gated_delta_rule_update", get_default_manager()
+    manager.ensure_initialized()
+    with policy_context(SelectionPolicy.from_dict(deny_vendors={"cpu"})):
+        assert not refusals._has_kernel(operator)
+        fn = manager.registry.get_implementation(operator, "reference.torch").fn
+        manager.registry.register_impl(OpImpl(operator, "default.own", BackendImplKind.DEFAULT, fn))
+        assert refusals._has_kernel(operator)
 
 
 @pytest.mark.parametrize("method", ["modelopt", "quark", "torchao"])
