@@ -55,8 +55,11 @@ def test_spills_and_tensor_cores_are_counted(tool: ModuleType) -> None:
     assert (counts["tensor cores"], counts["spills"], counts["shared loads"]) == (1, 2, 1)
 
 
-@pytest.mark.parametrize("case", ["prefill 64", "latent decode 16"])
-def test_the_kernels_for_hopper_compile_with_the_triton_that_is_here(case: str, tmp_path: Path) -> None:
+HOPPER, STATES = ("prefill 64", "latent decode 16"), ("scan, ", "state update, ", "gated norm, ")
+
+
+@pytest.mark.parametrize("case", [*HOPPER, *STATES])
+def test_kernels_for_hopper_and_of_state_spaces_compile_with_the_triton_that_is_here(case: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     command = [sys.executable, str(FILE.with_name("kernel_cases.py")), str(tmp_path), "--case", case]
