@@ -324,7 +324,7 @@ def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tu
     a, b = (place.normal(rows, value_heads) for _ in range(2))
     decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))
     states = place.normal(requests + 1, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
-    if place.device.type != "cpu":  # hosts let the keys of a value lie side by side there
+    if place.index_device != torch.device("cpu"):  # hosts let the keys of a value lie side by side there
         states = states.transpose(2, 3)
     return *by_head, a, b, *decays, states, _slots(place, requests)
 
