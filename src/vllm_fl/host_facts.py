@@ -161,7 +161,7 @@ READ = (
     ),
     HostFact(
         "vllm.forward_context",
-        ("create_forward_context(attn_metadata, vllm_config)", "override_forward_context(forward_context)"),
+        ("create_forward_context(attn_metadata, vllm_config, **more)", "override_forward_context(forward_context)"),
         "reads",
         "warm_up",
         "A layer with a state runs before the first request, as in a step.",

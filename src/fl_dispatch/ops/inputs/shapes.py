@@ -264,6 +264,7 @@ def latent_prefill(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
     yield from _prefills(max(tokens), attend_in_full)
 
 
+MAIN_MEMORY = torch.device("cpu")
 DELTA_HEADS, DELTA_DIM, CONV_WIDTH = {"Qwen3-Next-80B-A3B": (16, 32), "Qwen3.5-0.8B": (16, 16)}, 128, 4
 """Key and value heads of two models with the gated delta rule, the size of a head, and taps of their convolution."""
 
@@ -324,7 +325,7 @@ def _delta(place: Place, rows: int, requests: int, heads: tuple[int, int]) -> tu
     a, b = (place.normal(rows, value_heads) for _ in range(2))
     decays = (place.normal(value_heads, dtype=torch.float32) for _ in range(2))
     states = place.normal(requests + 1, value_heads, DELTA_DIM, DELTA_DIM, dtype=torch.float32)
-    if place.device.type != "cpu":  # hosts let the keys of a value lie side by side there
+    if place.index_device != MAIN_MEMORY:  # hosts let the keys of a value lie side by side there
         states = states.transpose(2, 3)
     return *by_head, a, b, *decays, states, _slots(place, requests)
 
