@@ -59,7 +59,8 @@ class OpImpl:
             ``{"only_batch_invariant": True}`` where nobody wants it otherwise, ``{"graphs": False}`` where no
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
             ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
-            with the code around it.
+            with the code around it, ``{"reference_from": 33}`` where it calls the reference itself for 33 tokens and
+            more.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.

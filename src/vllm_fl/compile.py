@@ -20,7 +20,7 @@ from torch import nn
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
 from fl_dispatch.hosting import kernel_numbers
-from fl_dispatch.hosting.first_choices import left_to_inductor
+from fl_dispatch.hosting.first_choices import boundary, left_to_inductor
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import get_settings
@@ -138,6 +138,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
             "PassConfig.%s: off, because they join operators of vLLM's CUDA library", ", PassConfig.".join(fusions)
         )
     if device.graphs:
+        _divide_ranges(compilation)
         return
     sizes = sorted({size for size in compilation.compile_sizes or () if isinstance(size, int)})
     if compilation.compile_sizes and sizes != compilation.compile_sizes:
@@ -152,6 +153,21 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
     if device.inductor == CPP and compilation.inductor_compile_config.get("combo_kernels"):
         logger.info("CompilationConfig.inductor_compile_config: combo_kernels is off, because they are for GPUs")
         compilation.inductor_compile_config["combo_kernels"] = False
+
+
+def _divide_ranges(compilation: CompilationConfig) -> None:
+    """Compile batches apart whose products the first choices leave to PyTorch, so that none of their calls is left."""
+    from vllm.config import CompilationMode
+
+    begin = boundary("linear")
+    if compilation.mode != CompilationMode.VLLM_COMPILE or begin is None or begin < 3:  # vLLM divides above one token
+        return
+    compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), begin - 1})
+    logger.info(
+        "CompilationConfig.compile_ranges_endpoints: %s, because PyTorch multiplies from %d tokens on",
+        compilation.compile_ranges_endpoints,
+        begin,
+    )
 
 
 def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:

@@ -317,7 +317,7 @@ READ = (
     ),
     HostFact(
         f"{_WORKER}.lora_model_runner_mixin:LoRAModelRunnerMixin",
-        ("_set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests)",),
+        ("_set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type)",),
         "reads",
         "lora",
         "A batch without adapters, before logits that belong to no batch.",

@@ -80,7 +80,8 @@ class Mapping:
 def _upload(target: Tensor, values: NDArray[Any]) -> None:
     """Write the first elements of a tensor, without waiting for the device where that is possible."""
     source = torch.from_numpy(values)
-    if target.device.type != "cpu" and detect_device().pin_memory:
+    device = detect_device()
+    if device.accelerator and device.pin_memory:
         source = source.pin_memory()
     target[: len(values)].copy_(source, non_blocking=True)
 

@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, Node
+from vllm.compilation.passes.inductor_pass import get_pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm.config import VllmConfig
+
+from fl_dispatch import get_default_manager
+from fl_dispatch.hosting.first_choices import reference_from
+
+aten = torch.ops.aten
+PRODUCT = "linear"
+
+
+class ReferenceProducts(VllmInductorPass):
+    """Puts PyTorch's product in the place of the view where every batch of the graph's range is multiplied by it.
+
+    Prompts run outside of captured graphs, where each call of a view costs the host several times what a product does.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        """Replace the calls of products of two dimensions."""
+        view, manifest = getattr(torch.ops.fl_dispatch, PRODUCT, None), get_default_manager().freezer.manifest
+        if view is None or manifest is None:
+            return
+        fewest = get_pass_context().compile_range.start
+        for node in graph.find_nodes(op="call_function", target=view.default):
+            x, weight, bias, scope = node.args
+            begin = reference_from(manifest, PRODUCT, scope or None)
+            if begin is not None and begin <= fewest and x.meta["val"].dim() == 2:
+                _multiply(graph, node, x, weight, bias)
+
+
+def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None) -> None:
+    with graph.inserting_before(node):
+        turned = graph.call_function(aten.permute.default, (weight, [1, 0]))
+        turned.meta["val"] = weight.meta["val"].permute(1, 0)
+        if bias is None:
+            product = graph.call_function(aten.mm.default, (x, turned))
+        else:
+            product = graph.call_function(aten.addmm.default, (bias, x, turned))
+    product.meta.update(node.meta)
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
 
 
 class KeepFunctional(VllmInductorPass):
@@ -24,4 +64,5 @@ class PassManagerFL(PostGradPassManager):
 
     def configure(self, config: VllmConfig) -> None:
         super().configure(config)
+        self.passes.append(ReferenceProducts(config))
         self.fix_functionalization = KeepFunctional(config)

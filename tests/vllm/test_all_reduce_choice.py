@@ -15,7 +15,7 @@ from vllm_fl import compile, config
 @pytest.fixture(autouse=True)
 def _nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "is_compiled", lambda vllm_config: False)
-    monkeypatch.setattr(config, "_adapt_graphs", lambda vllm_config: None)
+    monkeypatch.setattr(config, "_adapt_graphs", lambda *given: None)
     monkeypatch.setattr(config, "is_packed", lambda vllm_config: True)  # the model runner was said before
 
 

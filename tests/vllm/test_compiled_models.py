@@ -18,6 +18,9 @@ from fl_dispatch.devices import CPU
 from sampling import drawn
 
 RIGHT = {"prefer": "reference"}
+MOST_ROWS = 8
+FEW = {"per_op_order": {"linear": ["impl:vendor.few"]}, **RIGHT}
+"""A product that raises an error for more rows, and says so (``few_rows_plugin``)."""
 MOODY = {"per_op_order": {"silu_and_mul": ["impl:vendor.moody", "reference"]}}
 WRONG = drawn(("silu_and_mul", "rms_norm", "rotary_embedding"), 1, "wrong operators in a graph")
 DENSE, SLIDING, MOE = "qwen3", "gemma3", "qwen3_moe"
@@ -67,8 +70,11 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         VLLM_CACHE_ROOT=fresh,
         VLLM_FL_PLUGIN_MODULES="wrong_plugin,linear_plugin",
     )
+    few = engine(checkpoint("llama"), FEW, backend="inductor", compile_ranges_endpoints=[MOST_ROWS])
     models = start_compiled(
-        {f"inductor {family}": inductor(family) for family in BY_INDUCTOR if family != DENSE}, VLLM_CACHE_ROOT=fresh
+        {**{f"inductor {family}": inductor(family) for family in BY_INDUCTOR if family != DENSE}, "few rows": few},
+        VLLM_CACHE_ROOT=fresh,
+        VLLM_FL_PLUGIN_MODULES="few_rows_plugin",
     )
     two_ranks = start(
         checkpoint("llama"),
@@ -125,6 +131,16 @@ def test_sizes_that_the_user_names_are_compiled_besides(
 ) -> None:
     assert results["sizes"]["tokens"] == expected(DENSE)
     assert results["sizes"]["report"]["compiled"]["compilations"] == 3 * PIECES[DENSE]
+
+
+def test_products_of_many_rows_are_pytorchs_where_an_implementation_says_so(
+    results: Mapping[str, Any], expected: Callable[[str], list[list[int]]]
+) -> None:
+    result = results["few rows"]
+    assert result["tokens"] == expected("llama")
+    assert result["report"]["compiled"]["compilations"] == 2 * result["report"]["compiled"]["pieces"]
+    assert ran(result, "linear") == {"vendor.few"}
+    assert result["report"]["failed"] == {}
 
 
 def test_another_policy_does_not_load_the_graph_of_the_first(

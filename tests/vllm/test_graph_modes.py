@@ -52,7 +52,7 @@ def mode(
     how = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
     compilation = SimpleNamespace(**{"mode": how, "cudagraph_mode": FULL, "splitting_ops": None, **given})
     native = given.pop("native", False)
-    model = SimpleNamespace(is_moe=experts, use_mla=latent)
+    model = SimpleNamespace(is_moe=experts, use_mla=latent, is_hybrid=False, is_attention_free=False)
     asked: Any = SimpleNamespace(
         compilation_config=compilation, model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
     )

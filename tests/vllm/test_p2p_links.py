@@ -303,7 +303,7 @@ def test_a_wire_that_cannot_be_made_or_comes_too_late_is_a_reason(monkeypatch: p
 
 def test_the_choice_of_wires_says_why_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert wiring(Options(), CPU, 1) == (None, "there is nothing like NCCL for the device cpu")
-    monkeypatch.setitem(wires.KINDS, "cpu", Gloo)
+    monkeypatch.setitem(wires.KINDS, "gloo", Gloo)
     chosen, why = wiring(Options(device_buffer_size=10), CPU, 2)
     assert chosen is not None
     assert (chosen.kind.name, chosen.capacity, why) == ("gloo", 5, "")
@@ -315,7 +315,7 @@ def test_the_choice_of_wires_says_why_there_are_none(monkeypatch: pytest.MonkeyP
     def fail() -> Any:
         raise OSError("libnccl.so.2 is missing")
 
-    monkeypatch.setitem(wires.KINDS, "cpu", fail)
+    monkeypatch.setitem(wires.KINDS, "gloo", fail)
     assert wiring(Options(), CPU, 1) == (None, "its library cannot be used: libnccl.so.2 is missing")
     with pytest.raises(ConfigError, match=r"transport: keys and values cannot travel over NCCL: .*libnccl"):
         wiring(Options(transport="nccl"), CPU, 1)

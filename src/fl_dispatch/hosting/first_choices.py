@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .. import get_default_manager
-from ..types import OpImpl
+from ..compiled.manifest import Manifest
+from ..types import BackendImplKind, OpImpl
 
 GRAPHS = "graphs"
 """The property that is ``False`` for an implementation that no graph can hold."""
 
 INDUCTOR = "inductor"
 """The property that is ``False`` for an implementation slower than its reference where Inductor fuses that."""
+
+REFERENCE_FROM = "reference_from"
+"""The property that is the number of tokens from which on an implementation does what the reference does."""
 
 
 def left_to_inductor(operators: Iterable[str]) -> list[str]:
@@ -26,3 +30,31 @@ def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[
     manager = get_default_manager()
     firsts = (impl for op in operators for impl in manager.first_choices(op, given=given))
     return [impl for impl in firsts if impl.properties.get(GRAPHS) is False]
+
+
+def boundary(op_name: str) -> int | None:
+    """The number of tokens from which on the operator's first choices do what its reference does, if they all do."""
+    return _last(map(_reference_from, get_default_manager().first_choices(op_name)))
+
+
+def reference_from(manifest: Manifest, op_name: str, scope: str | None = None) -> int | None:
+    """The number of tokens from which on frozen choices do what the reference does; ``None`` if there is none."""
+    registry = get_default_manager().registry
+    begins = []
+    for choice in manifest.choices.get(f"{op_name}@{scope}" if scope else op_name) or manifest.choices[op_name]:
+        when, found = choice.get("when") or {}, [registry.get_implementation(op_name, one) for one in choice["runs"]]
+        begin = None if len(found) != 1 or found[0] is None else _reference_from(found[0])
+        if begin is None and when.get("tokens") and "not for" not in choice:
+            begin = when["tokens"][1] + 1  # the rule admits none of more tokens
+        begins.append(None if "not for" in choice else begin)
+    return _last(begins)
+
+
+def _reference_from(impl: OpImpl) -> int | None:
+    return 1 if impl.kind is BackendImplKind.REFERENCE else impl.properties.get(REFERENCE_FROM)
+
+
+def _last(begins: Iterable[int | None]) -> int | None:
+    found = list(begins)
+    known = [begin for begin in found if begin is not None]
+    return max(known) if found and len(known) == len(found) else None

@@ -14,7 +14,7 @@ from fl_dispatch.logger_manager import get_logger
 
 from .counts import Tally
 from .messages import Put
-from .pool import BuddyPool, Piece
+from .pool import BuddyPool, Piece, queues
 from .remembered import Remembered
 from .route import Address
 from .wires import Moment, moment
@@ -151,7 +151,7 @@ class Inbox:
         for first, count, piece in parts:
             write(first, count, piece.bytes)
         with self._lock:
-            self.read = next((moment(piece.bytes) for *_, piece in parts if piece.bytes.is_cuda), self.read)
+            self.read = next((moment(piece.bytes) for *_, piece in parts if queues(piece.bytes)), self.read)
             self._forget(transfer, "it was loaded")
 
     def drop(self, transfer: str) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fl_dispatch.devices import detect_device
+
 UNIT = 4096
 
 
@@ -28,6 +30,12 @@ class Piece:
         self.home.give(self)
 
 
+def queues(memory: Tensor) -> bool:
+    """Whether the memory is an accelerator's, whose work on it waits in a stream."""
+    spec = detect_device()
+    return spec.accelerator and memory.device.type == spec.torch_type
+
+
 class BuddyPool:
     """Not safe for threads: its owner holds a lock.
 
@@ -41,7 +49,7 @@ class BuddyPool:
         self._unit = unit
         units = capacity // unit
         self._memory = torch.empty(units * unit, dtype=torch.uint8, device=device)
-        if self._memory.is_cuda:  # what had it before may be at work, and other streams will use it
+        if queues(self._memory):  # what had it before may be at work, and other streams will use it
             torch.cuda.current_stream(device).synchronize()
         self._free: list[set[int]] = [set() for _ in range(units.bit_length())]
         self._roots: list[tuple[int, int]] = []

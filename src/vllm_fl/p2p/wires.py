@@ -12,10 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fl_dispatch.devices import detect_device
 from fl_dispatch.errors import ConfigError
 
 from .nccl import Nccl
 from .options import SOURCE, Options, Transport
+from .pool import queues
 
 Moment = torch.cuda.Event | None
 """A point of a stream's work that another stream can wait for; ``None`` where work is done when its call returns."""
@@ -46,8 +48,8 @@ class Kind(Protocol):
         """The sender's end (rank 0) or the receiver's; it returns when both are there, and may wait for ever."""
 
 
-KINDS: dict[str, Callable[[], Kind]] = {"cuda": Nccl}
-"""Type of device → what makes its wires, if its library is there."""
+KINDS: dict[str, Callable[[], Kind]] = {"nccl": Nccl}
+"""Backend of a device's collectives → what makes its wires, if its library is there."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,11 @@ def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring |
     insists = options.transport is Transport.NCCL
     if options.secret_file is not None and not insists:
         return None, "a secret is set, and what goes from device to device is not encrypted"
-    make, kind, why = KINDS.get(device.type), None, f"there is nothing like NCCL for the device {device.type}"
+    make, kind, why = (
+        KINDS.get(detect_device().dist_backend),
+        None,
+        f"there is nothing like NCCL for the device {device.type}",
+    )
     if make is not None:
         try:
             kind = make()
@@ -85,7 +91,7 @@ def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring |
 
 def moment(data: Tensor) -> Moment:
     """Now, in the work of this thread's stream on the tensor's device."""
-    if not data.is_cuda:
+    if not queues(data):
         return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(data.device))

@@ -49,4 +49,4 @@ class GlooWire:
 def register_builtins(registry: Any) -> None:
     from vllm_fl.p2p.wires import KINDS
 
-    KINDS["cpu"] = Gloo
+    KINDS["gloo"] = Gloo

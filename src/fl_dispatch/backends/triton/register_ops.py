@@ -139,4 +139,8 @@ def register_builtins(registry: Registry) -> None:
 def _properties(impl: OpImpl) -> dict[str, Any]:
     if impl.impl_id == INVARIANT_ID:
         return ONLY
+    if impl.op_name == "linear":
+        from .impl.linear import MOST_ROWS
+
+        return {"reference_from": MOST_ROWS + 1}
     return DECLARED if impl.op_name in INVARIANT else {}

@@ -1,0 +1,66 @@
+"""From how many tokens on an operator does what its reference does, so that compiled code may hold the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
+from fl_dispatch.hosting.first_choices import boundary, reference_from
+from fl_dispatch.process import reset_default_manager
+
+FEW, PLAIN = "vendor.few", "vendor.plain"
+
+
+@pytest.fixture(autouse=True)
+def products() -> Iterator[None]:
+    get_default_manager().ensure_initialized()
+    for impl_id, properties in ((FEW, {"reference_from": 33}), (PLAIN, {})):
+        get_default_manager().registry.register_impl(
+            OpImpl(
+                "linear", impl_id, BackendImplKind.VENDOR, lambda x, weight, bias=None: x, impl_id[7:],
+                properties=properties,
+            )
+        )  # fmt: skip
+    yield
+    set_global_policy(SelectionPolicy())
+    reset_default_manager()
+
+
+def choice(impl_id: str, tokens: tuple[int, int] | None = None, **more: Any) -> dict[str, Any]:
+    when = {} if tokens is None else {"when": {"dtype": None, "tokens": list(tokens), "phase": None}}
+    return {"runs": [impl_id], **when, **more}
+
+
+@pytest.mark.parametrize(
+    ("choices", "begin"),
+    [
+        ([choice("reference.torch")], 1),
+        ([choice(FEW)], 33),
+        ([choice(PLAIN)], None),
+        ([choice(PLAIN, (1, 8)), choice("reference.torch")], 9),
+        ([choice(PLAIN, (1, 64)), choice(FEW)], 65),
+        ([choice(FEW, (1, 8)), choice("reference.torch")], 33),
+        ([choice(PLAIN, (1, 8)), choice(PLAIN)], None),
+        ([{"runs": [FEW, "reference.torch"]}], None),
+        ([choice(FEW, **{"not for": ["vendor.few: bfloat16"]})], None),
+        ([{"runs": ["reference.torch"], "when": {"dtype": "float32", "tokens": None, "phase": None}}, choice(FEW)], 33),
+        ([{"runs": [PLAIN], "when": {"dtype": "float32", "tokens": None, "phase": None}}, choice(FEW)], None),
+    ],
+)
+def test_frozen_choices_say_from_where_on_they_are_the_reference(choices: list[Any], begin: int | None) -> None:
+    assert reference_from(Manifest({"linear": choices}, {}, {}), "linear") == begin
+
+
+def test_a_layer_has_its_own_choices_or_those_of_the_operator() -> None:
+    manifest = Manifest({"linear": [choice(FEW)], "linear@model.layers.0": [choice(PLAIN)]}, {}, {})
+    assert reference_from(manifest, "linear", "model.layers.0") is None
+    assert reference_from(manifest, "linear", "model.layers.1") == 33
+
+
+@pytest.mark.parametrize(("first", "begin"), [(FEW, 33), (PLAIN, None), ("reference.torch", 1)])
+def test_before_the_start_first_choices_say_so(first: str, begin: int | None) -> None:
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={"linear": [f"impl:{first}"]}))
+    assert boundary("linear") == begin
