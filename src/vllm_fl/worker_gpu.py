@@ -25,7 +25,7 @@ from fl_dispatch.hosting import aten
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, warm_up
-from .compat import device_memory, library, streams
+from .compat import determinism, device_memory, library, streams
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -42,6 +42,7 @@ class GPUWorkerFL(WorkerFL):
             device_memory.lend_allocator()
         device = detect_device()
         if not device.is_foreign:
+            determinism.choose_blas()
             super().init_device()
             return
         streams.lend_names(device)

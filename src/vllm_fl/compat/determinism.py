@@ -1,4 +1,4 @@
-"""vLLM's own kernels for batch invariance, on a CPU: they are Triton kernels, in the place of PyTorch's."""
+"""vLLM's own ways to batch invariance, where this platform is not one that vLLM thinks of."""
 
 from __future__ import annotations
 
@@ -7,10 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+import torch
+
 from fl_dispatch import ConfigError, get_policy
 
 PLACES = ("vllm.model_executor.determinism", "vllm.model_executor.layers")
 """Packages that hold the module, newest first."""
+
+
+def choose_blas() -> None:
+    """Have products by cuBLASLt on NVIDIA GPUs, as vLLM does for its own platform.
+
+    It asks for sums that are not divided, which no other library of PyTorch's has: the first product would be an error.
+    """
+    if get_policy().batch_invariant and torch.version.cuda is not None:
+        torch.backends.cuda.preferred_blas_library(backend="cublaslt")
 
 
 @contextmanager

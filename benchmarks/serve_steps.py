@@ -1,0 +1,126 @@
+"""Milliseconds of one step that reads a prompt, on a GPU: alone, and beside requests that decode.
+
+A prompt of more tokens than the largest captured graph runs outside of graphs, so this is where the host's share shows,
+and what a client waits for its first token. One engine, in this process; run it once for each way and compare.
+
+    python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--layers 32] [--beside 16] [--profile]
+
+The model has a published shape and random weights, in bfloat16. Needs vLLM, and for the plugin this package installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES
+
+ALONE = (64, 300, 513, 601, 1001, 1500, 2048, 3001)
+BESIDE = (300, 700, 1001, 1500)
+REPEATS = 9
+CONTEXT = 900
+"""Tokens of the prompts of requests that decode."""
+
+
+class Steps:
+    """An engine whose steps are timed, each with the device's work."""
+
+    def __init__(self, model: Path, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.engine = LLM(
+            model=str(model),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=0.4,
+            enable_prefix_caching=False,
+            async_scheduling=False,
+            **arguments,
+        ).llm_engine
+        self.random, self.added = random.Random(0), 0
+
+    def add(self, tokens: int, answer: int) -> None:
+        """A request."""
+        from vllm import SamplingParams
+
+        self.added += 1
+        prompt = [self.random.randrange(10, 20_000) for _ in range(tokens)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        self.engine.add_request(str(self.added), {"prompt_token_ids": prompt}, sampling)
+
+    def step(self) -> float:
+        """One step; its milliseconds."""
+        import torch
+
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.engine.step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+    def prompt(self, tokens: int, answer: int) -> float:
+        """The step that reads a prompt; a further one gives its answer's second token, if there is one."""
+        self.add(tokens, answer)
+        took = self.step()
+        for _ in range(answer - 1):
+            self.step()
+        return took
+
+
+def _median(measure: Callable[[], float]) -> str:
+    return f"{statistics.median(measure() for _ in range(REPEATS)):.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vanilla", action="store_true", help="vLLM without the plugin, with FlashAttention 3")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--beside", type=int, default=16, metavar="REQUESTS", help="that decode meanwhile")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the host's and the device's time of each operator"
+    )
+    given = parser.parse_args()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if given.vanilla:
+        os.environ["VLLM_PLUGINS"] = ""
+    config = dict(SHAPES[given.shape].config)
+    if given.layers:
+        config["num_hidden_layers"] = given.layers
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        steps = Steps(Path(folder), {"attention_backend": "FLASH_ATTN"} if given.vanilla else {})
+        for tokens in ALONE[-3:]:
+            steps.prompt(tokens, 1)
+        for tokens in ALONE:
+            print(f"prompt of {tokens}: {_median(lambda tokens=tokens: steps.prompt(tokens, 1))} ms", flush=True)
+        for _ in range(given.beside):
+            steps.add(CONTEXT, 500)
+        for _ in range(4):
+            steps.step()
+        print(f"decode, batch {given.beside}: {_median(steps.step)} ms", flush=True)
+        for tokens in BESIDE:
+            took = _median(lambda tokens=tokens: steps.prompt(tokens, 2))
+            print(f"prompt of {tokens} beside {given.beside}: {took} ms", flush=True)
+        if given.profile:
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+                steps.prompt(BESIDE[2], 2)
+            for order in ("self_cpu_time_total", "cuda_time_total"):
+                print(found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+
+
+if __name__ == "__main__":
+    main()
