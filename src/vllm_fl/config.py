@@ -166,7 +166,8 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
     # Quantized experts whose first choice no graph can hold are refused; no graph has prompts of layers with a state.
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}
-    if model is None or not (model.is_hybrid or model.is_attention_free):
+    keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
+    if not keeps_states:
         elsewhere |= {*delta_net.OPERATORS, *state_space.OPERATORS}
     elsewhere |= set() if has_experts(vllm_config) else set(EXPERT_OPERATORS)
     others = without_graphs(op for op in OPERATORS if op not in elsewhere)
@@ -175,6 +176,15 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, _no_graph_holds(others or attention))
     elif attention and compilation.cudagraph_mode.has_full_cudagraphs():
         _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, _no_graph_holds(attention))
+    elif (
+        keeps_states
+        and compilation.cudagraph_mode.has_full_cudagraphs()
+        and model_runner.choice(vllm_config).runner == "V1"
+    ):
+        reason = (
+            "the V1 runner replays a graph of decoding for new prompts of one token, which would have others' states"
+        )
+        _set(compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE, reason)
     elif compilation.cudagraph_mode == CUDAGraphMode.FULL and piecewise and not native:
         reason = "graphs hold attention of batches whose requests have as many new tokens each"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.FULL_AND_PIECEWISE, reason)

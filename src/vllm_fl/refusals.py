@@ -97,6 +97,18 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         ),
         (vllm_config.lora_config is not None and config.has_experts(vllm_config), "LoRA on mixture-of-experts models"),
         (vllm_config.lora_config is not None and _has_states(vllm_config.model_config), f"LoRA on {STATES}"),
+        (
+            vllm_config.lora_config is not None
+            and speculation is not None
+            and model_runner.choice(vllm_config).runner == "V2",
+            "LoRA with speculative decoding by the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 asks for V1)",
+        ),
+        (
+            vllm_config.lora_config is not None
+            and device.accelerator
+            and getattr(vllm_config.model_config, "enable_sleep_mode", False),
+            "LoRA with sleep mode",
+        ),
         (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
         (
             device.graphs and getattr(vllm_config.model_config, "sleep_mode_offload_cudagraph", False),

@@ -84,14 +84,18 @@ def _weights(source: WeightSource | None) -> Iterator[tuple[str, Tensor]]:
     """Each parameter of a source with its name; up to vLLM 0.32 the source itself iterates."""
     assert source is not None
     given: Any = source
+    if any(getattr(one, "owners", None) and 0 not in one.owners for one in _metadata(given)):
+        raise ValueError("the first rank of the trainer sends, and some parameters of the source are not its own")
     return given.iter_full() if hasattr(given, "iter_full") else iter(given)
 
 
 def _announced(source: WeightSource | None) -> list[tuple[str, Tensor]]:
     """The same without memory; up to vLLM 0.32 a source's metadata are a method."""
-    given: Any = source
-    metadata = given.metadata() if callable(given.metadata) else given.metadata
-    return [(one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for one in metadata]
+    return [(one.name, torch.empty(one.shape, dtype=one.dtype, device="meta")) for one in _metadata(source)]
+
+
+def _metadata(source: Any) -> list[Any]:
+    return list(source.metadata() if callable(source.metadata) else source.metadata)
 
 
 class _Reloading(WeightTransferEngine[Any, Parameters]):

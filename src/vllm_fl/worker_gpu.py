@@ -123,7 +123,8 @@ class GPUWorkerFL(WorkerFL):
             device_memory.release()
 
     def _makes_logits(self) -> bool:
-        return hasattr(self.get_model(), "compute_logits") and get_pp_group().is_last_rank
+        generates = self.model_config.runner_type != "pooling" and hasattr(self.get_model(), "compute_logits")
+        return generates and get_pp_group().is_last_rank
 
     def _run_batch_without_cache(self, tokens: int) -> None:
         options = {"skip_attn": True} if self.use_v2_model_runner else self.fl_dummy_options()

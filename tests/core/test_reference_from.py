@@ -29,7 +29,7 @@ def products() -> Iterator[None]:
     reset_default_manager()
 
 
-def choice(impl_id: str, tokens: tuple[int, int] | None = None, **more: Any) -> dict[str, Any]:
+def choice(impl_id: str, tokens: tuple[int, int | None] | None = None, **more: Any) -> dict[str, Any]:
     when = {} if tokens is None else {"when": {"dtype": None, "tokens": list(tokens), "phase": None}}
     return {"runs": [impl_id], **when, **more}
 
@@ -44,6 +44,7 @@ def choice(impl_id: str, tokens: tuple[int, int] | None = None, **more: Any) -> 
         ([choice(PLAIN, (1, 64)), choice(FEW)], 65),
         ([choice(FEW, (1, 8)), choice("reference.torch")], 33),
         ([choice(PLAIN, (1, 8)), choice(PLAIN)], None),
+        ([choice(PLAIN, (33, None)), choice("reference.torch")], None),
         ([{"runs": [FEW, "reference.torch"]}], None),
         ([choice(FEW, **{"not for": ["vendor.few: bfloat16"]})], None),
         ([{"runs": ["reference.torch"], "when": {"dtype": "float32", "tokens": None, "phase": None}}, choice(FEW)], 33),

@@ -30,7 +30,8 @@ READERS: Mapping[str, Mapping[str, Any]] = {
     "GET": {"send_type": "GET"},
     "host": {"transport": "host"},
 }
-"""Engines on the first GPU: name → options. That on the second one has none, so its transport is ``auto``."""
+"""Engines on the first GPU: name → options; a transport that is not named is ``auto``, as on the second one."""
+AUTO = {"transport": "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,10 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         return {**NEUTRAL, "CUDA_VISIBLE_DEVICES": str(gpu)}
 
     started = {
-        name: serve(folder / f"{name}.txt", model, "kv_producer", on(0), MEMORY, **options)
+        name: serve(folder / f"{name}.txt", model, "kv_producer", on(0), MEMORY, **{**AUTO, **options})
         for name, options in READERS.items()
     }
-    started["writes"] = serve(folder / "writes.txt", model, "kv_consumer", on(1), MEMORY)
+    started["writes"] = serve(folder / "writes.txt", model, "kv_consumer", on(1), MEMORY, **AUTO)
     servers = [server for server, _ in started.values()]
     try:
         wait_until_healthy(*servers)

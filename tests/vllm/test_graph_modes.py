@@ -21,7 +21,7 @@ from fl_dispatch import (
 from fl_dispatch.backends.reference.register_ops import WAITS
 from fl_dispatch.backends.vendor.ascend.register_ops import OUTSIDE_GRAPHS
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import config
+from vllm_fl import config, delta_net, state_space
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -46,15 +46,25 @@ def register(op: str, name: str = "vendor.nimbus", priority: int = 500, **option
 
 
 def mode(
-    experts: bool = False, latent: bool = False, compiled: bool = True, cache: str = "auto", **given: Any
+    experts: bool = False,
+    latent: bool = False,
+    compiled: bool = True,
+    cache: str = "auto",
+    states: bool = False,
+    v2: bool = True,
+    **given: Any,
 ) -> CUDAGraphMode:
     """The mode of a model whose user asked for full and piecewise graphs."""
     how = CompilationMode.VLLM_COMPILE if compiled else CompilationMode.NONE
     compilation = SimpleNamespace(**{"mode": how, "cudagraph_mode": FULL, "splitting_ops": None, **given})
     native = given.pop("native", False)
-    model = SimpleNamespace(is_moe=experts, use_mla=latent, is_hybrid=False, is_attention_free=False)
+    model = SimpleNamespace(is_moe=experts, use_mla=latent, is_hybrid=states, is_attention_free=False)
     asked: Any = SimpleNamespace(
-        compilation_config=compilation, model_config=model, cache_config=SimpleNamespace(cache_dtype=cache)
+        compilation_config=compilation,
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype=cache),
+        use_v2_model_runner=v2,
+        _get_v2_model_runner_unsupported_features=lambda: ["something"],
     )
     config._adapt_graphs(asked, native)
     found: CUDAGraphMode = compilation.cudagraph_mode
@@ -123,3 +133,14 @@ def test_ours_that_no_graph_can_hold_say_so(impl_id: str, operators: tuple[str, 
     """Those that read numbers from the device, or take them as integers."""
     impls = {op: get_default_manager().registry.get_implementation(op, impl_id) for op in OPERATORS}
     assert {op for op, impl in impls.items() if impl and impl.properties.get("graphs") is False} == {*operators}
+
+
+def test_states_are_in_whole_graphs_of_the_v2_runner_alone(caplog: pytest.LogCaptureFixture) -> None:
+    for op in {*delta_net.OPERATORS, *state_space.OPERATORS}:
+        register(op, "vendor.nimbus.states", 600)
+    assert mode(states=True) == FULL
+    with caplog.at_level("INFO", logger="vllm_fl"):
+        assert mode(states=True, v2=False) == PIECEWISE
+    assert "the V1 runner replays a graph of decoding for new prompts of one token" in caplog.text
+    assert mode(states=True, v2=False, compiled=False) == NONE
+    assert mode(v2=False) == FULL

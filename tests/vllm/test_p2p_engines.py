@@ -290,8 +290,8 @@ def linked(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     folder, model = tmp_path_factory.mktemp("linked"), checkpoint("qwen3")
     plugin = {"VLLM_FL_PLUGIN_MODULES": "gloo_wires"}
     started = {
-        "reads": serve(folder / "reads.txt", model, "kv_producer", plugin),
-        "writes": serve(folder / "writes.txt", model, "kv_consumer", plugin),
+        "reads": serve(folder / "reads.txt", model, "kv_producer", plugin, transport="auto"),
+        "writes": serve(folder / "writes.txt", model, "kv_consumer", plugin, transport="auto"),
     }
     servers = [server for server, _ in started.values()]
     try:

@@ -302,20 +302,20 @@ def test_a_wire_that_cannot_be_made_or_comes_too_late_is_a_reason(monkeypatch: p
 
 
 def test_the_choice_of_wires_says_why_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert wiring(Options(), CPU, 1) == (None, "there is nothing like NCCL for the device cpu")
+    assert wiring(Options(transport="auto"), CPU, 1) == (None, "there is nothing like NCCL for the device cpu")
     monkeypatch.setitem(wires.KINDS, "gloo", Gloo)
-    chosen, why = wiring(Options(device_buffer_size=10), CPU, 2)
+    chosen, why = wiring(Options(transport="auto", device_buffer_size=10), CPU, 2)
     assert chosen is not None
     assert (chosen.kind.name, chosen.capacity, why) == ("gloo", 5, "")
     assert wiring(Options(transport="host"), CPU, 1) == (None, "the option transport says so")
     secret = tmp_path / "secret"
     secret.write_text("sesame")
-    assert "not encrypted" in wiring(Options(secret_file=secret), CPU, 1)[1]
+    assert "not encrypted" in wiring(Options(transport="auto", secret_file=secret), CPU, 1)[1]
 
     def fail() -> Any:
         raise OSError("libnccl.so.2 is missing")
 
     monkeypatch.setitem(wires.KINDS, "gloo", fail)
-    assert wiring(Options(), CPU, 1) == (None, "its library cannot be used: libnccl.so.2 is missing")
+    assert wiring(Options(transport="auto"), CPU, 1) == (None, "its library cannot be used: libnccl.so.2 is missing")
     with pytest.raises(ConfigError, match=r"transport: keys and values cannot travel over NCCL: .*libnccl"):
         wiring(Options(transport="nccl"), CPU, 1)

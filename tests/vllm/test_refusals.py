@@ -156,6 +156,11 @@ HOPPER, AMPERE = (
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         (
             "qwen3",
+            {"enable_lora": True, "speculative_config": {"method": "ngram", **SPECULATION}},
+            "LoRA with speculative decoding by the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 asks for V1)",
+        ),
+        (
+            "qwen3",
             {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},
             "speculative decoding with 'ngram_gpu' (only with ngram, draft_model, eagle, eagle3, mtp)",
         ),

@@ -44,8 +44,9 @@ def reference_from(manifest: Manifest, op_name: str, scope: str | None = None) -
     for choice in manifest.choices.get(f"{op_name}@{scope}" if scope else op_name) or manifest.choices[op_name]:
         when, found = choice.get("when") or {}, [registry.get_implementation(op_name, one) for one in choice["runs"]]
         begin = None if len(found) != 1 or found[0] is None else _reference_from(found[0])
-        if begin is None and when.get("tokens") and "not for" not in choice:
-            begin = when["tokens"][1] + 1  # the rule admits none of more tokens
+        last = (when.get("tokens") or (None, None))[1]
+        if begin is None and last is not None:
+            begin = last + 1  # the rule admits none of more tokens
         begins.append(None if "not for" in choice else begin)
     return _last(begins)
 

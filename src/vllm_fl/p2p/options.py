@@ -50,7 +50,8 @@ class Options(BaseModel):
 
     send_type: SendType = SendType.PUT_ASYNC
     """Asked of the engine that reads prompts; the other one takes what comes."""
-    transport: Transport = Transport.AUTO
+    transport: Transport = Transport.HOST
+    """Links between devices have to be asked for: NCCL's have run on no GPU yet."""
     proxy_ip: str = Field("", pattern=r"^[\w.:-]*$")
     """The proxy's address, to which heartbeats go; without it no proxy learns of this engine."""
     proxy_port: int = Field(30001, ge=1, le=65535)
