@@ -218,7 +218,7 @@ def main() -> None:
                     rounds[name].append(found)
                 print(f"round {turn}, {name}: {found['median_ttft_ms']:.1f} ms to the first token", flush=True)
             if options.json and turn >= 0:  # after each round, because a later one may be cut off
-                found = {"machine": machine, "rounds": rounds, "compared": compare(rounds)}
+                found = {"machine": machine, "rounds": rounds, "times": compare(rounds)}
                 options.json.write_text(json.dumps(found, indent=1))
         print(table(compare(rounds)), flush=True)  # before servers end, which takes its time
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fl_dispatch import bind_op
@@ -61,7 +62,9 @@ class DeltaNetLayer(StateLayer):
             core_attn_out: zeros.
         """
         step = self.fl_step()
-        if step is None:  # vLLM measures memory before there are states
+        if step is None:  # vLLM measures memory before there are states; a prompt's operators take about this much
+            taken = torch.empty_like(mixed_qkv), core_attn_out.new_empty(3, *core_attn_out.shape)
+            del taken
             return
         decodes, single, tokens = step.num_decodes, step.num_decode_tokens, step.num_actual_tokens
         slots = step.non_spec_state_indices_tensor
