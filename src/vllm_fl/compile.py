@@ -159,8 +159,9 @@ def _divide_ranges(compilation: CompilationConfig) -> None:
     """Compile batches apart whose products the first choices leave to PyTorch, so that none of their calls is left."""
     from vllm.config import CompilationMode
 
-    begin = boundary("linear")
-    if compilation.mode != CompilationMode.VLLM_COMPILE or begin is None or begin < 3:  # vLLM divides above one token
+    passes = compilation.mode == CompilationMode.VLLM_COMPILE and compilation.backend == DEFAULT_BACKEND
+    begin = boundary("linear") if passes else None
+    if begin is None or begin < 3:  # vLLM divides above one token
         return
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), begin - 1})
     logger.info(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
 from fl_dispatch import (
     BackendImplKind,
@@ -20,8 +20,9 @@ from fl_dispatch import (
 )
 from fl_dispatch.backends.reference.register_ops import WAITS
 from fl_dispatch.backends.vendor.ascend.register_ops import OUTSIDE_GRAPHS
+from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import config, delta_net, state_space
+from vllm_fl import compile, config, delta_net, state_space
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 
@@ -133,6 +134,26 @@ def test_ours_that_no_graph_can_hold_say_so(impl_id: str, operators: tuple[str, 
     """Those that read numbers from the device, or take them as integers."""
     impls = {op: get_default_manager().registry.get_implementation(op, impl_id) for op in OPERATORS}
     assert {op for op, impl in impls.items() if impl and impl.properties.get("graphs") is False} == {*operators}
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend", "properties", "given", "endpoints"),
+    [
+        (CompilationMode.VLLM_COMPILE, "inductor", {"reference_from": 33}, None, [32]),
+        (CompilationMode.VLLM_COMPILE, "inductor", {"reference_from": 33}, [8192], [32, 8192]),
+        (CompilationMode.VLLM_COMPILE, "inductor", {"reference_from": 2}, [8192], [8192]),
+        (CompilationMode.VLLM_COMPILE, "inductor", {}, [8192], [8192]),
+        (CompilationMode.VLLM_COMPILE, "eager", {"reference_from": 33}, None, None),
+        (CompilationMode.DYNAMO_TRACE_ONCE, "inductor", {"reference_from": 33}, None, None),
+    ],
+)
+def test_batches_whose_products_are_pytorchs_are_compiled_apart(
+    mode: CompilationMode, backend: str, properties: dict[str, Any], given: Any, endpoints: Any
+) -> None:
+    register("linear", "vendor.nimbus.products", 600, properties=properties)
+    compilation = CompilationConfig(mode=mode, backend=backend, compile_ranges_endpoints=given)
+    compile.adapt(compilation, CUDA)
+    assert compilation.compile_ranges_endpoints == endpoints
 
 
 def test_states_are_in_whole_graphs_of_the_v2_runner_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -392,6 +392,14 @@ def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Ca
     assert _asked(refusals._engine_features(asked, CPU)) == []
 
 
+def test_adapters_do_not_sleep_on_an_accelerator(configure: Callable[..., Any]) -> None:
+    asked = configure("llama", enable_lora=True)
+    assert _asked(refusals._engine_features(asked, HOPPER)) == []
+    asked.model_config.enable_sleep_mode = True
+    assert _asked(refusals._engine_features(asked, HOPPER)) == ["LoRA with sleep mode"]
+    assert _asked(refusals._engine_features(asked, CPU)) == []
+
+
 @pytest.mark.parametrize(
     ("family", "arguments"),
     [
