@@ -7,9 +7,10 @@ run, and both the shipped choices for everything else; ``shipped`` takes those f
 weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
-        [--quick] [--json FILE] [--logs FOLDER]
+        [--quick] [--json FILE] [--profile FILE] [--logs FOLDER]
 
-``--quick``: 8 layers, two rounds, and a short prefill, to see that everything runs. Formats run one after the other.
+``--quick``: 8 layers, two rounds, and a short prefill, to see that everything runs. ``--profile``: the time of every
+kernel, as in ``serve_vllm.py``, by format. Formats run one after the other.
 Needs one GPU, vLLM with its compiled operators, and this package installed.
 """
 
@@ -74,8 +75,7 @@ def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace
         known = cells_of(shape, unquantized)
         cells = {name: known[name] for name in given.cells or known}
         made = dataclasses.replace(shape, config={**shape.config, "quantization_config": quantization})
-        found = measure(made, cells, given.workloads, given.rounds, given.layers, folder, logs, False, 1)
-    del found["profiles"]
+        found = measure(made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1)
     found["compared"] = compare(found["rates"])
     found["cells"] = {name: dict(known[name].variables) for name in found["started"]}
     return found
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers, {QUICK_ROUNDS} rounds")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="time of each kernel, as JSON")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "serve_quantized")
     given = parser.parse_args()
     shape = SHAPES[given.shape]
@@ -122,10 +123,14 @@ def main() -> None:
         "rounds": given.rounds,
     }
     results: dict[str, Any] = {}
+    profiles: dict[str, Any] = {}
     for name in given.formats:
         results[name] = run(shape, FORMATS[name], given, given.logs / name)
         print(f"\n{name}, {given.layers} layers\n{table(results[name]['compared'])}", flush=True)
         print("compiled after the start:", results[name]["late_compilations"], flush=True)
+        profiles[name] = results[name].pop("profiles")
+        if given.profile:
+            given.profile.write_text(json.dumps(profiles, indent=1))
         if given.json:  # after each, because a later one may be cut off
             given.json.write_text(json.dumps({"machine": machine, "formats": results}, indent=1))
 
