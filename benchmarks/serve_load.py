@@ -201,14 +201,15 @@ def main() -> None:
         # vLLM refuses texts of more letters than its longest token has, times the room for prompts; spaces count.
         longest = int((1 + SPREAD) * (load.prompt * 8 / 7 + load.answer)) + 16
         arguments += [f"--max-model-len={longest}", "--no-enable-prefix-caching", "--gpu-memory-utilization=0.3"]
-        begun, servers = time.monotonic(), {}
+        begun, servers, ready = time.monotonic(), {}, {}
         for number, name in enumerate(names):
             servers[name] = Server(name, known[name], model, options.port + number, arguments, logs)
             stack.callback(servers[name].stop)
         for name in names:
             servers[name].wait()
-            print(f"{name} is ready after {time.monotonic() - begun:.0f} s", flush=True)
-        machine = _machine(options, names)
+            ready[name] = time.monotonic() - begun
+            print(f"{name} is ready after {ready[name]:.0f} s", flush=True)
+        machine = {**_machine(options, names), "ready after s, all begun at once": ready}
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for turn in range(-1, options.rounds):
             for place in range(len(names)):
