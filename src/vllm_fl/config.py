@@ -129,7 +129,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
     if device.accelerator and get_policy().batch_invariant:
-        logger.warning("VLLM_BATCH_INVARIANT=1: no engine was seen to keep to it on an accelerator, only our kernels")
+        logger.warning("VLLM_BATCH_INVARIANT=1: of accelerators, engines were seen to keep to it on an H100 alone")
     if not device.forks or _fork_waits(device):  # a fork loses a device's context, and OpenMP's threads
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if "v2" not in device.model_runners:
