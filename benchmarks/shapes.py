@@ -91,7 +91,51 @@ DEEPSEEK_V2_LITE: Mapping[str, Any] = {
     "norm_topk_prob": False,
     "routed_scaling_factor": 1.0,
 }
-LAYERS = ("linear", "rms_norm", "silu_and_mul", "rotary_embedding")
+QWEN3: Mapping[str, Any] = {
+    **COMMON,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": False,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+}
+"""Qwen3-8B."""
+GEMMA3: Mapping[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262_208,
+    "hidden_size": 2560,
+    "intermediate_size": 10_240,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "attention_bias": False,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+}
+"""The text model of Gemma-3-4B."""
+
+LAYERS = ("linear", "rms_norm", "gemma_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding")
 """Operators that vLLM itself leaves to PyTorch and Inductor when it compiles."""
 EXPERTS = ("topk_softmax", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
 FLASH_AND_TRITON: Mapping[str, str] = {"fa3": "FLASH_ATTN", "triton": "TRITON_ATTN"}
@@ -145,6 +189,8 @@ class Shape:
 SHAPES: Mapping[str, Shape] = {
     "llama-3.1-8b": Shape(LLAMA, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 8 * 128, 218.1, 1050.7),
     "qwen3-30b-a3b": Shape(QWEN3_MOE, ("paged_attention",), EXPERTS, FLASH_AND_TRITON, 2 * 4 * 128, 623.1, 622.3),
+    "qwen3-8b": Shape(QWEN3, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 8 * 128, 192.9, 1244.7),
+    "gemma-3-4b": Shape(GEMMA3, ("paged_attention",), (), FLASH_AND_TRITON, 2 * 4 * 256, 94.4, 671.3),
     "deepseek-v2-lite": Shape(
         DEEPSEEK_V2_LITE,
         ("mla_decode", "mla_prefill"),
