@@ -26,9 +26,8 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from xml.etree import ElementTree
 
 import vllm
 
@@ -76,6 +75,9 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Outcomes = Mapping[str, Mapping[str, tuple[str, str]]]
 """Mode → test → how it ended, and the end of its failure."""
+PATIENCE = 120
+"""Seconds that a test may take; one that ignores them is ended by force after twice as long."""
+HUNG = (FAILED, f"no end after {2 * PATIENCE} s")
 KEPT = 400
 """Characters of a failure that are kept."""
 
@@ -138,14 +140,32 @@ def stand_in(name: str, hub: Path) -> None:
 
 def run(files: Sequence[str], mode: str, work: Path, limit: float) -> dict[str, tuple[str, str]]:
     """Test → outcome and the end of its failure. After ``limit`` seconds the rest of the tests is left out."""
-    log, report = work / "last.log", work / "last.xml"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    found: dict[str, tuple[str, str]] = {}
+    begun = time.monotonic()
+    while files and (left := limit - (time.monotonic() - begun)) > 0:
+        ended, found_now, running = _run(files, mode, work, left, [name for name, end in found.items() if end == HUNG])
+        found |= found_now
+        if ended or not running:
+            break
+        found[running] = HUNG
+        files = files[[f"tests/{file}" for file in files].index(running.partition("::")[0]) :]
+    return found
+
+
+def _run(
+    files: Sequence[str], mode: str, work: Path, limit: float, without: Sequence[str]
+) -> tuple[bool, dict[str, tuple[str, str]], str]:
+    """Whether pytest came to its end, outcomes, and the test that it was at."""
+    log, report = work / "last.log", work / "last.jsonl"
+    report.write_text("")
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--report-log={report}"]
+    options += [f"--timeout={PATIENCE}", *(f"--deselect={name}" for name in without)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     environment |= {**QUIET, "HF_HOME": str(work / "hf"), **MODES[mode]}
+    end, size, grown = time.monotonic() + limit, 0, time.monotonic()
     with log.open("w") as out:
         child = subprocess.Popen(
-            [*command, f"--junitxml={report}", "--timeout=120", *(f"tests/{file}" for file in files)],
+            [sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files)],
             cwd=work,
             env=environment,
             stdout=out,
@@ -153,20 +173,17 @@ def run(files: Sequence[str], mode: str, work: Path, limit: float) -> dict[str, 
             start_new_session=True,
         )
         try:
-            child.wait(limit)
-        except subprocess.TimeoutExpired:
-            child.send_signal(signal.SIGINT)  # then pytest writes its report
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(30)
+            while child.poll() is None and time.monotonic() < end and time.monotonic() - grown < 2 * PATIENCE:
+                time.sleep(1)
+                if (now := report.stat().st_size) != size:
+                    size, grown = now, time.monotonic()
         finally:
+            ended = child.poll() is not None
             _end(child.pid)
-    if not report.exists():
-        raise SystemExit(f"pytest wrote no report; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
-    return dict(_cases(report))
-
-
-def _module(file: str) -> str:
-    return f"tests.{file.removesuffix('.py').replace('/', '.')}"
+    found, running = _outcomes(report)
+    if not found:
+        raise SystemExit(f"pytest reported no test; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
+    return ended, found, "" if time.monotonic() >= end else running
 
 
 def _end(group: int) -> None:
@@ -175,16 +192,32 @@ def _end(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def _cases(report: Path) -> Iterator[tuple[str, tuple[str, str]]]:
-    for case in ElementTree.parse(report).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        ends = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        if not ends:
-            yield name, (PASSED, "")
-        elif ends[0].tag == "skipped":
-            yield name, (SKIPPED, "")
-        else:
-            yield name, (FAILED, f"{ends[0].get('message')} … {(ends[0].text or '')[-KEPT:]}"[: 2 * KEPT])
+def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str]:
+    found: dict[str, tuple[str, str]] = {}
+    running = ""
+    for line in report.read_text().splitlines():
+        entry = json.loads(line)
+        if entry["$report_type"] not in ("TestReport", "CollectReport"):
+            continue
+        name, outcome = entry["nodeid"], entry["outcome"]
+        if entry["$report_type"] == "CollectReport":
+            if outcome == FAILED:
+                found[name] = (FAILED, _ending(entry["longrepr"]))
+            continue
+        running = "" if entry["when"] == "teardown" else name
+        if outcome != PASSED:
+            found[name] = (outcome, _ending(entry["longrepr"]))
+        elif entry["when"] == "call":
+            found[name] = (PASSED, "")
+    return found, running
+
+
+def _ending(failure: object) -> str:
+    """The error of a failure, or the end of its text."""
+    if isinstance(failure, dict) and "reprcrash" in failure:
+        crash = failure["reprcrash"] or {}
+        return str(crash.get("message", ""))[: 2 * KEPT]
+    return str(failure)[-KEPT:]
 
 
 def files_of(area: str, tests: Path) -> list[str]:
@@ -267,8 +300,8 @@ def main() -> None:
         files = files_of(area, options.work / "tests")
         print(f"{time.monotonic() - begun:.0f} s: {area}, {len(files)} files", flush=True)
         outcomes = {mode: run(files, mode, options.work, options.limit) for mode in MODES}
-        modules = {name.partition("::")[0] for name, text in lost(outcomes).items() if not refused(text)}
-        again = [file for file in files if any(_module(file) in module for module in modules)]
+        doubtful = {name.partition("::")[0] for name, text in lost(outcomes).items() if not refused(text)}
+        again = [file for file in files if f"tests/{file}" in doubtful]
         if again:
             outcomes = {mode: outcomes[mode] | run(again, mode, options.work, options.limit) for mode in MODES}
         found[area] = outcomes

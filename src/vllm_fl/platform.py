@@ -29,6 +29,7 @@ logger = get_logger(__name__)
 
 DEVICE = detect_device()
 GRAPH_WRAPPER = "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+accelerator.silence_accelerator()  # vLLM calls it in every process that has the platform, engine or not
 
 
 def _capability(device_id: int = 0) -> DeviceCapability | None:
@@ -75,7 +76,6 @@ class Dispatching:
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
-        accelerator.silence_accelerator()
         startup.activate()
 
     @classmethod
@@ -84,7 +84,6 @@ class Dispatching:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        accelerator.silence_accelerator()
         startup.activate()
         if not config.is_packed(vllm_config):  # else a parent process has said it
             startup.warn_of_unverified_device()

@@ -25,7 +25,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
 from . import compile, eager_steps, kv_layout, layers, linear, quantization, ranks, slots, startup
-from .compat import accelerator, model_runner, versions
+from .compat import model_runner, versions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,7 +44,6 @@ class WorkerFL(Worker):
     """Whether weights and cache lie in pools of vLLM's allocator, on an out-of-tree platform."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        accelerator.silence_accelerator()
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         versions.adapt()

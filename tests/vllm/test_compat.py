@@ -148,3 +148,14 @@ def test_our_variables_are_known_to_vllm() -> None:
 
     detection.declare_variables()
     assert {"VLLM_FL_PREFER", "VLLM_FL_CONFIG", "VLLM_FL_PER_OP"} <= set(envs.environment_variables)
+
+
+def test_a_process_without_an_engine_may_clean_up_as_vllms_examples_do() -> None:
+    script = (
+        "from vllm.distributed import cleanup_dist_env_and_memory as clean_up\n"
+        "from vllm.platforms import current_platform\n"
+        "assert current_platform.is_out_of_tree()\n"
+        "clean_up()"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr[-2000:]
