@@ -72,6 +72,8 @@ class Receiving:
         self.tally = Tally()
         self.box = Inbox(BuddyPool(64 * BLOCK), LAYOUT, BLOCK, 60, silence, self.tally)
         self.links = Incoming(Wiring(kind, CPU, capacity), silence) if kind is not None else None
+        if self.links is not None:
+            self.links.ready = True
         address = Address("127.0.0.1", free_port())
         self.engine = Engine(address, self.box, None, Secret(), BLOCK, silence, None, self.links)
 
@@ -185,8 +187,8 @@ class Deaf(GlooWire):
 
 
 class DeafGloo(Gloo):
-    def open(self, ticket: bytes, rank: int, device: torch.device) -> Deaf:
-        wire = super().open(ticket, rank, device)
+    def open(self, ticket: bytes, rank: int, device: torch.device, given_up: Event) -> Deaf:
+        wire = super().open(ticket, rank, device, given_up)
         wire.__class__ = Deaf
         return wire  # type: ignore[return-value]
 
@@ -218,7 +220,7 @@ def test_an_engine_that_starts_again_gets_a_new_link(monkeypatch: pytest.MonkeyP
         assert "received_direct_bytes" not in travel(two, "again")
         assert eventually(lambda: two.sender.links.link(two.receiver.engine.address))
         assert travel(two, "more")["received_direct_bytes"] == 3 * BLOCK
-        assert name not in two.receiver.links._links, "its old link was cut"
+        assert eventually(lambda: name not in two.receiver.links._links), "its old link was cut"
 
 
 def test_a_receiver_that_forgot_the_link_loses_one_transfer() -> None:
@@ -248,19 +250,19 @@ def test_links_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stuck:
-    """A wire that waits until it is cut."""
+    """A wire that waits until it is given up."""
 
-    def __init__(self) -> None:
-        self.over = Event()
+    def __init__(self, given_up: Event) -> None:
+        self.given_up, self.ended = given_up, Event()
 
     def send(self, data: torch.Tensor, after: Any) -> None:
-        self.over.wait()
-        raise RuntimeError("it was cut")
+        self.given_up.wait()
+        raise RuntimeError("it was given up")
 
     receive = send
 
-    def cut(self) -> None:
-        self.over.set()
+    def end(self) -> None:
+        self.ended.set()
 
 
 def test_a_use_that_takes_too_long_is_cut_and_later_ones_fail_at_once() -> None:
@@ -277,16 +279,16 @@ def test_a_use_that_takes_too_long_is_cut_and_later_ones_fail_at_once() -> None:
 
 
 def test_a_wire_that_cannot_be_made_or_comes_too_late_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Any:
+    def fail(given_up: Event) -> Any:
         raise OSError("no library")
 
     link = Link(fail, lambda: None, 1)
     assert eventually(lambda: link.broken) == "it could not be made: no library"
 
     monkeypatch.setattr(links, "OPENING", 0.05)
-    come, wire = Event(), Stuck()
+    come, wire = Event(), Stuck(Event())
 
-    def late() -> Any:
+    def late(given_up: Event) -> Any:
         come.wait()
         return wire
 
@@ -295,7 +297,7 @@ def test_a_wire_that_cannot_be_made_or_comes_too_late_is_a_reason(monkeypatch: p
     link.tend()
     assert "did nothing for 0.05 s" in link.broken
     come.set()
-    assert eventually(wire.over.is_set), "it is cut, because nobody uses it"
+    assert eventually(wire.ended.is_set), "it ends, because nobody uses it"
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
