@@ -31,9 +31,9 @@ logger = get_logger(__name__)
 OPENING = 30.0
 """Seconds within which both ends of a wire are there."""
 AGAIN_MOST = 3600.0
-"""Seconds after which an engine is asked for a link again: at first :data:`OPENING`, and then twice as long each time."""
+"""The most seconds until an engine is asked for a link again: first :data:`OPENING`, then twice as long each time."""
 OPENINGS = 4
-"""Links that others may have an engine open at a time, so that strangers who do not come cost little."""
+"""Links that others may have an engine open at a time, because strangers may never come."""
 LINKS = 32
 """Links of an engine in either direction; each has buffers on the device. The one that was unused longest is cut."""
 CLOSING = 2.0

@@ -98,6 +98,7 @@ Message = Meet | Ticket | Met | Put | Go | Taken | Get | State | Heartbeat
 One = TypeVar("One", bound=msgspec.Struct)
 Other = TypeVar("Other", bound=msgspec.Struct)
 Third = TypeVar("Third", bound=msgspec.Struct)
+Fourth = TypeVar("Fourth", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -118,8 +119,14 @@ def read(frames: Sequence[Data], kind: type[One], /) -> tuple[One, memoryview]: 
 
 @overload
 def read(
-    frames: Sequence[Data], kind: type[One], other: type[Other], /, *third: type[Third]
+    frames: Sequence[Data], kind: type[One], other: type[Other], third: type[Third], /
 ) -> tuple[One | Other | Third, memoryview]: ...
+
+
+@overload
+def read(
+    frames: Sequence[Data], kind: type[One], other: type[Other], third: type[Third], fourth: type[Fourth], /
+) -> tuple[One | Other | Third | Fourth, memoryview]: ...
 
 
 def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]:

@@ -1,7 +1,7 @@
 """NCCL's functions that wires need, and a communicator of two ranks whose calls never wait for the other one.
 
 NCCL's manual calls such a communicator non-blocking. Each call begins something, and the communicator's state is "in
-progress" until that is done; it may be aborted then. After a send or a receive has left that state, it is in its stream.
+progress" until that is done; it may be aborted meanwhile. A send that has left that state is in its stream.
 """
 
 from __future__ import annotations
@@ -113,9 +113,7 @@ class Communicator:
         self._handle = ctypes.c_void_p()
         id_ = _Id.from_buffer_copy(ticket.ljust(ctypes.sizeof(_Id), b"\0")[: ctypes.sizeof(_Id)])
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0, -(1 << 31))
-        begun = library.call(
-            "ncclCommInitRankConfig", ctypes.byref(self._handle), 2, id_, rank, ctypes.byref(config)
-        )
+        begun = library.call("ncclCommInitRankConfig", ctypes.byref(self._handle), 2, id_, rank, ctypes.byref(config))
         self._go_on(begun)
 
     def send(self, pointer: int, size: int, stream: int) -> None:
