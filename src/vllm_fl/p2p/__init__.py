@@ -12,6 +12,7 @@ Two engines need each other's address and nothing else, so engines come and go.
 ``pool``              memory for caches that wait, as a buddy system
 ``wires``             from one device to another: the interface, and which library makes them
 ``nccl``              wires over NCCL
+``nccl_library``      NCCL's functions, and communicators that never wait for the other rank
 ``links``             a wire with the thread that uses it, and those that an engine has
 ``blocks``            blocks of all layers as bytes, and back
 ``remembered``        what became of the last transfers

@@ -77,6 +77,9 @@ class P2pConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self.fl_in_worker.register(kv_caches, self.fl_blocks)
 
+    def get_handshake_metadata(self) -> None:
+        self.fl_in_worker.started()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.has_connector_metadata():
             self.fl_in_worker.begin(self.fl_orders)

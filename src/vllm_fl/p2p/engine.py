@@ -24,8 +24,8 @@ import zmq
 from fl_dispatch.logger_manager import get_logger
 
 from .inbox import Inbox
-from .links import Incoming, Outgoing
-from .messages import HEADER_BYTES, BadMessage, Get, Go, Meet, Met, Put, State, Taken, frames, read, short
+from .links import Incoming, Outgoing, close
+from .messages import HEADER_BYTES, BadMessage, Get, Go, Meet, Met, Put, State, Taken, Ticket, frames, read, short
 from .outbox import Outbox, Part
 from .route import Address
 from .secret import OVERHEAD, Secret
@@ -45,11 +45,15 @@ PEERS = 128
 
 @dataclass
 class _Flight:
-    """A part on its way; ``deadline`` is when its engine counts as dead, ``link`` the one that carries its bytes."""
+    """A part on its way.
+
+    ``deadline`` is when its engine counts as dead, and ``link`` the one for its bytes, which has been ``asked`` or not.
+    """
 
     part: Part
     deadline: float
     link: str = ""
+    asked: bool = False
 
 
 class Engine:
@@ -111,9 +115,7 @@ class Engine:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        for links in (self._outgoing, self._incoming):
-            if links is not None:
-                links.close()
+        close(link for links in (self._outgoing, self._incoming) if links is not None for link in links.all())
         self._context.destroy(linger=0)
         self._bell.close()
         self._ring.close()
@@ -187,15 +189,12 @@ class Engine:
     def _hear(self) -> None:
         who, *heard = self._listener.recv_multipart(zmq.NOBLOCK, copy=False)
         try:
-            message, data = read([frame.buffer for frame in heard], Put, Get, Meet)
+            message, data = read([frame.buffer for frame in heard], Put, Get, Meet, Ticket)
         except BadMessage as error:
             logger.warning("P2P: a message to %s is dropped: %s", self.address, error)
             return
-        if isinstance(message, Meet):
-            no = "this engine takes keys and values in main memory"
-            answer: Met | Taken | Go | State = Met(
-                message.name, short(no if self._incoming is None else self._incoming.welcome(message))
-            )
+        if isinstance(message, Meet | Ticket):
+            answer: Met | Taken | Go | State = Met(message.name, short(self._meet(message)))
         elif isinstance(message, Put) and message.link:
             answer = self._await_part(message, who.bytes)
         elif isinstance(message, Put):
@@ -205,6 +204,12 @@ class Engine:
             gone = "this engine hands no prompts over" if self._outbox is None else self._outbox.asked(message.transfer)
             answer = State(message.transfer, short(gone))
         self._tell(self._listener, answer, who.bytes)
+
+    def _meet(self, message: Meet | Ticket) -> str:
+        """Why an engine has no link to this one, if so."""
+        if self._incoming is None:
+            return "this engine takes keys and values in main memory"
+        return self._incoming.welcome(message) if isinstance(message, Meet) else self._incoming.open(message)
 
     def _await_part(self, put: Put, who: bytes) -> Taken | Go:
         """Have a link receive a part; its thread answers once it has."""
@@ -305,8 +310,7 @@ class Engine:
             logger.warning("P2P: an answer from %s is dropped: %s", part.to, error)
             return
         if isinstance(answer, Met):
-            if self._outgoing is not None:
-                self._outgoing.met(part.to, answer.name, answer.refused)
+            self._hear_met(part.to, peer, answer)
             return
         if (answer.transfer, answer.first) != (part.transfer, part.first):
             return  # it is late
@@ -318,8 +322,18 @@ class Engine:
             del self._flying[part.to]
             outbox.sent(part, by_link=bool(flight.link))
 
+    def _hear_met(self, to: Address, peer: zmq.Socket[bytes], answer: Met) -> None:
+        if self._outgoing is None or (ticket := self._outgoing.met(to, answer.name, answer.refused)) is None:
+            return
+        try:
+            peer.send_multipart(frames(ticket), zmq.NOBLOCK)
+        except zmq.Again:
+            self._outgoing.cut(to, "its engine reads nothing")
+
     def _carry(self, outbox: Outbox, flight: _Flight, peer: zmq.Socket[bytes], by_message: bool) -> None:
         """The receiver waits for a part's bytes, by the link or in a message."""
+        if flight.asked:
+            return  # it was told already
         part, flight.deadline = flight.part, time.monotonic() + self._silence
         if by_message and flight.link:
             flight.link = ""
@@ -333,7 +347,9 @@ class Engine:
         def send(wire: Wire) -> None:
             wire.send(part.piece.bytes, part.written)
 
-        link.post(send, lambda broken: None)  # the receiver's answer says how it went
+        flight.asked = True
+        outbox.lend(part)
+        link.post(send, lambda broken: outbox.back(part))  # the receiver's answer says how it went
 
     def _crash(self, outbox: Outbox, flight: _Flight, why: str) -> None:
         """A part does not arrive; nobody knows what its link is at, if one carried it."""

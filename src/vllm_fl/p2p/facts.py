@@ -7,7 +7,6 @@ from fl_dispatch.hosting.host_facts import HostFact
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 _BASE = f"{_CONNECTOR}.v1.base:KVConnectorBase_V1"
 _METRICS = f"{_CONNECTOR}.v1.metrics"
-_NCCL = "vllm.distributed.device_communicators.pynccl_wrapper"
 _OUTPUT = "vllm.v1.core.sched.output"
 _REQUEST = "vllm.v1.request:Request"
 
@@ -38,6 +37,7 @@ FACTS = (
             "update_connector_output(connector_output)",
             "request_finished(request, block_ids)",
             "register_kv_caches(kv_caches)",
+            "get_handshake_metadata()",
             "start_load_kv(forward_context, **kwargs)",
             "wait_for_layer_load(layer_name)",
             "save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)",
@@ -197,26 +197,11 @@ FACTS = (
         "The class of counters, and their labels.",
     ),
     HostFact(
-        f"{_NCCL}:NCCLLibrary",
-        (
-            "ncclGetUniqueId()",
-            "unique_id_from_bytes(data)",
-            "ncclCommInitRank(world_size, unique_id, rank)",
-            "ncclSend(sendbuff, count, datatype, dest, comm, stream)",
-            "ncclRecv(recvbuff, count, datatype, src, comm, stream)",
-            "ncclCommAbort(comm)",
-        ),
+        "vllm.utils.nccl",
+        ("find_nccl_library()",),
         "reads",
         "p2p.nccl",
-        "NCCL's functions, called by position.",
-        since="0.32",
-    ),
-    HostFact(
-        _NCCL,
-        ("buffer_type", "cudaStream_t", "ncclDataTypeEnum"),
-        "reads",
-        "p2p.nccl",
-        "The types of their arguments.",
+        "The path of NCCL's library.",
         since="0.32",
     ),
     HostFact(

@@ -3,6 +3,8 @@
 A link goes one way, and one thread does all that is asked of it, one thing after the other. So both ends of a wire do
 the same in the same order, and no thread of the engine's waits for a peer. A link that is overdue is cut; then bytes
 travel through main memory, and what was on its way is computed where it is needed.
+
+Two engines meet first, and only then the sender makes a ticket, since whoever makes one waits until both have used it.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Lock, Thread
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
 
 from fl_dispatch.logger_manager import get_logger
 
-from .messages import Meet, short
+from .messages import Meet, Ticket, short
 from .pool import BuddyPool
 from .route import Address
 from .wires import Wire, Wiring
@@ -27,10 +30,14 @@ logger = get_logger(__name__)
 
 OPENING = 30.0
 """Seconds within which both ends of a wire are there."""
+AGAIN_MOST = 3600.0
+"""The most seconds until an engine is asked for a link again: first :data:`OPENING`, then twice as long each time."""
+OPENINGS = 4
+"""Links that others may have an engine open at a time, because strangers may never come."""
 LINKS = 32
 """Links of an engine in either direction; each has buffers on the device. The one that was unused longest is cut."""
 CLOSING = 2.0
-"""Seconds that closing a link waits for what it is at, and then for its library."""
+"""Seconds that closing all links waits for what they are at, and then for their library."""
 CUT = "it was closed"
 
 Use = Callable[[Wire], None]
@@ -41,17 +48,17 @@ class Link:
     """A wire that a thread makes and then uses.
 
     Args:
-        make: makes the wire.
+        make: makes the wire; it fails once the event is set, and so do the wire's calls.
         opened: called once it is there.
         limit: seconds that one use may take.
     """
 
-    def __init__(self, make: Callable[[], Wire], opened: Callable[[], None], limit: float) -> None:
+    def __init__(self, make: Callable[[Event], Wire], opened: Callable[[], None], limit: float) -> None:
         self._make, self._opened, self._limit = make, opened, limit
         self._lock = Lock()
         self._uses: SimpleQueue[tuple[Use, Done] | None] = SimpleQueue()
         self._wire: Wire | None = None
-        self._cutting: Thread | None = None
+        self._given_up = Event()
         self._until = time.monotonic() + OPENING
         self.broken = ""
         """Why nothing goes by it any more."""
@@ -61,7 +68,12 @@ class Link:
     @property
     def open(self) -> bool:
         """Whether bytes can go by it."""
-        return self._wire is not None and not self.broken
+        return self.made and not self.broken
+
+    @property
+    def made(self) -> bool:
+        """Whether it was open once."""
+        return self._wire is not None
 
     def post(self, use: Use, done: Done) -> None:
         """Have the thread use the wire; ``done`` hears in the end why that failed, or nothing."""
@@ -74,45 +86,51 @@ class Link:
     def tend(self) -> None:
         """Cut it if it takes too long."""
         if self._until < time.monotonic():
-            took = self._limit if self._wire is not None else OPENING
+            took = self._limit if self.made else OPENING
             self.cut(f"its other end did nothing for {took:g} s")
 
     def cut(self, why: str) -> None:
-        """End it; uses that wait fail. The wire may have to wait for its library, so a thread of its own cuts it."""
+        """Nothing goes by it any more; its thread ends the wire, and then what waits fails."""
         with self._lock:
-            if self.broken:
-                return
-            self.broken = why
-            self._uses.put(None)
-            if self._wire is not None:
-                self._cutting = Thread(target=self._wire.cut, name="fl-p2p-cut", daemon=True)
-                self._cutting.start()
+            if not self.broken:
+                self.broken = why
+                self._given_up.set()
+                self._uses.put(None)
 
-    def close(self) -> None:
-        """End it, if possible after what it is at."""
+    def finish(self) -> None:
+        """Have its thread end after what is asked of it."""
         self._uses.put(None)
-        self._thread.join(CLOSING)
-        self.cut(CUT)
-        if self._cutting is not None:
-            self._cutting.join(CLOSING)
+
+    def join(self, until: float) -> None:
+        """Wait for its thread, at most until that time."""
+        self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         if (wire := self._made()) is not None:
             self._opened()
         while (asked := self._uses.get()) is not None:
-            use, done = asked
-            if wire is not None and not self.broken:
-                self._until = time.monotonic() + self._limit
-                try:
-                    use(wire)
-                except Exception as error:  # recorded: nothing more goes by this link
-                    self.cut(short(str(error)))
-                self._until = math.inf
-            done(self.broken)
+            self._use(wire, *asked)
+        self.cut(CUT)
+        with suppress(Empty):
+            while True:
+                if (asked := self._uses.get_nowait()) is not None:
+                    self._use(None, *asked)
+        if wire is not None:
+            self._end(wire)
+
+    def _use(self, wire: Wire | None, use: Use, done: Done) -> None:
+        if wire is not None and not self.broken:
+            self._until = time.monotonic() + self._limit
+            try:
+                use(wire)
+            except Exception as error:  # recorded: nothing more goes by this link
+                self.cut(short(str(error)))
+            self._until = math.inf
+        done(self.broken)
 
     def _made(self) -> Wire | None:
         try:
-            wire = self._make()
+            wire = self._make(self._given_up)
         except Exception as error:  # recorded: nothing goes by this link
             self.cut(short(f"it could not be made: {error}"))
             return None
@@ -120,8 +138,25 @@ class Link:
             if not self.broken:
                 self._wire, self._until = wire, math.inf
                 return wire
-        wire.cut()  # somebody has given it up meanwhile
+        self._end(wire)  # somebody has given it up meanwhile
         return None
+
+    def _end(self, wire: Wire) -> None:
+        try:
+            wire.end()
+        except Exception as error:  # recorded: nobody uses it any more
+            logger.warning("P2P: a link did not end well: %s", error)
+
+
+def close(links: Iterable[Link]) -> None:
+    """End links, all at once, and if possible after what they are at."""
+    links = list(links)
+    for stop in (Link.finish, lambda link: link.cut(CUT)):
+        for link in links:
+            stop(link)
+        until = time.monotonic() + CLOSING
+        for link in links:
+            link.join(until)
 
 
 class Outgoing:
@@ -135,10 +170,10 @@ class Outgoing:
 
     def __init__(self, wiring: Wiring, own: Address, limit: float) -> None:
         self._wiring, self._own, self._limit = wiring, own, limit
-        self._asked: dict[Address, Meet] = {}
+        self._asked: dict[Address, tuple[str, float]] = {}  # the name of a meeting, and until when an answer counts
         self._links: OrderedDict[Address, tuple[str, Link]] = OrderedDict()
         self._pool: BuddyPool | None = None
-        self._not_before: dict[Address, float] = {}
+        self._refused: dict[Address, tuple[float, float]] = {}  # when to ask again, and the wait that ends then
 
     def pool(self, to: Address) -> BuddyPool | None:
         """Memory of the device for what goes to an engine, if a link does."""
@@ -160,43 +195,48 @@ class Outgoing:
     def meet(self, to: Address) -> Meet | None:
         """A question for a link to this engine, if it is time to ask."""
         now = time.monotonic()
-        if to in self._links or to in self._asked or self._not_before.get(to, now) > now:
+        self._asked = {one: asked for one, asked in self._asked.items() if asked[1] > now}
+        if to in self._links or to in self._asked or self._refused.get(to, (now, 0))[0] > now:
             return None
-        kind = self._wiring.kind
-        try:
-            self._pool = self._pool or BuddyPool(self._wiring.capacity, device=self._wiring.device)
-            meet = Meet(uuid.uuid4().hex, kind.name, kind.ticket(), str(self._own))
-        except (OSError, RuntimeError) as error:  # its library, or no memory
-            self._give_up(to, short(str(error)))
-            return None
-        self._asked[to] = meet
+        meet = Meet(uuid.uuid4().hex, self._wiring.kind.name, str(self._own))
+        self._asked[to] = meet.name, now + OPENING
         return meet
 
-    def met(self, to: Address, name: str, refused: str) -> None:
-        """An engine's answer to :meth:`meet`."""
-        meet = self._asked.pop(to, None)
-        if meet is None or meet.name != name:
-            return
-        if refused:
-            self._give_up(to, refused)
-            return
+    def met(self, to: Address, name: str, refused: str) -> Ticket | None:
+        """An engine's answer to :meth:`meet`, or to the ticket, which is what it is to be told next."""
+        if self._links.get(to, ("",))[0] == name and refused:
+            self.cut(to, refused)
+        if self._asked.get(to, ("",))[0] != name:
+            return None
+        del self._asked[to]
         wiring = self._wiring
+        try:
+            if refused:
+                raise RuntimeError(refused)
+            self._pool = self._pool or BuddyPool(wiring.capacity, device=wiring.device)
+            ticket = wiring.kind.ticket()
+        except (OSError, RuntimeError) as error:  # the receiver, or the library, or no memory
+            self._give_up(to, short(str(error)))
+            return None
         self._links[to] = (
             name,
             Link(
-                lambda: wiring.kind.open(meet.ticket, 0, wiring.device),
-                lambda: logger.info("P2P: keys and values go to %s from device to device, by %s", to, meet.kind),
+                lambda given_up: wiring.kind.open(ticket, 0, wiring.device, given_up),
+                lambda: logger.info("P2P: keys and values go to %s from device to device, by %s", to, wiring.kind.name),
                 self._limit,
             ),
         )
         for unused in list(self._links)[:-LINKS]:
             self.cut(unused, CUT)
+        return Ticket(name, ticket)
 
     def cut(self, to: Address, why: str) -> None:
         """Nothing goes by a link to this engine for a while."""
         self._asked.pop(to, None)
         found = self._links.pop(to, None)
         if found is not None:
+            if found[1].made:
+                self._refused.pop(to, None)  # a link to it can be, so it is soon asked again
             found[1].cut(why)
             self._give_up(to, found[1].broken)
 
@@ -207,23 +247,23 @@ class Outgoing:
             if link.broken:
                 self.cut(to, link.broken)
 
-    def close(self) -> None:
-        """End all links."""
-        for _, link in self._links.values():
-            link.close()
-        self._links.clear()
+    def all(self) -> list[Link]:
+        """The links, to be closed."""
+        return [link for _, link in self._links.values()]
 
     def _give_up(self, to: Address, why: str) -> None:
         now = time.monotonic()
-        self._not_before = {one: until for one, until in self._not_before.items() if until > now}
-        self._not_before[to] = now + OPENING
+        self._refused = {one: known for one, known in self._refused.items() if known[0] > now - AGAIN_MOST}
+        wait = min(max(OPENING, 2 * self._refused.get(to, (0, 0))[1]), AGAIN_MOST)
+        self._refused[to] = now + wait, wait
         logger.warning("P2P: keys and values go to %s through main memory, because of the link that way: %s", to, why)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Incoming:
     sender: str
     link: Link
+    new: bool = True  # nobody has seen it open
 
 
 class Incoming:
@@ -231,28 +271,43 @@ class Incoming:
 
     def __init__(self, wiring: Wiring, limit: float) -> None:
         self._wiring, self._limit = wiring, limit
+        self._expected: OrderedDict[str, str] = OrderedDict()  # name of a meeting → sender
         self._links: OrderedDict[str, _Incoming] = OrderedDict()
+        self.ready = False
+        """Whether the engine's device is free for links; it is not while vLLM tries and captures the model."""
         self.pool: BuddyPool | None = None
         """Memory of the device for what comes by links, once there is one."""
 
     def welcome(self, meet: Meet) -> str:
-        """Make the other end of a link that an engine asks for; the answer is empty, or says why there is none."""
-        wiring = self._wiring
-        if meet.kind != wiring.kind.name:
-            return f"its wires are made by {meet.kind}, and ours by {wiring.kind.name}"
+        """Agree to a link that an engine asks for; the answer is empty, or says why there is none."""
+        if meet.kind != self._wiring.kind.name:
+            return f"its wires are made by {meet.kind}, and ours by {self._wiring.kind.name}"
+        if not self.ready:
+            return "this engine is still starting"
+        if sum(known.new for known in self._links.values()) >= OPENINGS:
+            return f"this engine opens {OPENINGS} other links now"
+        self._expected[meet.name] = meet.sender
+        while len(self._expected) > LINKS:
+            self._expected.popitem(last=False)
+        return ""
+
+    def open(self, told: Ticket) -> str:
+        """Make the other end of a link; the answer is that of :meth:`welcome`."""
+        wiring, sender = self._wiring, self._expected.pop(told.name, None)
+        if sender is None:
+            return "this engine does not expect that link any more"
+        if sum(known.new for known in self._links.values()) >= OPENINGS:
+            return f"this engine opens {OPENINGS} other links now"
         try:
             self.pool = self.pool or BuddyPool(wiring.capacity, device=wiring.device)
         except (OSError, RuntimeError) as error:  # its library, or no memory
             return str(error)
-        earlier = [name for name, known in self._links.items() if known.sender == meet.sender]
-        for name in (*earlier, *list(self._links)[: max(0, len(self._links) + 1 - LINKS)]):
-            self._cut(name, CUT)
         link = Link(
-            lambda: wiring.kind.open(meet.ticket, 1, wiring.device),
-            lambda: logger.info("P2P: keys and values come from %s from device to device", meet.sender),
+            lambda given_up: wiring.kind.open(told.ticket, 1, wiring.device, given_up),
+            lambda: logger.info("P2P: keys and values come from %s from device to device", sender),
             self._limit,
         )
-        self._links[meet.name] = _Incoming(meet.sender, link)
+        self._links[told.name] = _Incoming(sender, link)
         return ""
 
     def link(self, name: str) -> Link | None:
@@ -264,20 +319,23 @@ class Incoming:
         return known.link
 
     def tend(self) -> None:
-        """Cut links that take too long, and forget those that are broken."""
+        """Cut links that take too long or that others replace, and forget those that are broken."""
         for name, known in list(self._links.items()):
             known.link.tend()
-            if known.link.broken:
+            if known.new and known.link.open:
+                known.new = False
+                self._replace(name, known.sender)
+            if known.link.broken and self._links.pop(name, None) is not None:
                 logger.warning("P2P: nothing comes from %s by its link: %s", known.sender, known.link.broken)
-                self._cut(name, known.link.broken)
 
-    def close(self) -> None:
-        """End all links."""
-        for known in self._links.values():
-            known.link.close()
-        self._links.clear()
+    def all(self) -> list[Link]:
+        """The links, to be closed."""
+        return [known.link for known in self._links.values()]
 
-    def _cut(self, name: str, why: str) -> None:
-        known = self._links.pop(name, None)
-        if known is not None:
-            known.link.cut(why)
+    def _replace(self, name: str, sender: str) -> None:
+        """Cut earlier links from the sender of one that is open now, and the one that was unused longest if need be."""
+        others = {one: known for one, known in self._links.items() if one != name and not known.new}
+        earlier = [one for one, known in others.items() if known.sender == sender]
+        unused = [one for one in others if one not in earlier]
+        for one in (*earlier, *unused[: max(0, len(unused) + 1 - LINKS)]):
+            self._links.pop(one).link.cut(CUT)

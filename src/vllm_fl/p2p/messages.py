@@ -22,16 +22,22 @@ Data = bytes | memoryview
 
 
 class Meet(msgspec.Struct, tag="meet", frozen=True, forbid_unknown_fields=True):
-    """A sender wants a link, and has a ticket for its other end; an engine has one link from each ``sender``."""
+    """A sender wants a link; an engine has one link from each ``sender``."""
 
     name: Name
     kind: Name
-    ticket: Annotated[bytes, Meta(min_length=1, max_length=1024)]
     sender: Name
 
 
+class Ticket(msgspec.Struct, tag="ticket", frozen=True, forbid_unknown_fields=True):
+    """A sender makes its end of a link that the receiver agreed to; the receiver's end needs the ``ticket``."""
+
+    name: Name
+    ticket: Annotated[bytes, Meta(min_length=1, max_length=1024)]
+
+
 class Met(msgspec.Struct, tag="met", frozen=True, forbid_unknown_fields=True):
-    """The answer to a :class:`Meet`: the other end is being made, or ``refused`` says why not."""
+    """The answer to a :class:`Meet` or a :class:`Ticket`: the link can be, or ``refused`` says why not."""
 
     name: Name
     refused: Text = ""
@@ -88,10 +94,11 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", frozen=True, forbid_unknown_fie
     zmq: Name
 
 
-Message = Meet | Met | Put | Go | Taken | Get | State | Heartbeat
+Message = Meet | Ticket | Met | Put | Go | Taken | Get | State | Heartbeat
 One = TypeVar("One", bound=msgspec.Struct)
 Other = TypeVar("Other", bound=msgspec.Struct)
 Third = TypeVar("Third", bound=msgspec.Struct)
+Fourth = TypeVar("Fourth", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -112,8 +119,14 @@ def read(frames: Sequence[Data], kind: type[One], /) -> tuple[One, memoryview]: 
 
 @overload
 def read(
-    frames: Sequence[Data], kind: type[One], other: type[Other], /, *third: type[Third]
+    frames: Sequence[Data], kind: type[One], other: type[Other], third: type[Third], /
 ) -> tuple[One | Other | Third, memoryview]: ...
+
+
+@overload
+def read(
+    frames: Sequence[Data], kind: type[One], other: type[Other], third: type[Third], fourth: type[Fourth], /
+) -> tuple[One | Other | Third | Fourth, memoryview]: ...
 
 
 def read(frames: Sequence[Data], /, *kinds: type[Any]) -> tuple[Any, memoryview]:

@@ -21,7 +21,7 @@ from .wires import Moment, moment
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """Some blocks of a prompt on their way; ``total`` is the prompt's."""
 
@@ -77,6 +77,7 @@ class Outbox:
         self._changed = Condition()
         self._leaving: dict[str, _Leaving] = {}
         self._gone = Remembered()
+        self._lent: dict[Part, bool] = {}  # whether we are through with it
 
     def add(
         self, transfer: str, to: Address, first: int, count: int, total: int, size: int, fill: Callable[[Tensor], None]
@@ -138,7 +139,7 @@ class Outbox:
     def sent(self, part: Part, by_link: bool = False) -> None:
         """A part has arrived."""
         with self._changed:
-            part.piece.give()
+            self._give(part)
             size = part.piece.bytes.numel()
             self._tally.add(sent_blocks=part.count, sent_bytes=size, sent_direct_bytes=size * by_link)
             leaving = self._leaving.get(part.transfer)
@@ -157,8 +158,19 @@ class Outbox:
     def failed(self, part: Part, why: str) -> None:
         """A part has not arrived, and its transfer ends."""
         with self._changed:
-            part.piece.give()
+            self._give(part)
             self._give_up(part.transfer, why)
+
+    def lend(self, part: Part) -> None:
+        """A device reads a part's bytes until :meth:`back`, whatever becomes of the part: its memory stays."""
+        with self._changed:
+            self._lent[part] = False
+
+    def back(self, part: Part) -> None:
+        """The device has read them, or was stopped."""
+        with self._changed:
+            if self._lent.pop(part):
+                part.piece.give()
 
     def drop(self, transfer: str) -> None:
         """The rest of this transfer does not come."""
@@ -173,6 +185,12 @@ class Outbox:
             )
             if not done:
                 self._give_up(transfer, f"it was not sent within {self._timeout:g} s")
+
+    def _give(self, part: Part) -> None:
+        if part in self._lent:
+            self._lent[part] = True
+        else:
+            part.piece.give()
 
     def _next_transfer(self, busy: Container[Address]) -> str | None:
         for name, leaving in self._leaving.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event
 from typing import Protocol
 
 import torch
@@ -24,7 +25,10 @@ Moment = torch.cuda.Event | None
 
 
 class Wire(Protocol):
-    """One way between two engines. One thread uses it; any thread may cut it."""
+    """One way between two engines. One thread makes it, uses it and ends it.
+
+    A call that fails has ended the wire. When a call has returned or failed, nobody touches its bytes any more.
+    """
 
     def send(self, data: Tensor, after: Moment) -> None:
         """Send bytes that are there after a moment; return when they have gone."""
@@ -32,8 +36,8 @@ class Wire(Protocol):
     def receive(self, data: Tensor, after: Moment) -> None:
         """Overwrite bytes, of which nobody reads after a moment; return when all have come."""
 
-    def cut(self) -> None:
-        """End the wire, and whatever call of it waits."""
+    def end(self) -> None:
+        """Free whatever the wire has; it may have ended already."""
 
 
 class Kind(Protocol):
@@ -44,8 +48,11 @@ class Kind(Protocol):
     def ticket(self) -> bytes:
         """The bytes by which two engines find each other."""
 
-    def open(self, ticket: bytes, rank: int, device: torch.device) -> Wire:
-        """The sender's end (rank 0) or the receiver's; it returns when both are there, and may wait for ever."""
+    def open(self, ticket: bytes, rank: int, device: torch.device, given_up: Event) -> Wire:
+        """The sender's end (rank 0) or the receiver's, when both are there.
+
+        Once ``given_up`` is set this fails, and so do the wire's calls that wait for the other end.
+        """
 
 
 KINDS: dict[str, Callable[[], Kind]] = {"nccl": Nccl}
@@ -80,7 +87,7 @@ def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring |
     if make is not None:
         try:
             kind = make()
-        except (OSError, RuntimeError, AttributeError) as error:  # missing, broken, or too old
+        except (OSError, RuntimeError, ValueError, AttributeError) as error:  # missing, broken, or too old
             why = f"its library cannot be used: {error}"
     if kind is not None and not (insists and kind.name != Transport.NCCL):
         return Wiring(kind, device, int(options.device_buffer_size) // parts), ""

@@ -50,6 +50,7 @@ class Working:
         self._outbox: Outbox | None = None
         self._engine: Engine | None = None
         self._heart: Heart | None = None
+        self._incoming: Incoming | None = None
 
     def register(self, caches: Mapping[str, Tensor], number: int) -> None:
         """Begin to listen, with the caches of all layers, which have so many blocks."""
@@ -58,7 +59,7 @@ class Working:
         share = options.capacity // (self._produces + self._consumes)
         timeout, address = options.timeout_s, self._own.of_rank(self._rank)
         wires, why = wiring(options, blocks.device, self._produces + self._consumes)
-        incoming = Incoming(wires, SILENCE) if wires is not None and self._consumes else None
+        incoming = self._incoming = Incoming(wires, SILENCE) if wires is not None and self._consumes else None
         outgoing = Outgoing(wires, address, SILENCE) if wires is not None and self._produces else None
         if self._consumes:
             self._inbox = Inbox(BuddyPool(share), blocks.layout, blocks.block_bytes, timeout, SILENCE, tally)
@@ -84,6 +85,11 @@ class Working:
             logger.info("P2P: keys and values travel by %s where the other engine can, too", wires.kind.name)
         else:
             logger.info("P2P: keys and values travel through main memory, because %s", why)
+
+    def started(self) -> None:
+        """The model is tried and captured, so that links may use the device now."""
+        if self._incoming is not None:
+            self._incoming.ready = True
 
     def begin(self, orders: Orders) -> None:
         """Before a step's model: end, await, drop and load what the scheduler says.

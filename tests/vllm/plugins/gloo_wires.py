@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Gloo:
         self.stores[ticket] = store
         return ticket
 
-    def open(self, ticket: bytes, rank: int, device: torch.device) -> GlooWire:
+    def open(self, ticket: bytes, rank: int, device: torch.device, given_up: Event) -> GlooWire:
         store = TCPStore("127.0.0.1", int(ticket)) if rank else self.stores[ticket]
         return GlooWire(ProcessGroupGloo(PrefixStore("wire", store), rank, 2, WAITS), rank)
 
@@ -42,8 +43,8 @@ class GlooWire:
     def receive(self, data: Tensor, after: Any) -> None:
         self.group.recv([data], self.peer, 0).wait(WAITS)
 
-    def cut(self) -> None:
-        """Nothing: see :data:`WAITS`."""
+    def end(self) -> None:
+        """Nothing: a call that waits ends by itself, see :data:`WAITS`."""
 
 
 def register_builtins(registry: Any) -> None:
