@@ -86,7 +86,7 @@ PROMISES = {
     "there may be managers besides the process's": (
         "run/keeper.py:PrivateTable TableKeeper.retire",
         "run/dispatch.py",
-        "op_manager.py:OpManager.private_table OpManager.call",
+        "op_manager.py:OpManager.call",
         "process.py:reset_default_manager",
     ),
     "a child forked at any moment works": (

@@ -60,20 +60,12 @@ class OpManager:
     ) -> None:
         self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
-        self.tables = TableKeeper(self.state, self.private_table() if root is None else root)
-        if isinstance(self.tables.root, PrivateTable):
-            self.tables.root.keeper = self.tables
+        self.tables = TableKeeper(self.state, PrivateTable(self.ensure_initialized) if root is None else root)
         self.freezer = Freezer(self.state, self.tables)
         self._start = Start(self.state, self.tables, register_builtins)
         self.registry.subscribe(self._on_registration, self._admit_registration)
         with writers:
             managers.add(self)
-
-    def private_table(self) -> PrivateTable:
-        """A root table that only this manager fills."""
-        table = PrivateTable(self.ensure_initialized)
-        table.scoped = True
-        return table
 
     # ---- calling
 

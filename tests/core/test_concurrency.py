@@ -233,6 +233,8 @@ def test_a_retired_manager_leaves_the_new_one_alone() -> None:
     set_global_policy(SelectionPolicy(prefer="vendor"))
     assert call_op("silu_and_mul", torch.ones(1, 2)).shape == (1, 1)
     assert old.call("silu_and_mul", torch.ones(1, 2)) == "old"
+    with with_preference("reference"):
+        assert old.call("silu_and_mul", torch.ones(1, 2)).shape == (1, 1)
 
 
 def test_contexts_of_generators_that_end_out_of_order_leave_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..global_policy import GLOBAL
 from ..locking import writers
@@ -29,9 +29,7 @@ class TableKeeper:
         self._state = state
         self._kept: dict[object, DispatchTable] = {}
         self._used: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
-        self.root = root
-        root.state = state
-        root.unsettle()
+        self._take(root)
 
     def bind(self, op_name: str, scope: str) -> str:
         """Have entries for a bound operator in every table from now on; returns their key."""
@@ -80,7 +78,7 @@ class TableKeeper:
             successor.adopt(table)
         successor._kept, self._kept = self._kept, {}
         self._used = weakref.WeakSet()
-        self.root, root.state = root, self._state
+        self._take(root)
 
     def rebuild(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
@@ -112,6 +110,13 @@ class TableKeeper:
         admitted = table is self.root or self._state.fixed.admits(table.policy)
         return table.policy if admitted else self.root.policy
 
+    def _take(self, root: DispatchTable) -> None:
+        root.state = self._state
+        if isinstance(root, PrivateTable):
+            root.keeper = self
+        root.unsettle()
+        self.root = root
+
     def _all(self) -> list[DispatchTable]:
         return [*self._used, self.root]  # the root last: once it is settled, all are
 
@@ -141,6 +146,10 @@ class PrivateTable(DispatchTable):
     __slots__ = ("keeper",)
 
     keeper: TableKeeper
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        super().__init__(start)
+        self.scoped = True  # contexts are entered at the process's root, and this one is not told
 
     @property
     def current(self) -> DispatchTable:
