@@ -16,6 +16,7 @@ PARTS = {
     "core proper": (
         *("fl_dispatch/*.py", "fl_dispatch/selection/*.py", "fl_dispatch/knowledge/*.py", "fl_dispatch/run/*.py"),
     ),
+    "shadow mode": ("fl_dispatch/shadow/*.py",),
     "compiled": ("fl_dispatch/compiled/*.py",),
     "devices": ("fl_dispatch/devices/*.py",),
     "settings": ("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"),
@@ -101,12 +102,6 @@ PROMISES = {
         "process.py:change_policy",
         "global_policy.py:GlobalPolicy.restore",
         "knowledge/failures.py:FailureLog.restore",
-    ),
-    "live calls may be compared with a second implementation": (
-        "run/shadow.py",
-        "run/difference.py",
-        "knowledge/sampling.py",
-        "knowledge/findings.py",
     ),
     "an implementation may keep a weight in a form of its own": ("prepared.py",),
     "calls are counted": (

@@ -27,6 +27,7 @@ from .run.keeper import PrivateTable, TableKeeper
 from .run.plan import direct_function, frozen_function
 from .run.table import DispatchTable, Plan
 from .selection.decision import Decision
+from .shadow.mode import Shadow
 from .start import Start
 from .state import State, unknown
 from .types import OpImpl
@@ -48,6 +49,7 @@ class OpManager:
         state: what it knows.
         tables: what calls read, kept up to date.
         freezer: freezes dispatch.
+        shadow: compares live calls, while it is wanted.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class OpManager:
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
         self.tables = TableKeeper(self.state, PrivateTable(self.ensure_initialized) if root is None else root)
         self.freezer = Freezer(self.state, self.tables)
-        self._start = Start(self.state, self.tables, register_builtins)
+        self.shadow = Shadow(self.state)
+        self._start = Start(self.state, self.tables, self.shadow, register_builtins)
         self.registry.subscribe(self._on_registration, self._admit_registration)
         with writers:
             managers.add(self)
@@ -82,7 +85,7 @@ class OpManager:
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
         plan = root.plans.get(key)
-        watched = self.state.counter.on or self.state.sampling is not None
+        watched = self.state.counter.on or self.state.wrapper is not None
         if self.frozen and plan is not None and not watched and self._fixed(plan)[0].sole:
             return frozen_function(self.state, root.policy, plan.decision)
         return generated.bound(operator, key, root, recovery.recover, unknown)

@@ -19,7 +19,7 @@ from ..selection.decision import Branch, Decision, admits
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State, is_elsewhere
 from ..types import OpImpl
-from . import generated, recovery, shadow
+from . import generated, recovery
 from .arguments import Call
 from .keys import BOUND, CALL, LAYER, Key
 from .recovery import Settled
@@ -158,8 +158,8 @@ def _first_candidate(
                 return careful
             unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
     fn = state.counter.function(first)
-    if state.sampling is not None:
-        fn = shadow.watched(state, first, decision, scope, fn)
+    if state.wrapper is not None:
+        fn = state.wrapper(first, decision, scope, fn)
     entry = site.direct(first, fn, careful, unproven, view)
     if recipe.undeclared:
         entry = with_other_trace(entry, site.once_tried(recipe.undeclared, entry))
