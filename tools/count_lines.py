@@ -72,7 +72,7 @@ PROMISES = {
     "choices can be frozen": (
         "fixed.py",
         "state.py:State.frozen State.choices State._choices_at",
-        "op_manager.py:OpManager._fix_new OpManager._fixed OpManager._check OpManager._admit_registration",
+        "op_manager.py:OpManager._fix_new OpManager._fixed OpManager._check OpManager.admit_registration",
         "op_manager.py:OpManager.frozen",
         "run/plan.py:frozen_function",
         "process.py:freeze_dispatch thaw_dispatch admit_policy",

@@ -66,7 +66,7 @@ class OpManager:
         self.freezer = Freezer(self.state, self.tables)
         self.shadow = Shadow(self.state)
         self._start = Start(self.state, self.tables, self.shadow, register_builtins)
-        self.registry.subscribe(self._on_registration, self._admit_registration)
+        self.registry.tell(self)
         with writers:
             managers.add(self)
 
@@ -317,10 +317,12 @@ class OpManager:
             contexts = [table.policy for table in self.tables.tables()]
             self.state.fixed.check(change, [self.tables.root.policy, *contexts], bans=bans, only=only)
 
-    def _admit_registration(self) -> None:
+    def admit_registration(self) -> None:
+        """Whether a registration that is in place leaves what is frozen as it is."""
         self._check("a registration")
 
-    def _on_registration(self, op_names: frozenset[str]) -> None:
+    def on_registration(self, op_names: frozenset[str]) -> None:
+        """Some operators have other implementations: rebuild their entries."""
         self._republish_if_settled(op_names)
 
     def on_policy_change(self) -> Callable[[], None]:

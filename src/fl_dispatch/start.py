@@ -71,7 +71,7 @@ class Start:
         """Register all backends and ask who is available; whether none has to wait for a module."""
         state = self._state
         found = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
-        loaded = [discovery.load_backend(state.registry, *target) for target in found if target is not None]
+        loaded = [discovery.load_backend(state.registry, target) for target in found if target is not None]
         policy = GLOBAL.get()
         decisions = [state.decide(op_name, None, policy) for op_name in state.registry.list_operators()]
         checks.check(state, policy)

@@ -17,14 +17,14 @@ from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Operator
 from ..selection.decision import Branch, Decision, admits
 from ..settings.selection_policy import SelectionPolicy
-from ..state import State, is_elsewhere
+from ..state import Function, State, is_elsewhere
 from ..types import OpImpl
 from . import generated, recovery
 from .arguments import Call
 from .keys import BOUND, CALL, LAYER, Key
 from .recovery import Settled
 from .table import MADE_FROM, Plan
-from .traced import Function, Site, undeclared, untried, with_other_trace
+from .traced import Site, undeclared, untried, with_other_trace
 
 
 def build(
