@@ -6,8 +6,7 @@ import os
 from typing import Any
 
 from ..fixed import data
-from ..manager import get_default_manager
-from ..op_manager import OpManager
+from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings
 from ..shadow.sampling import Sampling
 from . import aten, collectives, handover

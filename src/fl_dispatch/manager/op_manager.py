@@ -1,6 +1,6 @@
 """The manager: it answers questions about operators and takes changes.
 
-A call reads one table entry and runs it (:mod:`fl_dispatch.calls`); what else a call may need happens in the entry, or
+A call reads one table entry and runs it (:mod:`.calls`); what else a call may need happens in the entry, or
 after an exception in :mod:`fl_dispatch.run.recovery`. Writers (a registration, a policy change, a ban, a first success)
 change the :class:`~fl_dispatch.state.State` and then have the entries concerned rebuilt.
 """
@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from ..compiled.freezing import Freezer
+from ..errors import NoImplementationError
+from ..fixed import Choices
+from ..global_policy import GLOBAL
+from ..locking import writers
+from ..ops import OPERATORS, Operator
+from ..registry import OpRegistry
+from ..run import generated, recovery
+from ..run.arguments import Call
+from ..run.dispatch import call_through
+from ..run.keeper import PrivateTable, TableKeeper
+from ..run.plan import direct_function, frozen_function
+from ..run.table import DispatchTable, Plan
+from ..selection.decision import Decision
+from ..shadow.mode import Shadow
+from ..state import State, unknown
+from ..types import OpImpl
 from . import checks
-from .compiled.freezing import Freezer
-from .errors import NoImplementationError
-from .fixed import Choices
-from .global_policy import GLOBAL
-from .locking import writers
-from .ops import OPERATORS, Operator
-from .registry import OpRegistry
-from .run import generated, recovery
-from .run.arguments import Call
-from .run.dispatch import call_through
-from .run.keeper import PrivateTable, TableKeeper
-from .run.plan import direct_function, frozen_function
-from .run.table import DispatchTable, Plan
-from .selection.decision import Decision
-from .shadow.mode import Shadow
 from .start import Start
-from .state import State, unknown
-from .types import OpImpl
 
 managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 """All managers that live."""

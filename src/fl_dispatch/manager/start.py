@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 
-from . import builtin_ops, checks, discovery
-from .global_policy import GLOBAL
-from .importing import is_importing
-from .locking import loading, writers
-from .logger_manager import get_logger
-from .run.keeper import TableKeeper
-from .settings import get_settings
-from .shadow.mode import Shadow
-from .shadow.sampling import Sampling, Wish
-from .state import State
+from .. import builtin_ops, discovery
+from ..global_policy import GLOBAL
+from ..importing import is_importing
+from ..locking import loading, writers
+from ..logger_manager import get_logger
+from ..run.keeper import TableKeeper
+from ..settings import get_settings
+from ..shadow.mode import Shadow
+from ..shadow.sampling import Sampling, Wish
+from ..state import State
+from . import checks
 
 logger = get_logger(__name__)
 

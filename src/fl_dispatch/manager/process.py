@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from .compiled import views
-from .compiled.freezing import frozen_states
-from .compiled.manifest import Manifest
-from .errors import DispatchFrozenError
-from .global_policy import GLOBAL
-from .locking import writers
+from ..compiled import views
+from ..compiled.freezing import frozen_states
+from ..compiled.manifest import Manifest
+from ..errors import DispatchFrozenError
+from ..global_policy import GLOBAL
+from ..locking import writers
+from ..run.keeper import PrivateTable
+from ..run.table import DispatchTable
+from ..settings import peek_settings, reset_settings
+from ..settings.selection_policy import SelectionPolicy
 from .op_manager import OpManager, managers
-from .run.keeper import PrivateTable
-from .run.table import DispatchTable
-from .settings import peek_settings, reset_settings
-from .settings.selection_policy import SelectionPolicy
 
 _default: OpManager | None = None
 
