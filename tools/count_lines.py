@@ -78,7 +78,10 @@ PROMISES = {
         "run/plan.py:frozen_function",
         "manager/process.py:freeze_dispatch thaw_dispatch admit_policy",
     ),
-    "compiled code is traced into the choice": ("run/traced.py", "run/plan.py:_Recipe"),
+    "compiled code is traced into the choice": (
+        *("run/traced.py", "run/trial.py", "knowledge/traces.py", "run/plan.py:_Recipe"),
+    ),
+    "backends may replace PyTorch's own operators": ("replaced.py", "registry.py:OpRegistry.register_replacement"),
     "policies hold in contexts": (
         "policy.py:_Entered policy_context _changed with_strict_mode with_preference with_allowed_vendors",
         "policy.py:with_denied_vendors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from ..global_policy import GLOBAL
 from ..locking import writers
@@ -135,9 +135,10 @@ class TableKeeper:
             table.publish(plans)
 
     def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
-        fresh = build(self._state, self.policy_of(table), keys)
+        fresh, asked = build(self._state, self.policy_of(table), keys), {key.text for key in keys}
+        kept = {key: plan for key, plan in table.plans.items() if key not in asked}
         if table.state is self._state:
-            table.publish(_merged(table.plans, fresh, {key.text for key in keys}))
+            table.publish({**kept, **fresh})  # a key without a new plan is gone
 
 
 class PrivateTable(DispatchTable):
@@ -156,9 +157,3 @@ class PrivateTable(DispatchTable):
         """The table that a call here reads."""
         in_force = scope_variable.get(self)
         return self.keeper.table_for(in_force.policy) if in_force.of_context else self
-
-
-def _merged(old: Mapping[str, Plan], new: Mapping[str, Plan], asked: Iterable[str]) -> dict[str, Plan]:
-    """The old plans with those of some keys replaced; a key without a new plan is gone."""
-    kept = {key: plan for key, plan in old.items() if key not in asked}
-    return {**kept, **new}

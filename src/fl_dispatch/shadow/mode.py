@@ -199,7 +199,7 @@ class _Watch:
 
 def _beside(operator: Operator, call: Call) -> Call:
     """The same call with memory of its own for everything that it may write."""
-    values = dict(zip(operator.parameters, call.args, strict=True))
+    values = call.values
     written = operator.written(call.args)
     if any(access is Access.STATE for access, _ in written.values()):
         if operator.small_state is None:
