@@ -38,8 +38,8 @@ from fl_dispatch import (
 )
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.compiled import views as opaque
+from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.process import ROOT
 
 ROUNDS, CALLS = 41, 20_000
 VIEW_CALLS = 20  # times fewer: a view costs tens of calls

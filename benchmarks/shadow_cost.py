@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_dispatch.knowledge.sampling import Sampling
+    from fl_dispatch.shadow.sampling import Sampling
 
 SHAPE = {
     "vocab_size": 8_000,
@@ -85,7 +85,7 @@ def copies() -> None:
 def take_turns(llm_engine: Any, rounds: int) -> dict[str, Any]:
     """Seconds of the decode steps under each setting, and what each setting says of itself."""
     from fl_dispatch import get_default_manager
-    from fl_dispatch.knowledge.sampling import Sampling, Wish
+    from fl_dispatch.shadow.sampling import Sampling, Wish
     from vllm import SamplingParams
 
     manager, shuffle = get_default_manager(), random.Random(0)
@@ -101,12 +101,12 @@ def take_turns(llm_engine: Any, rounds: int) -> dict[str, Any]:
             ids = [shuffle.randrange(10, 4000) for _ in range(PROMPT)]
             sampling = SamplingParams(temperature=0.0, max_tokens=len(order) + 2, ignore_eos=True)
             llm_engine.add_request(f"{turn}-{number}", {"prompt_token_ids": ids}, sampling)
-        manager.state.sampling = None
+        manager.shadow.sampling = None
         manager.republish(None)
         llm_engine.step()  # the prompts
         spent: dict[str, float] = dict.fromkeys(SHARES, 0.0)
         for name in order:
-            manager.state.sampling = settings[name]
+            manager.shadow.sampling = settings[name]
             manager.republish(None)
             spent[name] += clocks[name].run(llm_engine.step)
         while llm_engine.has_unfinished_requests():
@@ -115,7 +115,7 @@ def take_turns(llm_engine: Any, rounds: int) -> dict[str, Any]:
             for name, value in spent.items():
                 seconds[name].append(value / STEPS)
         print(f"round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
-    assert not list(manager.state.findings.found()), "a copy differs from itself"
+    assert not list(manager.shadow.findings.found()), "a copy differs from itself"
     return {name: summary(name, seconds, setting) for name, setting in settings.items()}
 
 
@@ -153,7 +153,7 @@ def main() -> None:
         llm_engine = engine(model)
         copies()
         found = take_turns(llm_engine, arguments.rounds)
-    compared = sum(get_default_manager().state.findings.compared_calls().values())
+    compared = sum(get_default_manager().shadow.findings.compared_calls().values())
     print_table(
         f"Decode steps of {BATCH} requests, budget {BUDGET:.0%}, {arguments.rounds} rounds; {compared} calls compared",
         ("shadow mode", "step, ms", "times off", "95 %", "its own account", "drawn over the budget"),

@@ -24,4 +24,4 @@ def backends() -> list[Target]:
 def register_builtins(registry: OpRegistry) -> None:
     """Register the built-in backends, each completely or not at all; one that fails is a WARNING."""
     for target in backends():
-        load_backend(registry, *target)
+        load_backend(registry, target)

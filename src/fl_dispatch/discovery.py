@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from .errors import PluginLoadError, RegistrationError, text_of
 from .importing import is_incomplete, is_of_incomplete_module
 from .logger_manager import get_logger
-from .registry import OpRegistry, known_source
+from .registry import OpRegistry
 from .settings import get_settings
 from .types import OpImpl
 
@@ -89,7 +89,7 @@ def discover_plugins(registry: OpRegistry) -> int:
         PluginLoadError: a module that the user named does not load, or has no registration function.
         RegistrationError: a module that the user named registers something wrong.
     """
-    return sum(bool(load_backend(registry, *target)) for target in plugins())
+    return sum(bool(load_backend(registry, target)) for target in plugins())
 
 
 def imported(target: Target) -> Target | None:
@@ -128,18 +128,11 @@ def _raise(error: BaseException) -> object:
     raise error
 
 
-def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[], object], named: bool) -> bool | None:
+def load_backend(registry: OpRegistry, target: Target) -> bool | None:
     """Load one backend and register what it offers: all of it, or nothing.
 
     Its function runs without a lock, because it may import what another thread imports. Two threads may therefore run
     it, and the first one's implementations are registered.
-
-    Args:
-        registry: where to.
-        name: the backend's name.
-        source: where it was found.
-        load: returns a function taking the registry, or a module that has one.
-        named: the user asked for it by name, so a failure is an error.
 
     Returns:
         Whether it was loaded now; ``None`` where that has to wait for a module that this thread is importing.
@@ -147,14 +140,17 @@ def load_backend(registry: OpRegistry, name: str, source: str, load: Callable[[]
     Raises:
         PluginLoadError, RegistrationError: it failed, and the user had named it.
     """
+    name, source, load, named = target
     key = f"{source}: {name}"
-    if known_source(registry, key):
+    if key in registry.snapshot().sources:
         return False
     collecting = OpRegistry(registry, key)
     try:
         function = _register_function(load(), name)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<unnamed>')}"
-        if "<" not in origin and known_source(registry, origin):  # installed as a plugin, and named as a module too
+        if (
+            "<" not in origin and origin in registry.snapshot().sources
+        ):  # installed as a plugin, and named as a module too
             return False
         before = _implementations(registry)
         function(collecting)

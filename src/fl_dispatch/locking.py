@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 FORK_WAIT_SECONDS = 10.0  # for a thread that runs a backend's code; then the fork goes ahead, and the child starts anew
 
@@ -30,13 +29,8 @@ class ForkableLock:
     def __enter__(self) -> None:
         self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-        self._lock.release()
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def acquire(self, seconds: float = -1) -> bool:
         """Take it, and say whether that was possible; waits for so many seconds at most, or for ever."""
@@ -45,6 +39,13 @@ class ForkableLock:
             self._owner = threading.get_ident()
             self._depth += 1
         return taken
+
+    def release(self) -> None:
+        """Give it back."""
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[bool]:
@@ -55,7 +56,7 @@ class ForkableLock:
         try:
             yield True
         finally:
-            self.__exit__(None, None, None)
+            self.release()
 
     @property
     def mine(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from .errors import ConfigError
 from .global_policy import GLOBAL
 from .locking import writers
-from .process import ROOT, admit_policy, change_policy, reread_settings, table_for
+from .manager.process import ROOT, admit_policy, change_policy, reread_settings, table_for
 from .run.table import DispatchTable, scope_variable
 from .settings import load_config_file, peek_settings, reset_settings
 from .settings.origins import CODE

@@ -11,13 +11,13 @@ of a weight that was written is made anew before it is used again.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .locking import ForkableLock
 from .logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -28,7 +28,7 @@ ATTRIBUTE = "fl_prepared"
 IN_A_ROW = 64
 """Calls in a row that find a weight written, after which it is not prepared any more."""
 _is_copied_on_write: Callable[[Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
-_making = threading.RLock()
+_making = ForkableLock()
 _in_use = False
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 from .errors import RegistrationError
 from .locking import writers
@@ -38,6 +38,16 @@ class OpRegistrySnapshot:
     sources: frozenset[str] = frozenset()
 
 
+class RegistryObserver(Protocol):
+    """An object that follows a registry, such as a manager."""
+
+    def admit_registration(self) -> None:
+        """A change is in place; it is taken back if this raises."""
+
+    def on_registration(self, op_names: frozenset[str]) -> None:
+        """These operators have changed, or have changed back."""
+
+
 class OpRegistry:
     """The implementations of every operator. Thread-safe; registration is all or nothing.
 
@@ -54,8 +64,7 @@ class OpRegistry:
         self._added: list[OpImpl] = []
         self._replacements: list[AtenReplacement] = []
         self._conventions: dict[OpImpl, Convention] = {}
-        self._listeners: list[weakref.WeakMethod[Callable[[frozenset[str]], None]]] = []
-        self._admitting: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._observers: weakref.WeakSet[RegistryObserver] = weakref.WeakSet()
 
     def register_impl(self, impl: OpImpl) -> None:
         """Add one implementation.
@@ -174,39 +183,22 @@ class OpRegistry:
             known = self._conventions[impl] = convention_of(impl, OPERATORS[impl.op_name])
         return known
 
-    def subscribe(self, listener: Callable[[frozenset[str]], None], admit: Callable[[], None] | None = None) -> None:
-        """Call a bound method with the changed operators' names after every change, as long as its object lives.
-
-        ``admit`` is called before that, with the change in place; if it raises, the change is taken back.
-        """
+    def tell(self, observer: RegistryObserver) -> None:
+        """Tell an object of every change from now on, as long as it lives."""
         with writers:
-            self._listeners.append(weakref.WeakMethod(listener))
-            if admit is not None:
-                self._admitting.append(weakref.WeakMethod(admit))
+            self._observers.add(observer)
 
     def _replace(self, impls: Impls, sources: frozenset[str], op_names: frozenset[str]) -> None:
         """Make a change known to everybody, or take it back if somebody refuses it or is interrupted."""
-        before = self._impls, self._sources
+        before, observers = (self._impls, self._sources), list(self._observers)
         self._impls, self._sources = impls, sources
         try:
-            for admit in _alive(self._admitting):
-                admit()
-            for listener in _alive(self._listeners):
-                listener(op_names)
+            for observer in observers:
+                observer.admit_registration()
+            for observer in observers:
+                observer.on_registration(op_names)
         except BaseException:
             self._impls, self._sources = before
-            for listener in _alive(self._listeners):
-                listener(op_names)
+            for observer in observers:
+                observer.on_registration(op_names)
             raise
-
-
-def _alive(references: list[weakref.WeakMethod[Any]]) -> list[Callable[..., None]]:
-    """The methods whose objects live; the others are dropped from the list."""
-    methods = [reference() for reference in references]
-    references[:] = [reference for reference, method in zip(references, methods, strict=True) if method is not None]
-    return [method for method in methods if method is not None]
-
-
-def known_source(registry: OpRegistry, source: str) -> bool:
-    """Whether a backend has been registered under this name."""
-    return source in registry.snapshot().sources

@@ -15,9 +15,7 @@ from .fixed import Choice, Choices, FixedChoices, Place
 from .knowledge.availability import Availability
 from .knowledge.counting import CallCounter
 from .knowledge.failures import FailureLog
-from .knowledge.findings import Findings
 from .knowledge.proofs import Proofs
-from .knowledge.sampling import Sampling
 from .knowledge.traces import Traces
 from .locking import writers
 from .logger_manager import get_logger
@@ -29,6 +27,9 @@ from .settings.selection_policy import SelectionPolicy
 from .types import OpImpl
 
 logger = get_logger(__name__)
+Function = Callable[..., Any]
+Wrapper = Callable[[OpImpl, Decision, str | None, Function], Function]
+"""An implementation, its decision, the layer, and its function so far → what stands in the table."""
 
 
 class State:
@@ -45,8 +46,7 @@ class State:
         traces: which implementations Dynamo can trace.
         availability: which implementations can run here, each asked once.
         counter: calls by implementation, while counting is on.
-        sampling: which calls shadow mode compares; ``None`` while it is off.
-        findings: what shadow mode has found.
+        wrapper: makes a function that stands in the tables before an implementation; ``None`` where none does.
         facts: what the host stated about the process.
         scopes: operator → the scopes that it was bound for.
         fixed: what every operator and layer runs while dispatch is frozen.
@@ -65,8 +65,7 @@ class State:
         self.traces = Traces()
         self.availability = Availability()
         self.counter = CallCounter()
-        self.sampling: Sampling | None = None
-        self.findings = Findings()
+        self.wrapper: Wrapper | None = None
         self.facts: Mapping[str, Any] = {}
         self.scopes: dict[str, set[str]] = {}
         self.lockstep = False

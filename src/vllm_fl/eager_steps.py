@@ -14,8 +14,8 @@ from vllm.config import CompilationMode
 from vllm.distributed.parallel_state import get_world_group
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.knowledge.sampling import Sampling
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.shadow.sampling import Sampling
 
 from . import compile
 
@@ -73,7 +73,7 @@ class NoEagerSteps:
 
 def of_worker(vllm_config: VllmConfig, model: nn.Module, runner: Any) -> EagerSteps | NoEagerSteps:
     """Eager steps, where shadow mode is on and could not see the calls of others."""
-    sampling, compilation = get_default_manager().state.sampling, vllm_config.compilation_config
+    sampling, compilation = get_default_manager().shadow.sampling, vllm_config.compilation_config
     if sampling is None or not (compile.is_compiled(vllm_config) or compile.is_captured(vllm_config)):
         return NoEagerSteps()
     if get_world_group().world_size > 1:

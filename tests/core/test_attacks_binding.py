@@ -111,7 +111,8 @@ def register_builtins(registry):
 BINDS_IN_A_THREAD = """
 import threading
 import meeting
-from fl_dispatch import bind_op, start
+from fl_dispatch import bind_op
+from fl_dispatch.manager import start
 start.WAIT_SECONDS = 0.1
 meeting.importing.set()
 assert meeting.starting.wait(20)

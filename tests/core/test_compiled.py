@@ -29,8 +29,8 @@ from fl_dispatch import (
     with_preference,
 )
 from fl_dispatch.compiled import views as opaque
+from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS, Mode, Sample
-from fl_dispatch.process import ROOT
 from fl_dispatch.settings import TunedRule
 
 pytestmark = pytest.mark.usefixtures("results_are_names")

@@ -29,11 +29,13 @@ from fl_dispatch import (
     call_op,
     get_default_manager,
     locking,
+    prepared,
     reset_default_manager,
     set_global_policy,
-    start,
     with_preference,
 )
+from fl_dispatch.manager import start
+from fl_dispatch.shadow.sampling import Sampling, Wish
 from storm import fork_and_wait, quick_switches, storm, three
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
@@ -233,6 +235,8 @@ def test_a_retired_manager_leaves_the_new_one_alone() -> None:
     set_global_policy(SelectionPolicy(prefer="vendor"))
     assert call_op("silu_and_mul", torch.ones(1, 2)).shape == (1, 1)
     assert old.call("silu_and_mul", torch.ones(1, 2)) == "old"
+    with with_preference("reference"):
+        assert old.call("silu_and_mul", torch.ones(1, 2)).shape == (1, 1)
 
 
 def test_contexts_of_generators_that_end_out_of_order_leave_nothing() -> None:
@@ -377,6 +381,47 @@ def test_a_fork_while_an_availability_check_hangs_asks_again_in_the_child(monkey
     thread.join(10)
     assert code == 0
     assert call_op("demo", 1) == "default.a"
+
+
+def test_a_fork_while_a_weight_is_prepared_prepares_it_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "FORK_WAIT_SECONDS", 0.2)
+    inside, go_on, parent = threading.Event(), threading.Event(), os.getpid()
+    one, two = torch.ones(2), torch.ones(2)
+
+    def make(weight: torch.Tensor, before: object) -> str:
+        inside.set()
+        return "a form" if os.getpid() != parent or go_on.wait(30) else ""
+
+    for weight in (one, two):
+        prepared.declare(weight)
+    thread = threading.Thread(target=lambda: prepared.of(one, "mine", make))
+    thread.start()
+    inside.wait(10)
+    code = fork_and_wait(lambda: prepared.of(two, "mine", make) == "a form")
+    go_on.set()
+    thread.join(10)
+    assert code == 0
+
+
+def test_a_fork_while_shadow_mode_draws_a_call_draws_in_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "FORK_WAIT_SECONDS", 0.2)
+    inside, go_on, started, parent = threading.Event(), threading.Event(), threading.Event(), os.getpid()
+
+    def clock() -> float:
+        if started.is_set() and os.getpid() == parent:
+            inside.set()
+            go_on.wait(30)
+        return 1.0 if started.is_set() else 0.0
+
+    sampling = Sampling(Wish(1.0, None, "reference", False, 1.0), clock)
+    started.set()
+    thread = threading.Thread(target=sampling.affordable)
+    thread.start()
+    inside.wait(10)
+    code = fork_and_wait(sampling.affordable)
+    go_on.set()
+    thread.join(10)
+    assert code == 0
 
 
 def test_a_fork_while_a_plugin_loads_starts_the_child_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from fl_dispatch import (
     reset_default_manager,
 )
 from fl_dispatch import discovery as discovery_module
-from fl_dispatch.discovery import load_backend
+from fl_dispatch.discovery import Target, load_backend
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
 
@@ -144,7 +144,7 @@ def test_the_entry_point_group_is_the_documented_one(monkeypatch: pytest.MonkeyP
 
 
 def test_the_list_of_discovered_plugins_can_be_cleared() -> None:
-    load_backend(OpRegistry(), "x", "here", lambda: lambda registry: None, named=False)
+    load_backend(OpRegistry(), Target("x", "here", lambda: lambda registry: None, named=False))
     assert [p.name for p in get_discovered_plugins()] == ["x"]
     clear_discovered_plugins()
     assert get_discovered_plugins() == []

@@ -26,8 +26,8 @@ from fl_dispatch import (
     with_preference,
 )
 from fl_dispatch.compiled import views
+from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS, Access, LayerForm, Mode, Operator, Workload, Write
-from fl_dispatch.process import ROOT
 from fl_dispatch.run import keys, recovery
 from fl_dispatch.settings import TunedRule
 

@@ -16,8 +16,8 @@ from fl_dispatch import SelectionPolicy, get_default_manager, set_global_policy
 from fl_dispatch.compiled.overlap import overlap
 from fl_dispatch.compiled.results import promised
 from fl_dispatch.compiled.views import view
+from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.process import ROOT
 
 Tensor = torch.Tensor
 MEMORY = torch.zeros(512, dtype=torch.int8)

@@ -23,7 +23,7 @@ from fl_dispatch import (
     reset_default_manager,
     set_global_policy,
 )
-from fl_dispatch.discovery import load_backend
+from fl_dispatch.discovery import Target, load_backend
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
 
@@ -143,7 +143,7 @@ def test_a_plugin_that_was_only_found_and_raises_anything_is_a_warning(
     registry = OpRegistry()
     load = raising(error) if where == "import" else lambda: register
     with caplog.at_level(logging.WARNING, logger="fl_dispatch"):
-        assert load_backend(registry, "acme", "entry point acme", load, named=False) is False
+        assert load_backend(registry, Target("acme", "entry point acme", load, named=False)) is False
     assert registry.list_operators() == []
     (record,) = caplog.records
     assert type(error).__name__ in record.getMessage()
@@ -153,7 +153,7 @@ def test_a_plugin_that_was_only_found_and_raises_anything_is_a_warning(
 def test_a_users_interrupt_while_a_plugin_loads_is_the_users(error: BaseException) -> None:
     registry = OpRegistry()
     with pytest.raises(type(error)):
-        load_backend(registry, "acme", "entry point acme", raising(error), named=False)
+        load_backend(registry, Target("acme", "entry point acme", raising(error), named=False))
     assert registry.list_operators() == []
 
 
@@ -165,7 +165,7 @@ def test_a_backend_with_one_wrong_implementation_registers_none() -> None:
     manager = manager_of(impl("reference.b"))
     manager.call("demo", 1)
     with pytest.raises(RegistrationError, match=r"vendor\.bad"):
-        load_backend(manager.registry, "acme", "named", lambda: register, named=True)
+        load_backend(manager.registry, Target("acme", "named", lambda: register, named=True))
     assert manager.registry.list_operators() == ["demo"]
     assert manager.call("demo", 1) == "reference.b"
 
@@ -177,7 +177,7 @@ def test_a_plugin_that_commits_its_registry_itself_has_registered() -> None:
         registry.register_impl(impl("vendor.b"))
 
     registry = OpRegistry()
-    assert load_backend(registry, "acme", "here", lambda: register, named=True)
+    assert load_backend(registry, Target("acme", "here", lambda: register, named=True))
     assert [one.impl_id for one in registry.get_implementations("demo")] == ["default.a", "vendor.b"]
 
 

@@ -12,7 +12,7 @@ import torch
 from builders import impl, manager_of
 from fl_dispatch import BrokenPromiseError, SelectionPolicy
 from fl_dispatch.backends.reference.reference import ReferenceBackend
-from fl_dispatch.op_manager import OpManager
+from fl_dispatch.manager import OpManager
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.results import broken_promise
 

@@ -72,7 +72,7 @@ def test_running_an_operator_imports_no_host() -> None:
 def test_the_public_examples_run() -> None:
     import doctest
 
-    from fl_dispatch import calls
+    from fl_dispatch.manager import calls
 
     result = doctest.testmod(calls)
     assert result.attempted >= 4

@@ -9,7 +9,7 @@ import pytest
 
 from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
 from fl_dispatch.hosting.first_choices import boundary, reference_from
-from fl_dispatch.process import reset_default_manager
+from fl_dispatch.manager import reset_default_manager
 
 FEW, PLAIN = "vendor.few", "vendor.plain"
 

@@ -69,10 +69,10 @@ def test_a_vendors_name_that_another_backend_has_for_an_operator_is_said(caplog:
         collecting.register_impl(impl("gelu_and_mul", "vendor.acme.part", right_activation))
 
     with caplog.at_level(logging.WARNING):
-        assert load_backend(registry, "other", "here", lambda: other, named=False)
-        assert load_backend(registry, "part", "here", lambda: part, named=False)
+        assert load_backend(registry, Target("other", "here", lambda: other, named=False))
+        assert load_backend(registry, Target("part", "here", lambda: part, named=False))
         assert not caplog.records
-        assert load_backend(registry, "second", "here", lambda: second, named=False)
+        assert load_backend(registry, Target("second", "here", lambda: second, named=False))
     assert "'second' registers for the vendor 'acme'" in caplog.text
     assert here(right_activation) in caplog.text
 

@@ -22,10 +22,10 @@ from fl_dispatch import (
 )
 from fl_dispatch.backends.reference.impl import attention, normalization
 from fl_dispatch.devices import detect_device
-from fl_dispatch.knowledge.findings import Finding
-from fl_dispatch.knowledge.sampling import SAVED_SECONDS, Sampling, Wish
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import reset_settings
+from fl_dispatch.shadow.findings import Finding
+from fl_dispatch.shadow.sampling import SAVED_SECONDS, Sampling, Wish
 from fl_dispatch.types import OpImpl
 
 Tensor = torch.Tensor
@@ -56,7 +56,7 @@ def wrong_over_two(x: Tensor) -> Tensor:
 
 def watching(*impls: OpImpl, wish: Wish = EVERYTHING, clock: Callable[[], float] | None = None) -> OpManager:
     manager = manager_of(*impls)
-    manager.state.sampling = Sampling(wish, clock or Clock())
+    manager.shadow.sampling = Sampling(wish, clock or Clock())
     return manager
 
 
@@ -70,7 +70,7 @@ def gated(first: Any, wish: Wish = EVERYTHING, **options: Any) -> OpManager:
 
 
 def findings(manager: OpManager) -> list[Finding]:
-    return list(manager.state.findings.found())
+    return list(manager.shadow.findings.found())
 
 
 def proven(manager: OpManager, x: Tensor) -> OpManager:
@@ -95,7 +95,7 @@ def test_a_share_or_a_budget_of_nothing_is_off(setting: str, monkeypatch: pytest
     reset_settings()
     manager = OpManager(OpRegistry())
     manager.ensure_initialized()
-    assert manager.state.sampling is None
+    assert manager.shadow.sampling is None
 
 
 def test_the_settings_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +104,8 @@ def test_the_settings_switch_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     reset_settings()
     manager = OpManager(OpRegistry())
     manager.ensure_initialized()
-    assert manager.state.sampling is not None
-    assert manager.state.sampling.wish == Wish(0.5, frozenset({"rms_norm"}), "reference", False, 0.01)
+    assert manager.shadow.sampling is not None
+    assert manager.shadow.sampling.wish == Wish(0.5, frozenset({"rms_norm"}), "reference", False, 0.01)
 
 
 def test_the_caller_gets_the_first_result_and_the_difference_is_recorded_and_told_once(
@@ -120,7 +120,7 @@ def test_the_caller_gets_the_first_result_and_the_difference_is_recorded_and_tol
         "silu_and_mul", "vendor.mine", "reference.torch", 3,
     )  # fmt: skip
     assert found.worst > 100
-    assert manager.state.findings.compared_calls() == {("silu_and_mul", "vendor.mine"): 6}
+    assert manager.shadow.findings.compared_calls() == {("silu_and_mul", "vendor.mine"): 6}
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 1
     assert "shadow: 'silu_and_mul' by 'vendor.mine' differs from 'reference.torch': output 0 at [" in told[0]
@@ -156,7 +156,7 @@ def test_what_differs_only_in_rounding_is_no_finding() -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * min(scale, 100)).to(dtype)
             manager.call("silu_and_mul", x)
-    assert manager.state.findings.compared_calls()["silu_and_mul", "vendor.mine"] == 8
+    assert manager.shadow.findings.compared_calls()["silu_and_mul", "vendor.mine"] == 8
     assert findings(manager) == []
 
 
@@ -168,7 +168,7 @@ def test_the_absolute_tolerance_grows_with_the_values_of_a_row(value: float, fou
     manager = gated(off_at_zero)
     for _ in range(2):
         manager.call("silu_and_mul", torch.tensor([[0.0, value, value, value, 1.0, 1.0, 1.0, 1.0]]))
-    assert manager.state.findings.compared_calls() == {("silu_and_mul", "vendor.mine"): 1}
+    assert manager.shadow.findings.compared_calls() == {("silu_and_mul", "vendor.mine"): 1}
     assert len(findings(manager)) == found
 
 
@@ -195,7 +195,7 @@ def test_overwritten_arguments_are_copied_before() -> None:
         assert y is x
         assert torch.equal(y, expected[0])
         assert torch.equal(total, expected[1])
-    assert manager.state.findings.compared_calls() == {("rms_norm", "vendor.mine"): 2}
+    assert manager.shadow.findings.compared_calls() == {("rms_norm", "vendor.mine"): 2}
     assert findings(manager) == []
 
 
@@ -241,7 +241,7 @@ def test_a_cache_write_is_compared_by_its_slots_and_the_cache_is_written_once() 
         assert written == {slot for slot in slots[: 3 if len(slots) > 2 else 2] if slot >= 0}
     (found,) = findings(manager)
     assert found.example.startswith(("state 0 at [3, ", "state 1 at [3, "))  # keys, values
-    assert manager.state.findings.compared_calls() == {("kv_cache_write", "vendor.mine"): 2}
+    assert manager.shadow.findings.compared_calls() == {("kv_cache_write", "vendor.mine"): 2}
 
 
 @pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.samples is not None])
@@ -254,8 +254,8 @@ def test_a_reference_never_differs_from_itself(name: str) -> None:
     assert samples is not None
     for sample in samples(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)):
         manager.call(name, *sample.args)
-    assert manager.state.findings.unfit == {}
-    assert manager.state.findings.compared_calls()[name, "vendor.mine"] > 1
+    assert manager.shadow.findings.unfit == {}
+    assert manager.shadow.findings.compared_calls()[name, "vendor.mine"] > 1
     assert findings(manager) == []
 
 
@@ -295,7 +295,7 @@ def _lockstep(manager: OpManager) -> None:
 def _other_second(manager: OpManager) -> None:
     other = impl("default.triton", silu_and_mul, op="silu_and_mul")
     manager.registry.register_impl(other)
-    manager.state.sampling = Sampling(Wish(1.0, None, "impl:default.triton", True, 1.0), Clock())
+    manager.shadow.sampling = Sampling(Wish(1.0, None, "impl:default.triton", True, 1.0), Clock())
     manager.bump_policy_epoch()
 
 
@@ -340,7 +340,7 @@ def test_a_failure_of_the_second_run_is_told_once_and_the_call_goes_on(caplog: p
     )
     for _ in range(3):
         assert torch.equal(manager.call("silu_and_mul", LARGE), silu_and_mul(LARGE))
-    assert "out of memory" in manager.state.findings.unfit["silu_and_mul"]
+    assert "out of memory" in manager.shadow.findings.unfit["silu_and_mul"]
     assert sum("not all compared" in record.getMessage() for record in caplog.records) == 1
     assert manager.get_failed_impls() == {}
 
@@ -362,7 +362,7 @@ def test_nothing_is_compared_while_a_graph_is_captured(monkeypatch: pytest.Monke
     manager = proven(gated(silu_and_mul), SMALL)
     monkeypatch.setattr(type(detect_device()), "captures", lambda self: True)
     manager.call("silu_and_mul", LARGE)
-    assert manager.state.findings.compared_calls() == {}
+    assert manager.shadow.findings.compared_calls() == {}
 
 
 # -- how many, and what it costs ---------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_share_of_the_calls_is_drawn_alike_on_all_ranks() -> None:
         manager = proven(gated(silu_and_mul, wish), SMALL)
         for _ in range(2000):
             manager.call("silu_and_mul", SMALL)
-        compared.append(manager.state.findings.compared_calls()["silu_and_mul", "vendor.mine"])
+        compared.append(manager.shadow.findings.compared_calls()["silu_and_mul", "vendor.mine"])
     assert compared[0] == compared[1]
     assert 140 < compared[0] < 260
 
@@ -401,9 +401,9 @@ def test_comparing_costs_no_more_than_its_budget_of_the_time() -> None:
     for _ in range(2000):
         clock.now += 0.5
         manager.call("silu_and_mul", SMALL)
-    sampling = manager.state.sampling
+    sampling = manager.shadow.sampling
     assert sampling is not None
-    assert 18 <= manager.state.findings.compared_calls()["silu_and_mul", "vendor.mine"] <= 22
+    assert 18 <= manager.shadow.findings.compared_calls()["silu_and_mul", "vendor.mine"] <= 22
     assert sampling.share_of_time() <= 0.021
     assert sampling.passed_over > 1900
 
@@ -433,7 +433,7 @@ def test_the_second_implementation_itself_is_not_watched() -> None:
 def test_calls_behind_a_view_are_compared_and_what_is_traced_is_traced_as_ever(opaque: bool) -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
-    manager.state.sampling = Sampling(EVERYTHING, Clock())
+    manager.shadow.sampling = Sampling(EVERYTHING, Clock())
     manager.registry.register_impl(impl("vendor.mine", wrong_over_two, op="silu_and_mul", opaque=opaque))
     with policy_context(SelectionPolicy(per_op_order=(("silu_and_mul", ("impl:vendor.mine", "reference")),))):
         gate = bind_op("silu_and_mul")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..calls import call_op
+from ..manager import call_op
 from ..policy import policy_context
 from ..settings.selection_policy import SelectionPolicy
 from ..types import OpImpl

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..op_manager import OpManager
+from ..manager import OpManager
 from ..replaced import replaced_operators
 from ..selection.refusals import FLAGGEMS_ID
 from ..settings import Settings

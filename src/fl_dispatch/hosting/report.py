@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from ..fixed import data
-from ..knowledge.sampling import Sampling
-from ..manager import get_default_manager
-from ..op_manager import OpManager
+from ..manager import OpManager, get_default_manager
 from ..settings import ITEMS, get_settings
+from ..shadow.sampling import Sampling
 from . import aten, collectives, handover
 
 Choices = dict[str, Any]
@@ -58,12 +57,12 @@ def run_report() -> Choices:
                 "implementation": impl_id,
                 "kind": str(kind),
                 "cause": failure.cause,
-                "fallbacks": 0 if (op_name, impl_id, kind) in state.findings.banned else failure.count,
+                "fallbacks": 0 if (op_name, impl_id, kind) in manager.shadow.findings.banned else failure.count,
             }
             for (op_name, impl_id), kinds in state.failures.failures().items()
             for kind, failure in kinds.items()
         ],
-        "shadow": None if state.sampling is None else _shadow(manager, state.sampling),
+        "shadow": None if manager.shadow.sampling is None else _shadow(manager, manager.shadow.sampling),
     }
 
 
@@ -80,7 +79,7 @@ def _layers_apart(manager: OpManager) -> dict[str, Any]:
 
 
 def _shadow(manager: OpManager, sampling: Sampling) -> dict[str, Any]:
-    wish, findings = sampling.wish, manager.state.findings
+    wish, findings = sampling.wish, manager.shadow.findings
     return {
         "share": wish.share,
         "second": wish.second,

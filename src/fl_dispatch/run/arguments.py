@@ -50,11 +50,16 @@ class Call:
             return cls(op_name, scope, (), arguments_of(operator, layer, args[1:], kwargs), layer)
         return cls(op_name, scope, args, kwargs)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments by name; none for an operator that nobody declared."""
+        return {} if self.operator is None else dict(zip(self.operator.parameters, self.args, strict=True))
+
     def run(self, fn: Any, convention: Convention | None) -> Any:
         """Call a function with the arguments in the form that it takes."""
         if self.operator is None or convention is None:
             return fn(*self.args, **self.kwargs)
-        values = dict(zip(self.operator.parameters, self.args, strict=True))
+        values = self.values
         taken = [values[name] for name in convention.takes]
         if not convention.layer_first:
             return fn(*taken)
@@ -77,7 +82,7 @@ class Call:
     def _ask(self, supports: Callable[..., bool | str], convention: Convention | None) -> bool | str:
         if self.operator is None or convention is None:
             return supports(*self.args, **self.kwargs)
-        values = dict(zip(self.operator.parameters, self.args, strict=True))
+        values = self.values
         given = (values[name] for name in convention.operands)
         return supports(*given, **{name: values[name] for name in convention.asked})
 
@@ -91,7 +96,7 @@ class Call:
         """The first of these parameters that the call gives a value other than its default."""
         if self.operator is None or not names:
             return None
-        values = dict(zip(self.operator.parameters, self.args, strict=True))
+        values = self.values
         for name in names:
             value, default = values[name], self.operator.parameters[name].default
             if value is not default and (isinstance(value, torch.Tensor) or value != default):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from ..global_policy import GLOBAL
 from ..locking import writers
@@ -29,9 +29,7 @@ class TableKeeper:
         self._state = state
         self._kept: dict[object, DispatchTable] = {}
         self._used: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
-        self.root = root
-        root.state = state
-        root.unsettle()
+        self._take(root)
 
     def bind(self, op_name: str, scope: str) -> str:
         """Have entries for a bound operator in every table from now on; returns their key."""
@@ -80,7 +78,7 @@ class TableKeeper:
             successor.adopt(table)
         successor._kept, self._kept = self._kept, {}
         self._used = weakref.WeakSet()
-        self.root, root.state = root, self._state
+        self._take(root)
 
     def rebuild(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
@@ -112,6 +110,13 @@ class TableKeeper:
         admitted = table is self.root or self._state.fixed.admits(table.policy)
         return table.policy if admitted else self.root.policy
 
+    def _take(self, root: DispatchTable) -> None:
+        root.state = self._state
+        if isinstance(root, PrivateTable):
+            root.keeper = self
+        root.unsettle()
+        self.root = root
+
     def _all(self) -> list[DispatchTable]:
         return [*self._used, self.root]  # the root last: once it is settled, all are
 
@@ -130,9 +135,10 @@ class TableKeeper:
             table.publish(plans)
 
     def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
-        fresh = build(self._state, self.policy_of(table), keys)
+        fresh, asked = build(self._state, self.policy_of(table), keys), {key.text for key in keys}
+        kept = {key: plan for key, plan in table.plans.items() if key not in asked}
         if table.state is self._state:
-            table.publish(_merged(table.plans, fresh, {key.text for key in keys}))
+            table.publish({**kept, **fresh})  # a key without a new plan is gone
 
 
 class PrivateTable(DispatchTable):
@@ -142,14 +148,12 @@ class PrivateTable(DispatchTable):
 
     keeper: TableKeeper
 
+    def __init__(self, start: Callable[[], None]) -> None:
+        super().__init__(start)
+        self.scoped = True  # contexts are entered at the process's root, and this one is not told
+
     @property
     def current(self) -> DispatchTable:
         """The table that a call here reads."""
         in_force = scope_variable.get(self)
         return self.keeper.table_for(in_force.policy) if in_force.of_context else self
-
-
-def _merged(old: Mapping[str, Plan], new: Mapping[str, Plan], asked: Iterable[str]) -> dict[str, Plan]:
-    """The old plans with those of some keys replaced; a key without a new plan is gone."""
-    kept = {key: plan for key, plan in old.items() if key not in asked}
-    return {**kept, **new}

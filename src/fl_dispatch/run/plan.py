@@ -17,14 +17,14 @@ from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Operator
 from ..selection.decision import Branch, Decision, admits
 from ..settings.selection_policy import SelectionPolicy
-from ..state import State, is_elsewhere
+from ..state import Function, State, is_elsewhere
 from ..types import OpImpl
-from . import generated, recovery, shadow
+from . import generated, recovery
 from .arguments import Call
 from .keys import BOUND, CALL, LAYER, Key
 from .recovery import Settled
 from .table import MADE_FROM, Plan
-from .traced import Function, Site, undeclared, untried, with_other_trace
+from .traced import Site, undeclared, untried, with_other_trace
 
 
 def build(
@@ -158,8 +158,8 @@ def _first_candidate(
                 return careful
             unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
     fn = state.counter.function(first)
-    if state.sampling is not None:
-        fn = shadow.watched(state, first, decision, scope, fn)
+    if state.wrapper is not None:
+        fn = state.wrapper(first, decision, scope, fn)
     entry = site.direct(first, fn, careful, unproven, view)
     if recipe.undeclared:
         entry = with_other_trace(entry, site.once_tried(recipe.undeclared, entry))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,10 @@ from ..ops.declaration import leading_tensor
 from ..selection.decision import Decision
 from ..settings.selection_policy import SelectionPolicy
 from ..signatures import Convention
-from ..state import State, is_elsewhere
+from ..state import Function, State, is_elsewhere
 from ..types import OpImpl
 from . import generated, trial
 
-Function = Callable[..., Any]
 _TREATED_APART = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, os))
 """The folders of PyTorch and of the standard library."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..knowledge.failures import ArgumentKind
 from ..locking import writers
 from ..types import OpImpl
-from .failures import ArgumentKind
 
 Pair = tuple[str, str]
 """An operator, and the id of an implementation."""
@@ -93,16 +93,8 @@ class Findings:
                 found = Finding(*key[:2], second.impl_id, kind, 1, worst, example, outcome, now, now)
             else:
                 largest = worst if not worst <= before.worst else before.worst
-                found = Finding(
-                    *key[:2],
-                    second.impl_id,
-                    kind,
-                    before.calls + 1,
-                    largest,
-                    before.example,
-                    outcome,
-                    before.first,
-                    now,
+                found = replace(
+                    before, second=second.impl_id, calls=before.calls + 1, worst=largest, outcome=outcome, last=now
                 )
             self._found = {**self._found, key: found}
 

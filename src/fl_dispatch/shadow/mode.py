@@ -1,4 +1,4 @@
-"""Shadow mode: a drawn live call runs through a second implementation too, and the results are compared.
+"""A drawn live call runs through a second implementation too, and the results are compared.
 
 The caller always gets what the first implementation gave. The second run comes after it, on copies of what the first
 one may overwrite, so it can change nothing. Nothing of this is in a table unless the user asks for it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +16,19 @@ import torch.distributed as dist
 
 from ..errors import WrongResultError, text_of
 from ..knowledge.error_kinds import is_capturing
-from ..knowledge.sampling import Sampling
 from ..logger_manager import get_logger
 from ..ops import OPERATORS, Access, Operator
+from ..run.arguments import Call
+from ..run.layer_form import read_from
+from ..run.recovery import refusal
+from ..run.table import MADE_FROM
 from ..selection.decision import Decision
 from ..signatures import Convention
 from ..state import State
 from ..types import BackendImplKind, OpImpl
-from .arguments import Call
 from .difference import Difference, difference
-from .layer_form import read_from
-from .recovery import refusal
-from .table import MADE_FROM
+from .findings import Findings
+from .sampling import Sampling
 
 logger = get_logger(__name__)
 
@@ -34,22 +36,46 @@ ACCEPTED = 2.0
 """Tolerances that two implementations may differ by, because each may be one off."""
 
 
-def watched(state: State, impl: OpImpl, decision: Decision, scope: str | None, fn: Callable[..., Any]) -> Any:
-    """The function that stands in the table for an implementation while shadow mode is on.
+class Shadow:
+    """Shadow mode of one manager.
 
-    Args:
-        state: whose sampling draws the calls.
-        impl: the implementation.
-        decision: that it comes from.
-        scope: the layer that it stands there for.
-        fn: its function, or a counting wrapper of it.
+    Attributes:
+        sampling: which calls are compared; ``None`` while it is off.
+        findings: what it has found.
     """
-    sampling, operator, convention = state.sampling, OPERATORS.get(impl.op_name), state.registry.convention(impl)
-    if sampling is None or operator is None or convention is None or operator.selection:
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._sampling: Sampling | None = None
+        self.findings = Findings()
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """Which calls are compared. Entries that are made from now on follow a change."""
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling | None) -> None:
+        self._sampling = sampling
+        self._state.wrapper = None if sampling is None else partial(_watched, self._state, sampling, self.findings)
+
+
+def _watched(
+    state: State,
+    sampling: Sampling,
+    findings: Findings,
+    impl: OpImpl,
+    decision: Decision,
+    scope: str | None,
+    fn: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The function that stands in the table for an implementation, see :attr:`.state.State.wrapper`."""
+    operator, convention = OPERATORS.get(impl.op_name), state.registry.convention(impl)
+    if operator is None or convention is None or operator.selection:
         return fn
     if not sampling.wants(impl.op_name) or sampling.is_second(impl):
         return fn
-    watch = _Watch(state, sampling, impl, decision, scope, fn, operator, convention)
+    watch = _Watch(state, sampling, findings, impl, decision, scope, fn, operator, convention)
     gaps = sampling.gaps(f"{impl.op_name}@{scope or ''}")
     left = next(gaps)
     compiling = torch.compiler.is_dynamo_compiling
@@ -73,10 +99,11 @@ def watched(state: State, impl: OpImpl, decision: Decision, scope: str | None, f
 
 @dataclass(frozen=True)
 class _Watch:
-    """The comparison of one implementation's drawn calls; the arguments are those of :func:`watched`."""
+    """The comparison of one implementation's drawn calls; the arguments are those of :func:`_watched`."""
 
     state: State
     sampling: Sampling
+    findings: Findings
     impl: OpImpl
     decision: Decision
     scope: str | None
@@ -102,7 +129,7 @@ class _Watch:
                 other = copy.run(second.fn, self.state.registry.convention(second))
                 with torch.no_grad():
                     found = difference(self.operator, call, result, copy, other)
-                self.state.findings.compared(self.impl)
+                self.findings.compared(self.impl)
                 if not found.tolerances <= ACCEPTED:
                     self._report(second, call, found)
             except Exception as error:  # the second implementation's, or of memory that there is not twice
@@ -135,13 +162,13 @@ class _Watch:
     def _unfit(self, reason: str) -> None:
         """Tell once of an operator whose calls cannot be compared, or of one such call."""
         op_name, impl_id = self.impl.op_name, self.impl.impl_id
-        self.state.findings.unfit[op_name] = reason
+        self.findings.unfit[op_name] = reason
         if self.state.failures.tell_once(self.impl, "shadow"):
             logger.warning("shadow: calls of '%s' by '%s' are not all compared: %s", op_name, impl_id, reason)
 
     def _report(self, second: OpImpl, call: Call, found: Difference) -> None:
         """Record a difference; the first of a kind is a WARNING, and may be a ban."""
-        impl, findings = self.impl, self.state.findings
+        impl, findings = self.impl, self.findings
         known = findings.known(impl, call.kind)
         text = f"differs from '{second.impl_id}': {found.where}"
         why_not = self._why_no_ban(second, call)  # asked each time, because a policy change lifts bans
@@ -172,7 +199,7 @@ class _Watch:
 
 def _beside(operator: Operator, call: Call) -> Call:
     """The same call with memory of its own for everything that it may write."""
-    values = dict(zip(operator.parameters, call.args, strict=True))
+    values = call.values
     written = operator.written(call.args)
     if any(access is Access.STATE for access, _ in written.values()):
         if operator.small_state is None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .errors import ConfigError
-from .logger_manager import get_logger
-from .ops import OPERATORS
-from .settings.selection_policy import SelectionPolicy, fits_scope
-from .state import State
+from ..errors import ConfigError
+from ..logger_manager import get_logger
+from ..ops import OPERATORS
+from ..settings.selection_policy import SelectionPolicy, fits_scope
+from ..state import State
 
 logger = get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """The manager: it answers questions about operators and takes changes.
 
-A call reads one table entry and runs it (:mod:`fl_dispatch.calls`); what else a call may need happens in the entry, or
+A call reads one table entry and runs it (:mod:`.calls`); what else a call may need happens in the entry, or
 after an exception in :mod:`fl_dispatch.run.recovery`. Writers (a registration, a policy change, a ban, a first success)
 change the :class:`~fl_dispatch.state.State` and then have the entries concerned rebuilt.
 """
@@ -12,24 +12,25 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from ..compiled.freezing import Freezer
+from ..errors import NoImplementationError
+from ..fixed import Choices
+from ..global_policy import GLOBAL
+from ..locking import writers
+from ..ops import OPERATORS, Operator
+from ..registry import OpRegistry
+from ..run import generated, recovery
+from ..run.arguments import Call
+from ..run.dispatch import call_through
+from ..run.keeper import PrivateTable, TableKeeper
+from ..run.plan import direct_function, frozen_function
+from ..run.table import DispatchTable, Plan
+from ..selection.decision import Decision
+from ..shadow.mode import Shadow
+from ..state import State, unknown
+from ..types import OpImpl
 from . import checks
-from .compiled.freezing import Freezer
-from .errors import NoImplementationError
-from .fixed import Choices
-from .global_policy import GLOBAL
-from .locking import writers
-from .ops import OPERATORS, Operator
-from .registry import OpRegistry
-from .run import generated, recovery
-from .run.arguments import Call
-from .run.dispatch import call_through
-from .run.keeper import PrivateTable, TableKeeper
-from .run.plan import direct_function, frozen_function
-from .run.table import DispatchTable, Plan
-from .selection.decision import Decision
 from .start import Start
-from .state import State, unknown
-from .types import OpImpl
 
 managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 """All managers that live."""
@@ -48,6 +49,7 @@ class OpManager:
         state: what it knows.
         tables: what calls read, kept up to date.
         freezer: freezes dispatch.
+        shadow: compares live calls, while it is wanted.
     """
 
     def __init__(
@@ -60,20 +62,13 @@ class OpManager:
     ) -> None:
         self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
-        self.tables = TableKeeper(self.state, self.private_table() if root is None else root)
-        if isinstance(self.tables.root, PrivateTable):
-            self.tables.root.keeper = self.tables
+        self.tables = TableKeeper(self.state, PrivateTable(self.ensure_initialized) if root is None else root)
         self.freezer = Freezer(self.state, self.tables)
-        self._start = Start(self.state, self.tables, register_builtins)
-        self.registry.subscribe(self._on_registration, self._admit_registration)
+        self.shadow = Shadow(self.state)
+        self._start = Start(self.state, self.tables, self.shadow, register_builtins)
+        self.registry.tell(self)
         with writers:
             managers.add(self)
-
-    def private_table(self) -> PrivateTable:
-        """A root table that only this manager fills."""
-        table = PrivateTable(self.ensure_initialized)
-        table.scoped = True
-        return table
 
     # ---- calling
 
@@ -90,7 +85,7 @@ class OpManager:
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
         plan = root.plans.get(key)
-        watched = self.state.counter.on or self.state.sampling is not None
+        watched = self.state.counter.on or self.state.wrapper is not None
         if self.frozen and plan is not None and not watched and self._fixed(plan)[0].sole:
             return frozen_function(self.state, root.policy, plan.decision)
         return generated.bound(operator, key, root, recovery.recover, unknown)
@@ -322,10 +317,12 @@ class OpManager:
             contexts = [table.policy for table in self.tables.tables()]
             self.state.fixed.check(change, [self.tables.root.policy, *contexts], bans=bans, only=only)
 
-    def _admit_registration(self) -> None:
+    def admit_registration(self) -> None:
+        """Whether a registration that is in place leaves what is frozen as it is."""
         self._check("a registration")
 
-    def _on_registration(self, op_names: frozenset[str]) -> None:
+    def on_registration(self, op_names: frozenset[str]) -> None:
+        """Some operators have other implementations: rebuild their entries."""
         self._republish_if_settled(op_names)
 
     def on_policy_change(self) -> Callable[[], None]:

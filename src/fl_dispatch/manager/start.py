@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 
-from . import builtin_ops, checks, discovery
-from .global_policy import GLOBAL
-from .importing import is_importing
-from .knowledge.sampling import Sampling, Wish
-from .locking import loading, writers
-from .logger_manager import get_logger
-from .run.keeper import TableKeeper
-from .settings import get_settings
-from .state import State
+from .. import builtin_ops, discovery
+from ..global_policy import GLOBAL
+from ..importing import is_importing
+from ..locking import loading, writers
+from ..logger_manager import get_logger
+from ..run.keeper import TableKeeper
+from ..settings import get_settings
+from ..shadow.mode import Shadow
+from ..shadow.sampling import Sampling, Wish
+from ..state import State
+from . import checks
 
 logger = get_logger(__name__)
 
@@ -26,11 +28,12 @@ class Start:
     Args:
         state: the manager's knowledge, whose registry gets the backends.
         tables: its tables, which are settled once it has started.
+        shadow: its shadow mode, which the settings may switch on.
         backends: whether there are backends to register; else the registry is complete as it is.
     """
 
-    def __init__(self, state: State, tables: TableKeeper, backends: bool) -> None:
-        self._state, self._tables = state, tables
+    def __init__(self, state: State, tables: TableKeeper, shadow: Shadow, backends: bool) -> None:
+        self._state, self._tables, self._shadow = state, tables, shadow
         self._done = not backends
         self._at_work: set[int] = set()
 
@@ -69,13 +72,13 @@ class Start:
         """Register all backends and ask who is available; whether none has to wait for a module."""
         state = self._state
         found = [discovery.imported(each) for each in (*builtin_ops.backends(), *discovery.plugins())]
-        loaded = [discovery.load_backend(state.registry, *target) for target in found if target is not None]
+        loaded = [discovery.load_backend(state.registry, target) for target in found if target is not None]
         policy = GLOBAL.get()
         decisions = [state.decide(op_name, None, policy) for op_name in state.registry.list_operators()]
         checks.check(state, policy)
         settings = get_settings()
-        if (wish := Wish.of(settings)) and state.sampling is None:
-            state.sampling = Sampling(wish)
+        if (wish := Wish.of(settings)) and self._shadow.sampling is None:
+            self._shadow.sampling = Sampling(wish)
         if settings.dispatch_debug:
             state.counter.on = True
             for decision in decisions:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ..run.keys import LAYER_KEYS, key_of
+from ..run.layer_form import may_be_layer
+from ..run.recovery import recover
+from ..run.table import DispatchTable
+from ..selection.decision import Decision
+from ..state import unknown
 from .process import ROOT, get_default_manager
-from .run.keys import LAYER_KEYS, key_of
-from .run.layer_form import may_be_layer
-from .run.recovery import recover
-from .run.table import DispatchTable
-from .selection.decision import Decision
-from .state import unknown
 
 _Tensor = torch.Tensor
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -79,7 +79,7 @@ def _entry_for(table: DispatchTable, op_name: str, first: Any) -> Callable[..., 
 
 
 def resolve_op(op_name: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The implementation that :func:`call_op` would run; see :meth:`fl_dispatch.op_manager.OpManager.resolve`."""
+    """The implementation that :func:`call_op` would run; see :meth:`fl_dispatch.manager.OpManager.resolve`."""
     return get_default_manager().resolve(op_name, *args, **kwargs)
 
 
@@ -99,5 +99,5 @@ def bind_op(op_name: str, scope: str | None = None) -> Callable[..., Any]:
 
 
 def explain(op_name: str, *args: Any, scope: str | None = None, **kwargs: Any) -> Decision:
-    """Which implementation of an operator runs, and why; see :meth:`fl_dispatch.op_manager.OpManager.explain`."""
+    """Which implementation of an operator runs, and why; see :meth:`fl_dispatch.manager.OpManager.explain`."""
     return get_default_manager().explain(op_name, *args, scope=scope, **kwargs)

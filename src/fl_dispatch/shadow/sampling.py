@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ..locking import writers
 from ..settings import Settings
 from ..types import OpImpl, match_token
 
@@ -67,7 +68,6 @@ class Sampling:
         self.seconds = 0.0
         self.passed_over = 0
         self.every_call = False
-        self._lock = threading.Lock()
         self._busy = threading.local()
         self._started = self._credited = clock()
         self._credit = 0.0
@@ -90,7 +90,7 @@ class Sampling:
         """Whether a drawn call may be compared now: not inside another one, and not over the budget."""
         if getattr(self._busy, "now", False):
             return False
-        with self._lock:
+        with writers:
             now = self.clock()
             most = SAVED_SECONDS * self.wish.budget
             self._credit = min(most, self._credit + (now - self._credited) * self.wish.budget)
@@ -112,7 +112,7 @@ class Sampling:
 
     def charge(self, seconds: float) -> None:
         """Comparing has cost so much more."""
-        with self._lock:
+        with writers:
             self.seconds += seconds
             self._credit -= seconds
 

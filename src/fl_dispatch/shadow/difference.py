@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..ops import Operator
 from ..ops.results import errors, flat
-from .arguments import Call
+from ..run.arguments import Call
 
 
 @dataclass(frozen=True)

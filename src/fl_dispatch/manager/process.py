@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from .compiled import views
-from .compiled.freezing import frozen_states
-from .compiled.manifest import Manifest
-from .errors import DispatchFrozenError
-from .global_policy import GLOBAL
-from .locking import writers
+from ..compiled import views
+from ..compiled.freezing import frozen_states
+from ..compiled.manifest import Manifest
+from ..errors import DispatchFrozenError
+from ..global_policy import GLOBAL
+from ..locking import writers
+from ..run.keeper import PrivateTable
+from ..run.table import DispatchTable
+from ..settings import peek_settings, reset_settings
+from ..settings.selection_policy import SelectionPolicy
 from .op_manager import OpManager, managers
-from .run.table import DispatchTable
-from .settings import peek_settings, reset_settings
-from .settings.selection_policy import SelectionPolicy
 
 _default: OpManager | None = None
 
@@ -67,7 +68,7 @@ def reset_default_manager() -> None:
         reread_settings()
         new = get_default_manager()
         if old is not None:
-            old.tables.retire(new.tables, old.private_table())
+            old.tables.retire(new.tables, PrivateTable(old.ensure_initialized))
         new.tables.unsettle()
         for manager in list(managers):
             manager.on_policy_change()
