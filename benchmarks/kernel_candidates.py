@@ -34,7 +34,7 @@ from fl_dispatch.ops import OPERATORS
 TOKENS, EXPERTS, CHOSEN = (1, 256, 4096, 16384), 128, 8
 SOME = (16, 64)
 NEAR = 0.01
-"""Bound of a product's errors, as a share of the largest result: fp8 is summed with 14 bits, and rounded to bfloat16."""
+"""Bound of a product's errors, as a share of the largest result: the chip sums with 14 bits and rounds to bfloat16."""
 Constants = Mapping[str, Any]
 Case = tuple[str, str, Any, tuple[Any, ...], list[Constants]]
 
