@@ -207,14 +207,15 @@ def _rows(
     tl.store(target, y.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
 
 
-@triton.jit(do_not_specialize=["number"])
-def _add(parts, bias, out, number, columns, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The ``number`` elements of ``out``, whose parts are added in order."""
+@triton.jit(do_not_specialize=["rows"])
+def _add(parts, bias, out, rows, columns, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out``, ``[rows, columns]``, whose parts are added in order."""
+    number = rows.to(tl.int64) * columns
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < number
     y = tl.load(parts + place, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
-        y += tl.load(parts + part * number.to(tl.int64) + place, mask=inside, other=0.0)
+        y += tl.load(parts + part * number + place, mask=inside, other=0.0)
     if HAS_BIAS:
         y += tl.load(bias + place % columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
@@ -416,11 +417,10 @@ def scaled_linear(
         stages=stages_that_fit(x.device, (tile.rows + wide) * at_once, tile.stages),
     )
     if parts > 1:
-        number = rows * columns
         _launch_add(
-            (-(-number // ADDED), 1, 1),
+            (-(-rows * columns // ADDED), 1, 1),
             (out_parts, out if bias is None else bias, out),
             (columns, bias is not None, parts, ADDED),
-            sizes=(number,),
+            sizes=(rows,),
         )
     return out
