@@ -1,4 +1,4 @@
-"""Which form of a quantized product runs, and every plan of tiles for experts in Triton's interpreter.
+"""Which form of a quantized product runs; plans of tiles for experts, and candidates, in Triton's interpreter.
 
 That products are right: test_triton.py, and tests/gpu.
 """
@@ -185,3 +185,81 @@ def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+# -- candidates, which nothing takes yet ------------------------------------------------------------------------------
+
+SHARED_COLUMNS = """
+import json
+import torch
+from fl_dispatch.backends.triton.impl import scaled
+
+scaled.PARTS, scaled.LEAST_PART, scaled.NARROW = 4, 64, (32, 64, 4, 4)
+scaled.processors = lambda device: 132
+launched, add = [], scaled._launch_add
+scaled._launch_add = lambda *args, **options: (launched.append(args[2][2]), add(*args, **options))
+wrong = []
+for rows, columns, inner, biased in ((5, 48, 512, True), (3, 40, 200, False), (17, 70, 1000, True)):
+    random = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randint(-127, 128, (count, inner), generator=random).to(torch.int8) for count in (rows, columns))
+    x_scale, weight_scale = (torch.rand(count, 1, generator=random) + 0.1 for count in (rows, columns))
+    bias = torch.randn(columns, generator=random) * 1000 if biased else None
+    found = scaled.scaled_linear(x, x_scale, weight, weight_scale, bias, "float32")
+    right = (x.double() * x_scale) @ (weight.double() * weight_scale).t() + (0 if bias is None else bias.double())
+    far = float((found - right).abs().max() / right.abs().max())
+    if not far < 1e-6:
+        wrong.append([rows, columns, inner, far])
+print(json.dumps([launched, wrong]))
+"""
+
+CHOSEN_BY_KEY = """
+import json
+import torch
+from fl_dispatch.backends.reference.impl import routing as references
+from fl_dispatch.backends.triton.impl import routing
+from fl_dispatch.ops import OPERATORS
+
+routing.BY_KEY, routing.MANY_TOKENS = True, 5
+launched, launch = [0], routing._launch_by_key
+def counted(*args, **options):
+    launched[0] += 1
+    launch(*args, **options)
+routing._launch_by_key = counted
+wrong = []
+for name in ("topk_softmax", "topk_sigmoid", "grouped_topk"):
+    for dtype in (torch.bfloat16, torch.float32):
+        for sample in OPERATORS[name].samples(dtype, torch.device("cpu"), torch.Generator().manual_seed(1)):
+            if len(sample.args[0]) > 40:
+                continue
+            weights, ids = getattr(routing, name)(*sample.args)
+            args = [one.double() if isinstance(one, torch.Tensor) else one for one in sample.args]
+            right, best = getattr(references, name)(*args)
+            if not torch.equal(ids, best) or not torch.allclose(weights, right, rtol=1e-5, atol=1e-6):
+                wrong.append([name, str(dtype), sample.label])
+low = torch.full((1, 16), float("-inf"))
+low[0, 9] = 0.0
+weights, ids = routing.topk_softmax(low, 3, True)
+print(json.dumps([launched[0] > 30, wrong, ids.tolist(), weights.tolist()]))
+"""
+
+
+def interpreted(script: str) -> Any:
+    """The last line that a script prints in Triton's interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_programs_may_share_a_column_in_the_interpreter() -> None:
+    launched, wrong = interpreted(SHARED_COLUMNS)
+    assert launched == [4, 3, 4]
+    assert wrong == []
+
+
+def test_integers_choose_the_same_experts_in_the_interpreter() -> None:
+    ran, wrong, ids, weights = interpreted(CHOSEN_BY_KEY)
+    assert ran
+    assert wrong == []
+    assert ids == [[9, 0, 1]]
+    assert weights == [[1.0, 0.0, 0.0]]

@@ -31,6 +31,8 @@ ROW_COLUMNS, ENOUGH = 4, 1024
 """Columns of a program with one row, where that makes so many programs; else one."""
 ROW_INNER, UNIT = 2048, 16
 """Elements of a column that such a program multiplies at a time, and those of each of its threads."""
+ROW_WARPS, ROW_STAGES = 4, 1
+"""Warps of such a program, and steps of which it loads the weight at a time: more than one is not measured yet."""
 SHORT_SUM = 128
 """Elements that the chip may sum by itself."""
 LEAST_BLOCK = 32
@@ -52,6 +54,13 @@ class Tile(NamedTuple):
 NARROW, WIDE = (32, 512, 4, 4), (64, 128, 4, 8)
 """Columns, elements, warps and stages for some rows: where wide tiles would leave a third of the processors idle, and
 elsewhere."""
+PARTS = 1
+"""Programs that share a column of some rows where programs are few, a power of two; a second kernel adds up. More than
+one is a candidate: right in the interpreter, not run on a GPU."""
+LEAST_PART = 1024
+"""Elements of a column that such a program takes at least."""
+ADDED = 1024
+"""Elements of a program that adds up."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
 """For many rows: the first that gives each processor a tile, else the last."""
 
@@ -76,6 +85,7 @@ def _row(
     UNIT: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
 
@@ -89,7 +99,7 @@ def _row(
     source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
     wide: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     acc = tl.zeros([COLUMNS, UNITS], dtype=wide)
-    for start in range(0, inner, INNER):
+    for start in tl.range(0, inner, INNER, num_stages=STAGES):
         if EVEN:
             a = tl.load(x + start + element)
             b = tl.load(source + start, eviction_policy="evict_first")
@@ -150,8 +160,12 @@ def _rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """At most ``ROWS`` rows; see :func:`_row`."""
+    """At most ``ROWS`` rows; see :func:`_row`.
+
+    With several ``PARTS`` a program makes one of a sum, and ``out`` is ``[PARTS, rows, columns]`` in float32.
+    """
     row = tl.arange(0, ROWS)
     first = tl.program_id(0) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
@@ -160,7 +174,12 @@ def _rows(
     left = weight + there[:, None] * WEIGHT_ROW + element[None, :]
     right = x + row.to(tl.int64)[None, :] * X_ROW + element[:, None]
     acc = tl.zeros([COLUMNS, ROWS], dtype=tl.int32 if INTEGERS else tl.float32)
-    for start in range(0, inner, INNER):
+    begin, end = 0, inner
+    if PARTS > 1:
+        length = tl.cdiv(tl.cdiv(inner, INNER), PARTS) * INNER
+        begin = tl.program_id(1) * length
+        end = tl.minimum(begin + length, inner)
+    for start in range(begin, end, INNER):
         if EVEN:
             b = tl.load(left + start, eviction_policy="evict_first")
             a = tl.load(right + start, mask=known[None, :], other=0.0)
@@ -182,8 +201,24 @@ def _rows(
         y = y * tl.load(weight_scale + there * COLUMN_SCALE)[:, None] * factor[None, :]
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[:, None]
+    if PARTS > 1:
+        out += tl.program_id(1).to(tl.int64) * rows * columns
     target = out + row.to(tl.int64)[None, :] * columns + column[:, None]
     tl.store(target, y.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add(parts, bias, out, rows, columns, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out``, ``[rows, columns]``, whose parts are added in order."""
+    number = rows.to(tl.int64) * columns
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < number
+    y = tl.load(parts + place, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        y += tl.load(parts + part * number + place, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias + place % columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -287,6 +322,7 @@ def _tiles(
 
 _launch_row = Launcher(_row)
 _launch_rows = Launcher(_rows)
+_launch_add = Launcher(_add)
 _launch_tiles = Launcher(_tiles)
 
 
@@ -353,23 +389,38 @@ def scaled_linear(
             min(UNIT, block),
             block,
             at_once,
+            ROW_STAGES,
         )
-        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers)
+        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers, warps=ROW_WARPS)
         return out
     tile = _tile(rows, columns, x.device)
     at_once = min(tile.inner, block_size or tile.inner)
     wide = min(tile.columns, block_size or tile.columns)
+    some, across = rows <= SOME_ROWS, -(-columns // wide)
+    parts = min(PARTS, inner // LEAST_PART) if some and across < 2 * processors(x.device) else 1
+    if parts > 1:
+        out_parts = x.new_empty((parts, rows, columns), dtype=torch.float32)
+        tensors, has_bias = (*tensors[:4], out_parts, out_parts), False
+        scales = (*scales[:2], has_bias, *scales[3:])
+    else:
+        parts = 1
     numbers = (
         inner, columns, x.stride(0), weight.stride(0), *scales, dtype == "float32", min(SHORT_SUM, at_once),
         inner % at_once == 0, tile.rows, wide, at_once,
     )  # fmt: skip
-    across, some = -(-columns // wide), rows <= SOME_ROWS
     (_launch_rows if some else _launch_tiles)(
-        (across if some else across * -(-rows // tile.rows), 1, 1),
+        (across if some else across * -(-rows // tile.rows), parts, 1),
         tensors,
-        numbers if some else (*numbers, NEIGHBOURS),
+        (*numbers, parts if some else NEIGHBOURS),
         sizes=(rows,),
         warps=tile.warps,
         stages=stages_that_fit(x.device, (tile.rows + wide) * at_once, tile.stages),
     )
+    if parts > 1:
+        _launch_add(
+            (-(-rows * columns // ADDED), 1, 1),
+            (out_parts, out if bias is None else bias, out),
+            (columns, bias is not None, parts, ADDED),
+            sizes=(rows,),
+        )
     return out
