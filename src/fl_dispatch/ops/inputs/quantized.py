@@ -97,10 +97,9 @@ class Settled(Source):
         return kept.round() if self.quantized is torch.int8 else kept.float().to(self.quantized).double()
 
 
-CYCLE = (8, 7, 2, 2, 2, 1, 1, 1)
-"""Magnitudes whose mean square is 16, a power of four. Of them and the powers of two no quotient by the largest lies
-halfway between two quantized numbers."""
-MIDDLE = 4
+CYCLE, ODD = (8, 7, 2, 2, 2, 1, 1, 1), (8, 7, 7, 2, 2, 2, 1, 1, 0, 0, 0)
+"""Magnitudes whose mean square is 16, a power of four. No quotient of two lies halfway between two quantized numbers,
+but for a half, and the largest of many is 8 or 7."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ class Normed(Source):
 
     def rows(self, rows: int, hidden: int) -> Tensor:
         """``[rows, hidden]``, each row in another order."""
-        cycles = torch.tensor(CYCLE * (hidden // len(CYCLE)) + (MIDDLE,) * (hidden % len(CYCLE)))
+        odd = 3 * hidden % len(CYCLE)  # 3 * 11 is 1 modulo 8
+        cycles = torch.tensor(CYCLE * ((hidden - odd * len(ODD)) // len(CYCLE)) + ODD * odd)
         order = torch.rand((rows, hidden), generator=self.generator).argsort(-1)
         return (cycles[order] * self._signs(rows, hidden)).to(self.device, self.dtype)
 
@@ -119,9 +119,8 @@ class Normed(Source):
         return self.rows(rows, hidden) - drawn, drawn
 
     def weight(self, hidden: int) -> Tensor:
-        """Powers of two with signs."""
-        powers = torch.randint(-1, 2, (hidden,), generator=self.generator)
-        return (2.0**powers * self._signs(hidden)).to(self.device, self.dtype)
+        """Fours with signs."""
+        return (4 * self._signs(hidden)).to(self.device, self.dtype)
 
     def _signs(self, *shape: int) -> Tensor:
         return torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
