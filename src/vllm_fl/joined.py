@@ -35,7 +35,8 @@ JOINED: Mapping[str, str] = MappingProxyType(
 """Operator → the one that quantizes its result too."""
 SWITCHES: Mapping[str, str] = MappingProxyType({"rms_norm": "fuse_norm_quant", "silu_and_mul": "fuse_act_quant"})
 """Operator → the field of vLLM's ``PassConfig``."""
-functionalized = torch.ops.higher_order.auto_functionalized_v2
+functionalized = torch.ops.higher_order.auto_functionalized
+"""Stands for views that write, as vLLM has Inductor trace them."""
 
 
 # -- before anything is compiled --------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def _join_plain(graph: Graph, node: Node, part: str) -> bool:
     _, dtype, *how, _ = found[0].args
     with graph.inserting_before(node):
         call = graph.call_function(_view(JOINED[part]), (x, dtype, *others, *how, ""))
-    _take_over(graph, call, found, 0)
+    _take_over(graph, call, found)
     graph.erase_node(node)
     return True
 
@@ -116,42 +117,22 @@ def _join_plain(graph: Graph, node: Node, part: str) -> bool:
 def _join_in_place(graph: Graph, node: Node) -> bool:
     """The norm with a residual, whose view writes its results into ``x`` and ``residual``: it returns what they are."""
     given = dict(node.kwargs)
-    bases, places = given["_all_bases"], [given.get(f"_{name}_base_index") for name in ("x", "residual")]
-    known = {"weight", "epsilon", "scope", "_all_bases", *(f"_{n}_{i}" for n in ("x", "residual") for i in INFO)}
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if given["scope"] or set(given) - known or len(set(places)) != 2 or len(results) != len(node.users):
+    y, total = results.get(1), results.get(2)  # the first result is the view's own, none
+    found = [] if y is None or len(results) != len(node.users) else _quantizations(y)
+    if given["scope"] or not found:
         return False
-    y, total = (results.get(1 + place) for place in places)  # the first result is the view's own, none
-    found = [] if y is None else _quantizations(y)
-    if not found:
-        return False
-    x, residual = (bases[place] for place in places)
     _, dtype, group_size, scale, _ = found[0].args
-    values = {
-        "x": x,
-        "dtype": dtype,
-        "weight": given["weight"],
-        "epsilon": given["epsilon"],
-        "group_size": group_size,
-        "scale": scale,
-        "scope": "",
-        "_residual_base_index": 0,
-        "_all_bases": [residual],
-    }
     with graph.inserting_before(node):
-        call = graph.call_function(functionalized, (_view(f"{JOINED['rms_norm']}_"),), values)
-    _take_over(graph, call, found, 0)
+        more = {"dtype": dtype, "group_size": group_size, "scale": scale}
+        call = graph.call_function(functionalized, (_view(f"{JOINED['rms_norm']}_"),), {**given, **more})
+    _take_over(graph, call, found)
+    call.meta["val"] = (*call.meta["val"], given["residual"].meta["val"])
     graph.erase_node(y)
     if total is not None:
         total.update_arg(0, call)
-        total.update_arg(1, 2)
     graph.erase_node(node)
-    call.meta["val"] = (*call.meta["val"], residual.meta["val"])
     return True
-
-
-INFO = ("base_index", "alias")
-"""Descriptions of an argument that is one of the bases as it is."""
 
 
 def _quantizations(y: Node) -> list[Node]:
@@ -165,11 +146,10 @@ def _quantizations(y: Node) -> list[Node]:
     return users if placed and alike and not scope else []
 
 
-def _take_over(graph: Graph, call: Node, quantizations: list[Node], first: int) -> None:
-    """Give the results of quantizations to a call that has them from its result ``first`` on."""
+def _take_over(graph: Graph, call: Node, quantizations: list[Node]) -> None:
+    """Have a call whose first results are theirs take the place of quantizations."""
     call.meta = {key: value for key, value in quantizations[0].meta.items() if key != "eager_input_vals"}
     for quantization in quantizations:
         for result in list(quantization.users):
             result.update_arg(0, call)
-            result.update_arg(1, first + result.args[1])
         graph.erase_node(quantization)

@@ -21,6 +21,8 @@ from .launch import Launcher, power_of_two, row_warps
 @triton.jit
 def _store(
     y,
+    row,
+    columns,
     rows,
     scale,
     out,
@@ -39,8 +41,6 @@ def _store(
 
     ``GROUP`` elements have a scale in common, and lie in ``SPAN``, a power of two: the same, or all of a row.
     """
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
     number = y.to(tl.float32)
     if GIVEN:
         unit = tl.load(scale + row * 0, mask=row < rows, other=1.0)
@@ -58,8 +58,11 @@ def _store(
         units = tl.reshape(unit, (ROWS, BLOCK // SPAN))
         tl.store(scales + row * groups + place, units, mask=(row < rows) & (place < groups))
         quotient = tl.reshape(quantize.quotient_of(parts, unit, LARGEST, INTEGERS), (ROWS, BLOCK))
-    inside = (row < rows) & (columns < WIDTH)
-    tl.store(out + row * WIDTH + columns, quotient.to(out.dtype.element_ty), mask=inside)
+    # A thread writes as many numbers as it reads at once: more bytes of fewer threads would spread the rows otherwise
+    # than the norm's own kernel has them, whose sums are taken in that order.
+    at_once: tl.constexpr = 128 // y.dtype.primitive_bitwidth
+    place = tl.max_contiguous(row * WIDTH + columns, [1, at_once])
+    tl.store(out + place, quotient.to(out.dtype.element_ty), mask=(row < rows) & (columns < WIDTH))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,10 +89,15 @@ def _norm(
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
 ):
-    y = normalization.normalized_rows(
-        x, residual, weight, total_out, rows, X_ROW, 0, 1, WIDTH, EPSILON, HAS_RESIDUAL, HAS_WEIGHT, False, ROWS, BLOCK
-    )
-    _store(y, rows, scale, out, scales, WIDTH, GROUP, SPAN, GIVEN, INTEGERS, LARGEST, LEAST, ROWS, BLOCK)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (columns < WIDTH)
+    source, target = row * X_ROW + columns, row * WIDTH + columns
+    y = normalization.normalized(
+        x, residual, weight, total_out, rows, source, target, columns, inside, WIDTH, EPSILON, HAS_RESIDUAL,
+        HAS_WEIGHT, False,
+    )  # fmt: skip
+    _store(y, row, columns, rows, scale, out, scales, WIDTH, GROUP, SPAN, GIVEN, INTEGERS, LARGEST, LEAST, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -117,7 +125,7 @@ def _gated(
     gate = tl.load(start, mask=inside, other=0.0)
     up = tl.load(start + WIDTH, mask=inside, other=0.0)
     y = activation.gated(gate, up, "silu")
-    _store(y, rows, scale, out, scales, WIDTH, GROUP, SPAN, GIVEN, INTEGERS, LARGEST, LEAST, ROWS, BLOCK)
+    _store(y, row, columns, rows, scale, out, scales, WIDTH, GROUP, SPAN, GIVEN, INTEGERS, LARGEST, LEAST, ROWS, BLOCK)
 
 
 _launch_norm = Launcher(_norm)

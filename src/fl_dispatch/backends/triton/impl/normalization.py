@@ -27,33 +27,30 @@ def _both(x, residual, inside, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def normalized_rows(
+def normalized(
     x,
     residual,
     weight,
     total_out,
     rows,
-    OUTER_STRIDE,
-    INNER_STRIDE,
-    INNER: tl.constexpr,
+    source,
+    target,
+    columns,
+    inside,
     HIDDEN: tl.constexpr,
     EPSILON: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     GEMMA: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """The program's rows of the result ``[ROWS, BLOCK]``, in the dtype of ``x``; the sum is written."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (columns < HIDDEN)
-    source = (row // INNER) * OUTER_STRIDE + (row % INNER) * INNER_STRIDE + columns
+    """A program's rows of the result, in the dtype of ``x``. The sum is written.
+
+    ``source`` are the places of elements in ``x``, ``target`` those in the residual and the sum.
+    """
     wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     if HAS_WEIGHT:  # asked for first, or its latency would come after the reduction's
         scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
     if HAS_RESIDUAL:
-        target = row * HIDDEN + columns
         if rows >= MANY_ROWS:
             left, right = _both(x + source, residual + target, inside, "evict_last")
         else:
@@ -93,13 +90,16 @@ def _norm(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    y = normalized_rows(
-        x, residual, weight, total_out, rows, OUTER_STRIDE, INNER_STRIDE, INNER, HIDDEN, EPSILON, HAS_RESIDUAL,
-        HAS_WEIGHT, GEMMA, ROWS, BLOCK,
-    )  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
-    tl.store(out + row * HIDDEN + columns, y, mask=(row < rows) & (columns < HIDDEN))
+    inside = (row < rows) & (columns < HIDDEN)
+    source = (row // INNER) * OUTER_STRIDE + (row % INNER) * INNER_STRIDE + columns
+    target = row * HIDDEN + columns
+    y = normalized(
+        x, residual, weight, total_out, rows, source, target, columns, inside, HIDDEN, EPSILON, HAS_RESIDUAL,
+        HAS_WEIGHT, GEMMA,
+    )  # fmt: skip
+    tl.store(out + target, y, mask=inside)
 
 
 _launch = Launcher(_norm)
