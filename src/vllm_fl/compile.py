@@ -141,7 +141,8 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
     fusions = [
         field.name
         for field in fields(compilation.pass_config)
-        if field.name.startswith(("fuse_", "enable_")) and getattr(compilation.pass_config, field.name)
+        if field.name.startswith(("fuse_", "enable_"))
+        and getattr(compilation.pass_config, field.name)
         and field.name not in ours
     ]
     for name in fusions:

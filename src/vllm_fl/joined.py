@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 QUANTIZE = "quantize"
-JOINED: Mapping[str, str] = MappingProxyType(
-    {"rms_norm": "rms_norm_quantize", "silu_and_mul": "silu_and_mul_quantize"}
-)
+JOINED: Mapping[str, str] = MappingProxyType({"rms_norm": "rms_norm_quantize", "silu_and_mul": "silu_and_mul_quantize"})
 """Operator → the one that quantizes its result too."""
 SWITCHES: Mapping[str, str] = MappingProxyType({"rms_norm": "fuse_norm_quant", "silu_and_mul": "fuse_act_quant"})
 """Operator → the field of vLLM's ``PassConfig``."""
@@ -140,7 +138,7 @@ def _quantizations(y: Node) -> list[Node]:
     users = list(y.users)
     if not users or any(user.target is not _view(QUANTIZE) or user.args[0] is not y for user in users):
         return []
-    _, dtype, group_size, scale, scope = users[0].args
+    *_, scale, scope = users[0].args
     placed = scale is None or (isinstance(scale, Node) and scale.op in ("placeholder", "get_attr"))
     alike = all(user.args[1:] == users[0].args[1:] for user in users)
     return users if placed and alike and not scope else []

@@ -1,4 +1,4 @@
-"""Kernels that quantize what a norm or a gated activation computes: the same, bit by bit, as one kernel after the other.
+"""Kernels that quantize what a norm or a gated activation computes: the same as one kernel after the other.
 
 That they are right: test_triton.py, and tests/gpu.
 """

@@ -88,9 +88,7 @@ def test_a_norm_joined_is_the_norm_and_the_quantization(dtype: str, how: str, ad
     weight = torch.rand(HIDDEN, device=CUDA).add(0.5).to(torch.bfloat16)
     for rows in ROWS:
         x, residual = inputs(rows, HIDDEN, HIDDEN)
-        expected = apart(
-            JOINED[0], dtype, form(how), x.clone(), residual.clone() if add else None, weight, 1e-5
-        )
+        expected = apart(JOINED[0], dtype, form(how), x.clone(), residual.clone() if add else None, weight, 1e-5)
         before = x.clone()
         found = ours(JOINED[0]).fn(x, dtype, residual if add else None, weight, 1e-5, *form(how))
         assert torch.equal(x, before)
@@ -130,7 +128,9 @@ def test_a_graph_holds_them() -> None:
     graph.replay()
     kept = [one.clone() for one in captured]
     residual.copy_(first)
-    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(kept, run(), strict=True))
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(kept, run(), strict=True)
+    )
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ CHECKPOINTS = ("compressed-tensors W8A8 fp8", "fp8, blocks of 128")
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Compiled engines in float32 with our kernels; graphs hold decoding, and prompts run outside, where calls count."""
+    """Compiled engines in float32 with our kernels; graphs hold decoding, prompts run outside, where calls count."""
     folder = tmp_path_factory.mktemp("joined")
     arguments = {
         "dtype": "float32",
