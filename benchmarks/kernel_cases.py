@@ -36,9 +36,17 @@ from fl_dispatch.backends.triton.impl import (
 )
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
-    from fl_dispatch.backends.triton.impl import activation, normalization
-    from fl_dispatch.backends.triton.impl import joined
-    from fl_dispatch.backends.triton.impl import convolution, delta_rule, gated_norm, lora, quantized_moe, state_space
+    from fl_dispatch.backends.triton.impl import (
+        activation,
+        convolution,
+        delta_rule,
+        gated_norm,
+        joined,
+        lora,
+        normalization,
+        quantized_moe,
+        state_space,
+    )
 
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)

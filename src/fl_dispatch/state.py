@@ -50,8 +50,8 @@ class State:
         facts: what the host stated about the process.
         scopes: operator → the scopes that it was bound for.
         fixed: what every operator and layer runs while dispatch is frozen.
-        whole: operators that compiled code calls by their views even where it could look inside, because a host looks for
-            these calls in its graphs.
+        whole: operators that compiled code calls by their views even where it could look inside, because a host looks
+            for these calls in its graphs.
         lockstep: set by a host whose ranks run in step; a fallback then aborts the step instead of diverging.
     """
 

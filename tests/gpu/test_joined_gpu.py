@@ -57,7 +57,7 @@ UNLIKE = 1e-3
 
 
 def apart(name: str, dtype: str, how: tuple[Any, ...], *args: Any) -> tuple[Tensor, ...]:
-    """What a joined operator computes, by two kernels."""
+    """The results of a joined operator, by two kernels."""
     y, *total = flat(ours(name.removesuffix("_quantize")).fn(*args))
     return *total, *ours("quantize").fn(y, dtype, *how)
 
