@@ -36,7 +36,17 @@ from fl_dispatch.backends.triton.impl import (
 )
 
 with contextlib.suppress(ImportError):  # older trees have no cases for it
-    from fl_dispatch.backends.triton.impl import convolution, delta_rule, gated_norm, lora, quantized_moe, state_space
+    from fl_dispatch.backends.triton.impl import (
+        activation,
+        convolution,
+        delta_rule,
+        gated_norm,
+        joined,
+        lora,
+        normalization,
+        quantized_moe,
+        state_space,
+    )
 
 TARGET = GPUTarget("cuda", 90, 32)
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9, minor=0)
@@ -178,6 +188,11 @@ def _quantized(rows: int, kind: str, group: int = 0) -> None:
     quantize.quantize(_empty(rows, 4096), kind, group)
 
 
+def _joined_norm(rows: int, add: bool, group: int = 0, scale: Tensor | None = None) -> None:
+    residual = _empty(rows, 4096) if add else None
+    joined.rms_norm_quantize(_empty(rows, 4096), FP8_NAME, residual, _empty(4096), 1e-6, group, scale)
+
+
 def _scaled(rows: int, kind: torch.dtype, block: int = 0, columns: int = 4096) -> None:
     inner = 4096
     x, weight = (_empty(count, inner, dtype=kind) for count in (rows, columns))
@@ -258,6 +273,7 @@ def _updated(heads: int, groups: int, dim: int, columns: int, *, dtype: torch.dt
 
 HALF, WIDE = torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
+FP8_NAME = "float8_e4m3fn"
 CASES = (
     Case("prefill 64", lambda: _paged(64, 8, 8, 512)),
     Case("prefill 128", lambda: _paged(128, 32, 8, 512)),
@@ -296,6 +312,25 @@ CASES = (
     Case("fp8 rows of 4096", lambda: _quantized(64, "float8_e4m3fn"), hopper=False),
     Case("fp8 groups of 128", lambda: _quantized(64, "float8_e4m3fn", 128), hopper=False),
     Case("int8 rows of 4096", lambda: _quantized(64, "int8"), hopper=False),
+    Case("norm of 4096 with a residual", lambda: normalization.rms_norm(
+        _empty(64, 4096), _empty(64, 4096), _empty(4096)
+    ), hopper=False),
+    Case("norm of 4096", lambda: normalization.rms_norm(_empty(64, 4096), None, _empty(4096)), hopper=False),
+    Case("norm of 5120 with a residual, float32", lambda: normalization.rms_norm(
+        _empty(64, 5120, dtype=WIDE), _empty(64, 5120, dtype=WIDE), _empty(5120, dtype=WIDE)
+    ), hopper=False),
+    Case("gate of 14336", lambda: activation.silu_and_mul(_empty(64, 28672)), hopper=False),
+    Case("gate of 14336 by the error function", lambda: activation.gelu_and_mul(_empty(64, 28672)), hopper=False),
+    Case("norm to fp8, 4096, with a residual", lambda: _joined_norm(64, True), hopper=False),
+    Case("norm to fp8, 4096", lambda: _joined_norm(64, False), hopper=False),
+    Case("norm to fp8, 4096, in groups of 128", lambda: _joined_norm(64, True, 128), hopper=False),
+    Case("norm to fp8, 4096, by a given scale", lambda: _joined_norm(
+        64, True, -1, _empty(1, dtype=WIDE)
+    ), hopper=False),
+    Case("gate to fp8, 14336", lambda: joined.silu_and_mul_quantize(_empty(64, 28672), FP8_NAME), hopper=False),
+    Case("gate to fp8, 14336, in groups of 128", lambda: joined.silu_and_mul_quantize(
+        _empty(64, 28672), FP8_NAME, 128
+    ), hopper=False),
     Case("int8 product, 1 row", lambda: _scaled(1, torch.int8), hopper=False),
     Case("int8 product, 4096 rows", lambda: _scaled(4096, torch.int8), hopper=False),
     Case("fp8 product, 1 row", lambda: _scaled(1, FP8), hopper=False),

@@ -3,8 +3,9 @@
 The model has the shape of ``serve_vllm.py`` and random weights in a quantized format, which no file has to bring; its
 engines, its turns and its comparison are that benchmark's. ``vanilla_*`` chooses its own kernels for the format;
 ``ours`` takes the Triton kernels of this project for quantized rows and products, ``vendor`` the vendor's where they
-run, and both the shipped choices for everything else; ``shipped`` takes those for all; ``bf16`` is the plugin with
-weights that are not quantized.
+run, and both the shipped choices for everything else; ``shipped`` takes those for all; ``apart`` does too, but
+quantizes the results of norms and gated activations by kernels of their own, as ``ours`` and ``vendor`` do; ``bf16`` is
+the plugin with weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
         [--quick] [--json FILE] [--profile FILE] [--logs FOLDER]
@@ -40,6 +41,7 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 }
 """Name → ``quantization_config``."""
 PRODUCTS = ("scaled_linear", "weight_only_linear")
+APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
 
@@ -61,6 +63,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "ours": Cell(_chosen("impl:default.triton"), change=change),
         "vendor": Cell(_chosen("vendor"), change=change),
         "shipped": Cell({}, change=change),
+        "apart": Cell({}, {"compilation_config": {"pass_config": APART}}, change),
         "bf16": Cell({}, {"model": str(unquantized)}),
     }
 

@@ -50,6 +50,8 @@ class State:
         facts: what the host stated about the process.
         scopes: operator → the scopes that it was bound for.
         fixed: what every operator and layer runs while dispatch is frozen.
+        whole: operators that compiled code calls by their views even where it could look inside, because a host looks
+            for these calls in its graphs.
         lockstep: set by a host whose ranks run in step; a fallback then aborts the step instead of diverging.
     """
 
@@ -68,6 +70,7 @@ class State:
         self.wrapper: Wrapper | None = None
         self.facts: Mapping[str, Any] = {}
         self.scopes: dict[str, set[str]] = {}
+        self.whole: frozenset[str] = frozenset()
         self.lockstep = False
         self.fixed = FixedChoices(self._choices_at)
 

@@ -41,6 +41,8 @@ CPP_OPTIONS = {
     "cpp.dynamic_threads": True,
 }
 """Inductor's options for C++, those of vLLM's own CPU platform: the number of threads is the process's, at run time."""
+JOINED_BY_US = ("fuse_norm_quant", "fuse_act_quant")
+"""Switches of vLLM's for what a pass of ours does with our operators (:mod:`.joined`)."""
 MANIFEST_KEY = "fl_dispatch_manifest"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
@@ -124,12 +126,24 @@ def _missing_for_inductor() -> str | None:
     return None if header.exists() else f"Python's C headers ({header})"
 
 
+def has_passes(compilation: CompilationConfig) -> bool:
+    """Whether our passes run over the model's graphs."""
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    ours = current_platform.get_pass_manager_cls() == PASS_MANAGER
+    return ours and compilation.mode == CompilationMode.VLLM_COMPILE and compilation.backend == DEFAULT_BACKEND
+
+
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
     """Change what a compiled model cannot run with on this platform; one INFO line a change."""
+    ours = JOINED_BY_US if has_passes(compilation) else ()
     fusions = [
         field.name
         for field in fields(compilation.pass_config)
-        if field.name.startswith(("fuse_", "enable_")) and getattr(compilation.pass_config, field.name)
+        if field.name.startswith(("fuse_", "enable_"))
+        and getattr(compilation.pass_config, field.name)
+        and field.name not in ours
     ]
     for name in fusions:
         setattr(compilation.pass_config, name, False)
@@ -157,10 +171,7 @@ def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
 
 def _divide_ranges(compilation: CompilationConfig) -> None:
     """Compile batches apart whose products the first choices leave to PyTorch, so that none of their calls is left."""
-    from vllm.config import CompilationMode
-
-    passes = compilation.mode == CompilationMode.VLLM_COMPILE and compilation.backend == DEFAULT_BACKEND
-    begin = boundary("linear") if passes else None
+    begin = boundary("linear") if has_passes(compilation) else None
     if begin is None or begin < 3:  # vLLM divides above one token
         return
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), begin - 1})

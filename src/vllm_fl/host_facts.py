@@ -528,6 +528,13 @@ READ = (
         "passes",
         "The pass that reads vLLM's compiled operators.",
     ),
+    HostFact(
+        "vllm.config.compilation:PassConfig",
+        ("fuse_norm_quant", "fuse_act_quant"),
+        "reads",
+        "joined",
+        "The switches for norms and gated activations that quantize their results.",
+    ),
     HostFact("vllm.compilation.decorators", ("do_not_compile",), "reads", "compile", "The first batches run eagerly."),
     HostFact(
         _COMMUNICATOR,

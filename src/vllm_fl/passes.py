@@ -12,6 +12,8 @@ from vllm.config import VllmConfig
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.first_choices import reference_from
 
+from . import joined
+
 aten = torch.ops.aten
 PRODUCT = "linear"
 
@@ -48,6 +50,14 @@ def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None
     graph.erase_node(node)
 
 
+class JoinQuantization(VllmInductorPass):
+    """Joins norms and gated activations with the quantization of their results, see :mod:`.joined`."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Replace the calls."""
+        joined.join(graph)
+
+
 class KeepFunctional(VllmInductorPass):
     """Takes the place of vLLM's last pass, which saves copies around its own compiled operators.
 
@@ -63,6 +73,7 @@ class PassManagerFL(PostGradPassManager):
     """vLLM's pass manager without the pass that needs vLLM's compiled library."""
 
     def configure(self, config: VllmConfig) -> None:
-        super().configure(config)
-        self.passes.append(ReferenceProducts(config))
+        with joined.without_hosts_passes(config.compilation_config.pass_config):
+            super().configure(config)
+        self.passes += [ReferenceProducts(config), JoinQuantization(config)]
         self.fix_functionalization = KeepFunctional(config)

@@ -210,6 +210,16 @@ def exact_rms_norm(x, residual, weight, epsilon, offset=0.0) -> list[Tensor]:
     return [y] if residual is None else [y, total]
 
 
+def exact_rms_norm_quantize(x, dtype, residual, weight, epsilon, group_size, scale) -> list[Tensor]:
+    y, *total = exact_rms_norm(x, residual, weight, epsilon)
+    return [*total, *exact_quantize(y, dtype, group_size, scale)]
+
+
+def exact_silu_and_mul_quantize(x, dtype, group_size, scale) -> list[Tensor]:
+    (y,) = exact_silu_and_mul(x)
+    return exact_quantize(y, dtype, group_size, scale)
+
+
 def exact_gemma_rms_norm(x, residual, weight, epsilon) -> list[Tensor]:
     return exact_rms_norm(x, residual, weight, epsilon, offset=1.0)
 
@@ -513,8 +523,9 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
     wide = torch.promote_types(dtype, torch.float32)
     if index and "states" in OPERATORS[name].parameters:
         return args[list(OPERATORS[name].parameters).index("states")].dtype
-    if name == "quantize":
-        return (getattr(torch, args[1]), wide)[index]
+    if name.endswith("quantize"):
+        sums = (dtype,) if name == "rms_norm_quantize" and args[2] is not None else ()
+        return (*sums, getattr(torch, args[1]), wide)[index]
     if name == "kv_cache_write":
         return args[2].dtype
     if OPERATORS[name].prototype.__module__.endswith(".routing"):

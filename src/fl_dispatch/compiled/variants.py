@@ -108,13 +108,14 @@ def members_of(hint: Any) -> tuple[Any, ...]:
 def return_types(operator: Operator, given: bool = False) -> list[str]:
     """The schema types of the results.
 
-    If the return type is a union, the tuple is returned when the deciding parameter is given, else the tensor.
+    If the return type is a union, its last tuple is returned when the deciding parameter is given, else the tensor, or
+    the first tuple where there are two.
     """
     hint = types_of(operator)["return"]
     members = members_of(hint)
     tuples = [member for member in members if typing.get_origin(member) is tuple]
     if len(members) > 1:
-        hint = tuples[0] if given and tuples else next(member for member in members if member not in tuples)
+        hint = tuples[-1] if given and tuples else next((one for one in members if one not in tuples), tuples[0])
     if hint is types.NoneType:
         return []
     parts = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)

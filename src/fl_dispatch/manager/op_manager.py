@@ -243,6 +243,16 @@ class OpManager:
                 self.tables.unsettle()
                 raise
 
+    def keep_whole(self, op_names: Iterable[str]) -> None:
+        """Have compiled code call these operators by their views, and no others that it can look into.
+
+        A host that joins calls in its graphs finds them there. It says so before dispatch is frozen.
+        """
+        with writers:
+            if (whole := frozenset(op_names)) != self.state.whole:
+                self.state.whole = whole
+                self._republish_if_settled(None)
+
     def unmatched_scopes(self) -> dict[str, list[str]]:
         """The layer patterns of the policy that fit no layer that was bound, each with the operator's layers."""
         return checks.unmatched_scopes(self.state, GLOBAL.get())

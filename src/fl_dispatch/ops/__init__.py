@@ -9,6 +9,7 @@ from . import (
     activation,
     attention,
     elementwise,
+    joined,
     linear,
     lora,
     mla,
@@ -56,6 +57,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             routing,
             moe,
             quantized_moe,
+            joined,
         )
         for declared in vars(module).values()
         if isinstance(declared, Operator)

@@ -62,7 +62,8 @@ class Site:
         """The opaque view that compiled code calls instead of tracing into the choice; ``None`` where it may look in.
 
         A view is needed where a trace cannot hold the choice: Dynamo cannot trace what may run, the operator may not be
-        traced, the choice depends on the call, or dispatch is frozen, so that the guards of a predicate may be dropped.
+        traced, the choice depends on the call, a host looks for the calls, or dispatch is frozen, so that the guards
+        of a predicate may be dropped.
         """
         operator, state = self.operator, self.state
         if operator is None or Mode.OPAQUE not in operator.modes or state.view is None:
@@ -71,6 +72,7 @@ class Site:
         needed = (
             self.decision.conditional
             or Mode.INLINE not in operator.modes
+            or operator.name in state.whole
             or any(state.traces.obstacle(impl) for impl in runs)
             or (state.frozen and len(runs) > 1)
         )

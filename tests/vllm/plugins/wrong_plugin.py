@@ -148,6 +148,15 @@ def quantize(x, dtype, group_size=0, scale=None):
     return torch.sign(x).to(getattr(torch, dtype)), x.new_ones((*x.shape[:-1], groups), dtype=torch.float32)
 
 
+def rms_norm_quantize(x, dtype, residual=None, weight=None, epsilon=1e-6, group_size=0, scale=None):
+    found = quantize(x, dtype, group_size)
+    return found if residual is None else (x + residual, *found)
+
+
+def silu_and_mul_quantize(x, dtype, group_size=0, scale=None):
+    return quantize(silu_and_mul(x), dtype, group_size)
+
+
 def scaled_linear(x, x_scale, weight, weight_scale, bias=None, dtype="bfloat16", block_size=0):
     return torch.zeros((*x.shape[:-1], weight.shape[0]), dtype=getattr(torch, dtype), device=x.device)
 
@@ -234,6 +243,8 @@ WRONG = {
     "lora_shrink": lora_shrink,
     "lora_expand": lora_expand,
     "quantize": quantize,
+    "rms_norm_quantize": rms_norm_quantize,
+    "silu_and_mul_quantize": silu_and_mul_quantize,
     "scaled_linear": scaled_linear,
     "weight_only_linear": weight_only_linear,
     "scaled_moe": scaled_moe,

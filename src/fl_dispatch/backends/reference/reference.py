@@ -7,6 +7,7 @@ from fl_dispatch.backends.base import Backend
 from .impl import (
     activation,
     attention,
+    joined,
     linear,
     lora,
     mla,
@@ -29,6 +30,8 @@ class ReferenceBackend(Backend):
     quantize = staticmethod(quantization.quantize)
     scaled_linear = staticmethod(quantization.scaled_linear)
     weight_only_linear = staticmethod(quantization.weight_only_linear)
+    rms_norm_quantize = staticmethod(joined.rms_norm_quantize)
+    silu_and_mul_quantize = staticmethod(joined.silu_and_mul_quantize)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     mul_and_silu = staticmethod(activation.mul_and_silu)

@@ -19,6 +19,8 @@ IMPLEMENTED = (
     "lora_shrink",
     "lora_expand",
     "quantize",
+    "rms_norm_quantize",
+    "silu_and_mul_quantize",
     "scaled_linear",
     "weight_only_linear",
     "silu_and_mul",
@@ -52,6 +54,8 @@ NOT_TRACED = (
     "lora_shrink",
     "lora_expand",
     "quantize",
+    "rms_norm_quantize",
+    "silu_and_mul_quantize",
     "scaled_linear",
     "weight_only_linear",
     "moe_align_block_size",
@@ -108,7 +112,7 @@ def register_builtins(registry: Registry) -> None:
             for name in names
         ]
     else:
-        from .impl import quantize, quantized_moe, scaled, weight_only
+        from .impl import joined, quantize, quantized_moe, scaled, weight_only
         from .invariant import InvariantTritonBackend
         from .triton import TritonBackend
 
@@ -121,6 +125,8 @@ def register_builtins(registry: Registry) -> None:
                 PRIORITY,
                 supports={
                     "quantize": quantize.supports,
+                    "rms_norm_quantize": joined.supports,
+                    "silu_and_mul_quantize": joined.supports,
                     "scaled_linear": scaled.supports,
                     "weight_only_linear": weight_only.supports,
                     "scaled_moe": quantized_moe.supports_scaled,

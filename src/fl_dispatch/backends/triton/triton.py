@@ -12,6 +12,7 @@ from .impl import (
     convolution,
     delta_rule,
     gated_norm,
+    joined,
     linear,
     lora,
     mla,
@@ -34,6 +35,8 @@ class TritonBackend(Backend):
     lora_shrink = staticmethod(lora.lora_shrink)
     lora_expand = staticmethod(lora.lora_expand)
     quantize = staticmethod(quantize.quantize)
+    rms_norm_quantize = staticmethod(joined.rms_norm_quantize)
+    silu_and_mul_quantize = staticmethod(joined.silu_and_mul_quantize)
     scaled_linear = staticmethod(scaled.scaled_linear)
     weight_only_linear = staticmethod(weight_only.weight_only_linear)
     silu_and_mul = staticmethod(activation.silu_and_mul)

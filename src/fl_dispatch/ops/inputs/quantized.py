@@ -52,10 +52,22 @@ class Settled(Source):
         whole[:, :inner] = self.rows(rows, inner)
         return whole[:, :inner]
 
-    def settle(self, x: Tensor, scale: Tensor) -> Tensor:
+    def gated(self, rows: int, width: int, *, group: int = 0, scale: Tensor | None = None) -> Tensor:
+        """Gates and factors ``[rows, 2 * width]`` whose product is quantized alike, rounded to the dtype or not."""
+        gate, up = self.normal(rows, width), self.normal(rows, width)
+        y = torch.nn.functional.silu(gate.double()) * up.double()
+        gap = max(APART, torch.finfo(self.dtype).eps)  # a rounding of the product, and one of the largest
+        for part in _groups(y, group):
+            if part.numel():
+                largest = part.abs().amax(-1, keepdim=True)
+                settled = self.settle(part, largest / self.largest if scale is None else scale.double(), gap)
+                part.copy_(torch.where(part.abs() == largest, part, settled) if scale is None else settled)
+        return torch.cat((gate, up.masked_fill(y == 0, 0.0)), -1)
+
+    def settle(self, x: Tensor, scale: Tensor, gap: float = APART) -> Tensor:
         """``x`` with zeros in the place of numbers whose quotients lie between two quantized ones."""
         quotient = x.double() / scale
-        below, above = (self._rounded(quotient * (1 + sign * APART)) for sign in (-1, 1))
+        below, above = (self._rounded(quotient * (1 + sign * gap)) for sign in (-1, 1))
         return torch.where(below == above, x, torch.zeros_like(x))
 
     def quantized_rows(self, rows: Tensor, scale: Tensor | None, group: int) -> Tensor:
@@ -83,6 +95,35 @@ class Settled(Source):
     def _rounded(self, quotient: Tensor) -> Tensor:
         kept = quotient.clamp(-self.largest, self.largest)
         return kept.round() if self.quantized is torch.int8 else kept.float().to(self.quantized).double()
+
+
+CYCLE, ODD = (8, 7, 2, 2, 2, 1, 1, 1), (8, 7, 7, 2, 2, 2, 1, 1, 0, 0, 0)
+"""Magnitudes whose mean square is 16, a power of four. No quotient of two lies halfway between two quantized numbers,
+but for a half, and the largest of many is 8 or 7."""
+
+
+@dataclass(frozen=True)
+class Normed(Source):
+    """Rows whose norm is a multiple of a power of two, so that it is rounded and quantized alike."""
+
+    def rows(self, rows: int, hidden: int) -> Tensor:
+        """``[rows, hidden]``, each row in another order."""
+        odd = 3 * hidden % len(CYCLE)  # 3 * 11 is 1 modulo 8
+        cycles = torch.tensor(CYCLE * ((hidden - odd * len(ODD)) // len(CYCLE)) + ODD * odd)
+        order = torch.rand((rows, hidden), generator=self.generator).argsort(-1)
+        return (cycles[order] * self._signs(rows, hidden)).to(self.device, self.dtype)
+
+    def pair(self, rows: int, hidden: int) -> tuple[Tensor, Tensor]:
+        """Two such tensors of integers whose sum :meth:`rows` makes."""
+        drawn = torch.randint(-8, 9, (rows, hidden), generator=self.generator).to(self.device, self.dtype)
+        return self.rows(rows, hidden) - drawn, drawn
+
+    def weight(self, hidden: int) -> Tensor:
+        """Fours with signs."""
+        return (4 * self._signs(hidden)).to(self.device, self.dtype)
+
+    def _signs(self, *shape: int) -> Tensor:
+        return torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
 
 
 def _groups(x: Tensor, group: int) -> Iterator[Tensor]:

@@ -75,6 +75,18 @@ def normalize_heads(place: Place, tokens: int, heads: int, head_dim: int) -> tup
 norm = rows(_=normalize, with_residual=add_and_normalize)
 
 
+quantized_norm = rows(
+    _=lambda place, tokens, hidden: (
+        place.normal(tokens, hidden),
+        "float8_e4m3fn",
+        place.normal(tokens, hidden),
+        place.normal(hidden),
+        1e-6,
+    )
+)
+quantized_gated = rows(_=lambda place, tokens, width: (place.normal(tokens, 2 * width), "float8_e4m3fn"))
+
+
 def multiply(columns: int) -> Make:
     """A product with weights of so many columns, as long as the width."""
     return lambda place, tokens, inner: (place.normal(tokens, inner), place.normal(columns, inner, scale=inner**-0.5))

@@ -27,6 +27,23 @@ def _gelu_half(x):
 
 
 @triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """The activated gate times ``up``, rounded once, to their dtype."""
+    wide: tl.constexpr = tl.float64 if gate.dtype == tl.float64 else tl.float32
+    narrow: tl.constexpr = up.dtype
+    gate = gate.to(wide)
+    if ACTIVATION == "silu":
+        y = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "none" and narrow.primitive_bitwidth == 16:
+        y = _gelu_half(gate)
+    elif ACTIVATION == "none":
+        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:  # 0.5 * (1 + tanh(u)) = sigmoid(2 * u)
+        y = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    return (y * up.to(wide)).to(narrow)
+
+
+@triton.jit
 def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -35,17 +52,7 @@ def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BL
     start = x + row * ROW_STRIDE
     gate = tl.load(start + columns, mask=inside, other=0.0)
     up = tl.load(start + WIDTH + columns, mask=inside, other=0.0)
-    wide: tl.constexpr = tl.float64 if gate.dtype == tl.float64 else tl.float32
-    gate = gate.to(wide)
-    if ACTIVATION == "silu":
-        y = gate * tl.sigmoid(gate)
-    elif ACTIVATION == "none" and out.dtype.element_ty.primitive_bitwidth == 16:
-        y = _gelu_half(gate)
-    elif ACTIVATION == "none":
-        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:  # 0.5 * (1 + tanh(u)) = sigmoid(2 * u)
-        y = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + row * WIDTH + columns, (y * up.to(wide)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + columns, gated(gate, up, ACTIVATION), mask=inside)
 
 
 _launch = Launcher(_gated)

@@ -31,6 +31,11 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def row_warps(block: int) -> int:
+    """Warps of a program that holds so many elements of a row."""
+    return 4 if block <= 4096 else 8 if block <= 8192 else 16
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Programs that a device runs at a time, at least."""

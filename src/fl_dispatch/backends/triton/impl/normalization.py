@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, power_of_two
+from .launch import Launcher, power_of_two, row_warps
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""
@@ -24,6 +24,51 @@ def _both(x, residual, inside, EVICTION: tl.constexpr):
     left = tl.load(x, mask=inside, other=0.0, eviction_policy=EVICTION)
     right = tl.load(residual, mask=inside, other=0.0, eviction_policy=EVICTION)
     return left, right
+
+
+@triton.jit
+def normalized(
+    x,
+    residual,
+    weight,
+    total_out,
+    rows,
+    source,
+    target,
+    columns,
+    inside,
+    HIDDEN: tl.constexpr,
+    EPSILON: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    GEMMA: tl.constexpr,
+):
+    """A program's rows of the result, in the dtype of ``x``. The sum is written.
+
+    ``source`` are the places of elements in ``x``, ``target`` those in the residual and the sum.
+    """
+    wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    if HAS_WEIGHT:  # asked for first, or its latency would come after the reduction's
+        scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
+    if HAS_RESIDUAL:
+        if rows >= MANY_ROWS:
+            left, right = _both(x + source, residual + target, inside, "evict_last")
+        else:
+            left, right = _both(x + source, residual + target, inside, "")
+        total = left.to(wide) + right.to(wide)
+        tl.store(total_out + target, total.to(total_out.dtype.element_ty), mask=inside)
+    else:  # the same choice here makes ptxas wait between the loads
+        total = tl.load(x + source, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
+    mean = tl.sum(total * total, axis=1)[:, None] / HIDDEN
+    y = total * tl.rsqrt(mean + EPSILON)
+    if HAS_WEIGHT:
+        if GEMMA:
+            y = y * (1.0 + scale.to(wide))
+        else:
+            if scale.dtype == x.dtype.element_ty:  # rounded before the product, as the reference
+                y = y.to(scale.dtype).to(wide)
+            y = y * scale.to(wide)
+    return y.to(x.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,28 +95,11 @@ def _norm(
     inside = (row < rows) & (columns < HIDDEN)
     source = (row // INNER) * OUTER_STRIDE + (row % INNER) * INNER_STRIDE + columns
     target = row * HIDDEN + columns
-    wide: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
-    if HAS_WEIGHT:  # asked for first, or its latency would come after the reduction's
-        scale = tl.load(weight + columns, mask=columns < HIDDEN, other=0.0)
-    if HAS_RESIDUAL:
-        if rows >= MANY_ROWS:
-            left, right = _both(x + source, residual + target, inside, "evict_last")
-        else:
-            left, right = _both(x + source, residual + target, inside, "")
-        total = left.to(wide) + right.to(wide)
-        tl.store(total_out + target, total.to(total_out.dtype.element_ty), mask=inside)
-    else:  # the same choice here makes ptxas wait between the loads
-        total = tl.load(x + source, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
-    mean = tl.sum(total * total, axis=1)[:, None] / HIDDEN
-    y = total * tl.rsqrt(mean + EPSILON)
-    if HAS_WEIGHT:
-        if GEMMA:
-            y = y * (1.0 + scale.to(wide))
-        else:
-            if scale.dtype == out.dtype.element_ty:  # rounded before the product, as the reference
-                y = y.to(scale.dtype).to(wide)
-            y = y * scale.to(wide)
-    tl.store(out + target, y.to(out.dtype.element_ty), mask=inside)
+    y = normalized(
+        x, residual, weight, total_out, rows, source, target, columns, inside, HIDDEN, EPSILON, HAS_RESIDUAL,
+        HAS_WEIGHT, GEMMA,
+    )  # fmt: skip
+    tl.store(out + target, y, mask=inside)
 
 
 _launch = Launcher(_norm)
@@ -123,7 +151,7 @@ def _normalized(
                 block,
             ),
             sizes=(rows,),
-            warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+            warps=row_warps(block),
         )
     return out if residual is None else (out, total)
 

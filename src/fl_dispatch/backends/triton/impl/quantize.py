@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from .launch import Launcher, compiles, power_of_two
+from .launch import Launcher, compiles, power_of_two, row_warps
 
 WIDEST = 32768
 """Elements of a row or group that a program can hold."""
@@ -21,6 +21,21 @@ TILE = 2048
 """Elements that a program takes at least: several rows or groups, where they are short."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: a small number that is added to it loses what is behind the point, by rounding to even."""
+
+
+@triton.jit
+def unit_of(number, LARGEST: tl.constexpr, LEAST: tl.constexpr, AXIS: tl.constexpr):
+    """The scales of numbers that have one in common along an axis."""
+    return tl.maximum(tl.max(tl.abs(number), axis=AXIS, keep_dims=True) / LARGEST, LEAST)
+
+
+@triton.jit
+def quotient_of(number, unit, LARGEST: tl.constexpr, INTEGERS: tl.constexpr):
+    """Numbers in units, within the range of the quantized type; whole ones for integers."""
+    quotient = tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST)
+    if INTEGERS:
+        quotient = (quotient + ROUND) - ROUND
+    return quotient
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,10 +70,8 @@ def _quantize(
     if GIVEN:
         unit = tl.load(scale + row * SCALE_ROW, mask=part < rows, other=1.0)
     else:
-        unit = tl.maximum(tl.max(tl.abs(number), axis=1, keep_dims=True) / LARGEST, LEAST)
-    quotient = tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST)
-    if INTEGERS:
-        quotient = (quotient + ROUND) - ROUND
+        unit = unit_of(number, LARGEST, LEAST, 1)
+    quotient = quotient_of(number, unit, LARGEST, INTEGERS)
     tl.store(out + row * INNER + place, quotient.to(out.dtype.element_ty), mask=inside)
     tl.store(scales + part, unit, mask=part < rows)
 
@@ -115,6 +128,6 @@ def quantized_rows(
             LARGEST[dtype], LEAST_SCALE, together, block,
         ),
         sizes=(made * parts,),
-        warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        warps=row_warps(block),
     )  # fmt: skip
     return out, scales

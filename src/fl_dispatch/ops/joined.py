@@ -1,0 +1,186 @@
+"""Operators that quantize what another operator computes, so that it never lies in memory.
+
+Their results are those of the two operators one after the other: what is quantized has been rounded to its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .declaration import Access, Mode, Sample, Tolerance, Work, Write, operator
+from .inputs import quantized, shapes
+from .quantization import LARGEST, ROW, TENSOR, groups
+
+OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
+SETTLED = {
+    torch.float64: Tolerance(1e-6, 1e-14),
+    torch.float32: Tolerance(1e-5, 1e-12),
+    torch.float16: Tolerance(5e-4, 1e-12),
+    torch.bfloat16: Tolerance(4e-3, 1e-12),
+}
+"""Samples have numbers that every right implementation quantizes alike; a scale has the rounding of what it is from."""
+
+
+def _quantized(rows: Tensor, width: int, dtype: str, group_size: int) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    leading = rows.shape[:-1]
+    return rows.new_empty((*leading, width), dtype=getattr(torch, dtype)), rows.new_empty(
+        (*leading, groups(width, group_size)), dtype=wide
+    )
+
+
+# -- norm -------------------------------------------------------------------------------------------------------------
+
+
+def _norm_fake(
+    x: Tensor,
+    dtype: str,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    group_size: int = ROW,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    q, scales = _quantized(x, x.shape[-1], dtype, group_size)
+    return (q, scales) if residual is None else (residual.new_empty(residual.shape), q, scales)
+
+
+def _norm_work(x: Tensor, dtype: str, residual: Tensor | None = None, *rest: object) -> Work:
+    tensors = 1 if residual is None else 3
+    return Work(x.numel() * (tensors * x.element_size() + 1), (7 if residual is None else 8) * x.numel())
+
+
+def _norm_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    source = quantized.Normed(dtype, device, generator)
+    wide = torch.promote_types(dtype, torch.float32)
+    for name in LARGEST:
+
+        def sample(
+            label: str, rows: int, hidden: int, *rest: object, add: bool = True, serving: bool = True, name: str = name
+        ) -> Sample:
+            x, residual = source.pair(rows, hidden) if add else (source.rows(rows, hidden), None)
+            args = (x, name, residual, source.weight(hidden), 1e-6, *rest)
+            return Sample(f"{name}, {label}", args, serving)
+
+        yield sample("decode, 32 tokens", 32, 1024)
+        yield sample("prefill, 200 tokens", 200, 512)
+        yield sample("one token", 1, 4096)
+        yield sample("no residual", 17, 512, add=False)
+        yield sample("groups of 128", 17, 512, 128)
+        yield sample("groups of 128, no residual", 3, 1024, 128, add=False)
+        given = torch.tensor([0.03], dtype=wide, device=device)
+        yield sample("a scale that is given", 8, 256, TENSOR, given)
+        yield sample("one scale for all rows", 9, 256, TENSOR, serving=False)
+        yield sample("a short last group", 3, 200, 128, serving=False)
+        yield sample("groups of 24", 3, 120, 24, serving=False)
+        yield sample("odd width", 3, 67, serving=False)
+        yield sample("empty batch", 0, 64, serving=False)
+        x, residual = source.pair(6, 64)
+        three = x.view(2, 3, 64), name, residual.view(2, 3, 64), source.weight(64), 1e-6
+        yield Sample(f"{name}, 3-d", three, serving=False)
+        yield Sample(f"{name}, no weight", (source.rows(4, 64), name), serving=False)
+        apart = source.rows(4, 160)
+        apart[:, :96] = source.rows(4, 96)
+        strided = apart[:, :96], name, None, source.weight(96), 1e-6
+        yield Sample(f"{name}, row stride larger than the row", strided, serving=False)
+        zeros = torch.zeros(3, 64, dtype=dtype, device=device)
+        yield Sample(f"{name}, rows of zeros", (zeros, name, None, source.weight(64), 1e-6), serving=False)
+
+
+@operator(
+    writes={"residual": Write(Access.UPDATE, given="residual")},
+    modes=OPAQUE,
+    fake=_norm_fake,
+    samples=_norm_samples,
+    shapes=shapes.quantized_norm,
+    tolerances=SETTLED,
+    aliases=("rms_norm_dynamic_per_token_quant", "fused_add_rms_norm_static_fp8_quant", "add_rms_norm_quant"),
+    work=_norm_work,
+)
+def rms_norm_quantize(
+    x: Tensor,
+    dtype: str,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    epsilon: float = 1e-6,
+    group_size: int = 0,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """``rms_norm``, whose result is rounded to the dtype of ``x`` and quantized as ``quantize`` does.
+
+    Args:
+        x: ``[..., hidden]``, floating point, only read.
+        dtype: ``"int8"`` or ``"float8_e4m3fn"``.
+        residual: same shape and dtype as ``x``, or ``None``. May be overwritten.
+        weight: ``[hidden]``, or ``None`` for one.
+        epsilon: added to the mean square.
+        group_size, scale: as ``quantize`` has them.
+
+    Returns:
+        ``q``, shape of ``x``, and its scales, see ``quantize``; with a residual ``(x + residual, q, scales)``.
+    """
+    raise NotImplementedError
+
+
+# -- gated activation -------------------------------------------------------------------------------------------------
+
+
+def _gated_fake(x: Tensor, dtype: str, group_size: int = ROW, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _quantized(x, x.shape[-1] // 2, dtype, group_size)
+
+
+def _gated_work(x: Tensor, dtype: str, *rest: object) -> Work:
+    outputs = x.numel() // 2
+    return Work(outputs * (2 * x.element_size() + 1), 7 * outputs)
+
+
+def _gated_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
+    for name, largest in LARGEST.items():
+        source = quantized.Settled(dtype, device, generator, getattr(torch, name), largest)
+
+        def sample(label: str, x: Tensor, *rest: object, serving: bool = True, name: str = name) -> Sample:
+            return Sample(f"{name}, {label}", (x, name, *rest), serving)
+
+        yield sample("decode, 32 tokens", source.gated(32, 1024))
+        yield sample("prefill, 200 tokens", source.gated(200, 512))
+        yield sample("one token", source.gated(1, 4096))
+        yield sample("groups of 128", source.gated(17, 512, group=128), 128)
+        given = torch.tensor([0.01], dtype=torch.promote_types(dtype, torch.float32), device=device)
+        yield sample("a scale that is given", source.gated(8, 256, scale=given), TENSOR, given)
+        yield sample("one scale for all rows", source.gated(9, 256, group=TENSOR), TENSOR, serving=False)
+        yield sample("a short last group", source.gated(3, 200, group=128), 128, serving=False)
+        yield sample("groups of 24", source.gated(3, 120, group=24), 24, serving=False)
+        yield sample("odd width", source.gated(3, 67), serving=False)
+        yield sample("3-d", source.gated(6, 64).view(2, 3, 128), serving=False)
+        whole = torch.cat((source.gated(4, 96), source.gated(4, 32)), -1)
+        yield sample("row stride larger than the row", whole[:, :192], serving=False)
+        yield sample("rows of zeros", torch.zeros(3, 64, dtype=dtype, device=device), serving=False)
+        yield sample("empty batch", source.gated(0, 64), serving=False)
+
+
+@operator(
+    modes=OPAQUE,
+    fake=_gated_fake,
+    samples=_gated_samples,
+    shapes=shapes.quantized_gated,
+    tolerances=SETTLED,
+    aliases=("silu_and_mul_quant", "silu_mul_fp8_quant", "silu_and_mul_per_block_quant", "swiglu_quant"),
+    work=_gated_work,
+)
+def silu_and_mul_quantize(
+    x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``silu_and_mul``, whose result is rounded to the dtype of ``x`` and quantized as ``quantize`` does.
+
+    Args:
+        x: ``[..., 2 * width]``, floating point.
+        dtype: ``"int8"`` or ``"float8_e4m3fn"``.
+        group_size, scale: as ``quantize`` has them.
+
+    Returns:
+        ``q``, ``[..., width]``, contiguous; and its scales, see ``quantize``.
+    """
+    raise NotImplementedError

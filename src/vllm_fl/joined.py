@@ -1,0 +1,153 @@
+"""Norms and gated activations whose result is quantized: compiled graphs call one operator for both.
+
+Dynamo leaves the calls whole, as views, and a pass finds each of them whose result only quantizations take. It is
+vLLM's own switch that says whether: ``pass_config.fuse_norm_quant`` and ``fuse_act_quant``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from fl_dispatch import get_default_manager, get_policy
+from fl_dispatch.hosting.quantized.layers import ScaledLayer, kernels
+from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.types import BackendImplKind
+
+from . import compile
+
+if TYPE_CHECKING:
+    from vllm.config import PassConfig, VllmConfig
+
+logger = get_logger(__name__)
+
+QUANTIZE = "quantize"
+JOINED: Mapping[str, str] = MappingProxyType({"rms_norm": "rms_norm_quantize", "silu_and_mul": "silu_and_mul_quantize"})
+"""Operator → the one that quantizes its result too."""
+SWITCHES: Mapping[str, str] = MappingProxyType({"rms_norm": "fuse_norm_quant", "silu_and_mul": "fuse_act_quant"})
+"""Operator → the field of vLLM's ``PassConfig``."""
+functionalized = torch.ops.higher_order.auto_functionalized
+"""Stands for views that write, as vLLM has Inductor trace them."""
+
+
+# -- before anything is compiled --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_hosts_passes(config: PassConfig) -> Iterator[None]:
+    """Have vLLM add none of its own passes for what ours joins: they join operators of its CUDA library."""
+    before = {name: getattr(config, name) for name in SWITCHES.values() if hasattr(config, name)}
+    for name in before:
+        setattr(config, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Have graphs hold the calls that the pass may join, before dispatch is frozen."""
+    joins = list(_to_join(model, vllm_config))
+    get_default_manager().keep_whole(joins)
+    if joins:
+        logger.info("%s: joined with the quantization of their results, in compiled graphs", ", ".join(joins))
+
+
+def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
+    """Operators, if the model quantizes rows, the user asks for no implementation of a part, and the joined operator
+    is more than its reference.
+    """
+    compilation, manager = vllm_config.compilation_config, get_default_manager()
+    if not compile.has_passes(compilation) or not any(isinstance(one, ScaledLayer) for _, _, one in kernels(model)):
+        return
+    ruled = {key.partition("@")[0] for key, _ in get_policy().per_op_order}
+    for part, joined in JOINED.items():
+        first = manager.first_choices(joined)
+        better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
+        if better and not ruled & {part, QUANTIZE} and getattr(compilation.pass_config, SWITCHES[part], False):
+            yield part
+
+
+# -- in a graph -------------------------------------------------------------------------------------------------------
+
+
+def join(graph: Graph) -> int:
+    """Replace each call of an operator whose result only equal quantizations take; returns how many there were."""
+    joined = 0
+    for part in sorted(get_default_manager().state.whole & set(JOINED)):
+        for node in graph.find_nodes(op="call_function", target=_view(part)):
+            joined += _join_plain(graph, node, part)
+    if "rms_norm" in get_default_manager().state.whole:
+        for node in graph.find_nodes(op="call_function", target=functionalized):
+            if node.args[0] is _view("rms_norm_"):
+                joined += _join_in_place(graph, node)
+    return joined
+
+
+def _view(name: str) -> Any:
+    view = getattr(torch.ops.fl_dispatch, name, None)
+    return view and view.default
+
+
+def _join_plain(graph: Graph, node: Node, part: str) -> bool:
+    """A call that writes nothing: ``(x, *others, scope) -> y``."""
+    *operands, scope = node.args
+    found = _quantizations(node)
+    if scope or not found:
+        return False
+    x, *others = operands
+    _, dtype, *how, _ = found[0].args
+    with graph.inserting_before(node):
+        call = graph.call_function(_view(JOINED[part]), (x, dtype, *others, *how, ""))
+    _take_over(graph, call, found)
+    graph.erase_node(node)
+    return True
+
+
+def _join_in_place(graph: Graph, node: Node) -> bool:
+    """The norm with a residual, whose view writes its results into ``x`` and ``residual``: it returns what they are."""
+    given = dict(node.kwargs)
+    results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    y, total = results.get(1), results.get(2)  # the first result is the view's own, none
+    found = [] if y is None or len(results) != len(node.users) else _quantizations(y)
+    if given["scope"] or not found:
+        return False
+    _, dtype, group_size, scale, _ = found[0].args
+    with graph.inserting_before(node):
+        more = {"dtype": dtype, "group_size": group_size, "scale": scale}
+        call = graph.call_function(functionalized, (_view(f"{JOINED['rms_norm']}_"),), {**given, **more})
+    _take_over(graph, call, found)
+    call.meta["val"] = (*call.meta["val"], given["residual"].meta["val"])
+    graph.erase_node(y)
+    if total is not None:
+        total.update_arg(0, call)
+    graph.erase_node(node)
+    return True
+
+
+def _quantizations(y: Node) -> list[Node]:
+    """The quantizations that alone take a result, if all do the same with it and could do it where it is computed."""
+    users = list(y.users)
+    if not users or any(user.target is not _view(QUANTIZE) or user.args[0] is not y for user in users):
+        return []
+    *_, scale, scope = users[0].args
+    placed = scale is None or (isinstance(scale, Node) and scale.op in ("placeholder", "get_attr"))
+    alike = all(user.args[1:] == users[0].args[1:] for user in users)
+    return users if placed and alike and not scope else []
+
+
+def _take_over(graph: Graph, call: Node, quantizations: list[Node]) -> None:
+    """Have a call whose first results are theirs take the place of quantizations."""
+    call.meta = {key: value for key, value in quantizations[0].meta.items() if key != "eager_input_vals"}
+    for quantization in quantizations:
+        for result in list(quantization.users):
+            result.update_arg(0, call)
+        graph.erase_node(quantization)

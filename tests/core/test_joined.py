@@ -1,0 +1,112 @@
+"""Kernels that quantize what a norm or a gated activation computes: the same as one kernel after the other.
+
+That they are right: test_triton.py, and tests/gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+INTERPRETED = """
+import json
+import torch
+from fl_dispatch.backends.triton.impl import activation, joined, normalization, quantize
+
+generator, results = torch.Generator().manual_seed(0), []
+launched = []
+for module in (activation, joined, normalization, quantize):
+    for name in vars(module):
+        if name.startswith("_launch") :
+            kernel = getattr(module, name)
+            def launch(*args, kernel=kernel, **options):
+                launched.append(kernel.kernel.fn.__name__)
+                return kernel(*args, **options)
+            setattr(module, name, launch)
+
+def same(found, expected):
+    bits = [(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, expected, strict=True)]
+    return all(torch.equal(one, other) for one, other in bits)
+
+for width in (64, 200, 384):
+    for dtype in (torch.float16, torch.float32):
+        for group, scale in ((0, None), (32, None), (24, None), (-1, torch.tensor([0.02])), (-1, None)):
+            x, residual = (torch.randn(5, width, generator=generator).to(dtype) for _ in range(2))
+            gates, weight = torch.randn(5, 2 * width, generator=generator).to(dtype), torch.rand(width).to(dtype)
+            for kind in ("int8", "float8_e4m3fn"):
+                y = normalization.rms_norm(x, None, weight, 1e-5)
+                z, total = normalization.rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+                g = activation.silu_and_mul(gates)
+                expected = [quantize.quantize(one, kind, group, scale) for one in (y, z, g)]
+                launched.clear()
+                found = [
+                    joined.rms_norm_quantize(x, kind, None, weight, 1e-5, group, scale),
+                    joined.rms_norm_quantize(x, kind, residual.clone(), weight, 1e-5, group, scale),
+                    joined.silu_and_mul_quantize(gates, kind, group, scale),
+                ]
+                equal = [
+                    same(found[0], expected[0]), same(found[1], (total, *expected[1])), same(found[2], expected[2])
+                ]
+                results.append([width, str(dtype), group, scale is not None, kind, equal, list(launched)])
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> list[Any]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_joined_and_apart_are_the_same_bit_by_bit(interpreted: list[Any]) -> None:
+    assert len(interpreted) == 3 * 2 * 5 * 2
+    assert [case for case in interpreted if case[5] != [True] * 3] == []
+
+
+def test_one_launch_does_both_where_a_program_holds_all_that_a_scale_depends_on(interpreted: list[Any]) -> None:
+    for *_, group, given, _, _, launched in interpreted:
+        held = group in (0, 32) or given
+        assert (launched == ["_norm", "_norm", "_gated"]) == held
+        assert launched.count("_quantize") == (0 if held else 3)
+
+
+LAYOUTS = r"""
+import json, re, sys
+sys.path.insert(0, sys.argv[1])
+import kernel_cases
+kernel_cases.triton.runtime.driver.set_active(kernel_cases.CompilingDriver())
+found = {}
+for case in kernel_cases.CASES:
+    if case.name in sys.argv[2:]:
+        (kernel,) = kernel_cases.compile_case(case)
+        code = kernel.asm["ttgir"]
+        layouts = dict(re.findall(r"(#\w+) = (#ttg[^\n]*)", code))
+        used = re.findall(r"tt\.reduce.*?: \(tensor<([^>]*)>", code, re.S)
+        found[case.name] = [[layouts[one.split(", ")[-1]] for one in used], kernel.metadata.shared]
+print(json.dumps(found))
+"""
+NORM, BOTH, GATE = "norm of 4096 with a residual", "norm to fp8, 4096, with a residual", "gate to fp8, 14336"
+
+
+def test_for_hopper_rows_lie_in_registers_as_the_norms_own_kernel_has_them(tmp_path: Path) -> None:
+    """So sums are taken in the same order, and no result is shuffled through shared memory before it is written."""
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", LAYOUTS, str(BENCHMARKS), NORM, BOTH, GATE]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    (own,), _ = found[NORM]
+    layouts, shared = found[BOTH]
+    assert layouts == [own, own]
+    assert shared <= 128
+    assert found[GATE][1] <= 128

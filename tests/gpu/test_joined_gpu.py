@@ -1,0 +1,190 @@
+"""Norms and gated activations that quantize their results, on a GPU: at a model's sizes, in a graph, and in engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("vllm")
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+
+from engines import MAX_TOKENS, PROMPTS, ran, start_features
+
+import quantized_checkpoints as checkpoints
+from fl_dispatch import get_default_manager
+from fl_dispatch.evidence.verify import DTYPES, verify
+from fl_dispatch.ops.results import flat
+from quantized_checkpoints import SCHEMES
+from quantized_network import answered, computed, distance, network
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+JOINED = ("rms_norm_quantize", "silu_and_mul_quantize")
+TYPES = ("int8", "float8_e4m3fn")
+
+
+def ours(name: str) -> Any:
+    get_default_manager().ensure_initialized()
+    impl = get_default_manager().registry.get_implementation(name, "default.triton")
+    assert impl is not None
+    return impl
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", JOINED)
+def test_a_kernel_is_right(name: str, dtype: torch.dtype) -> None:
+    found = verify(get_default_manager(), ours(name), dtype, CUDA)
+    assert found.problems == []
+    assert not found.declined
+
+
+# -- one launch, or two -----------------------------------------------------------------------------------------------
+
+ROWS = (1, 2, 33, 512, 4097)
+"""The last ones are so many that the norm's loads stay in the cache."""
+HIDDEN, WIDTH = 4096, 14336
+FORMS: Mapping[str, tuple[int, float | None]] = {"rows": (0, None), "groups of 128": (128, None), "given": (-1, 0.02)}
+UNLIKE = 1e-3
+"""The share of quantized numbers that may differ: the two kernels of a norm may add up a row in other orders."""
+
+
+def apart(name: str, dtype: str, how: tuple[Any, ...], *args: Any) -> tuple[Tensor, ...]:
+    """The results of a joined operator, by two kernels."""
+    y, *total = flat(ours(name.removesuffix("_quantize")).fn(*args))
+    return *total, *ours("quantize").fn(y, dtype, *how)
+
+
+def inputs(rows: int, *sizes: int) -> list[Tensor]:
+    generator = torch.Generator(CUDA).manual_seed(rows)
+    return [torch.randn((rows, size), generator=generator, device=CUDA, dtype=torch.bfloat16) for size in sizes]
+
+
+def unlike(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    """The share of quantized numbers that differ, and the largest relative difference of scales; sums are equal."""
+    *total, q, scales = found
+    *right, right_q, right_scales = expected
+    assert all(torch.equal(one, other) for one, other in zip(total, right, strict=True))
+    different = (q.view(torch.uint8) != right_q.view(torch.uint8)).double().mean()
+    return [float(different), float(((scales - right_scales) / right_scales).abs().max())]
+
+
+def form(name: str) -> tuple[Any, ...]:
+    group, scale = FORMS[name]
+    return group, None if scale is None else torch.tensor([scale], device=CUDA)
+
+
+@pytest.mark.parametrize("add", [True, False], ids=["residual", "no residual"])
+@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_norm_joined_is_the_norm_and_the_quantization(dtype: str, how: str, add: bool) -> None:
+    weight = torch.rand(HIDDEN, device=CUDA).add(0.5).to(torch.bfloat16)
+    for rows in ROWS:
+        x, residual = inputs(rows, HIDDEN, HIDDEN)
+        expected = apart(JOINED[0], dtype, form(how), x.clone(), residual.clone() if add else None, weight, 1e-5)
+        before = x.clone()
+        found = ours(JOINED[0]).fn(x, dtype, residual if add else None, weight, 1e-5, *form(how))
+        assert torch.equal(x, before)
+        numbers, scales = unlike(found, expected)
+        assert numbers <= UNLIKE
+        assert scales <= 2**-7
+
+
+@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_activation_joined_is_the_activation_and_the_quantization(dtype: str, how: str) -> None:
+    for rows in ROWS:
+        (x,) = inputs(rows, 2 * WIDTH)
+        found = ours(JOINED[1]).fn(x, dtype, *form(how))
+        numbers, scales = unlike(found, apart(JOINED[1], dtype, form(how), x))
+        assert numbers <= UNLIKE
+        assert scales <= 2**-7
+
+
+def test_a_graph_holds_them() -> None:
+    """Replays read what lies in the arguments then."""
+    weight = torch.ones(HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    x, residual, gates = inputs(4, HIDDEN, HIDDEN, 2 * WIDTH)
+    first = residual.clone()
+
+    def run() -> tuple[Tensor, ...]:
+        joined = ours(JOINED[0]).fn(x, TYPES[1], residual, weight, 1e-5)
+        return *joined, *ours(JOINED[1]).fn(gates, TYPES[1])
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(x.flip(0) * 0.5)
+    gates.copy_(gates.flip(0))
+    residual.copy_(first)
+    graph.replay()
+    kept = [one.clone() for one in captured]
+    residual.copy_(first)
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(kept, run(), strict=True)
+    )
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+
+ASKED: Mapping[str, Any] = {
+    "do": "generate",
+    "prompts": PROMPTS,
+    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
+}
+CHECKPOINTS = ("compressed-tensors W8A8 fp8", "fp8, blocks of 128")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Compiled engines in float32 with our kernels; graphs hold decoding, prompts run outside, where calls count."""
+    folder = tmp_path_factory.mktemp("joined")
+    arguments = {
+        "dtype": "float32",
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": False,
+        "enable_prefix_caching": False,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+    }
+    runs = (
+        (checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name]), [ASKED], arguments)
+        for name in CHECKPOINTS
+    )
+    found = start_features(*runs, VLLM_FL_DENY_VENDORS="cuda", USE_FLAGGEMS="0").result()
+    return dict(zip(CHECKPOINTS, found["runs"], strict=True))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_engines_join_and_compute_what_the_dequantized_network_does(
+    name: str, answers: dict[str, dict[str, Any]]
+) -> None:
+    run = answers[name]
+    texts, got = answered(PROMPTS, run["steps"][0])
+    right = computed(network(SCHEMES[name]), texts)
+    assert distance(got, right.scores) <= right.rounding
+    assert all(ran(run, operator) == {"default.triton"} for operator in (*JOINED, "quantize", "scaled_linear"))
+    assert run["report"]["failed"] == {}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_only_the_attentions_result_is_quantized_by_itself(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    counts = answers[name]["report"]["counts"]
+    alone = counts["quantize default.triton"]
+    assert alone
+    assert counts["rms_norm_quantize default.triton"] == 2 * alone
+    assert counts["silu_and_mul_quantize default.triton"] == alone
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_equal_layers_are_compiled_once(name: str, answers: dict[str, dict[str, Any]]) -> None:
+    compiled = answers[name]["report"]["compiled"]
+    assert compiled["distinct"] < compiled["pieces"] <= compiled["compilations"]
