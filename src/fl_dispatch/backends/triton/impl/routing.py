@@ -13,9 +13,9 @@ from .launch import Launcher, power_of_two
 
 MANY_TOKENS = 1024
 """From so many tokens on a program takes several, a warp each."""
-BY_KEY = False
+BY_KEY = True
 """Whether integers choose: a candidate, right in the interpreter, not run on a GPU."""
-KEY_TILE = (4, 4)
+KEY_TILE = (4, 1)
 """Tokens and warps of such a program where there are many."""
 
 

@@ -29,10 +29,12 @@ SOME_ROWS = 64
 """Rows up to which the columns are the long side."""
 ROW_COLUMNS, ENOUGH = 4, 1024
 """Columns of a program with one row, where that makes so many programs; else one."""
-ROW_INNER, UNIT = 2048, 16
-"""Elements of a column that such a program multiplies at a time, and those of each of its threads."""
-ROW_WARPS, ROW_STAGES = 4, 1
-"""Warps of such a program, and steps of which it loads the weight at a time: more than one is not measured yet."""
+WHOLE, WHOLE_WARPS = 4096, 8
+"""Elements of a column up to which such a program loads all of them at once, and its warps then."""
+ROW_INNER, ROW_WARPS = 2048, 4
+"""Elements of a longer column that it multiplies at a time, and its warps."""
+UNIT = 16
+"""Elements of a column of each of its threads."""
 SHORT_SUM = 128
 """Elements that the chip may sum by itself."""
 LEAST_BLOCK = 32
@@ -379,7 +381,8 @@ def scaled_linear(
     tensors = (x, x_scale.contiguous(), weight, weight_scale.contiguous(), out if bias is None else bias, out)
     scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), has_bias, block_size, integers)
     if rows == 1:
-        at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_INNER, power_of_two(inner))
+        at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
+        block, warps = (power_of_two(inner), WHOLE_WARPS) if inner <= WHOLE else (ROW_INNER, ROW_WARPS)
         numbers: tuple[Any, ...] = (
             inner,
             columns,
@@ -389,9 +392,9 @@ def scaled_linear(
             min(UNIT, block),
             block,
             at_once,
-            ROW_STAGES,
+            1,
         )
-        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers, warps=ROW_WARPS)
+        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers, warps=warps)
         return out
     tile = _tile(rows, columns, x.device)
     at_once = min(tile.inner, block_size or tile.inner)
