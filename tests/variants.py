@@ -41,9 +41,9 @@ def other_weights(model: Path, target: Path, seed: int = 11) -> Path:
     )
 
 
-def unsure(model: Path, target: Path) -> Path:
-    """A checkpoint whose logits are a fiftieth as far apart, so that completions differ and show what to learn."""
-    return changed(model, target, lambda name, tensor: tensor * 0.02 if name == "model.norm.weight" else tensor)
+def unsure(model: Path, target: Path, apart: float = 0.02) -> Path:
+    """A checkpoint whose logits are that much as far apart, so that completions differ and show what to learn."""
+    return changed(model, target, lambda name, tensor: tensor * apart if name == "model.norm.weight" else tensor)
 
 
 def with_characters(model: Path, target: Path, unnamed: int = 0) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -39,15 +40,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(checkpoint: Callable[[str], Path], folder: Path) -> Mapping[str, Any]:
     started: dict[str, Any] = {}
     for name in DRAWN:
-        compilation = {"mode": 3, "debug_dump_path": str(folder / name / "dump"), **ENGINES[name]}
-        engine = {"enforce_eager": False, "compilation_config": compilation}
-        variables = {"VLLM_CACHE_ROOT": str(folder / name / "cache"), "TORCH_TRACE": str(folder / name / "trace")}
-        variables |= {"TORCH_LOGS": "graph_code", "TORCH_LOGS_OUT": str(folder / f"{name}.txt")}
-        if name == "partition":
-            variables["VLLM_DISABLE_COMPILE_CACHE"] = "1"
-        job = {name: {"model": checkpoint("llama"), "engine": engine, "policy": {}}}
-        started |= start_compiled(job, cold=True, **variables)
+        started |= _start(name, checkpoint("llama"), folder)
     return Runs(started)
+
+
+def _start(name: str, model: Path, folder: Path) -> dict[str, Any]:
+    compilation = {"mode": 3, "debug_dump_path": str(folder / name / "dump"), **ENGINES[name]}
+    engine = {"enforce_eager": False, "compilation_config": compilation}
+    variables = {"VLLM_CACHE_ROOT": str(folder / name / "cache"), "TORCH_TRACE": str(folder / name / "trace")}
+    variables |= {"TORCH_LOGS": "graph_code", "TORCH_LOGS_OUT": str(folder / f"{name}.txt")}
+    if name == "partition":
+        variables["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+    return start_compiled({name: {"model": model, "engine": engine, "policy": {}}}, cold=True, **variables)
 
 
 def _written(folder: Path, pattern: str = "*") -> str:
@@ -85,6 +89,20 @@ def test_without_a_cache_nothing_is_saved(results: Mapping[str, Any]) -> None:
 def test_the_cache_is_code_that_a_reader_can_open(results: Mapping[str, Any], folder: Path) -> None:
     assert results["oblivious"]["report"]["compiled"]["saved"] == 1
     assert "def call(" in _written(folder / "oblivious" / "cache", "*.py")
+
+
+@only("oblivious")
+def test_an_edited_file_of_the_cache_runs(
+    results: Mapping[str, Any], checkpoint: Callable[[str], Path], folder: Path
+) -> None:
+    tokens = results["oblivious"]["tokens"]
+    files = {file: file.read_text() for file in (folder / "oblivious" / "cache").rglob("*.py")}
+    edited = {file: code for file, code in files.items() if "def call(" in code}
+    for file, code in edited.items():
+        tell = f"open({str(folder / 'ran')!r}, 'a').write({file.name + ' '!r})"
+        file.write_text(re.sub(r"( *)def call\(.*\):\n", lambda found: f"{found[0]}{found[1]}    {tell}\n", code))
+    assert _start("oblivious", checkpoint("llama"), folder)["oblivious"].result()["tokens"] == tokens
+    assert set((folder / "ran").read_text().split()) == {file.name for file in edited} != set()
 
 
 @only("partition")
