@@ -190,7 +190,7 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
 
 
 def _has_kernel(op_name: str) -> bool:
-    """Whether something but the reference may run an operator here."""
+    """Whether something but the reference is available for an operator; ``warm_up`` asks whether it takes the calls."""
     manager = get_default_manager()
     manager.ensure_initialized()
     if not manager.registry.get_implementations(op_name):

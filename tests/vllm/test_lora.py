@@ -235,7 +235,9 @@ def test_drafts_change_no_token_of_an_adapter(
     target, drafter = drafters.pairs(checkpoint, folder)["draft_model" if method == "ngram" else method]
     one = variants.adapter(target, folder / "one", 1)
     head = variants.adapter(target, folder / "head", 3, adapted=(*variants.ADAPTED, "lm_head"))
-    speculation = LOOK_UP if method == "ngram" else {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    speculation = (
+        LOOK_UP if method == "ngram" else {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    )
     lora = [str(head), None, str(one)]
     generate = {"do": "generate", "prompts": drafters.TURNS * 2, "sampling": {"max_tokens": 48}, "lora": lora * 2}
     scored = {"do": "generate", "prompts": PROMPTS[:3], "sampling": SCORED, "lora": lora}
@@ -388,6 +390,9 @@ def test_the_logits_of_drafts_get_the_adapter_of_their_request() -> None:
         wrapper.add_lora_logits(y, x, down, up, 1.0)
     with draft_logits(np.array([2, 3, 1])):
         wrapper.add_lora_logits(y, x, down, up, 1.0)
-    products = [torch.zeros(6) if slot < 0 else up[slot, 0] @ down[slot, 0] @ row for slot, row in zip((1, 1, -1, -1, -1, 0), x, strict=True)]
+    products = [
+        torch.zeros(6) if slot < 0 else up[slot, 0] @ down[slot, 0] @ row
+        for slot, row in zip((1, 1, -1, -1, -1, 0), x, strict=True)
+    ]
     torch.testing.assert_close(y, torch.stack(products))
     assert wrapper.requests.host.tolist() == [1, -1, 0]
