@@ -26,7 +26,8 @@ STATES = 2
 def states_kept(op_name: str, tokens: int) -> int:
     """The most states, besides those of requests, that first choices keep at once for a prompt of so many tokens."""
     chunks = (impl.properties.get(CHUNK) for impl in get_default_manager().first_choices(op_name, in_layers=True))
-    return max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
+    most: int = max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
+    return most
 
 
 def left_to_inductor(operators: Iterable[str]) -> list[str]:
