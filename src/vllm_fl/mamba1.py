@@ -16,8 +16,8 @@ from .forwards import activation_of
 from .state_space import ScanLayer
 
 TAKEN = 5
-"""Tensors of their inputs' size that a prompt's operators hold at once: tokens and steps, both turned for vLLM's kernel,
-and the result."""
+"""Tensors of their inputs' size that a prompt's operators hold at once: tokens and steps, both turned for vLLM's
+kernel, and the result."""
 
 
 class Mamba1Layer(ScanLayer):
