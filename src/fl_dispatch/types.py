@@ -60,7 +60,7 @@ class OpImpl:
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
             ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
             with the code around it, ``{"reference_from": 33}`` where it calls the reference itself for 33 tokens and
-            more.
+            more, ``{"chunk": 256}`` where a scan keeps two states in float32 for each so many tokens while it runs.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.

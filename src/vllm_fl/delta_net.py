@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch import bind_op
 from fl_dispatch.devices import CPU
 
 from .forwards import DispatchedLayer, activation_of
@@ -26,6 +25,7 @@ class DeltaNetLayer(StateLayer):
 
     fl_operator = "gated_delta_rule"
     fl_choices = OPERATORS
+    fl_parts = ("fl_convolve", "fl_convolve_token", "fl_correct", "fl_correct_token")
     fl_convolve: Callable[..., Tensor]
     fl_convolve_token: Callable[..., Tensor]
     fl_correct: Callable[..., Tensor]
@@ -39,11 +39,6 @@ class DeltaNetLayer(StateLayer):
     conv1d: Any
     A_log: Tensor
     dt_bias: Tensor
-
-    def fl_bind(self, scope: str | None) -> None:
-        self.fl_convolve, self.fl_convolve_token, self.fl_correct, self.fl_correct_token = (
-            bind_op(operator, scope) for operator in OPERATORS
-        )
 
     def get_prefill_checkpoint_alignment(self) -> None:
         """A step puts no state aside in the midst of a prompt: it ends there. vLLM's own kernels for Hopper can."""

@@ -1002,6 +1002,20 @@ OVERRIDDEN = (
         since="0.33",
     ),
     HostFact(
+        f"{_WORKER}.lora_model_runner_mixin:LoRAModelRunnerMixin",
+        ("load_lora_model(model, vllm_config, device)",),
+        "replaces",
+        "compat.device_memory",
+        "It would put the adapters' memory among the weights, which level 2 of sleep discards.",
+    ),
+    HostFact(
+        "vllm.device_allocator.cumem:CuMemAllocator",
+        ("use_memory_pool(tag=None)",),
+        "reads",
+        "compat.device_memory",
+        "Memory with a tag of its own.",
+    ),
+    HostFact(
         "vllm.config.model:ModelConfig",
         ("enable_sleep_mode", "enable_cumem_allocator"),
         "reads",
@@ -1194,6 +1208,22 @@ REPLACED = (
         "reads",
         "lora",
         "It asks for the logits of prompts.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.model_runner:GPUModelRunner",
+        ("sample(hidden_states, input_batch, grammar_output)",),
+        "replaces",
+        "lora",
+        "vLLM names the adapter of each request, and asks for the logits of its drafts too.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.input_batch:InputBatch",
+        ("num_draft_tokens", "cu_num_logits_np"),
+        "reads",
+        "lora",
+        "How many rows of logits each request has.",
         since="0.32",
     ),
     HostFact(

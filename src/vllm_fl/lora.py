@@ -25,6 +25,7 @@ from fl_dispatch.ops.lora import FEW, PARTS
 NONE = -1
 """The slot of rows without an adapter."""
 _prompt_start: ContextVar[int | None] = ContextVar("prompt_start", default=None)
+_rows: ContextVar[NDArray[np.int32] | None] = ContextVar("rows", default=None)
 
 
 @contextmanager
@@ -35,6 +36,16 @@ def prompt_logits(start: int) -> Iterator[None]:
         yield
     finally:
         _prompt_start.reset(token)
+
+
+@contextmanager
+def draft_logits(rows: NDArray[np.int32]) -> Iterator[None]:
+    """Inside, logits are those of a batch whose requests have so many rows: one more than drafts to verify."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
 
 
 class Mapping:
@@ -104,7 +115,7 @@ class PunicaWrapperFL(PunicaWrapperCPU):
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         slots = kwargs["lora_config"].max_loras
-        self.tokens, self.requests, self.prompt = (Mapping(max_num_batched_tokens, slots, device) for _ in range(3))
+        self.tokens, self.requests, self.some = (Mapping(max_num_batched_tokens, slots, device) for _ in range(3))
         self._embeddings_indices.zero_()
         self.fl_bind(None)
 
@@ -209,12 +220,16 @@ class PunicaWrapperFL(PunicaWrapperCPU):
         """Add to the logits ``y`` ``[rows, vocabulary]``, in place, the adapters' part of ``x`` ``[rows, hidden]``.
 
         Raises:
-            RuntimeError: the rows are neither one a request nor those of a prompt that :func:`prompt_logits` names.
+            RuntimeError: the rows are neither one a request, nor those of a prompt that :func:`prompt_logits` names or
+                of the drafts that :func:`draft_logits` counts.
         """
-        mapping, start = self.requests, _prompt_start.get()
+        mapping, start, rows = self.requests, _prompt_start.get(), _rows.get()
         if start is not None:
-            mapping = self.prompt
+            mapping = self.some
             mapping.update(self.tokens.host[start : start + len(x)])
+        elif rows is not None:
+            mapping = self.some
+            mapping.update(self.requests.host.repeat(rows))
         if len(mapping.host) != len(x) and self.tokens.active.item():
             raise RuntimeError(f"{len(x)} rows of logits, but the adapters of {len(mapping.host)} are known")
         if mapping.active.item():
@@ -234,13 +249,27 @@ def _slots_of(numbers: Sequence[int], slots: dict[int, int]) -> NDArray[np.int32
 # -- whose logits -----------------------------------------------------------------------------------------------------
 
 
-def tell_prompts(runner: Any, v2: bool) -> None:
-    """Have vLLM's runner, whose model is loaded, say where in the batch the prompts' logits are that it asks for."""
+def tell_logits(runner: Any, v2: bool) -> None:
+    """Have vLLM's runner, whose model is loaded, say whose the logits are that it asks for."""
     if not v2:
         runner._get_prompt_logprobs_dict = _one_by_one(runner, runner._get_prompt_logprobs_dict)
-    elif (worker := runner.prompt_logprobs_worker) is not None:  # only where tokens are chosen
+        return
+    runner.sample = _counted(runner.sample)
+    if (worker := runner.prompt_logprobs_worker) is not None:  # only where tokens are chosen
         worker.compute_prompt_logprobs = _located(worker.compute_prompt_logprobs)
         worker.compute_prompt_token_id_logprobs = _located(worker.compute_prompt_token_id_logprobs)
+
+
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The V2 runner names the adapter of each request, and asks for logits of each draft that it verifies too."""
+
+    def sampled(hidden_states: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not input_batch.num_draft_tokens:
+            return method(hidden_states, input_batch, *args, **kwargs)
+        with draft_logits(np.diff(input_batch.cu_num_logits_np)):
+            return method(hidden_states, input_batch, *args, **kwargs)
+
+    return sampled
 
 
 def _located(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,7 +310,7 @@ def warm_up_logits(model: nn.Module, width: int, dtype: torch.dtype) -> None:
     found = (getattr(module, "punica_wrapper", None) for module in model.modules())
     for wrapper in {one for one in found if isinstance(one, PunicaWrapperFL)}:
         before = wrapper.tokens.host
-        for rows in {1, min(FEW + 1, len(wrapper.prompt.adapters))}:
+        for rows in {1, min(FEW + 1, len(wrapper.some.adapters))}:
             wrapper.tokens.host = np.zeros(rows, dtype=np.int32)
             with prompt_logits(0):
                 logits_of(torch.zeros(rows, width, dtype=dtype, device=wrapper.device))

@@ -15,6 +15,10 @@ from torch.nn import functional
 from .forwards import activation_of
 from .state_space import ScanLayer
 
+TAKEN = 5
+"""Tensors of their inputs' size that a prompt's operators hold at once: tokens and steps, both turned for vLLM's
+kernel, and the result."""
+
 
 class Mamba1Layer(ScanLayer):
     """``MambaMixer``: projects, convolves, scans, multiplies by a gate, and projects back."""
@@ -37,6 +41,8 @@ class Mamba1Layer(ScanLayer):
         step = self.fl_step()
         if step is None:  # vLLM measures memory before there are states
             x, gate = self.in_proj(hidden_states)[0].chunk(2, dim=1)
+            taken = x.new_empty(TAKEN, *x.shape)
+            del taken
             output.copy_(self.out_proj(functional.silu(gate) * x)[0])
             return
         single, tokens = step.num_decode_tokens, step.num_decode_tokens + step.num_prefill_tokens

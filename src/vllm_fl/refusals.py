@@ -99,15 +99,10 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
         (vllm_config.lora_config is not None and _has_states(vllm_config.model_config), f"LoRA on {STATES}"),
         (
             vllm_config.lora_config is not None
-            and speculation is not None
-            and model_runner.choice(vllm_config).runner == "V2",
-            "LoRA with speculative decoding by the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 asks for V1)",
-        ),
-        (
-            vllm_config.lora_config is not None
             and device.accelerator
-            and getattr(vllm_config.model_config, "enable_sleep_mode", False),
-            "LoRA with sleep mode",
+            and getattr(vllm_config.model_config, "enable_sleep_mode", False)
+            and versions.host_version() not in versions.KEEPING_HOSTS,
+            f"LoRA with sleep mode with vLLM {versions.host_version()}",
         ),
         (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),
         (
@@ -195,7 +190,7 @@ def _serves_states(model: ModelConfig, device: DeviceSpec) -> bool:
 
 
 def _has_kernel(op_name: str) -> bool:
-    """Whether something but the reference may run an operator here."""
+    """Whether something but the reference is available for an operator; ``warm_up`` asks whether it takes the calls."""
     manager = get_default_manager()
     manager.ensure_initialized()
     if not manager.registry.get_implementations(op_name):

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_dispatch import bind_op
-
 from .states import StateLayer
 
 OPERATORS = ("causal_conv1d", "causal_conv1d_update")
@@ -20,14 +18,12 @@ class ShortConvLayer(StateLayer):
 
     fl_operator = "causal_conv1d"
     fl_choices = OPERATORS
+    fl_parts = ("fl_convolve", "fl_convolve_token")
     fl_convolve: Callable[..., Tensor]
     fl_convolve_token: Callable[..., Tensor]
     in_proj: Callable[[Tensor], tuple[Tensor, Any]]
     out_proj: Callable[[Tensor], tuple[Tensor, Any]]
     conv: Any
-
-    def fl_bind(self, scope: str | None) -> None:
-        self.fl_convolve, self.fl_convolve_token = (bind_op(operator, scope) for operator in OPERATORS)
 
     def fl_try(self, hidden: Tensor) -> None:
         self(hidden, torch.empty_like(hidden))  # type: ignore[operator]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from fl_dispatch import bind_op
+from fl_dispatch.hosting.first_choices import states_kept
 
 from .forwards import DispatchedLayer, activation_of
 from .states import StateLayer
@@ -26,6 +27,7 @@ class ScanLayer(StateLayer):
 
     fl_operator = "selective_scan"
     fl_choices = OPERATORS
+    fl_parts = ("fl_convolve", "fl_convolve_token", "fl_scan", "fl_update")
     fl_convolve: Callable[..., Tensor]
     fl_convolve_token: Callable[..., Tensor]
     fl_scan: Callable[..., Tensor]
@@ -34,11 +36,6 @@ class ScanLayer(StateLayer):
     conv1d: Any
     A: Tensor
     D: Tensor
-
-    def fl_bind(self, scope: str | None) -> None:
-        self.fl_convolve, self.fl_convolve_token, self.fl_scan, self.fl_update = (
-            bind_op(operator, scope) for operator in OPERATORS
-        )
 
 
 class StateSpaceLayer(ScanLayer):
@@ -67,7 +64,8 @@ class StateSpaceLayer(ScanLayer):
             output: of any content.
         """
         step = self.fl_step()
-        if step is None:
+        if step is None:  # vLLM measures memory before there are states
+            self._fl_take(projected_states, output)
             output.zero_()
             return
         sizes = self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size
@@ -86,6 +84,13 @@ class StateSpaceLayer(ScanLayer):
             x = self.fl_convolve(mixed[rows], weight, bias, inputs, own, starts, has_state, activation)
             operands = self._fl_operands(x, dt[rows])
             output[rows] = self.fl_scan(*operands, states, own, starts, has_state).flatten(1)
+
+    def _fl_take(self, projected: Tensor, output: Tensor) -> None:
+        """Take about the memory of a prompt's operators, and give it back: two results, and states of chunks."""
+        states = states_kept(self.fl_operator, len(output)), self.tped_dt_size, self.head_dim, self.ssm_state_size
+        results = projected.new_empty(len(output), self.tped_conv_size), torch.empty_like(output)
+        chunks = output.new_empty(states, dtype=torch.float32)
+        del results, chunks
 
     def _fl_operands(self, x: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
         """The operands before the states: a convolution's channels are those of the heads, and of both groups."""

@@ -8,15 +8,19 @@ Importing this module imports nothing of vLLM, as for every module that :mod:`vl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from fl_dispatch import bind_op, explain
 from fl_dispatch.hosting import warm_batches
+from fl_dispatch.types import BackendImplKind
 
 from .forwards import DispatchedLayer
 
@@ -67,8 +71,14 @@ class StateLayer(DispatchedLayer):
     """A layer with a state for each request, whose operators are bound by name."""
 
     fl_traced = False
+    fl_parts: ClassVar[tuple[str, ...]]
+    """The attributes that hold the bound operators, in the order of ``fl_choices``."""
     prefix: str
     kv_cache: tuple[Tensor, ...]
+
+    def fl_bind(self, scope: str | None) -> None:
+        for part, operator in zip(self.fl_parts, self.fl_choices, strict=True):
+            setattr(self, part, bind_op(operator, scope))
 
     def fl_runs(self) -> bool:
         return True
@@ -81,6 +91,24 @@ class StateLayer(DispatchedLayer):
     def fl_try(self, hidden: Tensor) -> None:
         """Run the layer as the model does."""
         self(hidden)  # type: ignore[operator]
+
+    @contextmanager
+    def fl_asked(self) -> Iterator[dict[str, str]]:
+        """Inside, calls are asked for kernels; operator → why a call of it has none but the reference."""
+        own, without = [getattr(self, part) for part in self.fl_parts], dict[str, str]()
+        for part, operator, bound in zip(self.fl_parts, self.fl_choices, own, strict=True):
+            setattr(self, part, partial(self._fl_ask, without, operator, bound))
+        try:
+            yield without
+        finally:
+            for part, bound in zip(self.fl_parts, own, strict=True):
+                setattr(self, part, bound)
+
+    def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
+        decision = explain(operator, *args, scope=self.fl_scope(self.prefix))
+        if all(impl.kind is BackendImplKind.REFERENCE for impl in decision.candidates):
+            without[operator] = "; ".join(decision.skipped_reasons())
+        return bound(*args)
 
     def fl_step(self) -> Any:
         """How the step's batch is sorted, or ``None`` while vLLM measures memory, before there are states.

@@ -7,7 +7,7 @@ are captured, where an implementation's first failure could not be told from a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -60,24 +60,46 @@ def attention(model: nn.Module, vllm_config: VllmConfig) -> int:
 
 @torch.inference_mode()
 def states(model: nn.Module, vllm_config: VllmConfig) -> int:
-    """Run each kind of layer with a state on each kind of batch, in a block that no request has; number of runs."""
+    """Run each kind of layer with a state on each kind of batch, in a block that no request has; number of runs.
+
+    Raises:
+        ValueError: some calls of a layer have no kernel, because of the limits that those declare.
+    """
     from vllm.forward_context import create_forward_context, override_forward_context
 
     kinds: dict[Any, StateLayer] = {}
     for module in model.modules():
         if isinstance(module, StateLayer) and module.kv_cache[0].numel():
             kinds.setdefault(module.fl_kind(), module)
-    scheduler, config, runs = vllm_config.scheduler_config, vllm_config.model_config, 0
-    batches = list(warm_batches.state_batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs))
-    for layer, (single, prompts) in product(kinds.values(), batches):
+    config, runs = vllm_config.model_config, 0
+    for layer, (single, prompts) in _state_batches(kinds.values(), vllm_config):
         device = layer.kv_cache[0].device
         step = Step.of(single, prompts, device)
         hidden = torch.zeros(step.num_actual_tokens, config.get_hidden_size(), dtype=config.dtype, device=device)
-        with override_forward_context(create_forward_context({layer.prefix: step}, vllm_config)):
+        with (
+            override_forward_context(create_forward_context({layer.prefix: step}, vllm_config)),
+            layer.fl_asked() as without,
+        ):
             layer.fl_try(hidden)
+        for operator, why in without.items():
+            raise ValueError(
+                f"vllm_fl does not support {layer.prefix} here: only the reference takes its calls of '{operator}', "
+                f"and that waits for the device in every layer ({why})"
+            )
         runs += 1
     torch.accelerator.synchronize()
     return runs
+
+
+def _state_batches(
+    layers: Iterable[StateLayer], vllm_config: VllmConfig
+) -> Iterator[tuple[StateLayer, tuple[int, tuple[int, ...]]]]:
+    """Layers, each with batches that meet all of its implementations that the policy puts first."""
+    scheduler = vllm_config.scheduler_config
+    limits = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    for layer in layers:
+        among = warm_batches.beginnings(layer.fl_operators(), layer.fl_scope(layer.prefix))
+        yield from product((layer,), warm_batches.state_batches(*limits, among))
 
 
 def token_counts(vllm_config: VllmConfig) -> list[int]:

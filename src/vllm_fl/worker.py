@@ -68,7 +68,7 @@ class WorkerFL(Worker):
         if self.vllm_config.lora_config is not None:
             from . import lora
 
-            lora.tell_prompts(self.model_runner, self.use_v2_model_runner)
+            lora.tell_logits(self.model_runner, self.use_v2_model_runner)
         model = self.fl_models()
         layers.bind_scopes(model)
         linear.multiply_with_embeddings(model)

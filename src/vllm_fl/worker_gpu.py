@@ -40,6 +40,8 @@ class GPUWorkerFL(WorkerFL):
             self.fl_pools = self.model_config.enable_sleep_mode or self.model_config.enable_cumem_allocator
         if self.fl_pools:
             device_memory.lend_allocator()
+            if self.vllm_config.lora_config is not None:
+                device_memory.keep_adapters()
         device = detect_device()
         if not device.is_foreign:
             determinism.choose_blas()

@@ -1,4 +1,7 @@
-"""LoRA on a GPU with captured graphs: two adapters and none in one batch give the tokens of the merged weights."""
+"""LoRA on a GPU with captured graphs: two adapters and none in one batch give the tokens of the merged weights.
+
+With drafts the tokens are those without.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,9 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1", **NEUTRAL},
     "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0", **NEUTRAL},
 }
+LOOK_UP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+TURNS = [prompt[:6] * 4 for prompt in PROMPTS[:3]]
+LONG_ANSWER = {"max_tokens": 48}
 LAYERS, PRODUCTS = 3, 4
 """The checkpoint's layers, and the products of each that adapters change."""
 
@@ -126,3 +132,18 @@ def test_our_kernels_are_in_graphs_that_are_replayed(
 
 def test_nothing_is_compiled_while_it_serves(run: dict[str, Any]) -> None:
     assert "during inference: " not in run["log"]
+
+
+def test_drafts_change_no_token_of_an_adapter(model: Path, adapters: dict[str, Path]) -> None:
+    lora = [str(adapters["head"]), None, str(adapters["one"])] * 2
+    steps = [
+        {"do": "generate", "prompts": TURNS * 2, "sampling": LONG_ANSWER, "lora": lora},
+        {"do": "metrics", "contains": "spec_decode"},
+    ]
+    runs = (model, steps, {**ENGINE, "speculative_config": LOOK_UP}), (model, steps, ENGINE)
+    drafted, plain = start_features(*runs, **RUNS["V2"]).result()["runs"]
+    assert drafted["report"]["model_runner"] == "V2"
+    assert _tokens(drafted["steps"][0]) == _tokens(plain["steps"][0])
+    accepted, made = (drafted["steps"][1][f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
+    assert 0 < accepted < made
+    assert drafted["report"]["failed"] == {}

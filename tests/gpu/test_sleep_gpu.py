@@ -1,4 +1,7 @@
-"""Sleep mode on a GPU: memory goes back and comes again under graphs that were captured before, and tokens stay."""
+"""Sleep mode on a GPU: memory goes back and comes again under graphs that were captured before, and tokens stay.
+
+So do those of adapters.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
 
+import variants
 from fl_dispatch.cli.checkpoints import build_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -79,3 +83,23 @@ def test_weights_are_kept_in_main_memory_at_level_1_only(level: int, steps: list
 
 def test_graphs_from_before_are_replayed_afterwards(steps: list[Any]) -> None:
     assert ["model", "FULL", 4] in steps[-1]
+
+
+def test_adapters_are_there_again_after_each_level(model: Path, tmp_path: Path) -> None:
+    paths = [variants.adapter(model, tmp_path / name, seed) for name, seed in (("one", 1), ("two", 2))]
+    wanted = [expected_tokens(variants.merged(model, path, tmp_path / f"merged {path.name}")) for path in paths]
+    one, two = map(str, paths)
+    mixed = {**GENERATE, "prompts": PROMPTS * 3, "lora": [one, two, None] * len(PROMPTS)}
+    asked = [mixed if step is GENERATE else step for step in STEPS]
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    engine = {"enable_sleep_mode": True, "kv_cache_memory_bytes": CACHE, "enforce_eager": False, **lora}
+    started = start_features((model, asked, {"gpu_memory_utilization": 0.1, **engine}), **OURS)
+    (run,) = started.result()["runs"]
+    weights = [*wanted, expected_tokens(model)]
+    for place in WROTE:
+        tokens = [output["tokens"][0] for output in run["steps"][place]]
+        assert tokens == [weights[index % 3][index % len(PROMPTS)] for index in range(len(tokens))], place
+    for level, place in SLEPT.items():
+        kept = run["steps"][place]["pools"]["runtime"]
+        assert kept["away"], level
+        assert kept["kept"] == kept["bytes"] > 0, level

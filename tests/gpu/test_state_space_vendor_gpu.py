@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -69,3 +70,5 @@ def test_tokens_equal_hugging_face_by_vllms_kernels(tmp_path: Path) -> None:
     assert ran(result, "selective_scan") == {"vendor.cuda"}
     assert ran(result, "selective_state_update") == {"vendor.cuda.triton"}
     assert result["report"]["failed"] == {}
+    late = re.findall(r"during inference: (\S+)", result["log"])  # vLLM's monitor of late compilations
+    assert not [name for name in late if "_selective_scan_update_kernel" in name]

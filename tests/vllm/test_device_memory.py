@@ -106,3 +106,20 @@ def test_vllm_gets_its_allocator_whatever_the_platform_is_called(theirs: _Alloca
     backend = sleep_mode_backend.CuMemBackend()
     backend.suspend(level=1)
     assert "weights" in theirs.tags
+
+
+def test_what_adapters_need_lies_where_every_level_of_sleep_keeps_it(
+    theirs: _Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.device_allocator import sleep_mode_backend
+
+    mixin = importlib.import_module(device_memory.ADAPTERS).LoRAModelRunnerMixin
+    monkeypatch.setattr(mixin, "load_lora_model", lambda self, model: (model, list(theirs.tags)))
+    for _ in range(2):
+        device_memory.keep_adapters()
+    assert mixin().load_lora_model("model") == ("model", [device_memory.KEPT])
+    device_memory.lend_allocator()
+    for level in (1, 2):
+        theirs.tags.clear()
+        sleep_mode_backend.CuMemBackend().suspend(level)
+        assert device_memory.KEPT in theirs.tags

@@ -7,11 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engines import MAX_TOKENS, PROMPTS, RUNNERS, expected_tokens, ran, start_features
 from transformers import AutoModelForCausalLM
 
+import drafters
 import variants
 from sampling import drawn
 
@@ -26,6 +28,13 @@ RUNS = {
     **{f"{runner}, pieces": (runner, PIECES) for runner in drawn(tuple(RUNNERS), 1, "pieces with adapters")},
 }
 """Name → model runner, and arguments of ``LLM``."""
+LOOK_UP = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFTS = {
+    f"{method}, {name}": (method, how)
+    for method in ("ngram", "draft_model", "eagle")
+    for name, how in (("eager", EAGER), ("compiled", COMPILED))
+}
+DRAFTED = drawn(tuple(DRAFTS), 2, "drafts with adapters")
 WRONG = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_PREFER": "reference"}
 
 
@@ -217,6 +226,63 @@ def test_two_ranks_serve_adapters(
     assert all(report["compiled"]["graphs"] == 1 and report["failed"] == {} for report in reports)
 
 
+@pytest.mark.parametrize("way", DRAFTED)
+def test_drafts_change_no_token_of_an_adapter(
+    way: str, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    method, how = DRAFTS[way]
+    folder = tmp_path_factory.mktemp("drafts")
+    target, drafter = drafters.pairs(checkpoint, folder)["draft_model" if method == "ngram" else method]
+    one = variants.adapter(target, folder / "one", 1)
+    head = variants.adapter(target, folder / "head", 3, adapted=(*variants.ADAPTED, "lm_head"))
+    speculation = (
+        LOOK_UP if method == "ngram" else {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+    )
+    lora = [str(head), None, str(one)]
+    generate = {"do": "generate", "prompts": drafters.TURNS * 2, "sampling": {"max_tokens": 48}, "lora": lora * 2}
+    scored = {"do": "generate", "prompts": PROMPTS[:3], "sampling": SCORED, "lora": lora}
+    steps = [generate, {"do": "metrics", "contains": "spec_decode"}, scored]
+    engine = {**LORA, **how, "max_loras": 2}
+    runs = (target, steps, {**engine, "speculative_config": speculation}), (target, steps, engine)
+    drafted, plain = start_features(*runs, **RUNNERS["V2"]).result()["runs"]
+    assert drafted["report"]["model_runner"] == "V2"
+    assert _tokens(drafted["steps"][0]) == _tokens(plain["steps"][0])
+    assert len({tuple(tokens) for tokens in _tokens(plain["steps"][0])[:3]}) == 3
+    accepted, made = (drafted["steps"][1][f"vllm:spec_decode_num_{kind}_tokens"] for kind in ("accepted", "draft"))
+    assert 0 < accepted < made
+    for found, wanted in zip(drafted["steps"][2], plain["steps"][2], strict=True):
+        assert found["tokens"] == wanted["tokens"]
+        for one, other in zip(found["prompt_logprobs"][1:], wanted["prompt_logprobs"][1:], strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_adapters_are_there_again_after_sleep(
+    checkpoint: Callable[[str], Path],
+    adapters: list[Path],
+    merged_tokens: list[list[list[int]]],
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    one, two = map(str, adapters)
+    generate = {"do": "generate", "prompts": PROMPTS * 3, "sampling": SHORT, "lora": [one, two, None] * len(PROMPTS)}
+    steps = [
+        generate,
+        {"do": "sleep", "level": 1},
+        {"do": "wake_up"},
+        generate,
+        {"do": "sleep", "level": 2},
+        {"do": "wake_up", "tags": ["weights"]},
+        {"do": "rpc", "method": "reload_weights", "args": []},
+        {"do": "wake_up", "tags": ["kv_cache"]},
+        generate,
+    ]
+    job = checkpoint("qwen3"), steps, {**LORA, **COMPILED, "max_loras": 2, "enable_sleep_mode": True}
+    (found,) = start_features(job).result()["runs"]
+    weights = [*merged_tokens, expected("qwen3")]
+    for place in (0, 3, 8):
+        tokens = _tokens(found["steps"][place])
+        assert tokens == [weights[index % 3][index % len(PROMPTS)] for index in range(len(tokens))], place
+
+
 def _update(wrapper: Any, prefill: bool, requests: list[int], tokens: list[int]) -> None:
     """Have a batch of requests and tokens of adapters 1 and 2, and of none (0)."""
     from vllm.lora.layers import LoRAMapping
@@ -311,3 +377,22 @@ def test_the_logits_of_a_prompt_get_the_adapter_of_its_tokens() -> None:
     torch.testing.assert_close(of_two, x[:2] @ down[1, 0].T @ up[1, 0].T)
     with pytest.raises(RuntimeError, match="2 rows of logits"):
         wrapper.add_lora_logits(of_two, x[:2], down, up, 1.0)
+
+
+def test_the_logits_of_drafts_get_the_adapter_of_their_request() -> None:
+    from vllm_fl.lora import draft_logits
+
+    wrapper = _wrapper(True, [2, 0, 1], [2, 2, 0, 0, 0, 1])
+    torch.manual_seed(0)
+    x, down, up = torch.randn(6, 8), torch.randn(2, 1, 3, 8), torch.randn(2, 1, 6, 3)
+    y = torch.zeros(6, 6)
+    with pytest.raises(RuntimeError, match="6 rows of logits, but the adapters of 3"):
+        wrapper.add_lora_logits(y, x, down, up, 1.0)
+    with draft_logits(np.array([2, 3, 1])):
+        wrapper.add_lora_logits(y, x, down, up, 1.0)
+    products = [
+        torch.zeros(6) if slot < 0 else up[slot, 0] @ down[slot, 0] @ row
+        for slot, row in zip((1, 1, -1, -1, -1, 0), x, strict=True)
+    ]
+    torch.testing.assert_close(y, torch.stack(products))
+    assert wrapper.requests.host.tolist() == [1, -1, 0]

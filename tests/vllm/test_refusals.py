@@ -33,7 +33,7 @@ from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import config, invariance, refusals, startup
-from vllm_fl.compat import model_runner
+from vllm_fl.compat import model_runner, versions
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -154,11 +154,6 @@ HOPPER, AMPERE = (
         ("deepseek_v2", {"hf_overrides": {"quantization_config": FP8}}, "latent attention quantized by 'fp8'"),
         ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
-        (
-            "qwen3",
-            {"enable_lora": True, "speculative_config": {"method": "ngram", **SPECULATION}},
-            "LoRA with speculative decoding by the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 asks for V1)",
-        ),
         (
             "qwen3",
             {"speculative_config": {"method": "ngram_gpu", **SPECULATION}},
@@ -392,12 +387,15 @@ def test_graphs_do_not_leave_the_device_with_an_engine_that_sleeps(configure: Ca
     assert _asked(refusals._engine_features(asked, CPU)) == []
 
 
-def test_adapters_do_not_sleep_on_an_accelerator(configure: Callable[..., Any]) -> None:
+def test_adapters_sleep_on_an_accelerator_where_vllm_keeps_what_is_neither_weight_nor_cache(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = configure("llama", enable_lora=True)
-    assert _asked(refusals._engine_features(asked, HOPPER)) == []
     asked.model_config.enable_sleep_mode = True
-    assert _asked(refusals._engine_features(asked, HOPPER)) == ["LoRA with sleep mode"]
-    assert _asked(refusals._engine_features(asked, CPU)) == []
+    for version, refused in (("0.26", ["LoRA with sleep mode with vLLM 0.26"]), ("0.32", []), ("0.33", [])):
+        monkeypatch.setattr(versions, "host_version", lambda version=version: version)
+        assert _asked(refusals._engine_features(asked, HOPPER)) == refused
+        assert _asked(refusals._engine_features(asked, CPU)) == []
 
 
 @pytest.mark.parametrize(
@@ -407,6 +405,7 @@ def test_adapters_do_not_sleep_on_an_accelerator(configure: Callable[..., Any]) 
         ("whisper", {"max_model_len": 128}),
         ("qwen3", {"enable_lora": True}),
         ("qwen3", {"enable_lora": True, "compilation_config": COMPILED}),
+        ("qwen3", {"enable_lora": True, "speculative_config": {"method": "ngram", **SPECULATION}}),
         ("qwen3", {"all2all_backend": "deepep_v2"}),
         ("qwen3", {"speculative_config": {"method": "ngram", **SPECULATION}}),
         ("qwen3_moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),

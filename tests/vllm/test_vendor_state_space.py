@@ -42,6 +42,14 @@ def test_what_is_not_declined_agrees_with_the_reference_and_so_do_the_states(ope
     assert {label: shares for label, shares in compared.items() if max(shares) > ROUNDINGS[operator]} == {}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_vllms_kernels_are_compiled_at_the_start_for_every_batch() -> None:
+    job = {"keys": {"tokens": 2048, "requests": 256}}
+    answer = processes.finish(HERE / "run_vendor_state_space.py", job, environment(), True)
+    assert answer["late"] == []
+    assert answer["kernels"] > 1
+
+
 def test_chunks_have_tokens_of_one_sequence_and_those_behind_are_empty() -> None:
     starts = torch.tensor([0, 0, 5, 21, 21, 30], dtype=torch.int32)
     bounds, last, sequence = state_space.chunks(starts, 33, chunk=8)

@@ -19,7 +19,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from fl_dispatch.backends.triton.impl import alignment, attention, hopper, mla, mla_prefill, moe, routing
+from fl_dispatch.backends.triton.impl import (
+    alignment,
+    attention,
+    convolution,
+    delta_rule,
+    hopper,
+    mla,
+    mla_prefill,
+    moe,
+    routing,
+    state_space,
+)
 from fl_dispatch.backends.triton.impl.launch import Launcher
 from fl_dispatch.hosting import warm_batches
 from vllm_fl import warm_up
@@ -68,7 +79,7 @@ def _specialized(parameter: Any, value: Any) -> Any:
 def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """The keys of all launches since it was emptied."""
     found: Keys = set()
-    for module in (alignment, attention, mla, mla_prefill, moe, routing):
+    for module in (alignment, attention, convolution, delta_rule, mla, mla_prefill, moe, routing, state_space):
         for name, launcher in vars(module).items():
             if isinstance(launcher, Launcher):
                 monkeypatch.setattr(module, name, Recorder(launcher, found))
@@ -125,6 +136,38 @@ def experts(shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> None:
     w13 = torch.empty(number, 256, 256, dtype=dtype, device=META)
     w2 = torch.empty(number, 256, 128, dtype=dtype, device=META)
     moe.fused_moe(states, w13, w2, weights, ids)
+
+
+def of_states(single: int, prompts: Sequence[int], apart: int) -> None:
+    """The calls of layers with a state; slots of single tokens are a column of a table that is ``apart`` wide."""
+    tokens, channels, heads, dim = single + sum(prompts), 512, 4, 64
+    taps, inputs = torch.empty(channels, 4, device=META), torch.empty(99, 3, channels, device=META).transpose(1, 2)
+    states, of_head = torch.empty(99, heads, dim, dim, device=META), torch.empty(heads, device=META)
+    mixed, gates = (torch.empty(tokens, width, dtype=torch.bfloat16, device=META) for width in (channels, 2 * heads))
+    query, key, value = (
+        mixed[:, place * 128 :][:, : size * dim].unflatten(1, (size, dim)) for place, size in enumerate((2, 2, 4))
+    )
+    a, b = gates.split(heads, dim=1)
+    for rows, batch in (
+        (slice(single), (integers(single, apart)[:, 0],)),
+        (
+            slice(single, tokens),
+            (
+                integers(len(prompts)),
+                integers(len(prompts) + 1),
+                torch.empty(len(prompts), dtype=torch.bool, device=META),
+            ),
+        ),
+    ):
+        last = len(batch) == 1
+        if not len(mixed[rows]):
+            continue
+        convolve = convolution.causal_conv1d_update if last else convolution.causal_conv1d
+        convolve(mixed[rows], taps, None, inputs, *batch)
+        correct = delta_rule.gated_delta_rule_update if last else delta_rule.gated_delta_rule
+        correct(query[rows], key[rows], value[rows], a[rows], b[rows], of_head, of_head, states, *batch, scale=0.1)
+        scan = state_space.selective_state_update if last else state_space.selective_scan
+        scan(value[rows], a[rows], of_head, query[rows], key[rows], of_head, of_head, states, *batch)
 
 
 def batches(limits: tuple[int, int, int]) -> st.SearchStrategy[tuple[list[int], int]]:
@@ -215,6 +258,29 @@ def test_experts(keys: Keys, shape: tuple[int, int], limits: tuple[int, int, int
         keys.clear()
         experts(shape, torch.bfloat16, tokens)
         assert keys <= known, tokens
+
+    check()
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_states(keys: Keys, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int, int]) -> None:
+    for module, name, answer in (
+        (delta_rule, "processors", PROCESSORS),
+        (delta_rule, "shared_memory", 0),
+        (state_space, "shared_memory", 0),
+    ):
+        monkeypatch.setattr(module, name, lambda device, answer=answer: answer)
+    for single, prompts in warm_batches.state_batches(*limits[1:]):
+        of_states(single, prompts, 1)
+    known = set(keys)
+    assert len({key[0] for key in known}) > 5
+
+    @settings(max_examples=100, deadline=None)
+    @given(batch=batches(limits), apart=st.sampled_from((1, 5, 32)))
+    def check(batch: tuple[list[int], int], apart: int) -> None:
+        keys.clear()
+        of_states(batch[0].count(1), [new for new in batch[0] if new > 1], apart)
+        assert keys <= known, batch
 
     check()
 

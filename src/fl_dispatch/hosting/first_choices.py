@@ -17,6 +17,18 @@ INDUCTOR = "inductor"
 REFERENCE_FROM = "reference_from"
 """The property that is the number of tokens from which on an implementation does what the reference does."""
 
+CHUNK = "chunk"
+"""The property that is the number of tokens for each of which an implementation keeps states while it runs."""
+STATES = 2
+"""The number of those states: before a chunk is added to them, and behind it."""
+
+
+def states_kept(op_name: str, tokens: int) -> int:
+    """The most states, besides those of requests, that first choices keep at once for a prompt of so many tokens."""
+    chunks = (impl.properties.get(CHUNK) for impl in get_default_manager().first_choices(op_name, in_layers=True))
+    most: int = max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
+    return most
+
 
 def left_to_inductor(operators: Iterable[str]) -> list[str]:
     """The operators whose first choices are all slower than the reference where Inductor fuses that."""

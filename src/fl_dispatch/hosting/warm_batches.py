@@ -32,14 +32,31 @@ def token_counts(most: int) -> list[int]:
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
-def state_batches(most_tokens: int, most_requests: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+def beginnings(operators: Iterable[str], scope: str | None) -> set[int]:
+    """The numbers of tokens from which on the policy's rules choose otherwise for a layer's operators."""
+    policy = get_policy()
+    found = (rule.tokens for op in operators for rule in policy.get_tuned_rules(op, scope) if rule.tokens is not None)
+    return {start for low, high in found for start in (low, 0 if high is None else high + 1) if start > 0}
+
+
+def request_counts(most: int) -> list[int]:
+    """Requests with one token each: four in each power of two, because vLLM tunes kernels for so many."""
+    steps = (quarter << power >> 2 for power in range(most.bit_length()) for quarter in (4, 5, 6, 7))
+    return sorted({most, *(step for step in steps if step <= most)})
+
+
+def state_batches(
+    most_tokens: int, most_requests: int, among: Iterable[int] = ()
+) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Batches of layers with a state: requests with one new token and a state, and the lengths of prompts beside them.
 
     Args:
         most_tokens, most_requests: of a batch.
+        among: numbers of tokens that are met besides, alone and as a prompt.
     """
     most = min(most_tokens, most_requests)
-    yield from ((single, ()) for single in token_counts(most))
+    yield from ((single, ()) for single in sorted({*request_counts(most), *(n for n in among if n <= most)}))
+    yield from ((0, (length,)) for length in sorted({*among}) if length <= most_tokens)
     for single, prompts in ((0, (3,)), (0, (200,)), (1, (17,)), (3, (70, 2))):
         if single + sum(prompts) <= most_tokens and single + len(prompts) <= most_requests:
             yield single, prompts

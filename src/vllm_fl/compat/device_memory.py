@@ -7,7 +7,7 @@ memory through CUDA's driver, so tensors and captured graphs keep their addresse
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from fl_dispatch.logger_manager import get_logger
@@ -18,6 +18,9 @@ ALLOCATOR = "vllm.device_allocator.cumem"
 DOOR = "get_mem_allocator_instance"
 USERS = ("vllm.device_allocator", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.lora_model_runner_mixin")
 """The modules that have the function by which vLLM gets its allocator."""
+ADAPTERS = "vllm.v1.worker.lora_model_runner_mixin"
+KEPT = "runtime"
+"""The tag of memory that every level of sleep backs up."""
 
 
 @cache
@@ -50,3 +53,22 @@ def lend_allocator() -> None:
         module = importlib.import_module(name)
         if hasattr(module, DOOR):
             setattr(module, DOOR, allocator)
+
+
+def keep_adapters() -> None:
+    """Have what vLLM makes for adapters lie in memory that every level of sleep backs up. Idempotent.
+
+    It would lie among the weights, which level 2 discards, and nobody loads the mapping of a batch anew. vLLM 0.33 does
+    this on its own platforms.
+    """
+    mixin: Any = importlib.import_module(ADAPTERS).LoRAModelRunnerMixin
+    made = mixin.load_lora_model
+    if hasattr(made, "__wrapped__"):
+        return
+
+    @wraps(made)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with allocator().use_memory_pool(tag=KEPT):
+            return made(*args, **kwargs)
+
+    mixin.load_lora_model = kept

@@ -31,6 +31,9 @@ STATE_HOSTS = ("0.32", "0.33")
 QUANTIZING_HOSTS = ("0.32", "0.33")
 """The tests of quantized models and of a KV cache in fp8 run on these."""
 
+KEEPING_HOSTS = ("0.32", "0.33")
+"""These back memory up that is neither the weights' nor the cache's while an engine sleeps on a GPU."""
+
 
 @cache
 def warn_of_untested_host() -> None:

@@ -137,7 +137,6 @@ def _update(
     STATE_SLOT,
     STATE_CHANNEL,
     STATE_TAP,
-    SLOT_STRIDE,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -158,7 +157,7 @@ def _update(
     if WIDTH > 1:
         tap = tl.arange(0, TAPS)[None, :]
         inside = there[:, None] & (tap < WIDTH - 1)
-        slot = tl.load(slots + request * SLOT_STRIDE).to(tl.int64)
+        slot = tl.load(slots + request).to(tl.int64)
         state = states + slot * STATE_SLOT + channel[:, None] * STATE_CHANNEL + tap * STATE_TAP
         old = tl.load(state, mask=inside, other=0.0)
         factor = tl.load(weight + channel[:, None] * WEIGHT_CHANNEL + tap * WEIGHT_TAP, mask=inside, other=0.0)
@@ -233,9 +232,9 @@ def causal_conv1d_update(
     block = min(CHANNELS_OF_A_TOKEN, power_of_two(channels))
     _launch_update(
         (-(-channels // block), requests, 1),
-        (x, weight, x if bias is None else bias.contiguous(), states, state_indices, out),
+        (x, weight, x if bias is None else bias.contiguous(), states, state_indices.contiguous(), out),
         (
-            *x.stride(), *weight.stride(), *states.stride(), state_indices.stride(0),
+            *x.stride(), *weight.stride(), *states.stride(),
             channels, width, bias is not None, silu, power_of_two(max(1, width - 1)), block,
         ),
     )  # fmt: skip

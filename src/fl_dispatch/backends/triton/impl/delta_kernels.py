@@ -269,7 +269,6 @@ def _update(
     STATE_HEAD,
     STATE_KEY,
     STATE_VALUE,
-    SLOT_STRIDE,
     SCALE,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -285,7 +284,7 @@ def _update(
     dim = tl.arange(0, BLOCK)
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     there, shown = dim < DIM, column < DIM_V
-    mine = states + tl.load(slots + request * SLOT_STRIDE).to(tl.int64) * STATE_SLOT + head * STATE_HEAD
+    mine = states + tl.load(slots + request).to(tl.int64) * STATE_SLOT + head * STATE_HEAD
     mine += dim[:, None] * STATE_KEY + column[None, :] * STATE_VALUE
     inside = there[:, None] & shown[None, :]
     state = tl.load(mine, mask=inside, other=0.0).to(tl.float32)

@@ -148,10 +148,10 @@ def gated_delta_rule_update(
     columns = min(columns, power_of_two(dim_v))
     _update(
         (-(-dim_v // columns), heads, requests),
-        (query, key, value, a, b, a_log.contiguous(), dt_bias.contiguous(), states, state_indices, out),
+        (query, key, value, a, b, a_log.contiguous(), dt_bias.contiguous(), states, state_indices.contiguous(), out),
         (
             *query.stride(), *key.stride(), *value.stride(), a.stride(1), b.stride(1), *states.stride(),
-            state_indices.stride(0), scale, heads, key_heads, dim, dim_v, LEAST_LENGTH, power_of_two(dim), columns,
+            scale, heads, key_heads, dim, dim_v, LEAST_LENGTH, power_of_two(dim), columns,
         ),
         sizes=(a.stride(0), b.stride(0)),
         warps=warps,

@@ -101,6 +101,7 @@ def register_builtins(registry: Registry) -> None:
                     "selective_scan": state_space.supports_scan_of_heads,
                     "selective_state_update": state_space.supports_selective_state_update,
                 },
+                properties={"chunk": state_space.CHUNK},
                 opaque=True,
                 device_types=devices,
             ),

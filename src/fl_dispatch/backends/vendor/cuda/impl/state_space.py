@@ -73,7 +73,8 @@ def selective_state_update(
     state_indices: Tensor,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.state_space.selective_state_update`."""
-    out, slots = x.new_empty(x.shape), state_indices[:, None]
+    # The steps of one element could be any, and the kernel would be compiled for them.
+    out, slots = x.new_empty(x.shape), state_indices.contiguous().as_strided((len(x), 1), (1, 1))
     _, heads, head_dim = x.shape
     if head_dim == 1 and b.shape[1] == 1:  # channels side by side, as the rows of one head
         x, into, states = x.transpose(1, 2), out.transpose(1, 2), states.transpose(1, 2)
