@@ -1,4 +1,4 @@
-"""PyTorch forms of the kernels that prepare the inputs of a step, and take its tokens over.
+"""Forms of the kernels that prepare the inputs of a step, and take its tokens over.
 
 A row of ``idx_mapping`` is the number of a request's state; a negative one belongs to no request.
 """

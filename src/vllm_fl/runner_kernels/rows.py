@@ -50,12 +50,12 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def host(tensor: Tensor) -> NDArray[Any]:
-    """A tensor of main memory as an array of the same memory: an operator on a few numbers takes a third of the time."""
+    """A tensor of main memory as an array of the same memory; operators on a few numbers take less time there."""
     return tensor.numpy()
 
 
 def ragged(lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Of requests with so many tokens each: every token's request, and its place among those of its request."""
+    """The request of every token, and its place among those of its request, where requests have so many tokens each."""
     request = numpy.repeat(numpy.arange(len(lengths)), lengths)
     return request, numpy.arange(len(request)) - (lengths.cumsum() - lengths)[request]
 

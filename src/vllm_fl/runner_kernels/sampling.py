@@ -105,10 +105,10 @@ def best_of_rows(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) ->
     """
     if values.numel() <= FEW:
         rows = host(values)
-        best = rows.argmax(-1)[:, None]
-        largest = numpy.take_along_axis(rows, best, -1)
+        best = rows.argmax(-1)
+        largest = rows[numpy.arange(len(rows)), best]
         if not numpy.isnan(largest).any():
-            host(argmax)[:], host(maximum)[:] = best, largest
+            host(argmax)[:], host(maximum)[:] = best[:, None], largest[:, None]
             return
     best_of_blocks(values, argmax, maximum, block)
 

@@ -1,4 +1,4 @@
-"""PyTorch forms of the kernels that keep vLLM's block tables.
+"""Forms of the kernels that keep vLLM's block tables.
 
 A kernel gets tables by their addresses; a form gets the tensors themselves, which are remembered where vLLM writes the
 addresses down (:func:`remember`).
@@ -114,7 +114,7 @@ def compute_slot_mappings(
     """
     if CP_SIZE != 1:
         raise NotImplementedError("vllm_fl has no slots for context parallelism")
-    request, _ = ragged(lengths_of(query_start_loc, len(idx_mapping)))
+    request = ragged(lengths_of(query_start_loc, len(idx_mapping)))[0]
     state, position = host(idx_mapping)[request], host(positions)[: len(request)]
     nobodys = state < 0
     for group, table in enumerate(getattr(addresses, TENSORS)):
