@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,7 +89,7 @@ def combine_sampled_and_draft_tokens(
     drafted, tokens = offset - NUM_NEW_SAMPLED_TOKENS, host(flat(last_sampled_tokens))[state][request]
     if draft_tokens.shape[1]:
         draft = host(draft_tokens)[state[request], drafted.clip(0, draft_tokens.shape[1] - 1)]
-        tokens = numpy.where(drafted >= 0, draft, tokens)
+        tokens = np.where(drafted >= 0, draft, tokens)
     generates, from_first = length > prompt, length - logits >= prompt
     written = generates[request] & ((drafted >= 0) | from_first[request])
     host(input_ids)[place[written]] = tokens[written]
@@ -150,7 +150,7 @@ def post_update(
     row, written, total = state[request], tokens[request, offset], host(total_len)
     host(all_token_ids)[row, total[row] + offset] = written
     if output_bin_counts is not None:
-        numpy.add.at(host(output_bin_counts), (row, written), 1)
+        np.add.at(host(output_bin_counts), (row, written), 1)
     last = offset + 1 == count[request]
     host(flat(last_sampled_tokens))[row[last]] = written[last]
     total[state] += count

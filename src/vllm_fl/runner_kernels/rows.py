@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -56,8 +56,8 @@ def host(tensor: Tensor) -> NDArray[Any]:
 
 def ragged(lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """The request of every token, and its place among those of its request, where requests have so many tokens each."""
-    request = numpy.repeat(numpy.arange(len(lengths)), lengths)
-    return request, numpy.arange(len(request)) - (lengths.cumsum() - lengths)[request]
+    request = np.repeat(np.arange(len(lengths)), lengths)
+    return request, np.arange(len(request)) - (lengths.cumsum() - lengths)[request]
 
 
 def lengths_of(starts: Tensor, requests: int) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import importlib
 from functools import cache
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,8 +106,8 @@ def best_of_rows(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) ->
     if values.numel() <= FEW:
         rows = host(values)
         best = rows.argmax(-1)
-        largest = rows[numpy.arange(len(rows)), best]
-        if not numpy.isnan(largest).any():
+        largest = rows[np.arange(len(rows)), best]
+        if not np.isnan(largest).any():
             host(argmax)[:], host(maximum)[:] = best[:, None], largest[:, None]
             return
     best_of_blocks(values, argmax, maximum, block)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +76,7 @@ def gather_block_tables(
     request, counts = host(idx_mapping)[:num_reqs], host(num_blocks)
     pairs = zip(getattr(source_addresses, TENSORS), getattr(target_addresses, TENSORS), strict=True)
     for group, (source, target) in enumerate(pairs):
-        column, blocks = numpy.arange(source.shape[1]), host(source)[request]
+        column, blocks = np.arange(source.shape[1]), host(source)[request]
         if MASK_SLIDING_WINDOW:
             assert num_computed_tokens is not None
             assert sliding_window_reach is not None
@@ -85,7 +85,7 @@ def gather_block_tables(
             if reach > 0:
                 blocks[column < (unread.clip(0) // int(block_sizes[group]))[:, None]] = 0
         filled = column < counts[group, request][:, None]
-        numpy.copyto(host(target)[:num_reqs], blocks, where=filled)
+        np.copyto(host(target)[:num_reqs], blocks, where=filled)
         host(target)[num_reqs:] = 0
 
 
@@ -120,8 +120,8 @@ def compute_slot_mappings(
     for group, table in enumerate(getattr(addresses, TENSORS)):
         slots = host(slot_mappings)[group, :max_num_tokens]
         slots[len(request) :] = PAD_ID
-        block, place = numpy.divmod(position, size := int(block_sizes[group]))
+        block, place = np.divmod(position, size := int(block_sizes[group]))
         if bool(enabled[group]):
-            block = numpy.minimum(block, table.shape[1] - 1)  # of nobody's tokens, which are not read
-            slots[: len(request)] = host(table)[state, block] * numpy.int64(size) + place
+            block = np.minimum(block, table.shape[1] - 1)  # of nobody's tokens, which are not read
+            slots[: len(request)] = host(table)[state, block] * np.int64(size) + place
         slots[: len(request)][nobodys | (not bool(enabled[group]))] = PAD_ID
