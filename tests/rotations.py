@@ -27,6 +27,7 @@ ROTATIONS = {
             "tests/vllm/test_quantized.py",
             "tests/vllm/test_quantized_experts.py",
             "tests/vllm/test_quantized_cache.py",
+            "tests/vllm/test_joined.py",
             "tests/sglang/test_sglang_quantized.py",
             "tests/sglang/test_sglang_quantized_experts.py",
             "tests/sglang/test_sglang_quantized_cache.py",

@@ -114,11 +114,10 @@ def _join_plain(graph: Graph, node: Node, part: str) -> bool:
 
 def _join_in_place(graph: Graph, node: Node) -> bool:
     """The norm with a residual, whose view writes its results into ``x`` and ``residual``: it returns what they are."""
-    given = dict(node.kwargs)
+    given: dict[str, Any] = dict(node.kwargs)
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     y, total = results.get(1), results.get(2)  # the first result is the view's own, none
-    found = [] if y is None or len(results) != len(node.users) else _quantizations(y)
-    if given["scope"] or not found:
+    if y is None or given["scope"] or len(results) != len(node.users) or not (found := _quantizations(y)):
         return False
     _, dtype, group_size, scale, _ = found[0].args
     with graph.inserting_before(node):
