@@ -121,9 +121,9 @@ def register_ops() -> None:
 
 
 def _prepare_host() -> None:
-    device = detect_device()
-    if "v2" not in device.model_runners or why_unserved():
-        model_runner.do_without_triton(v2=model_runner.serves_v2(device))
+    runners = detect_device().model_runners
+    if "v2" not in runners or why_unserved():
+        model_runner.do_without_triton(v2="v2" in runners)
 
 
 def activate() -> None:

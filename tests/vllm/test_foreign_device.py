@@ -14,7 +14,7 @@ from vllm.utils import system_utils
 
 from fl_dispatch import devices
 from vllm_fl import compile, config, startup
-from vllm_fl.compat import model_runner, streams
+from vllm_fl.compat import streams
 
 
 class Stream: ...
@@ -143,13 +143,6 @@ def test_the_worker_and_how_processes_start_follow_from_the_spec(
         config.adapt(given, spec)
         assert given.parallel_config.worker_cls == worker
         assert os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == method
-
-
-def test_without_triton_v2_runs_on_main_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = replace(NIMBUS, model_runners=("v1", "v2"))
-    for why, on_nimbus in (("no driver", False), ("", True)):
-        monkeypatch.setattr(model_runner, "why_unserved", lambda why=why: why)
-        assert (model_runner.serves_v2(both), model_runner.serves_v2(devices.CPU)) == (on_nimbus, True)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def takes_forms() -> bool:
 
 
 def serves_v2(device: DeviceSpec) -> bool:
-    """Whether the V2 runner's kernels run on the device: by Triton, or on main memory as forms that this vLLM takes."""
-    return "v2" in device.model_runners and (not why_unserved() or (not device.accelerator and takes_forms()))
+    """Whether the V2 runner's kernels run on the device: by Triton, or as forms that this vLLM takes."""
+    return "v2" in device.model_runners and (not why_unserved() or takes_forms())
 
 
 class Choice(NamedTuple):
@@ -101,9 +101,8 @@ def choice(config: VllmConfig) -> Choice:
         return Choice("V2", f"vLLM prefers it and it has all that is asked for{forms}")
     if "v2" not in (device := detect_device()).model_runners:
         return Choice("V1", f"V2 does not run on {device.name} yet")
-    if not serves_v2(device):
-        why_none = "they have no forms for a device" if device.accelerator else "this version takes no other kernels"
-        lacking = f"Triton for its kernels, and {why_none}"
+    if why_unserved() and not takes_forms():
+        lacking = "Triton, and this version takes no other kernels"
     else:
         lacking = ", ".join(config._get_v2_model_runner_unsupported_features()) or "vLLM's preference in this version"
     return Choice("V1", f"V2 lacks {lacking}")

@@ -1,4 +1,4 @@
-"""Forms of the kernels that prepare the inputs of a step, and take its tokens over.
+"""PyTorch forms of the kernels that prepare the inputs of a step, and take its tokens over.
 
 A row of ``idx_mapping`` is the number of a request's state; a negative one belongs to no request.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .rows import flat, host, lengths_of, ragged, rows_of, take
+from .rows import flat, rows_of, take
 
 
 def prepare_prefill_inputs(
@@ -56,12 +55,13 @@ def prepare_pos_seq_lens(
 ) -> None:
     """Write each token's position and each request's length; lengths behind the batch become 0."""
     requests = len(idx_mapping)
-    new, computed = lengths_of(query_start_loc, requests), host(num_computed_tokens)[host(idx_mapping)]
-    lengths = host(seq_lens)
-    lengths[:requests] = computed + new
-    lengths[requests:max_num_reqs] = 0
-    request, offset = ragged(new)
-    host(positions)[: len(request)] = computed[request] + offset
+    computed = take(num_computed_tokens, idx_mapping.to(torch.int64))
+    new = query_start_loc[1 : requests + 1] - query_start_loc[:requests]
+    seq_lens[:requests] = (computed + new).to(seq_lens.dtype)
+    seq_lens[requests:max_num_reqs] = 0
+    rows = rows_of(query_start_loc, requests, len(positions))
+    found = (take(computed, rows.request) + rows.offset).to(positions.dtype)
+    positions.copy_(torch.where(rows.inside, found, positions))
 
 
 def combine_sampled_and_draft_tokens(
@@ -80,19 +80,23 @@ def combine_sampled_and_draft_tokens(
     **_: Any,
 ) -> None:
     """Write the indices of the logits, and the tokens that were sampled or drafted last to ``input_ids``."""
-    requests, state = len(idx_mapping), host(idx_mapping)
-    logits = lengths_of(cu_num_logits, requests)
-    request, offset = ragged(logits)
-    place = (host(query_start_loc)[1 : requests + 1] - logits)[request] + offset
-    host(logits_indices)[: len(place)] = place
-    length, prompt = host(seq_lens)[:requests], host(prefill_len)[state]
-    drafted, tokens = offset - NUM_NEW_SAMPLED_TOKENS, host(flat(last_sampled_tokens))[state][request]
+    requests = len(idx_mapping)
+    rows = rows_of(cu_num_logits, requests, len(logits_indices))
+    logits = (cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]).to(torch.int64)
+    start = query_start_loc[1 : requests + 1].to(torch.int64) - logits
+    logits_indices.copy_((take(start, rows.request) + rows.offset).to(logits_indices.dtype))
+    state = idx_mapping.to(torch.int64)
+    length, prompt = seq_lens[:requests].to(torch.int64), take(prefill_len, state).to(torch.int64)
+    drafted = rows.offset - NUM_NEW_SAMPLED_TOKENS
+    of_request = take(state, rows.request)
+    tokens = take(flat(last_sampled_tokens), of_request).to(torch.int64)
     if draft_tokens.shape[1]:
-        draft = host(draft_tokens)[state[request], drafted.clip(0, draft_tokens.shape[1] - 1)]
-        tokens = np.where(drafted >= 0, draft, tokens)
-    generates, from_first = length > prompt, length - logits >= prompt
-    written = generates[request] & ((drafted >= 0) | from_first[request])
-    host(input_ids)[place[written]] = tokens[written]
+        draft = draft_tokens[of_request, drafted.clamp(0, draft_tokens.shape[1] - 1)].to(torch.int64)
+        tokens = torch.where(drafted >= 0, draft, tokens)
+    started = take(torch.stack((length > prompt, length - logits >= prompt)).T, rows.request)
+    written = rows.inside & started[:, 0] & ((drafted >= 0) | started[:, 1])
+    place = logits_indices.to(torch.int64).masked_select(written)
+    input_ids.index_copy_(0, place, tokens.to(input_ids.dtype).masked_select(written))
 
 
 def get_num_sampled_and_rejected(
@@ -106,11 +110,10 @@ def get_num_sampled_and_rejected(
 ) -> None:
     """Set ``num_sampled`` to 0 where a prompt is not read to its end, and count the logits that gave no token."""
     requests = len(idx_mapping)
-    reading = host(seq_lens)[:requests] < host(prefill_len)[host(idx_mapping)]
-    sampled, rejected = host(num_sampled)[:requests], host(num_rejected)[:requests]
-    sampled[reading] = 0
-    rejected[:] = lengths_of(cu_num_logits, requests) - sampled
-    rejected[reading] = 0
+    reading = seq_lens[:requests] < take(prefill_len, idx_mapping.to(torch.int64))
+    logits = cu_num_logits[1 : requests + 1] - cu_num_logits[:requests]
+    num_sampled[:requests] = num_sampled[:requests].masked_fill(reading, 0)
+    num_rejected[:requests] = (logits - num_sampled[:requests]).masked_fill(reading, 0).to(num_rejected.dtype)
 
 
 def post_update(
@@ -134,27 +137,32 @@ def post_update(
 ) -> None:
     """Take a step's tokens over into the requests' states."""
     requests = len(idx_mapping)
-    state, count, tokens = host(idx_mapping), host(num_sampled)[:requests], host(sampled_tokens)[:requests]
-    computed = -host(num_rejected)[:requests]
+    state, count = idx_mapping.to(torch.int64), num_sampled[:requests].to(torch.int64)
+    tokens, computed = sampled_tokens[:requests].to(torch.int64), -num_rejected[:requests].to(torch.int64)
     if query_start_loc is not None:
-        computed = computed + lengths_of(query_start_loc, requests)
-    drafts = None if draft_tokens is None else host(draft_tokens)[:requests]
-    mine = state >= 0
-    if not mine.all():
+        computed = computed + (query_start_loc[1 : requests + 1] - query_start_loc[:requests])
+    if bool((state < 0).any()):
+        mine = state >= 0
         state, count, tokens, computed = state[mine], count[mine], tokens[mine], computed[mine]
-        drafts = None if drafts is None else drafts[mine]
-    if drafts is not None:
+        draft_tokens = None if draft_tokens is None else draft_tokens[:requests][mine]
+    if draft_tokens is not None:
         assert draft_tokens_out is not None
-        host(draft_tokens_out)[state] = drafts
-    request, offset = ragged(count)
-    row, written, total = state[request], tokens[request, offset], host(total_len)
-    host(all_token_ids)[row, total[row] + offset] = written
+        draft_tokens_out[state] = draft_tokens[:requests].to(draft_tokens_out.dtype)
+    total = take(total_len, state).to(torch.int64)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    new = place < count[:, None]
+    cell = (state * all_token_ids.stride(0) + total)[:, None] + place
+    written = tokens.masked_select(new)
+    flat(all_token_ids).index_copy_(0, cell.masked_select(new), written.to(all_token_ids.dtype))
     if output_bin_counts is not None:
-        np.add.at(host(output_bin_counts), (row, written), 1)
-    last = offset + 1 == count[request]
-    host(flat(last_sampled_tokens))[row[last]] = written[last]
-    total[state] += count
-    host(num_computed_tokens)[state] += computed
+        row = state[:, None].expand_as(tokens).masked_select(new)
+        ones = torch.ones_like(written, dtype=output_bin_counts.dtype)
+        output_bin_counts.index_put_((row, written), ones, accumulate=True)
+    last = tokens.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0].to(last_sampled_tokens.dtype)
+    kept = take(flat(last_sampled_tokens), state)
+    flat(last_sampled_tokens).index_copy_(0, state, torch.where(count > 0, last, kept))
+    total_len.index_copy_(0, state, (total + count).to(total_len.dtype))
+    num_computed_tokens.index_add_(0, state, computed.to(num_computed_tokens.dtype))
 
 
 def post_update_num_computed_tokens(

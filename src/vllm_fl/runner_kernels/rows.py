@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -47,20 +45,3 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """A contiguous tensor as one dimension; writes to it are writes to the tensor."""
     return tensor.view(-1)
-
-
-def host(tensor: Tensor) -> NDArray[Any]:
-    """A tensor of main memory as an array of the same memory; operators on a few numbers take less time there."""
-    return tensor.numpy()
-
-
-def ragged(lengths: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The request of every token, and its place among those of its request, where requests have so many tokens each."""
-    request = np.repeat(np.arange(len(lengths)), lengths)
-    return request, np.arange(len(request)) - (lengths.cumsum() - lengths)[request]
-
-
-def lengths_of(starts: Tensor, requests: int) -> NDArray[Any]:
-    """The length of each of the first requests, from the first token of each and the end, in main memory."""
-    found = host(starts)
-    return found[1 : requests + 1] - found[:requests]

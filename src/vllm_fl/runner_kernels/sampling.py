@@ -11,19 +11,16 @@ import importlib
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .rows import host, take
+from .rows import take
 
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 WORD = 0xFFFFFFFF
 DRAFT_SALT = 1 << 30
 """Added to a draft's position, so that a draft and its verification draw different noise."""
 SECOND_DOMAIN = 0x9E3779B9
-FEW = 1 << 20
-"""Logits that NumPy searches on one thread sooner than PyTorch has threads to work."""
 LEAST = 5.960464477539063e-08
 """The least argument of a logarithm: half of float32's epsilon."""
 
@@ -59,10 +56,6 @@ def gumbel_sample(
         logits_cache: ``[states, columns, vocabulary]``; for drafts. ``logits_cache_source``, the logits before
             temperature, is written to the column ``logits_cache_col``, one for all rows or one each.
     """
-    if logits_cache is None and not host(temperatures)[host(idx_mapping)].any():  # greedy, as negative rows are
-        values = logits[:, :size].to(torch.float64 if USE_FP64 else torch.float32)
-        best_of_rows(values, local_argmax, local_max, BLOCK_SIZE)
-        return
     state = idx_mapping.to(torch.int64)
     real, state = state >= 0, state.clamp(min=0)
     seed = torch.where(real, take(seeds, state), 0)
@@ -79,7 +72,7 @@ def gumbel_sample(
         values = (logits[:, :size].float() / torch.where(heat == 0, 1.0, heat)[:, None]).to(values.dtype)
     place = positions[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
     values = noised(values, heat, seed, place)
-    best_of_rows(values, local_argmax, local_max, BLOCK_SIZE)
+    best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
 
 
 @cache
@@ -95,22 +88,6 @@ def noised(values: Tensor, heat: Tensor, seeds: Tensor, positions: Tensor) -> Te
         return values
     noise = gumbel_noise(seeds[drawn].to(torch.int64), positions[drawn], values.shape[1], values.dtype == torch.float64)
     return values.index_add(0, drawn, noise)
-
-
-def best_of_rows(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:
-    """Write each row's best column to all of ``argmax``, and its value, or those of the blocks, to ``maximum``.
-
-    Both are ``[rows, blocks]``. vLLM reads the column of the block with the largest value, and here all have the same.
-    A few rows are searched by NumPy, in one pass; it takes NaN for the largest, which the kernel does not.
-    """
-    if values.numel() <= FEW:
-        rows = host(values)
-        best = rows.argmax(-1)
-        largest = rows[np.arange(len(rows)), best]
-        if not np.isnan(largest).any():
-            host(argmax)[:], host(maximum)[:] = best[:, None], largest[:, None]
-            return
-    best_of_blocks(values, argmax, maximum, block)
 
 
 def best_of_blocks(values: Tensor, argmax: Tensor, maximum: Tensor, block: int) -> None:

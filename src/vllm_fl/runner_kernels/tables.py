@@ -1,4 +1,4 @@
-"""Forms of the kernels that keep vLLM's block tables.
+"""PyTorch forms of the kernels that keep vLLM's block tables.
 
 A kernel gets tables by their addresses; a form gets the tensors themselves, which are remembered where vLLM writes the
 addresses down (:func:`remember`).
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from .rows import flat, host, lengths_of, ragged
+from .rows import flat, rows_of, take
 
 TENSORS = "fl_tensors"
 """Attribute of a tensor of addresses: the tensors that have them."""
@@ -73,20 +72,21 @@ def gather_block_tables(
     **_: Any,
 ) -> None:
     """Copy the rows of a batch's requests into the tables of the forward pass, and clear the rows behind them."""
-    request, counts = host(idx_mapping)[:num_reqs], host(num_blocks)
+    request = idx_mapping[:num_reqs].to(torch.int64)
     pairs = zip(getattr(source_addresses, TENSORS), getattr(target_addresses, TENSORS), strict=True)
     for group, (source, target) in enumerate(pairs):
-        column, blocks = np.arange(source.shape[1]), host(source)[request]
+        column = torch.arange(source.shape[1], device=source.device)
+        blocks = take(source, request)
         if MASK_SLIDING_WINDOW:
             assert num_computed_tokens is not None
             assert sliding_window_reach is not None
             assert block_sizes is not None
-            unread = host(num_computed_tokens)[request] - (reach := int(sliding_window_reach[group]))
-            if reach > 0:
-                blocks[column < (unread.clip(0) // int(block_sizes[group]))[:, None]] = 0
-        filled = column < counts[group, request][:, None]
-        np.copyto(host(target)[:num_reqs], blocks, where=filled)
-        host(target)[num_reqs:] = 0
+            reach = sliding_window_reach[group]
+            unread = (num_computed_tokens[request] - reach).clamp(min=0) // block_sizes[group]
+            blocks = blocks.masked_fill(column < torch.where(reach > 0, unread, 0)[:, None], 0)
+        filled = column < take(num_blocks[group], request)[:, None]
+        target[:num_reqs] = torch.where(filled, blocks, target[:num_reqs])
+        target[num_reqs:] = 0
 
 
 def compute_slot_mappings(
@@ -114,14 +114,13 @@ def compute_slot_mappings(
     """
     if CP_SIZE != 1:
         raise NotImplementedError("vllm_fl has no slots for context parallelism")
-    request = ragged(lengths_of(query_start_loc, len(idx_mapping)))[0]
-    state, position = host(idx_mapping)[request], host(positions)[: len(request)]
-    nobodys = state < 0
+    tokens = min(len(positions), max_num_tokens)
+    rows = rows_of(query_start_loc, len(idx_mapping), tokens)
+    state = take(idx_mapping, rows.request).to(torch.int64)
+    real, state = rows.inside & (state >= 0), state.clamp(min=0)
     for group, table in enumerate(getattr(addresses, TENSORS)):
-        slots = host(slot_mappings)[group, :max_num_tokens]
-        slots[len(request) :] = PAD_ID
-        block, place = np.divmod(position, size := int(block_sizes[group]))
-        if bool(enabled[group]):
-            block = np.minimum(block, table.shape[1] - 1)  # of nobody's tokens, which are not read
-            slots[: len(request)] = host(table)[state, block] * np.int64(size) + place
-        slots[: len(request)][nobodys | (not bool(enabled[group]))] = PAD_ID
+        size, position = block_sizes[group].to(torch.int64), positions[:tokens].to(torch.int64)
+        block = torch.where(enabled[group], position // size, 0).clamp(0, table.shape[1] - 1)
+        slot = take(flat(table), state * table.stride(0) + block).to(torch.int64) * size + position % size
+        slot_mappings[group, :tokens] = torch.where(real & enabled[group], slot, PAD_ID)
+        slot_mappings[group, tokens:max_num_tokens] = PAD_ID
