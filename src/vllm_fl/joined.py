@@ -55,10 +55,9 @@ def without_hosts_passes(config: PassConfig) -> Iterator[None]:
 
 def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Have graphs hold the calls that the pass may join, before dispatch is frozen."""
-    joins = list(_to_join(model, vllm_config))
-    get_default_manager().keep_whole(joins)
+    joins = get_default_manager().keep_whole(_to_join(model, vllm_config)) & set(JOINED)
     if joins:
-        logger.info("%s: joined with the quantization of their results, in compiled graphs", ", ".join(joins))
+        logger.info("%s: joined with the quantization of their results, in compiled graphs", ", ".join(sorted(joins)))
 
 
 def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:

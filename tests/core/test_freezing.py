@@ -349,6 +349,18 @@ def test_a_frozen_conditional_choice_stays_conditional() -> None:
 
 
 @pytest.mark.usefixtures("registered")
+def test_operators_that_a_host_joins_are_of_the_manifests_hash_and_stay_while_frozen() -> None:
+    apart = freeze_dispatch()
+    assert get_default_manager().keep_whole([OP]) == set()
+    thaw_dispatch()
+    assert get_default_manager().keep_whole([OP]) == {OP}
+    joined = freeze_dispatch()
+    assert joined.hash != apart.hash
+    assert joined.differences(apart) == [f"{OP}: called whole here, nothing there"]
+    assert Manifest.from_data(joined.as_data()) == joined
+
+
+@pytest.mark.usefixtures("registered")
 def test_the_manifest_names_what_runs_why_and_layers_that_differ() -> None:
     set_global_policy(SelectionPolicy(per_op_order=((f"{OP}@model.layers.1.*", ("vendor",)),)))
     for layer in range(3):

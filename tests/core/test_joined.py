@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from fl_dispatch import NotSupported
 
 pytest.importorskip("triton")
+joined = pytest.importorskip("fl_dispatch.backends.triton.impl.joined")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 INTERPRETED = """
@@ -110,3 +114,10 @@ def test_for_hopper_rows_lie_in_registers_as_the_norms_own_kernel_has_them(tmp_p
     assert layouts == [own, own]
     assert shared <= 128
     assert found[GATE][1] <= 128
+
+
+def test_a_row_that_no_program_holds_is_declined_before_the_sum_is_written() -> None:
+    x, residual = torch.ones(1, 33000), torch.ones(1, 33000)
+    with pytest.raises(NotSupported, match="33000 elements with one scale"):
+        joined.rms_norm_quantize(x, "int8", residual)
+    assert residual.eq(1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from fl_dispatch import (
 )
 from fl_dispatch.backends.reference.impl import attention, normalization
 from fl_dispatch.devices import detect_device
+from fl_dispatch.locking import writers
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import reset_settings
 from fl_dispatch.shadow.findings import Finding
@@ -86,6 +88,19 @@ def test_off_nothing_stands_in_the_table() -> None:
     manager = manager_of(impl("vendor.mine", silu_and_mul, op="silu_and_mul"))
     proven(manager, SMALL)
     assert manager.tables.root.entries["silu_and_mul"] is silu_and_mul
+
+
+def test_a_drawn_call_does_not_wait_for_who_changes_something() -> None:
+    sampling, done = Sampling(Wish(1.0, None, "reference", False, 1.0)), threading.Event()
+
+    def draw() -> None:
+        sampling.affordable()
+        sampling.charge(0.0)
+        done.set()
+
+    with writers:
+        threading.Thread(target=draw, daemon=True).start()
+        assert done.wait(10)
 
 
 @pytest.mark.parametrize("setting", ["VLLM_FL_SHADOW_SHARE", "VLLM_FL_SHADOW_BUDGET"])

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from types import MappingProxyType
@@ -32,6 +32,7 @@ class Manifest:
         versions: package → version: torch, this one, and those that the implementations come from.
         aten: operator of PyTorch → the function that replaces it, see :mod:`fl_dispatch.replaced`.
         untraceable: ``operator: implementation`` → why Dynamo cannot trace it, so that compiled code calls its view.
+        whole: operators that compiled code calls by their views, because a host joins their calls.
         hash: of all of these but the reasons; equal in processes that run the same.
     """
 
@@ -40,6 +41,7 @@ class Manifest:
     versions: Mapping[str, str]
     aten: Mapping[str, str] = field(default_factory=dict)
     untraceable: Mapping[str, str] = field(default_factory=dict)
+    whole: Sequence[str] = ()
     hash: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,8 +51,10 @@ class Manifest:
             "aten": dict(self.aten),
         }
         parts["untraceable"] = sorted(self.untraceable)
+        parts["whole"] = list(self.whole)
         text = json.dumps(parts, sort_keys=True)
         object.__setattr__(self, "choices", json.loads(text)["choices"])  # so that it equals one from another process
+        object.__setattr__(self, "whole", tuple(self.whole))
         object.__setattr__(self, "hash", hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,6 +69,7 @@ class Manifest:
             "versions": dict(self.versions),
             "aten": dict(self.aten),
             "untraceable": dict(self.untraceable),
+            "whole": list(self.whole),
         }
 
     @classmethod
@@ -74,7 +79,7 @@ class Manifest:
         Raises:
             ValueError: the hash is not that of the choices and versions.
         """
-        manifest = cls(*(plain[name] for name in ("choices", "reasons", "versions", "aten", "untraceable")))
+        manifest = cls(*(plain[name] for name in ("choices", "reasons", "versions", "aten", "untraceable", "whole")))
         if plain["hash"] != manifest.hash:
             raise ValueError(
                 f"a manifest with the hash {plain['hash']} was changed: its contents hash to {manifest.hash}"
@@ -89,6 +94,7 @@ class Manifest:
             (self.versions, other.versions),
             (self.aten, other.aten),
             (_as_words(self.untraceable), _as_words(other.untraceable)),
+            (dict.fromkeys(self.whole, "called whole"), dict.fromkeys(other.whole, "called whole")),
         ):
             for key in sorted({*mine, *theirs}):
                 one, two = mine.get(key), theirs.get(key)
@@ -98,7 +104,10 @@ class Manifest:
 
 
 def manifest_of(
-    decided: Mapping[Place, Decision], choices: Mapping[Place, Choices], untraceable: Mapping[OpImpl, str]
+    decided: Mapping[Place, Decision],
+    choices: Mapping[Place, Choices],
+    untraceable: Mapping[OpImpl, str],
+    whole: Iterable[str] = (),
 ) -> Manifest:
     """The manifest of what was decided for each operator and layer, and the choices that it came to."""
     named: dict[str, list[dict[str, Any]]] = {}
@@ -113,7 +122,10 @@ def manifest_of(
     impls = {impl for made in choices.values() for choice in made for impl in choice.runs}
     versions = MappingProxyType(_versions(impls))
     opaque = {f"{impl.op_name}: {impl.impl_id}": why for impl, why in untraceable.items() if impl in impls}
-    return Manifest(MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators(), opaque)
+    named_whole = tuple(sorted(whole))
+    return Manifest(
+        MappingProxyType(named), MappingProxyType(reasons), versions, replaced_operators(), opaque, named_whole
+    )
 
 
 def _as_words(untraceable: Mapping[str, str]) -> dict[str, str]:

@@ -243,15 +243,19 @@ class OpManager:
                 self.tables.unsettle()
                 raise
 
-    def keep_whole(self, op_names: Iterable[str]) -> None:
+    def keep_whole(self, op_names: Iterable[str]) -> frozenset[str]:
         """Have compiled code call these operators by their views, and no others that it can look into.
 
-        A host that joins calls in its graphs finds them there. It says so before dispatch is frozen.
+        A host that joins calls in its graphs finds them there.
+
+        Returns:
+            What is kept whole now. While dispatch is frozen that is what it was, because graphs were made with it.
         """
         with writers:
-            if (whole := frozenset(op_names)) != self.state.whole:
+            if not self.frozen and (whole := frozenset(op_names)) != self.state.whole:
                 self.state.whole = whole
                 self._republish_if_settled(None)
+            return self.state.whole
 
     def unmatched_scopes(self) -> dict[str, list[str]]:
         """The layer patterns of the policy that fit no layer that was bound, each with the operator's layers."""

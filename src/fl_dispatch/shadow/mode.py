@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..errors import WrongResultError, text_of
 from ..knowledge.error_kinds import is_capturing
+from ..locking import writers
 from ..logger_manager import get_logger
 from ..ops import OPERATORS, Access, Operator
 from ..run.arguments import Call
@@ -56,8 +57,9 @@ class Shadow:
 
     @sampling.setter
     def sampling(self, sampling: Sampling | None) -> None:
-        self._sampling = sampling
-        self._state.wrapper = None if sampling is None else partial(_watched, self._state, sampling, self.findings)
+        wrapper = None if sampling is None else partial(_watched, self._state, sampling, self.findings)
+        with writers:
+            self._sampling, self._state.wrapper = sampling, wrapper
 
 
 def _watched(

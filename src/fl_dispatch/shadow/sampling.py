@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..locking import writers
+from ..locking import ForkableLock
 from ..settings import Settings
 from ..types import OpImpl, match_token
 
+_account = ForkableLock()  # of the costs alone: a drawn call waits for nobody who changes something
 SAVED_SECONDS = 10.0
 """A budget that nobody used is saved for so long, so that an idle server does not compare all calls of a burst."""
 
@@ -90,7 +91,7 @@ class Sampling:
         """Whether a drawn call may be compared now: not inside another one, and not over the budget."""
         if getattr(self._busy, "now", False):
             return False
-        with writers:
+        with _account:
             now = self.clock()
             most = SAVED_SECONDS * self.wish.budget
             self._credit = min(most, self._credit + (now - self._credited) * self.wish.budget)
@@ -112,7 +113,7 @@ class Sampling:
 
     def charge(self, seconds: float) -> None:
         """Comparing has cost so much more."""
-        with writers:
+        with _account:
             self.seconds += seconds
             self._credit -= seconds
 

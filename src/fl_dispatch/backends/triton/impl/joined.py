@@ -177,6 +177,7 @@ def rms_norm_quantize(
         raise NotSupported("float64")
     hidden = x.shape[-1]
     if not _holds(hidden, group_size, scale):
+        quantize.refuse_long(hidden, group_size)  # before the norm writes its sum
         normalized = normalization.rms_norm(x.clone() if residual is not None else x, residual, weight, epsilon)
         if isinstance(normalized, Tensor):
             return quantize.quantize(normalized, dtype, group_size, scale)

@@ -84,14 +84,20 @@ def supports(x: Tensor, dtype: str, *others: object) -> bool | str:
     return compiles(getattr(torch, dtype), x.device) if dtype in LARGEST else f"quantization to {dtype}"
 
 
+def refuse_long(inner: int, group_size: int) -> int:
+    """The elements of a row that have a scale in common, or :class:`NotSupported` if a program does not hold them."""
+    group = group_size if group_size > 0 else inner
+    if group > WIDEST:
+        raise NotSupported(f"{group} elements with one scale; a program holds at most {WIDEST}")
+    return group
+
+
 def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.quantization.quantize`."""
     if x.dtype is torch.float64:
         raise NotSupported("float64")
     inner = x.shape[-1]
-    count, group = groups(inner, group_size), group_size if group_size > 0 else inner
-    if group > WIDEST:
-        raise NotSupported(f"{group} elements with one scale; a program holds at most {WIDEST}")
+    count, group = groups(inner, group_size), refuse_long(inner, group_size)
     if x.numel() and group_size == TENSOR and scale is None:
         scale = (x.abs().amax().float() / LARGEST[dtype]).clamp(min=LEAST_SCALE)
     out, scales = quantized_rows(x.reshape(x.shape[:-1].numel(), inner), dtype, group, scale)
