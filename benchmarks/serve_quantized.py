@@ -78,7 +78,9 @@ def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace
         known = cells_of(shape, unquantized)
         cells = {name: known[name] for name in given.cells or known}
         made = dataclasses.replace(shape, config={**shape.config, "quantization_config": quantization})
-        found = measure(made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1)
+        found = measure(
+            made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1
+        )
     found["compared"] = compare(found["rates"])
     found["cells"] = {name: dict(known[name].variables) for name in found["started"]}
     return found
