@@ -2,7 +2,7 @@
 
 The products are those of Llama-3.1-8B. A candidate takes the place of a constant of the kernel's module for the calls
 that it is timed with. Times are the device's, in graphs, over copies of the weight that do not fit the cache together.
-The fastest goes into the tables by hand: NARROW, WIDE, TILES and the constants of one row.
+The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, TILES and the constants of one row.
 
     python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--json FILE]
 
@@ -85,8 +85,9 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
             (64, 256, 4, 4),
             (64, 512, 4, 3),
             (128, 128, 4, 6),
+            (128, 256, 8, 2),
         ):
-            yield {"NARROW": some, "WIDE": some}
+            yield {"NARROW": some, "MIDDLE": some, "WIDE": some}
     else:
         for tile in (
             (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3),

@@ -28,7 +28,7 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     SglangAttentionBackend,
     StateSpaceBackend,
 )
-from fl_dispatch.backends.vendor.cuda.impl import attention
+from fl_dispatch.backends.vendor.cuda.impl import attention, experts
 from fl_dispatch.devices import nvml
 
 BACKENDS = {
@@ -163,6 +163,36 @@ def test_flash_attention_gets_each_value_by_its_name(
     assert rest == {"is_rotary_interleaved": True} | ({"cp_world_size": 1} if sinks == "s_aux" else {})
     if sinks == "sinks":
         assert library.SGLANG_ATTENTION.arguments == tuple(got)
+
+
+ROUTED = "Tensor! topk_weights, Tensor! topk_indices, Tensor! token_expert_indices, Tensor gating_output"
+"""As vLLM declares its routers, 0.26 without the padding and 0.32 and 0.33 with it."""
+PADDED = {"fl_test_routers": "", "fl_test_padded_routers": ", Tensor? is_padding"}
+
+
+@pytest.mark.parametrize("namespace", PADDED)
+def test_routers_are_called_as_each_version_declares_them(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = {}
+
+    def route(weights: torch.Tensor, ids: torch.Tensor, room: torch.Tensor, logits: torch.Tensor, *rest: Any) -> None:
+        weights.copy_(logits[:, :2])
+        ids.fill_(len(got))
+        got[len(got)] = rest
+
+    with torch.library._scoped_library(namespace, "DEF") as made:
+        for name, factor in (("topk_softmax", ""), ("topk_sigmoid", ", float routed_scaling_factor")):
+            made.define(f"{name}({ROUTED}, bool renormalize, Tensor? bias{factor}{PADDED[namespace]}) -> ()")
+            made.impl(name, route, "CPU")
+        monkeypatch.setattr(torch.ops, "_moe_C", getattr(torch.ops, namespace))
+        experts._router.cache_clear()
+        logits = torch.randn(3, 8)
+        for at, router in enumerate((experts.topk_softmax, experts.topk_sigmoid)):
+            weights, ids = router(logits, 2, True)
+            assert torch.equal(weights, logits[:, :2])
+            assert ids.tolist() == [[at, at]] * 3
+    experts._router.cache_clear()
+    padding = [None] if PADDED[namespace] else []
+    assert [list(rest) for rest in got.values()] == [[True, None, *padding], [True, None, 1.0, *padding]]
 
 
 def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,21 +45,31 @@ def test_rows_decide_the_form_of_a_product_of_two_quantized_sides(
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "units", "tile"),
+    ("rows", "columns", "blocks", "tile"),
     [
-        (4096, 4096, 132, scaled.TILES[0]),
-        (256, 6144, 132, scaled.TILES[1]),
-        (256, 4096, 132, scaled.TILES[2]),
-        (65, 64, 132, scaled.TILES[-1]),
-        (7, 28672, 132, (16, *scaled.WIDE)),
-        (33, 4096, 132, (64, *scaled.NARROW)),
+        (4096, 4096, 0, scaled.TILES[0]),
+        (256, 6144, 0, scaled.TILES[1]),
+        (256, 4096, 128, scaled.TILES[2]),
+        (65, 64, 0, scaled.TILES[-1]),
+        (7, 28672, 0, (16, *scaled.WIDE)),
+        (7, 28672, 128, (16, *scaled.MIDDLE)),
+        (64, 14336, 0, (64, *scaled.MIDDLE)),
+        (64, 6144, 0, (64, *scaled.MIDDLE)),
+        (33, 4096, 0, (64, *scaled.NARROW)),
     ],
 )
 def test_a_tile_leaves_no_processor_idle_where_that_can_be(
-    rows: int, columns: int, units: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, blocks: int, tile: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaled, "processors", lambda device: units)
-    assert scaled._tile(rows, columns, torch.device("meta")) == tile
+    monkeypatch.setattr(scaled, "processors", lambda device: 132)
+    monkeypatch.setattr(scaled, "shared_memory", lambda device: 227 << 10)
+    assert scaled._tile(rows, columns, torch.device("meta"), blocks) == tile
+
+
+def test_wide_tiles_are_for_chips_with_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled, "processors", lambda device: 108)
+    monkeypatch.setattr(scaled, "shared_memory", lambda device: 163 << 10)
+    assert scaled._tile(64, 28672, torch.device("meta")) == (64, *scaled.MIDDLE)
 
 
 @pytest.mark.parametrize(
@@ -187,31 +197,6 @@ def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
     assert json.loads(done.stdout) == []
 
 
-# -- candidates, which nothing takes yet ------------------------------------------------------------------------------
-
-SHARED_COLUMNS = """
-import json
-import torch
-from fl_dispatch.backends.triton.impl import scaled
-
-scaled.PARTS, scaled.LEAST_PART, scaled.NARROW = 4, 64, (32, 64, 4, 4)
-scaled.processors = lambda device: 132
-launched, add = [], scaled._launch_add
-scaled._launch_add = lambda *args, **options: (launched.append(args[2][2]), add(*args, **options))
-wrong = []
-for rows, columns, inner, biased in ((5, 48, 512, True), (3, 40, 200, False), (17, 70, 1000, True)):
-    random = torch.Generator().manual_seed(rows)
-    x, weight = (torch.randint(-127, 128, (count, inner), generator=random).to(torch.int8) for count in (rows, columns))
-    x_scale, weight_scale = (torch.rand(count, 1, generator=random) + 0.1 for count in (rows, columns))
-    bias = torch.randn(columns, generator=random) * 1000 if biased else None
-    found = scaled.scaled_linear(x, x_scale, weight, weight_scale, bias, "float32")
-    right = (x.double() * x_scale) @ (weight.double() * weight_scale).t() + (0 if bias is None else bias.double())
-    far = float((found - right).abs().max() / right.abs().max())
-    if not far < 1e-6:
-        wrong.append([rows, columns, inner, far])
-print(json.dumps([launched, wrong]))
-"""
-
 CHOSEN_BY_KEY = """
 import json
 import torch
@@ -219,12 +204,12 @@ from fl_dispatch.backends.reference.impl import routing as references
 from fl_dispatch.backends.triton.impl import routing
 from fl_dispatch.ops import OPERATORS
 
-routing.BY_KEY, routing.MANY_TOKENS = True, 5
-launched, launch = [0], routing._launch_by_key
+routing.MANY_TOKENS = 5
+launched, launch = [0], routing._launch
 def counted(*args, **options):
     launched[0] += 1
     launch(*args, **options)
-routing._launch_by_key = counted
+routing._launch = counted
 wrong = []
 for name in ("topk_softmax", "topk_sigmoid", "grouped_topk"):
     for dtype in (torch.bfloat16, torch.float32):
@@ -249,12 +234,6 @@ def interpreted(script: str) -> Any:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_programs_may_share_a_column_in_the_interpreter() -> None:
-    launched, wrong = interpreted(SHARED_COLUMNS)
-    assert launched == [4, 3, 4]
-    assert wrong == []
 
 
 def test_integers_choose_the_same_experts_in_the_interpreter() -> None:

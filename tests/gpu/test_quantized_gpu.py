@@ -21,6 +21,7 @@ from engines import MAX_TOKENS, PROMPTS, ran, start_features
 import quantized_checkpoints as checkpoints
 import scoring
 from fl_dispatch import get_default_manager, prepared
+from fl_dispatch.backends.triton.impl import scaled
 from fl_dispatch.evidence.perplexity import TOLERANCE
 from fl_dispatch.evidence.verify import DTYPES, implementations, verify
 from fl_dispatch.ops import OPERATORS
@@ -130,6 +131,21 @@ def test_a_kernel_is_right_for_a_models_weights(kind: str, weight: tuple[int, in
     assert wrong == []
     there = {impl.impl_id for impl in kernels() if impl.op_name == name}
     assert answered_by == {"default.triton", *KINDS[kind]} & there
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_wide_tiles_are_right(kind: str) -> None:
+    """Weights of so many columns that some rows take the widest tiles where a processor has room for two."""
+    operator, dtype = OPERATORS["scaled_linear"], torch.bfloat16
+    reference = get_default_manager().registry.get_implementation("scaled_linear", "reference.torch")
+    assert reference is not None
+    columns, inner = scaled.WIDE[0] * scaled.processors(torch.device("cuda", 0)), 1024
+    for rows in (2, 16, 33, scaled.SOME_ROWS):
+        args = operator.bind(large(kind, rows, columns, inner, dtype), {})
+        (right,) = flat(reference.fn(*[_wide(arg) for arg in args]))
+        size = max(1.0, float(right.std()))
+        _, share = errors(scaled.scaled_linear(*args), right, operator.tolerance(dtype, args), size)
+        assert float(share.max()) <= 1, rows
 
 
 def _wide(arg: Any) -> Any:

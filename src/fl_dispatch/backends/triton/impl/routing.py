@@ -12,11 +12,26 @@ from fl_dispatch.errors import NotSupported
 from .launch import Launcher, power_of_two
 
 MANY_TOKENS = 1024
-"""From so many tokens on a program takes several, a warp each."""
-BY_KEY = True
-"""Whether integers choose: a candidate, right in the interpreter, not run on a GPU."""
-KEY_TILE = (4, 1)
-"""Tokens and warps of such a program where there are many."""
+"""From so many tokens on a program takes several."""
+MANY = (4, 1)
+"""Tokens and warps of such a program."""
+
+
+@triton.jit
+def _in_order(x):
+    """Integers in the order of floats: a negative one's bits but the first are turned."""
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+        return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _from_order(key):
+    """The floats of 32 bits that :func:`_in_order` made integers of."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -40,104 +55,12 @@ def _route(
     BLOCK_MEMBERS: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
 ):
-    """Experts lie in a tile as ``[groups, members of a group]``; without groups there is one, of all experts."""
-    MEMBERS: tl.constexpr = EXPERTS // GROUPS
-    BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    group = column // BLOCK_MEMBERS
-    member = column % BLOCK_MEMBERS
-    expert = group * MEMBERS + member
-    known = (group < GROUPS) & (member < MEMBERS)
-    source = logits + row.to(tl.int64)[:, None] * TOKEN_STRIDE + expert[None, :]
-    wide: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
-    inside = (row < tokens)[:, None] & known[None, :]
-    x = tl.load(source, mask=inside, other=0.0).to(wide)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        x = tl.where(known[None, :], x, float("-inf"))
-        x = tl.exp(x - tl.max(x, axis=1)[:, None])
-        scores = x / tl.sum(x, axis=1)[:, None]
-    choice = scores
-    if BIASED:
-        choice = scores + tl.load(bias + expert, mask=known, other=0.0).to(wide)[None, :]
-    choice = tl.where(known[None, :], choice, float("-inf"))
-    if TOPK_GROUP < GROUPS:
-        grouped = tl.reshape(choice, (ROWS, BLOCK_GROUPS, BLOCK_MEMBERS))
-        values = tl.max(grouped, axis=2)
-        if BIASED:
-            first = tl.argmax(grouped, axis=2)
-            others = tl.where(tl.arange(0, BLOCK_MEMBERS)[None, None, :] == first[:, :, None], float("-inf"), grouped)
-            values += tl.max(others, axis=2)
-        place = tl.arange(0, BLOCK_GROUPS)[None, :]
-        values = tl.where(place < GROUPS, values, float("-inf"))
-        open_ = tl.zeros((ROWS, BLOCK_GROUPS), dtype=tl.int32)
-        for _ in tl.static_range(TOPK_GROUP):
-            best = place == tl.argmax(values, axis=1)[:, None]
-            open_ = tl.where(best, 1, open_)
-            values = tl.where(best, float("-inf"), values)
-        closed = tl.broadcast_to((open_ == 0)[:, :, None], (ROWS, BLOCK_GROUPS, BLOCK_MEMBERS))
-        choice = tl.where(tl.reshape(closed, (ROWS, BLOCK)), float("-inf"), choice)
-    slot = tl.arange(0, BLOCK_TOPK)[None, :]
-    found = tl.zeros((ROWS, BLOCK_TOPK), dtype=wide)
-    chosen = tl.zeros((ROWS, BLOCK_TOPK), dtype=tl.int32)
-    for k in tl.static_range(TOPK):
-        best = column[None, :] == tl.argmax(choice, axis=1)[:, None]
-        found = tl.where(slot == k, tl.sum(tl.where(best, scores, 0.0), axis=1)[:, None], found)
-        chosen = tl.where(slot == k, tl.sum(tl.where(best, expert[None, :], 0), axis=1)[:, None], chosen)
-        choice = tl.where(best, float("-inf"), choice)
-    if RENORMALIZE:
-        found = found / (tl.sum(found, axis=1)[:, None] + 1e-20)  # SMALLEST_SUM
-    target = row.to(tl.int64)[:, None] * TOPK + slot
-    inside = (row < tokens)[:, None] & (slot < TOPK)
-    tl.store(weights + target, (found * FACTOR).to(tl.float32), mask=inside)
-    tl.store(ids + target, chosen, mask=inside)
+    """Integers choose, which a warp of some chips compares by one instruction.
 
-
-@triton.jit
-def _in_order(x):
-    """Integers in the order of floats: a negative one's bits but the first are turned."""
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-        return tl.where(bits < 0, bits ^ 0x7FFF, bits)
-    else:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-        return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _from_order(key):
-    """The floats of 32 bits that :func:`_in_order` made integers of."""
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _route_by_key(
-    logits,
-    bias,
-    weights,
-    ids,
-    tokens,
-    TOKEN_STRIDE,
-    EXPERTS: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOPK_GROUP: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    BIASED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr,
-    BLOCK_MEMBERS: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-):
-    """As :func:`_route`, but integers choose, which a warp of some chips compares by one instruction.
-
-    Without a bias scores rise with logits, so logits choose. A logit of a half type and its expert are one key, whose
-    greatest names the best expert; else a second search finds it. Scores of experts that are not chosen are computed
-    only where the sum of all is asked for.
+    Experts lie in a tile as ``[groups, members of a group]``; without groups there is one, of all experts. Without a
+    bias scores rise with logits, so logits choose. A logit of a half type and its expert are one key, whose greatest
+    names the best expert; else a second search finds it. Scores of experts that are not chosen are computed only where
+    the sum of all is asked for.
     """
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS
@@ -221,7 +144,6 @@ def _route_by_key(
 
 
 _launch = Launcher(_route)
-_launch_by_key = Launcher(_route_by_key)
 
 
 def choose(
@@ -245,8 +167,8 @@ def choose(
     weights = router_logits.new_empty((tokens, topk), dtype=torch.float32)
     ids = router_logits.new_empty((tokens, topk), dtype=torch.int32)
     if tokens:
-        rows, warps = (1, 1) if alone or tokens < MANY_TOKENS else KEY_TILE if BY_KEY else (4, 4)
-        (_launch_by_key if BY_KEY else _launch)(
+        rows, warps = (1, 1) if alone or tokens < MANY_TOKENS else MANY
+        _launch(
             (-(-tokens // rows), 1, 1),
             (router_logits, router_logits if bias is None else bias, weights, ids),
             (

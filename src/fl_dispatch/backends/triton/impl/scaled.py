@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
-from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
+from .launch import Launcher, compiles, power_of_two, processors, shared_memory, stages_that_fit
 
 FEW_ROWS = 16
 """Rows of the least product that matrix units take."""
@@ -53,16 +53,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-NARROW, WIDE = (32, 512, 4, 4), (64, 128, 4, 8)
-"""Columns, elements, warps and stages for some rows: where wide tiles would leave a third of the processors idle, and
-elsewhere."""
-PARTS = 1
-"""Programs that share a column of some rows where programs are few, a power of two; a second kernel adds up. More than
-one is a candidate: right in the interpreter, not run on a GPU."""
-LEAST_PART = 1024
-"""Elements of a column that such a program takes at least."""
-ADDED = 1024
-"""Elements of a program that adds up."""
+NARROW, MIDDLE, WIDE = (32, 512, 4, 4), (64, 128, 4, 8), (128, 256, 8, 2)
+"""Columns, elements, warps and stages for some rows: wide where each processor gets a tile and has room for a second;
+middle where at most a third of the processors is idle. Wide tiles have elements of several blocks, so blocks do
+without."""
+ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
+"""Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
 """For many rows: the first that gives each processor a tile, else the last."""
 
@@ -87,7 +83,6 @@ def _row(
     UNIT: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
 
@@ -101,7 +96,7 @@ def _row(
     source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
     wide: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     acc = tl.zeros([COLUMNS, UNITS], dtype=wide)
-    for start in tl.range(0, inner, INNER, num_stages=STAGES):
+    for start in tl.range(0, inner, INNER, num_stages=1):
         if EVEN:
             a = tl.load(x + start + element)
             b = tl.load(source + start, eviction_policy="evict_first")
@@ -162,12 +157,8 @@ def _rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    """At most ``ROWS`` rows; see :func:`_row`.
-
-    With several ``PARTS`` a program makes one of a sum, and ``out`` is ``[PARTS, rows, columns]`` in float32.
-    """
+    """At most ``ROWS`` rows; see :func:`_row`."""
     row = tl.arange(0, ROWS)
     first = tl.program_id(0) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
@@ -176,12 +167,7 @@ def _rows(
     left = weight + there[:, None] * WEIGHT_ROW + element[None, :]
     right = x + row.to(tl.int64)[None, :] * X_ROW + element[:, None]
     acc = tl.zeros([COLUMNS, ROWS], dtype=tl.int32 if INTEGERS else tl.float32)
-    begin, end = 0, inner
-    if PARTS > 1:
-        length = tl.cdiv(tl.cdiv(inner, INNER), PARTS) * INNER
-        begin = tl.program_id(1) * length
-        end = tl.minimum(begin + length, inner)
-    for start in range(begin, end, INNER):
+    for start in range(0, inner, INNER):
         if EVEN:
             b = tl.load(left + start, eviction_policy="evict_first")
             a = tl.load(right + start, mask=known[None, :], other=0.0)
@@ -203,24 +189,8 @@ def _rows(
         y = y * tl.load(weight_scale + there * COLUMN_SCALE)[:, None] * factor[None, :]
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[:, None]
-    if PARTS > 1:
-        out += tl.program_id(1).to(tl.int64) * rows * columns
     target = out + row.to(tl.int64)[None, :] * columns + column[:, None]
     tl.store(target, y.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _add(parts, bias, out, rows, columns, HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """``out``, ``[rows, columns]``, whose parts are added in order."""
-    number = rows.to(tl.int64) * columns
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < number
-    y = tl.load(parts + place, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        y += tl.load(parts + part * number + place, mask=inside, other=0.0)
-    if HAS_BIAS:
-        y += tl.load(bias + place % columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -324,7 +294,6 @@ def _tiles(
 
 _launch_row = Launcher(_row)
 _launch_rows = Launcher(_rows)
-_launch_add = Launcher(_add)
 _launch_tiles = Launcher(_tiles)
 
 
@@ -344,11 +313,13 @@ def _refuse(x: Tensor, x_scale: Tensor, weight: Tensor, bias: Tensor | None, blo
         raise NotSupported("elements of a row, of a column or of the bias that do not lie side by side")
 
 
-def _tile(rows: int, columns: int, device: torch.device) -> Tile:
+def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Tile:
     """The part of a product of more than one row that a program makes."""
     units = processors(device)
     if rows <= SOME_ROWS:
-        chosen = WIDE if 3 * -(-columns // WIDE[0]) >= 2 * units else NARROW
+        chosen = MIDDLE if 3 * -(-columns // MIDDLE[0]) >= 2 * units else NARROW
+        if not blocks and -(-columns // WIDE[0]) >= units and shared_memory(device) >= ROOM:
+            chosen = WIDE
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
     for tile in TILES:
         if -(-rows // tile.rows) * -(-columns // tile.columns) >= units:
@@ -377,9 +348,9 @@ def scaled_linear(
     if not out.numel():
         return out
     x = x.reshape(-1, inner)
-    rows, has_bias, integers = x.shape[0], bias is not None, x.dtype is torch.int8
+    rows = x.shape[0]
     tensors = (x, x_scale.contiguous(), weight, weight_scale.contiguous(), out if bias is None else bias, out)
-    scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), has_bias, block_size, integers)
+    scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), bias is not None, block_size, x.dtype is torch.int8)
     if rows == 1:
         at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
         block, warps = (power_of_two(inner), WHOLE_WARPS) if inner <= WHOLE else (ROW_INNER, ROW_WARPS)
@@ -392,38 +363,23 @@ def scaled_linear(
             min(UNIT, block),
             block,
             at_once,
-            1,
         )
         _launch_row((-(-columns // at_once), 1, 1), tensors, numbers, warps=warps)
         return out
-    tile = _tile(rows, columns, x.device)
+    tile = _tile(rows, columns, x.device, block_size)
     at_once = min(tile.inner, block_size or tile.inner)
     wide = min(tile.columns, block_size or tile.columns)
     some, across = rows <= SOME_ROWS, -(-columns // wide)
-    parts = min(PARTS, inner // LEAST_PART) if some and across < 2 * processors(x.device) else 1
-    if parts > 1:
-        out_parts = x.new_empty((parts, rows, columns), dtype=torch.float32)
-        tensors, has_bias = (*tensors[:4], out_parts, out_parts), False
-        scales = (*scales[:2], has_bias, *scales[3:])
-    else:
-        parts = 1
     numbers = (
         inner, columns, x.stride(0), weight.stride(0), *scales, dtype == "float32", min(SHORT_SUM, at_once),
         inner % at_once == 0, tile.rows, wide, at_once,
     )  # fmt: skip
     (_launch_rows if some else _launch_tiles)(
-        (across if some else across * -(-rows // tile.rows), parts, 1),
+        (across if some else across * -(-rows // tile.rows), 1, 1),
         tensors,
-        (*numbers, parts if some else NEIGHBOURS),
+        numbers if some else (*numbers, NEIGHBOURS),
         sizes=(rows,),
         warps=tile.warps,
         stages=stages_that_fit(x.device, (tile.rows + wide) * at_once, tile.stages),
     )
-    if parts > 1:
-        _launch_add(
-            (-(-rows * columns // ADDED), 1, 1),
-            (out_parts, out if bias is None else bias, out),
-            (columns, bias is not None, parts, ADDED),
-            sizes=(rows,),
-        )
     return out

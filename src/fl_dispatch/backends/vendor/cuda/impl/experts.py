@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .limits import problem
 
 MOST_EXPERTS = 512
+PADDING = "is_padding"
+"""An argument of the routers from vLLM 0.32 on, the last one, which has no default."""
 
 
 def supports_topk(
@@ -28,13 +33,22 @@ def _results(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
     return weights, torch.empty_like(weights, dtype=torch.int32), torch.empty_like(weights, dtype=torch.int32)
 
 
+@functools.cache
+def _router(name: str) -> tuple[Callable[..., None], tuple[None, ...]]:
+    """An operator of the library, and the arguments that it takes behind those that all versions know."""
+    operator = getattr(torch.ops._moe_C, name)
+    names = [argument.name for argument in operator.default._schema.arguments]
+    return operator, (None,) * names.count(PADDING)
+
+
 def topk_softmax(
     router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.routing.topk_softmax`."""
     weights, experts, room = _results(router_logits, topk)
     if len(weights):
-        torch.ops._moe_C.topk_softmax(weights, experts, room, router_logits, renormalize, bias)
+        route, padding = _router("topk_softmax")
+        route(weights, experts, room, router_logits, renormalize, bias, *padding)
     return weights, experts
 
 
@@ -44,7 +58,8 @@ def topk_sigmoid(
     """See :data:`fl_dispatch.ops.routing.topk_sigmoid`."""
     weights, experts, room = _results(router_logits, topk)
     if len(weights):
-        torch.ops._moe_C.topk_sigmoid(weights, experts, room, router_logits, renormalize, bias, 1.0)
+        route, padding = _router("topk_sigmoid")
+        route(weights, experts, room, router_logits, renormalize, bias, 1.0, *padding)
     return weights, experts
 
 
