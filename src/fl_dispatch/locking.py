@@ -1,5 +1,7 @@
 """One lock for everybody who changes something: registrations, policies, bans, tables; another for loading backends.
 
+Forms of weights (:mod:`.prepared`) and the costs of shadow mode have one each, which nobody holds while taking these.
+
 Readers take no lock. With a single lock for all writers there is no order to get wrong. Code of backends runs without
 it while they load, because an import takes a lock of its own and its module may dispatch; one thread at a time loads
 them all the same, and nobody waits for it for ever. A fork waits for the writer and the loader at work, so that a child

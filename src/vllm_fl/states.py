@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import bind_op, explain
+from fl_dispatch import Decision, bind_op, explain
 from fl_dispatch.hosting import warm_batches
 from fl_dispatch.types import BackendImplKind
 
@@ -67,6 +67,10 @@ class Step:
         return cls(*counts, slots, *of_prompts, slots[:single, None], *of_prompts)
 
 
+def _has_kernel(decision: Decision) -> bool:
+    return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
+
+
 class StateLayer(DispatchedLayer):
     """A layer with a state for each request, whose operators are bound by name."""
 
@@ -105,8 +109,9 @@ class StateLayer(DispatchedLayer):
                 setattr(self, part, bound)
 
     def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
-        decision = explain(operator, *args, scope=self.fl_scope(self.prefix))
-        if all(impl.kind is BackendImplKind.REFERENCE for impl in decision.candidates):
+        scope = self.fl_scope(self.prefix)
+        decision = explain(operator, *args, scope=scope)
+        if _has_kernel(explain(operator, scope=scope)) and not _has_kernel(decision):  # limits decide, no rule
             without[operator] = "; ".join(decision.skipped_reasons())
         return bound(*args)
 

@@ -35,13 +35,14 @@ class GPUWorkerFL(WorkerFL):
     """vLLM's worker."""
 
     def init_device(self) -> None:
+        pooled = self.model_config.enable_sleep_mode or self.model_config.enable_cumem_allocator
         if current_platform.is_out_of_tree():
             library.do_without_library()
-            self.fl_pools = self.model_config.enable_sleep_mode or self.model_config.enable_cumem_allocator
+            self.fl_pools = pooled
         if self.fl_pools:
             device_memory.lend_allocator()
-            if self.vllm_config.lora_config is not None:
-                device_memory.keep_adapters()
+        if pooled and self.vllm_config.lora_config is not None:
+            device_memory.keep_adapters()
         device = detect_device()
         if not device.is_foreign:
             determinism.choose_blas()

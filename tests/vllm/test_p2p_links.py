@@ -341,6 +341,30 @@ def test_strangers_who_never_come_are_bounded_and_cut_no_link_of_others(monkeypa
     links.close(incoming.all())
 
 
+def test_a_stranger_who_asks_by_one_name_or_for_links_that_cannot_end_gets_no_more_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released, kind = Event(), SimpleNamespace(name="slow", ticket=lambda: b"", open=lambda *_: released.wait())
+    incoming = Incoming(Wiring(kind, CPU, BLOCK), 60)
+    incoming.ready = True
+    before = set(threading.enumerate())
+
+    def ask(name: str) -> str:
+        return incoming.welcome(Meet(name, kind.name, "stranger")) or incoming.open(Ticket(name, b"ticket"))
+
+    assert [ask("one"), ask("one")] == ["", "this engine has a link of that name"]
+    clock = Clock(monkeypatch)
+    for turn in range(4):
+        for number in range(10):
+            ask(f"{turn} {number}")
+        clock.now = time.monotonic() + links.OPENING + 1
+        incoming.tend()
+    assert sum(thread.name == "fl-p2p-link" for thread in set(threading.enumerate()) - before) <= links.OPENINGS
+    released.set()
+    links.close(incoming.all())
+    assert all(link.ended for link in incoming.all())
+
+
 class Slow(GlooWire):
     """A wire whose device still reads a while after the link was given up."""
 

@@ -235,4 +235,8 @@ def test_a_kernel_whose_limits_leave_a_models_calls_to_the_reference_is_none(ope
                 continue
             with pytest.raises(ValueError, match=f"only the reference takes its calls of '{operator}'.*{HEADS} heads"):
                 warm_up.states(layer, _config())
+    order[f"{operator}@{layer.prefix}"] = ["reference"]  # the user asks for it
+    with policy_context(SelectionPolicy.from_dict(per_op_order=order)):
+        layer.fl_bind(layer.prefix)
+        assert warm_up.states(layer, _config()) > 0
     assert not any(hasattr(getattr(layer, part), "func") for part in layer.fl_parts)

@@ -249,7 +249,7 @@ class OpManager:
         A host that joins calls in its graphs finds them there.
 
         Returns:
-            What is kept whole now. While dispatch is frozen that is what it was, because graphs were made with it.
+            All that is kept whole now; while dispatch is frozen it stays as it was, because graphs were made with it.
         """
         with writers:
             if not self.frozen and (whole := frozenset(op_names)) != self.state.whole:

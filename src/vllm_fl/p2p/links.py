@@ -101,6 +101,11 @@ class Link:
         """Have its thread end after what is asked of it."""
         self._uses.put(None)
 
+    @property
+    def ended(self) -> bool:
+        """Whether its thread and its wire are gone."""
+        return not self._thread.is_alive()
+
     def join(self, until: float) -> None:
         """Wait for its thread, at most until that time."""
         self._thread.join(max(0.0, until - time.monotonic()))
@@ -159,6 +164,10 @@ def close(links: Iterable[Link]) -> None:
             link.join(until)
 
 
+def _alive(links: Iterable[Link]) -> list[Link]:
+    return [link for link in links if not link.ended]
+
+
 class Outgoing:
     """The links by which an engine sends. The thread that sends calls its methods, and any thread :meth:`pool`.
 
@@ -174,6 +183,7 @@ class Outgoing:
         self._links: OrderedDict[Address, tuple[str, Link]] = OrderedDict()
         self._pool: BuddyPool | None = None
         self._refused: dict[Address, tuple[float, float]] = {}  # when to ask again, and the wait that ends then
+        self._ending: list[Link] = []
 
     def pool(self, to: Address) -> BuddyPool | None:
         """Memory of the device for what goes to an engine, if a link does."""
@@ -238,6 +248,7 @@ class Outgoing:
             if found[1].made:
                 self._refused.pop(to, None)  # a link to it can be, so it is soon asked again
             found[1].cut(why)
+            self._ending = [*_alive(self._ending), found[1]]
             self._give_up(to, found[1].broken)
 
     def tend(self) -> None:
@@ -249,7 +260,7 @@ class Outgoing:
 
     def all(self) -> list[Link]:
         """The links, to be closed."""
-        return [link for _, link in self._links.values()]
+        return [*(link for _, link in self._links.values()), *self._ending]
 
     def _give_up(self, to: Address, why: str) -> None:
         now = time.monotonic()
@@ -273,6 +284,7 @@ class Incoming:
         self._wiring, self._limit = wiring, limit
         self._expected: OrderedDict[str, str] = OrderedDict()  # name of a meeting → sender
         self._links: OrderedDict[str, _Incoming] = OrderedDict()
+        self._ending: list[Link] = []  # in no table any more, and their threads are not done
         self.ready = False
         """Whether the engine's device is free for links; it is not while vLLM tries and captures the model."""
         self.pool: BuddyPool | None = None
@@ -284,7 +296,9 @@ class Incoming:
             return f"its wires are made by {meet.kind}, and ours by {self._wiring.kind.name}"
         if not self.ready:
             return "this engine is still starting"
-        if sum(known.new for known in self._links.values()) >= OPENINGS:
+        if meet.name in self._links:
+            return "this engine has a link of that name"
+        if self._busy() >= OPENINGS:
             return f"this engine opens {OPENINGS} other links now"
         self._expected[meet.name] = meet.sender
         while len(self._expected) > LINKS:
@@ -296,7 +310,7 @@ class Incoming:
         wiring, sender = self._wiring, self._expected.pop(told.name, None)
         if sender is None:
             return "this engine does not expect that link any more"
-        if sum(known.new for known in self._links.values()) >= OPENINGS:
+        if self._busy() >= OPENINGS:
             return f"this engine opens {OPENINGS} other links now"
         try:
             self.pool = self.pool or BuddyPool(wiring.capacity, device=wiring.device)
@@ -326,11 +340,17 @@ class Incoming:
                 known.new = False
                 self._replace(name, known.sender)
             if known.link.broken and self._links.pop(name, None) is not None:
+                self._ending.append(known.link)
                 logger.warning("P2P: nothing comes from %s by its link: %s", known.sender, known.link.broken)
 
     def all(self) -> list[Link]:
         """The links, to be closed."""
-        return [known.link for known in self._links.values()]
+        return [*(known.link for known in self._links.values()), *self._ending]
+
+    def _busy(self) -> int:
+        """Links that open or end: each may hold a thread, and a call of the library that nobody can interrupt."""
+        self._ending = _alive(self._ending)
+        return sum(known.new for known in self._links.values()) + len(self._ending)
 
     def _replace(self, name: str, sender: str) -> None:
         """Cut earlier links from the sender of one that is open now, and the one that was unused longest if need be."""
@@ -338,4 +358,6 @@ class Incoming:
         earlier = [one for one, known in others.items() if known.sender == sender]
         unused = [one for one in others if one not in earlier]
         for one in (*earlier, *unused[: max(0, len(unused) + 1 - LINKS)]):
-            self._links.pop(one).link.cut(CUT)
+            known = self._links.pop(one)
+            known.link.cut(CUT)
+            self._ending.append(known.link)
