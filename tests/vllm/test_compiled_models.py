@@ -274,16 +274,27 @@ def test_what_a_compiled_model_cannot_have_is_switched_off_and_logged(
     from vllm_fl import compile
 
     compilation = vllm_config.compilation_config
-    compilation.pass_config.fuse_norm_quant = compilation.pass_config.fuse_act_quant = True
+    compilation.pass_config.fuse_norm_quant = compilation.pass_config.fuse_attn_quant = True
     compilation.compile_sizes = [8, "cudagraph_capture_sizes", 2]
     with caplog.at_level("INFO", logger="vllm_fl"):
         compile.adapt(compilation, CPU)
-    assert not compilation.pass_config.fuse_norm_quant
-    assert not compilation.pass_config.fuse_act_quant
+    assert not compilation.pass_config.fuse_attn_quant
+    assert compilation.pass_config.fuse_norm_quant, "a pass of ours does that"
     assert compilation.compile_sizes == [2, 8]
     assert not compilation.inductor_compile_config["combo_kernels"]
-    for changed in ("fuse_norm_quant", "compile_sizes: [2, 8]", "combo_kernels"):
+    for changed in ("fuse_attn_quant", "compile_sizes: [2, 8]", "combo_kernels"):
         assert changed in caplog.text
+
+
+def test_where_no_pass_of_ours_runs_norms_and_activations_stay_apart(vllm_config: Any) -> None:
+    from vllm_fl import compile
+
+    compilation = vllm_config.compilation_config
+    compilation.backend = "eager"
+    compilation.pass_config.fuse_norm_quant = compilation.pass_config.fuse_act_quant = True
+    compile.adapt(compilation, CPU)
+    assert not compilation.pass_config.fuse_norm_quant
+    assert not compilation.pass_config.fuse_act_quant
 
 
 def test_a_cache_directory_of_the_user_is_divided_by_choices(vllm_config: Any) -> None:
