@@ -42,7 +42,6 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "worker": ("v1/worker/**/test_*.py",),
     "sampling": (
         "v1/sample/**/test_*.py",
-        "samplers/test_*.py",
         "v1/logits_processors/test_*.py",
         "test_sampling_params.py",
     ),
