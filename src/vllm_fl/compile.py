@@ -41,8 +41,8 @@ CPP_OPTIONS = {
     "cpp.dynamic_threads": True,
 }
 """Inductor's options for C++, those of vLLM's own CPU platform: the number of threads is the process's, at run time."""
-JOINED_BY_US = ("fuse_norm_quant", "fuse_act_quant")
-"""Switches of vLLM's for what a pass of ours does with our operators (:mod:`.joined`)."""
+JOINED_BY_US: Mapping[str, str] = {"rms_norm": "fuse_norm_quant", "silu_and_mul": "fuse_act_quant"}
+"""Operator that a pass of ours joins with the quantization of its result (:mod:`.joined`) → vLLM's switch for that."""
 MANIFEST_KEY = "fl_dispatch_manifest"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
@@ -137,7 +137,7 @@ def has_passes(compilation: CompilationConfig) -> bool:
 
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
     """Change what a compiled model cannot run with on this platform; one INFO line a change."""
-    ours = JOINED_BY_US if has_passes(compilation) else ()
+    ours = set(JOINED_BY_US.values() if has_passes(compilation) else ())
     fusions = [
         field.name
         for field in fields(compilation.pass_config)

@@ -31,8 +31,6 @@ logger = get_logger(__name__)
 QUANTIZE = "quantize"
 JOINED: Mapping[str, str] = MappingProxyType({"rms_norm": "rms_norm_quantize", "silu_and_mul": "silu_and_mul_quantize"})
 """Operator → the one that quantizes its result too."""
-SWITCHES: Mapping[str, str] = MappingProxyType({"rms_norm": "fuse_norm_quant", "silu_and_mul": "fuse_act_quant"})
-"""Operator → the field of vLLM's ``PassConfig``."""
 functionalized = torch.ops.higher_order.auto_functionalized
 """Stands for views that write, as vLLM has Inductor trace them."""
 
@@ -43,7 +41,7 @@ functionalized = torch.ops.higher_order.auto_functionalized
 @contextmanager
 def without_hosts_passes(config: PassConfig) -> Iterator[None]:
     """Have vLLM add none of its own passes for what ours joins: they join operators of its CUDA library."""
-    before = {name: getattr(config, name) for name in SWITCHES.values() if hasattr(config, name)}
+    before = {name: getattr(config, name) for name in compile.JOINED_BY_US.values() if hasattr(config, name)}
     for name in before:
         setattr(config, name, False)
     try:
@@ -71,7 +69,11 @@ def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
     for part, joined in JOINED.items():
         first = manager.first_choices(joined)
         better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
-        if better and not ruled & {part, QUANTIZE} and getattr(compilation.pass_config, SWITCHES[part], False):
+        if (
+            better
+            and not ruled & {part, QUANTIZE}
+            and getattr(compilation.pass_config, compile.JOINED_BY_US[part], False)
+        ):
             yield part
 
 

@@ -12,9 +12,8 @@ from fl_dispatch.hosting import collectives
 from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
-from fl_dispatch.types import BackendImplKind
 
-from . import compile, config, delta_net, invariance, kv_layout, quantization, short_conv, state_space
+from . import compile, config, delta_net, invariance, kv_layout, quantization, short_conv, state_space, states
 from .compat import model_runner, models, p2p, versions
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _has_kernel(op_name: str) -> bool:
     manager.ensure_initialized()
     if not manager.registry.get_implementations(op_name):
         return False
-    return any(impl.kind is not BackendImplKind.REFERENCE for impl in manager.explain(op_name).candidates)
+    return states.has_kernel(manager.explain(op_name))
 
 
 def _model_features(model: ModelConfig, device: DeviceSpec) -> list[tuple[bool, str]]:

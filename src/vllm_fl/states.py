@@ -67,7 +67,8 @@ class Step:
         return cls(*counts, slots, *of_prompts, slots[:single, None], *of_prompts)
 
 
-def _has_kernel(decision: Decision) -> bool:
+def has_kernel(decision: Decision) -> bool:
+    """Whether something but a reference may run."""
     return any(impl.kind is not BackendImplKind.REFERENCE for impl in decision.candidates)
 
 
@@ -111,7 +112,7 @@ class StateLayer(DispatchedLayer):
     def _fl_ask(self, without: dict[str, str], operator: str, bound: Callable[..., Tensor], *args: Any) -> Tensor:
         scope = self.fl_scope(self.prefix)
         decision = explain(operator, *args, scope=scope)
-        if _has_kernel(explain(operator, scope=scope)) and not _has_kernel(decision):  # limits decide, no rule
+        if has_kernel(explain(operator, scope=scope)) and not has_kernel(decision):  # limits decide, no rule
             without[operator] = "; ".join(decision.skipped_reasons())
         return bound(*args)
 

@@ -1,7 +1,7 @@
 """Quantized results of a norm and of a gated activation: a program holds whole rows, so that only they are written.
 
 Rows that no program holds, and scales that depend on more than a row, take the two kernels one after the other. The
-results are the same, bit by bit.
+results are the same, bit by bit in Triton's interpreter; on a GPU the compiler may add a row up in another order.
 """
 
 from __future__ import annotations

@@ -1,0 +1,68 @@
+"""The comparison of vLLM's own tests with the plugin and without it: what a report says, and how tests are counted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.delitem(sys.modules, "host_suite", raising=False)
+    import host_suite
+
+    return host_suite
+
+
+def line(name: str, when: str, outcome: str = "passed", longrepr: object = None) -> str:
+    return json.dumps(
+        {"$report_type": "TestReport", "nodeid": name, "when": when, "outcome": outcome, "longrepr": longrepr}
+    )
+
+
+def test_a_report_that_was_cut_off_has_its_outcomes_and_the_test_that_was_at_work(tool: object, tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"$report_type": "CollectReport", "nodeid": "c.py", "outcome": "failed", "longrepr": "no module"}),
+        *(line("a.py::good", when) for when in ("setup", "call", "teardown")),
+        line("a.py::bad", "call", "failed", {"reprcrash": {"message": "wrong"}}),
+        *(line("a.py::untidy", when) for when in ("setup", "call")),
+        line("a.py::untidy", "teardown", "failed", "left"),
+        line("a.py::hangs", "setup"),
+        line("a.py::hangs", "call")[:20],
+    ]
+    (tmp_path / "report").write_text("\n".join(lines))
+    found, at = tool._outcomes(tmp_path / "report")  # type: ignore[attr-defined]
+    assert found == {
+        "c.py": ("failed", "no module"),
+        "a.py::good": ("passed", ""),
+        "a.py::bad": ("failed", "wrong"),
+        "a.py::untidy": ("failed", "left"),
+    }
+    assert at == "a.py::hangs"
+
+
+def test_a_refusal_by_name_is_told_from_a_test_that_is_lost(tool: object) -> None:
+    passed, failed = ("passed", ""), ("failed", "wrong")
+    refused = ("failed", "Value error, vllm_fl does not support drafts on cpu yet")
+    with_ = {"both": passed, "gained": passed, "refused": refused, "lost": failed, "neither": failed, "cut": passed}
+    without = {"both": passed, "gained": failed, "refused": passed, "lost": passed, "neither": failed}
+    table = tool.summary({"area": {"with": with_, "without": without}})  # type: ignore[attr-defined]
+    assert "| area | 1 | 1 | 1 | 1 | 0 | 1 | 1 |" in table
+    assert "refused  refused: Value error" in table
+    assert "lost     lost: wrong" in table
+
+
+def test_only_the_tests_that_ended_pytest_are_left_out(
+    tool: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").write_text("a.py::test_a")
+    monkeypatch.setenv("FL_LEFT_OUT", str(tmp_path / "gone"))
+    items = [type("Item", (), {"nodeid": name}) for name in ("a.py::test_a", "a.py::test_ab")]
+    tool.pytest_collection_modifyitems(items)  # type: ignore[attr-defined]
+    assert [item.nodeid for item in items] == ["a.py::test_ab"]
