@@ -403,10 +403,18 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
     """Compile what is launched instead of running it."""
 
     def compile_only(
-        launcher: Any, grid: Any, tensors: Any, numbers: Any, *, sizes: Any = (), warps: int = 4, stages: int = 3
+        launcher: Any,
+        grid: Any,
+        tensors: Any,
+        numbers: Any,
+        *,
+        sizes: Any = (),
+        warps: int = 4,
+        stages: int = 3,
+        early: bool = False,
     ) -> None:
-        arguments = (*tensors, *sizes, *numbers)
-        compiled.append(launcher.kernel.warmup(*arguments, grid=grid, num_warps=warps, num_stages=stages))
+        options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if early else {})}
+        compiled.append(launcher.kernel.warmup(*tensors, *sizes, *numbers, grid=grid, **options))
 
     gpu = SimpleNamespace(
         compute_units=lambda index: H200.multi_processor_count,

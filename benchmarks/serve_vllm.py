@@ -117,6 +117,9 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
+        "plugin_in_turn": Cell(
+            {"VLLM_FL_CHIP_FEATURES": "0"}
+        ),  # no kernel begins before the one in front of it has ended
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned

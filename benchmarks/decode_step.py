@@ -1,0 +1,263 @@
+"""One decoding step of one request as one CUDA graph of our Triton kernels, without an engine: what a step can reach.
+
+A step is every layer of Llama-3.1-8B's shape with random weights, and the head. Steps are captured in several ways,
+whose replays take turns; all must give the same bits. The floor reads every weight once at the rate of a large copy.
+
+    python benchmarks/decode_step.py [--layers N] [--formats bfloat16,fp8] [--context 1024]
+        [--rounds 15] [--constants] [--json FILE]
+
+``--constants`` also times other launch constants of the products, in steps that overlap. Needs a GPU, and this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from shapes import SHAPES
+from torch import Tensor
+
+from fl_dispatch.backends.triton.impl import (
+    activation,
+    attention,
+    cache,
+    joined,
+    linear,
+    normalization,
+    overlap,
+    quantize,
+    rotary,
+    scaled,
+)
+from fl_dispatch.cli.output import print_table
+from fl_dispatch.evidence.intervals import interval
+from fl_dispatch.evidence.rates import Yardstick
+from fl_dispatch.evidence.timing import Clock
+
+SHAPE = "llama-3.1-8b"
+FIRST = "one after the other"
+FP8, BLOCK_SIZE = "float8_e4m3fn", 16
+EPSILON = 1e-5
+REPLAYS = 20
+CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
+    False: (
+        {"COLUMNS": 4, "AT_ONCE": 2048},
+        {"COLUMNS": 2, "AT_ONCE": 2048},
+        {"COLUMNS": 1, "AT_ONCE": 8192},
+        {"COLUMNS": 4, "AT_ONCE": 4096, "ENOUGH": 1024},
+    ),
+    True: (
+        {"ROW_COLUMNS": 4, "ROW_WARPS": 8},
+        {"ROW_COLUMNS": 2, "ROW_INNER": 4096},
+        {"ROW_COLUMNS": 2, "WHOLE": 2048},
+        {"ROW_COLUMNS": 1, "ROW_WARPS": 2},
+        {"ROW_COLUMNS": 2, "ENOUGH": 1024},
+    ),
+}
+"""Quantized or not → launch constants of products of one row."""
+
+
+Patches = tuple[tuple[Any, str, Any], ...]
+
+
+class Step:
+    """Weights of a model, and a step of it.
+
+    Args:
+        shape: as in ``shapes.py``, of a dense model.
+        quantized: whether the weights of layers are fp8, with a scale a column.
+    """
+
+    def __init__(self, shape: Mapping[str, Any], layers: int, context: int, quantized: bool) -> None:
+        self.hidden, self.inner = shape["hidden_size"], shape["intermediate_size"]
+        self.heads, self.kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+        self.dim, self.quantized, self.context = shape["head_dim"], quantized, context
+        width, kv_width = self.heads * self.dim, self.kv_heads * self.dim
+        sizes = {
+            "qkv": (width + 2 * kv_width, self.hidden),
+            "o": (self.hidden, width),
+            "gate_up": (2 * self.inner, self.hidden),
+            "down": (self.hidden, self.inner),
+        }
+        torch.manual_seed(0)
+        self.layers = [{name: self._weight(*size) for name, size in sizes.items()} for _ in range(layers)]
+        self.norms = [[self._random(self.hidden) + 1 for _ in range(2)] for _ in range(layers + 1)]
+        self.head = self._random(shape["vocab_size"], self.hidden)
+        blocks = -(-(context + 1) // BLOCK_SIZE)
+        self.caches = [
+            tuple(self._random(blocks, BLOCK_SIZE, self.kv_heads, self.dim) for _ in range(2)) for _ in range(layers)
+        ]
+        self.table = torch.arange(blocks, dtype=torch.int32, device="cuda")[None]
+        self.starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+        self.lengths = torch.tensor([context + 1], dtype=torch.int32, device="cuda")
+        self.slot = torch.tensor([context], dtype=torch.int64, device="cuda")
+        self.position = torch.tensor([context], dtype=torch.int64, device="cuda")
+        angles = torch.outer(torch.arange(context + 1), 500_000.0 ** -torch.arange(0, 1, 2 / self.dim)).cuda()
+        self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        self.token = self._random(1, self.hidden) * 50
+
+    @staticmethod
+    def _random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02
+
+    def _weight(self, columns: int, inner: int) -> tuple[Tensor, ...]:
+        weight = self._random(columns, inner)
+        return quantize.quantize(weight, FP8) if self.quantized else (weight,)
+
+    def bytes_of_weights(self) -> int:
+        tensors = [tensor for layer in self.layers for weight in layer.values() for tensor in weight]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, self.head))
+
+    def _product(self, x: tuple[Tensor, ...], weight: tuple[Tensor, ...]) -> Tensor:
+        return scaled.scaled_linear(*x, *weight) if self.quantized else linear.linear(*x, *weight)
+
+    def _normalized(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The sum, and the argument of the product that follows."""
+        if self.quantized:
+            made = joined.rms_norm_quantize(x, FP8, residual, weight, EPSILON)
+        else:
+            found = normalization.rms_norm(x, residual, weight, EPSILON)
+            made = (found[1], found[0]) if isinstance(found, tuple) else (found,)
+        return (x, made) if residual is None else (made[0], made[1:])
+
+    def __call__(self) -> Tensor:
+        """The logits of the next token."""
+        x, residual = self.token.clone(), None
+        for weights, (first, second), (keys, values) in zip(self.layers, self.norms, self.caches, strict=False):
+            residual, argument = self._normalized(x, residual, first)
+            qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
+            query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            query, rotated = rotary.rotary_embedding(query, key, self.cos, self.sin, self.position)
+            assert rotated is not None
+            cache.kv_cache_write(rotated, value, keys, values, self.slot)
+            seen = attention.paged_attention(
+                query, keys, values, self.table, self.starts, self.lengths, 1, self.context + 1, self.dim**-0.5
+            ).view(1, -1)
+            x = self._product(quantize.quantize(seen, FP8) if self.quantized else (seen,), weights["o"])
+            residual, argument = self._normalized(x, residual, second)
+            up = self._product(argument, weights["gate_up"])
+            gated = joined.silu_and_mul_quantize(up, FP8) if self.quantized else (activation.silu_and_mul(up),)
+            x = self._product(gated, weights["down"])
+        found = normalization.rms_norm(x, residual, self.norms[-1][0], EPSILON)
+        return linear.linear(found[0] if isinstance(found, tuple) else found, self.head)
+
+
+def announced(value: int) -> Patches:
+    """Patches that make every kernel's part in overlapping launches this one."""
+    return tuple((module, "announcing", lambda: value) for module in (overlap, normalization, activation))
+
+
+def ways(constants: bool, quantized: bool) -> dict[str, Patches]:
+    """Names of ways to launch a step, and what is patched for each."""
+    products_alone = lambda rows: overlap.announcing()  # noqa: E731
+    small = tuple((module, "part_of", products_alone) for module in (joined, quantize, cache, attention))
+    found: dict[str, Patches] = {
+        FIRST: announced(overlap.NO),
+        "as shipped": (),
+        "products come early alone": small,
+        "attention and the cache do not": tuple((module, "part_of", products_alone) for module in (cache, attention)),
+    }
+    if not quantized:  # as PyTorch's compiler does not launch them
+        found["norms and activations come early, too"] = (
+            (normalization, "announcing", lambda: overlap.EARLY), (activation, "announcing", lambda: overlap.EARLY),
+            (normalization, "_launch", partial(normalization._launch, early=True)),
+            (activation, "_launch", partial(activation._launch, early=True)),
+        )  # fmt: skip
+    for values in CONSTANTS[quantized] if constants else ():
+        label = ", ".join(f"{name} {value}" for name, value in values.items())
+        found[label] = tuple((scaled if quantized else linear, name, value) for name, value in values.items())
+    return found
+
+
+@contextlib.contextmanager
+def patched(patches: Patches) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for target, name, value in patches:
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a step, and where its result is."""
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    return graph, logits
+
+
+def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a step in each way, by round."""
+    graphs = {}
+    for name, patches in chosen.items():
+        with patched(patches):
+            graphs[name] = captured(step)
+        print(f"captured: {name}", flush=True)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    graph, logits = graphs[FIRST]
+    graph.replay()
+    expected = logits.clone()
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(graphs), len(graphs)):
+            graph, logits = graphs[name]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            begin.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / REPLAYS * 1e3)
+            if "COLUMNS" not in name and not torch.equal(expected, logits):  # other constants add up in another order
+                raise SystemExit(f"{name}: the logits differ, by up to {(expected - logits).abs().max().item()}")
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=["bfloat16", "fp8"])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--constants", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    shape = SHAPES[SHAPE].config
+    layers = options.layers or shape["num_hidden_layers"]
+    rate = Yardstick(Clock(torch.device("cuda")), torch.bfloat16).rates.copy_bytes_per_s
+    result: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+        "shape": SHAPE, "layers": layers, "context": options.context, "copy_TB_per_s": rate / 1e12, "steps": {},
+    }  # fmt: skip
+    for name in options.formats:
+        step = Step(shape, layers, options.context, name == "fp8")
+        floor = step.bytes_of_weights() / rate * 1e6
+        times = compare(step, ways(options.constants, step.quantized), options.rounds)
+        del step
+        torch.cuda.empty_cache()
+        first = times[FIRST]
+        rows = []
+        for way, found in times.items():
+            ratios = [one / other for one, other in zip(first, found, strict=True)]
+            low, high = interval(ratios)
+            median, faster = statistics.median(found), statistics.median(ratios)
+            rows.append([way, f"{median:.0f}", f"{floor / median:.3f}", f"{faster:.3f} [{low:.3f}, {high:.3f}]"])
+        title = f"{name}, {layers} layers; reading the weights at {rate / 1e12:.2f} TB/s takes {floor:.0f} us"
+        print_table(title, ["way", "us", "floor / time", "times as fast"], rows)
+        result["steps"][name] = {"floor_us": floor, "times_us": times}
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
