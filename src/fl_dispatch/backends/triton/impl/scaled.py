@@ -30,7 +30,7 @@ SOME_ROWS = 64
 """Rows up to which the columns are the long side."""
 ROW_COLUMNS, ENOUGH = 2, 2048
 """Columns of a program with one row, where that makes so many programs; else one."""
-WHOLE, ROW_INNER = 4096, 2048
+WHOLE = ROW_INNER = 4096
 """Elements of a column up to which such a program loads all of them at once; those of a longer one at a time."""
 ROW_WARPS = 4
 UNIT = 16
