@@ -403,18 +403,10 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
     """Compile what is launched instead of running it."""
 
     def compile_only(
-        launcher: Any,
-        grid: Any,
-        tensors: Any,
-        numbers: Any,
-        *,
-        sizes: Any = (),
-        warps: int = 4,
-        stages: int = 3,
-        early: bool = False,
+        launcher: Any, grid: Any, tensors: Any, numbers: Any, *, sizes: Any = (), warps: int = 4, stages: int = 3
     ) -> None:
-        options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if early else {})}
-        compiled.append(launcher.kernel.warmup(*tensors, *sizes, *numbers, grid=grid, **options))
+        arguments = (*tensors, *sizes, *numbers)
+        compiled.append(launcher.kernel.warmup(*arguments, grid=grid, num_warps=warps, num_stages=stages))
 
     gpu = SimpleNamespace(
         compute_units=lambda index: H200.multi_processor_count,

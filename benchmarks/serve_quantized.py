@@ -64,7 +64,6 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "vendor": Cell(_chosen("vendor"), change=change),
         "shipped": Cell({}, change=change),
         "apart": Cell({}, {"compilation_config": {"pass_config": APART}}, change),
-        "in_turn": Cell({"VLLM_FL_CHIP_FEATURES": "0"}, change=change),
         "bf16": Cell({}, {"model": str(unquantized)}),
     }
 

@@ -117,9 +117,6 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
-        "plugin_in_turn": Cell(
-            {"VLLM_FL_CHIP_FEATURES": "0"}
-        ),  # no kernel begins before the one in front of it has ended
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned
@@ -355,9 +352,11 @@ def measure(
     """Start every cell, let them take turns, and return what was measured; ``keep`` gets it after each round."""
     from fl_dispatch import DispatchError  # not above: vanilla engines run this file too
 
-    (folder / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": layers}))
-    cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
     longest = max(work.prompt + work.new for work in workloads)
+    config = {**shape.config, "num_hidden_layers": layers}  # weights are random, so a context of any length will do
+    config["max_position_embeddings"] = max(longest, config["max_position_embeddings"])
+    (folder / "config.json").write_text(json.dumps(config))
+    cache = shape.cache_bytes(layers, cached_tokens(workloads)) // parallel
     experts = bool(shape.experts)
     sizes: dict[str, Any] = {"kv_cache_memory_bytes": cache, "max_model_len": longest}
     if rank:
@@ -373,6 +372,8 @@ def measure(
         except DispatchError as error:
             print(error, file=sys.stderr, flush=True)
             engines.remove(engine)
+    if not engines:
+        raise SystemExit("no engine started")
     print("ready:", {name: round(data["start_s"]) for name, data in started.items()}, flush=True)
     rates: dict[str, dict[str, list[float]]] = {work.name: {e.name: [] for e in engines} for work in workloads}
     for turn in range(-1, rounds):

@@ -52,14 +52,6 @@ def test_from_the_second_launch_on_the_compiled_kernel_runs(kernel: Kernel) -> N
     assert kernel.short == [(4, 1, 1, STREAM, "kernel 1", "metadata", *nothing, *pointers, 8, 10, 5, True)]
 
 
-def test_only_a_kernel_that_comes_early_is_launched_so(kernel: Kernel) -> None:
-    launcher, x = Launcher(kernel), torch.zeros(8)
-    for early in (False, True):
-        launcher((1, 1, 1), (x,), (), early=early)
-    options = {"num_warps": 4, "num_stages": 3}
-    assert [given[2] for given in kernel.public] == [options, {**options, "launch_pdl": True}]
-
-
 ROW = torch.zeros(64)
 FIRST: dict[str, Any] = {"tensors": (ROW[:32], ROW[32:]), "numbers": (5, True)}
 
@@ -71,23 +63,12 @@ FIRST: dict[str, Any] = {"tensors": (ROW[:32], ROW[32:]), "numbers": (5, True)}
         {"numbers": (5, False)},
         {"warps": 8},
         {"stages": 2},
-        {"early": True},
         {"tensors": (ROW[:32].double(), ROW[32:])},
         {"tensors": (ROW[:32].half(), ROW[32:])},
         {"tensors": (ROW[1:33], ROW[32:])},
         {"tensors": (ROW[:32], ROW[33:])},
     ],
-    ids=[
-        "a number",
-        "a flag",
-        "warps",
-        "stages",
-        "early",
-        "float64",
-        "float16",
-        "first misaligned",
-        "second misaligned",
-    ],
+    ids=["a number", "a flag", "warps", "stages", "float64", "float16", "first misaligned", "second misaligned"],
 )
 def test_what_the_compiled_code_depends_on_is_compiled_anew(other: dict[str, Any], kernel: Kernel) -> None:
     launcher = Launcher(kernel)

@@ -28,7 +28,6 @@ from fl_dispatch.backends.triton.impl import (
     mla,
     mla_prefill,
     moe,
-    overlap,
     routing,
     state_space,
 )
@@ -59,13 +58,12 @@ class Recorder:
         sizes: Sequence[int] = (),
         warps: int = 4,
         stages: int = 3,
-        early: bool = False,
     ) -> None:
         """Keep the key of a launch."""
         parameters = self.kernel.params[len(tensors) :]
         given = (*sizes, *numbers)
         values = [_specialized(parameter, value) for parameter, value in zip(parameters, given, strict=True)]
-        self.keys.add((self.kernel.__name__, warps, stages, early, *(tensor.dtype for tensor in tensors), *values))
+        self.keys.add((self.kernel.__name__, warps, stages, *(tensor.dtype for tensor in tensors), *values))
 
 
 def _specialized(parameter: Any, value: Any) -> Any:
@@ -88,8 +86,6 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     slots = attention.SHORT_PER_PROCESSOR * PROCESSORS
     for module in (attention, mla):
         monkeypatch.setattr(module, "_slots", lambda device: slots)
-    for module in (overlap, mla):
-        monkeypatch.setattr(module, "announcing", lambda: overlap.ANNOUNCES)
     return found
 
 

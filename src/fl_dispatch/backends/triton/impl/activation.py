@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
-from .overlap import announcing, enter
 
 BLOCK = 1024
 
@@ -45,16 +44,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated(
-    x,
-    out,
-    ROW_STRIDE,
-    WIDTH: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    enter(OVERLAP)
+def _gated(x, out, ROW_STRIDE, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +69,7 @@ def _apply(x: Tensor, activation: str) -> Tensor:
         x, row_stride = x.contiguous(), double
     rows = x.shape[0]
     if rows and width:
-        _launch((rows * -(-width // BLOCK), 1, 1), (x, out), (row_stride, width, activation, BLOCK, announcing()))
+        _launch((rows * -(-width // BLOCK), 1, 1), (x, out), (row_stride, width, activation, BLOCK))
     return out
 
 

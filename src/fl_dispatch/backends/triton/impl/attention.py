@@ -22,7 +22,6 @@ from fl_dispatch.errors import NotSupported
 from . import hopper
 from .attention_kernels import _attention, _combine
 from .launch import INTERPRETED, Launcher, power_of_two
-from .overlap import EARLY, part_of
 
 LONG_TILE, LONG_TILE_LARGE = (128, 64, 8, 3), (64, 32, 4, 2)
 """Queries, keys, warps, stages of the long route; the large ones for float32 and for heads over 128."""
@@ -123,7 +122,7 @@ def prepare(
     block_d, block_dv = max(16, power_of_two(dim)), max(16, power_of_two(dim_v))
     wide = query.dtype is torch.float32
     large = wide or block_d > 128
-    tail = (block_d, block_dv, "ieee" if wide else "tf32", narrow, part_of(tokens))  # half types take no notice of tf32
+    tail = (block_d, block_dv, "ieee" if wide else "tf32", narrow)  # half types take no notice of tf32
     window = sliding_window or 0
     common = (heads, group, dim, dim_v, block_size, causal, window, softcap > 0, alibi_slopes is not None)
     numbers = (
@@ -162,8 +161,7 @@ def paged_attention(
     )  # fmt: skip
     out, tensors, numbers, tail, packed, large = call
     heads, dim_v, kv_heads, requests = query.shape[1], out.shape[2], key_cache.shape[2], seq_lens.shape[0]
-    window, block_dv, sink = sliding_window or 0, tail[1], tensors[-1]
-    narrow, part = tail[-2:]
+    window, block_dv, sink, narrow = sliding_window or 0, tail[1], tensors[-1], tail[-1]
     if not requests or not query.shape[0] or not max_query_len:
         return out
     most_new = max(SHORT_ROWS // packed, power_of_two(max_query_len))
@@ -199,7 +197,6 @@ def paged_attention(
             sizes=(splits,),
             warps=warps,
             stages=stages,
-            early=part == EARLY,
         )
         if splits > 1:
             _launch_combine(
@@ -207,10 +204,9 @@ def paged_attention(
                 (query_start_loc, seq_lens, out, sink, partial, statistics),
                 (
                     out.stride(0), out.stride(1), heads, dim_v, causal, window, sinks is not None, power_of_two(most),
-                    block_n, block_dv, part,
+                    block_n, block_dv,
                 ),
                 sizes=(splits, most_new),
                 warps=combining_warps(power_of_two(most), block_dv),
-                early=part == EARLY,
             )  # fmt: skip
     return out

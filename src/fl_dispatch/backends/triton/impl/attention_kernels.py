@@ -7,7 +7,6 @@ import triton.language as tl
 
 from .attention_tiles import _share, _span, _tiles
 from .online_softmax import LOG2E, store_part
-from .overlap import enter
 
 
 @triton.jit(do_not_specialize=["splits", "TABLE_ROW"])
@@ -63,14 +62,12 @@ def _attention(
     BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr,
     NARROW: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Grid: heads (``SHORT``: of the keys, else of the queries), requests, tiles of queries times ``splits``.
 
     A tile has ``BLOCK_M`` rows, ``PACKED`` for each query: with ``SHORT`` the heads that share a key-value head.
     """
     TOKENS: tl.constexpr = BLOCK_M // PACKED
-    enter(OVERLAP)
     request = tl.program_id(1)
     # The last tiles of a prompt see the most keys, so they start first.
     tile = tl.num_programs(2) // splits - 1 - tl.program_id(2) // splits
@@ -181,10 +178,8 @@ def _combine(
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Add up the partial results of one query and head. Grid: heads, requests, queries."""
-    enter(OVERLAP)
     head = tl.program_id(0)
     request = tl.program_id(1)
     token = tl.program_id(2)

@@ -9,7 +9,6 @@ from torch import Tensor
 from fl_dispatch.ops.quantization import LARGEST
 
 from .launch import Launcher, power_of_two
-from .overlap import EARLY, enter, part_of
 
 
 @triton.jit
@@ -51,10 +50,8 @@ def _write(
     BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
     LARGEST: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """``LARGEST``: the largest number of a quantized cache, or 0 for another one."""
-    enter(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
@@ -93,7 +90,7 @@ def kv_cache_write(
     if tokens == 0:
         return
     _, heads, dim = key.shape
-    dim_v, part = value.shape[2], part_of(tokens)
+    dim_v = value.shape[2]
     _launch(
         (tokens, 1, 1),
         (key, value, key_cache, value_cache, slot_mapping),
@@ -113,7 +110,5 @@ def kv_cache_write(
             power_of_two(dim),
             power_of_two(dim_v),
             0.0 if key_scale is None else LARGEST["float8_e4m3fn"],
-            part,
         ),
-        early=part == EARLY,
     )

@@ -16,7 +16,6 @@ from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
 from . import activation, normalization, quantize
 from .launch import Launcher, power_of_two, row_warps
-from .overlap import EARLY, enter, part_of
 
 
 @triton.jit
@@ -89,9 +88,7 @@ def _norm(
     EPSILON: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (columns < WIDTH)
@@ -120,9 +117,7 @@ def _gated(
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (columns < WIDTH)
@@ -195,14 +190,12 @@ def rms_norm_quantize(
     if rows.numel():
         if weight is not None and weight.stride(0) != 1:
             weight = weight.contiguous()
-        part = part_of(rows.shape[0])
         _launch_norm(
             result.grid(rows.shape[0]),
             (rows, total, rows if weight is None else weight, total, *result.tensors),
-            (rows.stride(0), *result.numbers, epsilon, residual is not None, weight is not None, part),
+            (rows.stride(0), *result.numbers, epsilon, residual is not None, weight is not None),
             sizes=(rows.shape[0],),
             warps=row_warps(result.block),
-            early=part == EARLY,
         )
     return (result.out, result.scales) if residual is None else (total, result.out, result.scales)
 
@@ -219,14 +212,12 @@ def silu_and_mul_quantize(
     result = _Result(x, width, dtype, group_size, scale)
     rows = _rows(x)
     if rows.numel():
-        part = part_of(rows.shape[0])
         _launch_gated(
             result.grid(rows.shape[0]),
             (rows, *result.tensors),
-            (rows.stride(0), *result.numbers, part),
+            (rows.stride(0), *result.numbers),
             sizes=(rows.shape[0],),
             warps=row_warps(result.block),
-            early=part == EARLY,
         )
     return result.out, result.scales
 

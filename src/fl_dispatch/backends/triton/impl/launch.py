@@ -101,7 +101,6 @@ class Launcher:
         sizes: tuple[int, ...] = (),
         warps: int = 4,
         stages: int = 3,
-        early: bool = False,
     ) -> None:
         """Launch.
 
@@ -111,7 +110,6 @@ class Launcher:
             numbers: strides, sizes of weights, constants; each combination of their values is kept, so few may exist.
             sizes: numbers below 2**31 that vary from call to call.
             warps, stages: of the compiled kernel.
-            early: it may begin before the kernel in front of it has ended (:mod:`.overlap`).
 
         Raises:
             NotSupported: the tensors are in host memory, and kernels are not interpreted.
@@ -124,18 +122,17 @@ class Launcher:
             return
         if self._short is None:
             self._short = _short_way()
-        options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if early else {})}
         if not self._short or _hooked():
-            self.kernel[grid](*tensors, *sizes, *numbers, **options)
+            self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = 0
         for pointer in pointers:
             aligned += aligned + (not pointer & MISALIGNED)
-        key = (device, warps, stages, early, aligned, numbers, *[tensor.dtype for tensor in tensors])
+        key = (device, warps, stages, aligned, numbers, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, **options)
+            self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(

@@ -16,7 +16,6 @@ from torch import Tensor
 from fl_dispatch.ops.declaration import HALF_TYPES
 
 from .launch import Launcher, power_of_two, shared_memory
-from .overlap import EARLY, enter_product, part_of
 
 COLUMNS = 4
 """Columns of a program with one row, where that makes enough programs; else one."""
@@ -47,14 +46,11 @@ def _row(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1)
-    first = weight + there.to(tl.int64) * WEIGHT_ROW
-    enter_product(first, OVERLAP)
     element = tl.arange(0, BLOCK)
-    source = first[:, None] + element[None, :]
+    source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
     acc = tl.zeros([COLUMNS, BLOCK], dtype=tl.float32)
     for start in range(0, inner, BLOCK):
         if EVEN:
@@ -152,12 +148,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if single:
         at_once = COLUMNS if columns >= COLUMNS * ENOUGH else 1
         block = min(AT_ONCE // x.element_size(), power_of_two(inner))
-        part = part_of(rows)
         _launch_row(
             (-(-columns // at_once), 1, 1),
             tensors,
-            (inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once, part),
-            early=part == EARLY,
+            (inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once),
         )
         return out
     if x.dim() != 2:

@@ -19,7 +19,6 @@ from .attention_tiles import _share
 from .launch import Launcher, power_of_two
 from .mla_prefill import check_arguments, mla_prefill
 from .online_softmax import LOG2E, store_part, update
-from .overlap import announcing
 
 __all__ = ["mla_decode", "mla_prefill"]
 
@@ -195,7 +194,7 @@ def mla_decode(
             (query_start_loc, seq_lens, out, out, partial, statistics),
             (
                 out.stride(0), out.stride(1), heads, kv_lora_rank, False, 0, False, power_of_two(most), block_n,
-                block_rank, announcing(),
+                block_rank,
             ),
             sizes=(splits, most_new),
             warps=combining_warps(power_of_two(most), block_rank),

@@ -9,7 +9,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, power_of_two, row_warps
-from .overlap import announcing, enter
 
 WIDEST = 65536
 """Elements of a row that a program can hold."""
@@ -90,9 +89,7 @@ def _norm(
     GEMMA: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    enter(OVERLAP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (columns < HIDDEN)
@@ -152,7 +149,6 @@ def _normalized(
                 gemma,
                 together,
                 block,
-                announcing(),
             ),
             sizes=(rows,),
             warps=row_warps(block),

@@ -14,7 +14,6 @@ from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
 from .launch import Launcher, compiles, power_of_two, row_warps
-from .overlap import EARLY, enter, part_of
 
 WIDEST = 32768
 """Elements of a row or group that a program can hold."""
@@ -58,13 +57,11 @@ def _quantize(
     LEAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """``rows`` counts groups, ``TOGETHER`` of which a program takes; ``BLOCK`` elements hold one.
 
     A row of ``x`` makes ``REPEAT`` rows of the result, whose given scales lie ``SCALE_ROW`` apart.
     """
-    enter(OVERLAP)
     part = (tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)).to(tl.int64)[:, None]
     row, group = part // GROUPS, part % GROUPS
     place = group * GROUP + tl.arange(0, BLOCK)[None, :]
@@ -128,16 +125,15 @@ def quantized_rows(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     block, each = power_of_two(group), int(scale is not None and scale.numel() > 1)
-    together, part = max(1, TILE // block), part_of(made)
+    together = max(1, TILE // block)
     _launch(
         (-(-made * parts // together), 1, 1),
         (rows, scales if scale is None else scale, out, scales),
         (
             rows.stride(0), inner, group, parts, scale is not None, each, repeat, dtype == "int8",
-            LARGEST[dtype], LEAST_SCALE, together, block, part,
+            LARGEST[dtype], LEAST_SCALE, together, block,
         ),
         sizes=(made * parts,),
         warps=row_warps(block),
-        early=part == EARLY,
     )  # fmt: skip
     return out, scales

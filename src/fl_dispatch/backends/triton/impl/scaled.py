@@ -22,7 +22,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 
 from .launch import Launcher, compiles, power_of_two, processors, shared_memory, stages_that_fit
-from .overlap import EARLY, enter_product, part_of
 
 FEW_ROWS = 16
 """Rows of the least product that matrix units take."""
@@ -30,9 +29,8 @@ SOME_ROWS = 64
 """Rows up to which the columns are the long side."""
 ROW_COLUMNS, ENOUGH = 2, 2048
 """Columns of a program with one row, where that makes so many programs; else one."""
-WHOLE = ROW_INNER = 4096
-"""Elements of a column up to which such a program loads all of them at once; those of a longer one at a time."""
-ROW_WARPS = 4
+ROW_INNER = 4096
+"""Elements of a column that such a program multiplies at a time."""
 UNIT = 16
 """Elements of a column of each of its threads."""
 SHORT_SUM = 128
@@ -83,7 +81,6 @@ def _row(
     UNIT: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
 
@@ -93,10 +90,8 @@ def _row(
     first = tl.program_id(0) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1)
-    start_of = weight + there.to(tl.int64) * WEIGHT_ROW
-    enter_product(start_of, OVERLAP)
     element, unit = tl.arange(0, INNER), tl.arange(0, UNITS) * UNIT
-    source = start_of[:, None] + element[None, :]
+    source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
     wide: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     acc = tl.zeros([COLUMNS, UNITS], dtype=wide)
     for start in tl.range(0, inner, INNER, num_stages=1):
@@ -356,12 +351,18 @@ def scaled_linear(
     scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), bias is not None, block_size, x.dtype is torch.int8)
     if rows == 1:
         at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
-        block = power_of_two(inner) if inner <= WHOLE else ROW_INNER
-        part = part_of(rows)
+        block = min(ROW_INNER, power_of_two(inner))
         numbers: tuple[Any, ...] = (
-            inner, columns, weight.stride(0), *scales, inner % block == 0, min(UNIT, block), block, at_once, part,
-        )  # fmt: skip
-        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers, warps=ROW_WARPS, early=part == EARLY)
+            inner,
+            columns,
+            weight.stride(0),
+            *scales,
+            inner % block == 0,
+            min(UNIT, block),
+            block,
+            at_once,
+        )
+        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers)
         return out
     tile = _tile(rows, columns, x.device, block_size)
     at_once = min(tile.inner, block_size or tile.inner)

@@ -17,7 +17,6 @@ from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 
 from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
-from .overlap import EARLY, enter_product, part_of
 
 FEW_ROWS = 16
 """Rows, and stored elements, of the least product that matrix units take."""
@@ -56,13 +55,10 @@ def _row(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    there = tl.minimum(column, columns - 1).to(tl.int64)
-    enter_product(weight + there * WEIGHT_ROW, OVERLAP)
-    there = there[:, None]
+    there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
     UNITS: tl.constexpr = BLOCK * PACKED // UNIT
     byte, element, unit = tl.arange(0, BLOCK), tl.arange(0, BLOCK * PACKED), tl.arange(0, UNITS)
     acc = tl.zeros([COLUMNS, UNITS], dtype=tl.float32)
@@ -273,15 +269,13 @@ def weight_only_linear(
         at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_STORED, power_of_two(stored))
         group = stored * packed // groups
         unit = min(UNIT, divisor(group), block * packed)
-        part = part_of(count)
         _launch_row(
             (-(-columns // at_once), 1, 1),
             tensors,
             (
                 stored, columns, weight.stride(0), group, groups, zero is not None, bias is not None, packed, unit,
-                block, at_once, part,
+                block, at_once,
             ),
-            early=part == EARLY,
         )  # fmt: skip
         return out
     group = stored // groups
