@@ -76,7 +76,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Outcomes = Mapping[str, Mapping[str, tuple[str, str]]]
 """Mode → test → how it ended, and the end of its failure."""
 PARTS = ("tests/", "examples/", "pyproject.toml")
-"""Of the archive, what the tests read."""
+"""The parts of the archive that tests read."""
 ENDED = (FAILED, "it did not end in time, or ended pytest")
 LOG, LEFT_OUT, FILE_LIMIT = "last.log", "FL_LEFT_OUT", "FL_FILE_LIMIT"
 CUT = "the time of this file is over"
