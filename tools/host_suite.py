@@ -67,6 +67,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "multimodal": ("multimodal/**/test_*.py",),
 }
 """Area → files of vLLM's ``tests``."""
+STARTS = ("vllm_runner", "RemoteOpenAIServer", "LLM(", "LLM.from", "LLMEngine.from")
+"""What a test says that starts an engine; each takes as long as hundreds of others."""
 WITH, WITHOUT = "with", "without"
 MODES: Mapping[str, Mapping[str, str]] = {WITH: {}, WITHOUT: {"VLLM_PLUGINS": ""}}
 REFUSALS = ("vllm_fl does not support", "vllm_fl runs", "vllm_fl cannot", "vllm_fl quantizes")
@@ -289,8 +291,9 @@ def _ending(failure: object) -> str:
 
 
 def files_of(area: str, tests: Path) -> list[str]:
-    """The files of an area, relative to ``tests``."""
-    return sorted({str(path.relative_to(tests)) for pattern in AREAS[area] for path in tests.glob(pattern)})
+    """The files of an area, relative to ``tests``; those that start engines come last."""
+    files = {str(path.relative_to(tests)) for pattern in AREAS[area] for path in tests.glob(pattern)}
+    return sorted(files, key=lambda file: (any(word in (tests / file).read_text() for word in STARTS), file))
 
 
 def refused(text: str) -> bool:

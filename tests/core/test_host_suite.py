@@ -103,3 +103,11 @@ def test_a_file_gives_way_to_the_next_when_its_time_is_over(tool: object, monkey
     with pytest.raises(pytest.skip.Exception, match=tool.CUT):  # type: ignore[attr-defined]
         setup(a)
     setup(b)
+
+
+def test_files_that_start_engines_come_last(tool: object, tmp_path: Path) -> None:
+    (tmp_path / "lora").mkdir()
+    for name, text in {"test_a.py": "with vllm_runner(", "test_b.py": "def test_b(): pass", "test_c.py": ""}.items():
+        (tmp_path / "lora" / name).write_text(text)
+    files = tool.files_of("lora", tmp_path)  # type: ignore[attr-defined]
+    assert files == ["lora/test_b.py", "lora/test_c.py", "lora/test_a.py"]
