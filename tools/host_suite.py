@@ -68,7 +68,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
 }
 """Area → files of vLLM's ``tests``."""
 STARTS = ("vllm_runner", "RemoteOpenAIServer", "LLM(", "LLM.from", "LLMEngine.from")
-"""What a test says that starts an engine; each takes as long as hundreds of others."""
+"""Words of tests that start engines; each takes as long as hundreds of others."""
 WITH, WITHOUT = "with", "without"
 MODES: Mapping[str, Mapping[str, str]] = {WITH: {}, WITHOUT: {"VLLM_PLUGINS": ""}}
 REFUSALS = ("vllm_fl does not support", "vllm_fl runs", "vllm_fl cannot", "vllm_fl quantizes")
