@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from fl_dispatch.backends.triton.impl import linear
+from fl_dispatch.backends.triton.impl import launch, linear
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
@@ -109,3 +116,63 @@ def test_a_bias_of_one_element_is_pytorchs_which_spreads_it(launched: list[str])
     found = linear.linear(X[:1], WEIGHT, BIAS[:1])
     assert torch.equal(found, torch.full((1, 6), 9, dtype=HALF))
     assert launched == []
+
+
+@given(st.integers(1, 40_000), st.integers(0, 3))
+def test_a_block_is_halved_only_where_more_than_an_eighth_of_its_lanes_would_idle(length: int, halves: int) -> None:
+    most, least = 4096, 4096 >> halves
+    block = launch.fitting(length, most, least)
+    whole = min(most, launch.power_of_two(length))
+    taken = {size: -(-length // size) * size for size in (block, whole, max(1, block // 2))}
+    assert min(whole, least) <= block <= whole
+    assert taken[block] < taken[whole] or block == whole
+    assert 7 * taken[block] <= 8 * length or block <= least or taken[max(1, block // 2)] == taken[block]
+
+
+PROGRAM = """
+import json, torch
+from fl_dispatch.backends.triton.impl import linear, quantize, scaled
+
+linear.ENOUGH = scaled.ENOUGH = 1  # several columns a program, however few there are
+torch.manual_seed(0)
+found = {}
+
+
+def compare(name, result, expected):
+    found[name] = float((result.double() - expected).abs().max() / expected.abs().max())
+
+
+for dtype in (torch.float16, torch.float32):
+    for inner in (1, 70, 1431, 2560, 5120):
+        x, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((1, inner), (7, inner), (7,)))
+        expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        compare(f"{dtype} {inner}", linear.linear(x, weight, bias), expected)
+for inner, block in ((1, 0), (70, 0), (4096, 0), (5120, 0), (8200, 0), (160, 32), (4224, 128)):
+    for kind in ("int8", "float8_e4m3fn"):
+        if block and kind == "int8":
+            continue
+        dtype = getattr(torch, kind)
+        x = (torch.randn(1, inner) * 8).to(dtype)
+        weight = (torch.randn(66, inner) * 8).to(dtype)
+        size, repeats = (block, block) if block else (inner, 1)
+        x_scale = torch.rand(1, -(-inner // size)) + 0.5
+        scale = torch.rand(-(-66 // repeats), -(-inner // size)) + 0.5
+        wide = lambda each, down: each.repeat_interleave(size, 1)[:, :inner].repeat_interleave(down, 0)
+        left = x.double() * wide(x_scale, 1)
+        right = weight.double() * wide(scale, repeats)[:66]
+        bias = torch.randn(66)
+        result = scaled.scaled_linear(x, x_scale, weight, scale, bias, "float32", block)
+        compare(f"{kind} {inner} {block}", result, left @ right.T + bias.double())
+print(json.dumps(found))
+"""
+
+
+def test_one_row_is_right_with_several_columns_a_program_and_whatever_their_length_is() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 22
+    assert {name: error for name, error in found.items() if not error <= 1e-3} == {}

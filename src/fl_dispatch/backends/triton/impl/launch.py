@@ -31,6 +31,22 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+@functools.cache
+def fitting(length: int, most: int, least: int) -> int:
+    """Elements of a row to take at a time, a power of two: ``most``, or fewer where that leaves fewer lanes idle.
+
+    An eighth of them may idle, because more elements at a time have more loads under way.
+    """
+
+    def taken(block: int) -> int:
+        return -(-length // block) * block
+
+    block = min(most, power_of_two(length))
+    while block > least and 7 * taken(block) > 8 * length and taken(block // 2) < taken(block):
+        block //= 2
+    return block
+
+
 def row_warps(block: int) -> int:
     """Warps of a program that holds so many elements of a row."""
     return 4 if block <= 4096 else 8 if block <= 8192 else 16
