@@ -47,17 +47,17 @@ AS_IT_IS = "as it is"
 FP8, BLOCK_SIZE = "float8_e4m3fn", 16
 EPSILON = 1e-5
 REPLAYS = 20
-CONSTANTS: Mapping[bool, tuple[Mapping[str, int | tuple[int, int]], ...]] = {
+CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
     False: (
-        {"AT_ONCE": (2048, 2048)},
-        {"COLUMNS": 2, "AT_ONCE": (2048, 2048)},
-        {"COLUMNS": 1, "AT_ONCE": (8192, 8192)},
+        {"AT_ONCE": 2048},
+        {"COLUMNS": 2, "AT_ONCE": 2048},
+        {"COLUMNS": 1, "AT_ONCE": 8192},
         {"ENOUGH": 1024},
     ),
     True: (
         {"ROW_COLUMNS": 4, "ENOUGH": 1024},
-        {"ROW_COLUMNS": 4, "ENOUGH": 1024, "ROW_INNER": (2048, 2048)},
-        {"ROW_INNER": (2048, 2048)},
+        {"ROW_COLUMNS": 4, "ENOUGH": 1024, "ROW_INNER": 2048},
+        {"ROW_INNER": 2048},
         {"ROW_COLUMNS": 1},
     ),
 }

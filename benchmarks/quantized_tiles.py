@@ -76,7 +76,7 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
     elif rows == 1:
         for columns in (1, 2, 4, 8):
             for inner in (1024, 2048, 4096):
-                yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_INNER": (inner, inner)}
+                yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_INNER": inner}
     elif rows <= scaled.SOME_ROWS:
         for some in (
             (32, 128, 4, 6),

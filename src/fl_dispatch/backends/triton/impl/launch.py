@@ -32,19 +32,14 @@ def power_of_two(number: int) -> int:
 
 
 @functools.cache
-def fitting(length: int, most: int, least: int) -> int:
-    """Elements of a row to take at a time, a power of two: ``most``, or fewer where that leaves fewer lanes idle.
+def fitting(length: int, most: int) -> int:
+    """Elements of a row to take at a time, a power of two: ``most``, or half where that leaves fewer lanes idle.
 
     An eighth of them may idle, because more elements at a time have more loads under way.
     """
-
-    def taken(block: int) -> int:
-        return -(-length // block) * block
-
     block = min(most, power_of_two(length))
-    while block > least and 7 * taken(block) > 8 * length and taken(block // 2) < taken(block):
-        block //= 2
-    return block
+    whole, halved = (-(-length // size) * size for size in (block, max(1, block // 2)))
+    return block // 2 if 7 * whole > 8 * length and halved < whole else block
 
 
 def row_warps(block: int) -> int:

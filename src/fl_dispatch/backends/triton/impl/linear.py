@@ -20,8 +20,8 @@ from .launch import Launcher, fitting, power_of_two, shared_memory
 COLUMNS = 4
 """Columns of a program with one row, where that makes enough programs; else one."""
 ENOUGH = 1536
-AT_ONCE = (4096, 2048)
-"""Bytes of a column, at most and at least, that such a program multiplies at a time."""
+AT_ONCE = 4096
+"""Bytes of a column, at most, that such a program multiplies at a time."""
 MOST_ROWS = 32
 SMALL_WEIGHTS = 1 << 25
 """Elements of weights up to which a few rows are multiplied here."""
@@ -147,7 +147,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     has_bias = bias is not None
     if single:
         at_once = COLUMNS if columns >= COLUMNS * ENOUGH else 1
-        block = fitting(inner, *(size // x.element_size() for size in AT_ONCE))
+        block = fitting(inner, AT_ONCE // x.element_size())
         _launch_row(
             (-(-columns // at_once), 1, 1),
             tensors,

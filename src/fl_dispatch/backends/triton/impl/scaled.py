@@ -29,8 +29,8 @@ SOME_ROWS = 64
 """Rows up to which the columns are the long side."""
 ROW_COLUMNS, ENOUGH = 2, 2048
 """Columns of a program with one row, where that makes so many programs; else one."""
-ROW_INNER = (4096, 2048)
-"""Elements of a column, at most and at least, that such a program multiplies at a time."""
+ROW_INNER = 4096
+"""Elements of a column, at most, that such a program multiplies at a time."""
 UNIT = 16
 """Elements of a column of each of its threads."""
 SHORT_SUM = 128
@@ -351,7 +351,7 @@ def scaled_linear(
     scales = (x_scale.shape[-1], int(weight_scale.numel() > 1), bias is not None, block_size, x.dtype is torch.int8)
     if rows == 1:
         at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
-        block = fitting(inner, *ROW_INNER)
+        block = fitting(inner, ROW_INNER)
         numbers: tuple[Any, ...] = (
             inner,
             columns,
