@@ -43,10 +43,9 @@ def test_every_supported_sample_agrees_with_the_reference_and_so_does_the_state(
         if impl.supports(*sample.args) is not True:  # type: ignore[misc]
             continue
         wide = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in again.args]
-        rows = None if name.endswith("update") else int(sample.args[-3][-1])  # others are padding
         expected = getattr(ReferenceBackend(), name)(*wide)
         actual = impl.fn(*sample.args)
-        pairs = [(actual[:rows], expected[:rows]), (sample.args[place], wide[place])]
+        pairs = [(actual, expected), (sample.args[place], wide[place])]
         for got, wanted in pairs:
             torch.testing.assert_close(
                 got.double(), wanted, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True,

@@ -12,7 +12,7 @@ from builders import as_called
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
 from fl_dispatch.backends.vendor.cpu.cpu import CpuStateSpaceBackend
-from fl_dispatch.backends.vendor.cpu.impl import state_space
+from fl_dispatch.backends.vendor.cpu.impl import limits, state_space
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
@@ -47,13 +47,16 @@ def test_every_sample_with_tokens_agrees_with_the_reference_and_so_does_the_stat
     for sample, again in zip(samples(name, dtype), samples(name, dtype), strict=True):
         if not sample.args[0].numel() or sample.args[2].dim() == 2:  # see the next test
             continue
-        assert impl.supports(*sample.args) is True  # type: ignore[misc]
+        answer = impl.supports(*sample.args)  # type: ignore[misc]
+        if name == "selective_state_update" and not limits.rounds(sample.args[place].dtype):
+            assert answer == "the build for this processor truncates states to bfloat16"
+            continue
+        assert answer is True
         tolerance = operator.tolerance(dtype, sample.args)
         wide = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in again.args]
-        rows = None if name.endswith("update") else int(sample.args[-2][-1])  # others are padding
         expected = getattr(ReferenceBackend(), name)(*wide)
         actual = impl.fn(*sample.args)
-        for got, wanted in ((actual[:rows], expected[:rows]), (sample.args[place], wide[place])):
+        for got, wanted in ((actual, expected), (sample.args[place], wide[place])):
             torch.testing.assert_close(
                 got.double(), wanted, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True,
                 msg=lambda text, label=sample.label: f"{label}: {text}",

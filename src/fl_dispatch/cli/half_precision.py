@@ -52,10 +52,10 @@ def distances(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0)
     return (ours.mean() / theirs.mean()).item(), (ours.max() / theirs.max()).item()
 
 
-def within(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0, factor: float = 1.0) -> bool:
-    """Whether the nearest tokens, a part ``compared``, are as near as ``factor`` times Hugging Face's nearest."""
+def within(found: Tensor, exact: Tensor, half: Tensor, compared: float = 1.0) -> bool:
+    """Whether the nearest tokens, a part ``compared``, are as near as Hugging Face's nearest."""
     mean, largest = distances(found, exact, half, compared)
-    return mean <= factor * MEAN and largest <= factor * LARGEST
+    return mean <= MEAN and largest <= LARGEST
 
 
 def _nearest(differences: Tensor, part: float) -> Tensor:

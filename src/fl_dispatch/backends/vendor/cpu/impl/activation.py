@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .limits import VECTOR, problem
+from .limits import VECTOR, problem, rounds
 
 FEW = 2
-"""Rows of a half type, or fewer, for which the kernels are faster."""
+"""Rows of a half type, or fewer, for which the kernels are faster where they round."""
 ROWS = 64
 """Rows of a half type that are computed in float32 at a time: few enough to stay in a core's cache."""
 
@@ -52,7 +52,7 @@ def _gated(x: Tensor, activation: Callable[[Tensor], Tensor], kernel: Callable[[
         return activation(gate).mul_(up)
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
-    if x.numel() <= FEW * 2 * width:
+    if x.numel() <= FEW * 2 * width and rounds(x.dtype):
         kernel(out, x)
         return out
     rows, results = x.view(-1, 2 * width), out.view(-1, width)

@@ -1,6 +1,8 @@
-"""The limits that all of the compiled kernels set to a tensor."""
+"""The limits that all of the compiled kernels set to a tensor, and the dtype that they compute well in."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -21,3 +23,26 @@ def problem(name: str, tensor: Tensor, like: Tensor | None = None, contiguous: b
     if contiguous and not tensor.is_contiguous():
         return f"{name} is not contiguous"
     return ""
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Whether the kernels round their results to this dtype; see :func:`_truncates`."""
+    return dtype is not torch.bfloat16 or not _truncates()
+
+
+def widened(x: Tensor) -> Tensor:
+    """The tensor, in float32 where the kernels would truncate a result of its dtype."""
+    return x if rounds(x.dtype) else x.float()
+
+
+def narrowed(wide: Tensor, into: Tensor) -> Tensor:
+    """``into``, overwritten with the widened tensor unless they are one."""
+    return into if wide is into else into.copy_(wide)
+
+
+@functools.cache
+def _truncates() -> bool:
+    """Whether the loaded kernels cut results off to bfloat16, as builds for processors without AVX512-BF16 do."""
+    x, residual = torch.ones(VECTOR, dtype=torch.bfloat16), torch.full((VECTOR,), 1.5 * 2.0**-8, dtype=torch.bfloat16)
+    torch.ops._C.fused_add_rms_norm(x, residual, None, 1e-6)
+    return bool((residual == 1.0).any())  # the next larger number is nearer

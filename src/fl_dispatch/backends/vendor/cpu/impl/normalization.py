@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .limits import VECTOR, problem
+from .limits import VECTOR, narrowed, problem, widened
 
 
 def supports_rms_norm(
@@ -26,10 +26,13 @@ def rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual both tensors are overwritten and returned."""
+    wide = widened(x)
+    weight = None if weight is None else weight.to(wide.dtype)
     if residual is not None:
-        torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
-        return x, residual
-    x = x.contiguous()  # the heads of a query or key are a part of one product
-    out = torch.empty_like(x)
-    torch.ops._C.rms_norm(out, x, weight, epsilon)
-    return out
+        total = widened(residual)
+        torch.ops._C.fused_add_rms_norm(wide, total, weight, epsilon)
+        return narrowed(wide, x), narrowed(total, residual)
+    wide = wide.contiguous()  # the heads of a query or key are a part of one product
+    out = torch.empty_like(wide)
+    torch.ops._C.rms_norm(out, wide, weight, epsilon)
+    return out.to(x.dtype)

@@ -84,7 +84,7 @@ def causal_conv1d(
         -1,  # no slot is padding
         False,
     )
-    return out.t()
+    return _without_padding(out.t(), query_start_loc)
 
 
 def causal_conv1d_update(
@@ -169,7 +169,7 @@ def gated_delta_rule(
     out, _ = torch.ops._C.chunk_gated_delta_rule_cpu(
         *rows, decay, beta, states, True, query_start_loc, False, True, state_indices, LEAST_LENGTH
     )
-    return out[0]
+    return _without_padding(out[0], query_start_loc)
 
 
 def gated_delta_rule_update(
@@ -191,6 +191,12 @@ def gated_delta_rule_update(
         a_log, dt_bias, *rows, a.contiguous(), b.contiguous(), states, state_indices, starts, True, *SOFTPLUS
     )
     return out.view(value.shape)
+
+
+def _without_padding(out: Tensor, query_start_loc: Tensor) -> Tensor:
+    """The results, with zeros in the rows of no request, which the kernels leave alone."""
+    out[int(query_start_loc[-1]) :] = 0.0
+    return out
 
 
 def _halves(**tensors: Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .limits import VECTOR, problem
+from .limits import VECTOR, narrowed, problem, rounds, widened
 
 
 def supports_rotary_embedding(
@@ -47,10 +47,11 @@ def rotary_embedding(
         return query, key
     table, positions = _table(cos, sin, position_ids)
     head_dim = query.shape[-1]
-    heads = query.view(query.shape[0], -1)
-    key_heads = None if key is None else key.view(key.shape[0], -1)
+    wide, wide_key = widened(query), None if key is None else widened(key)
+    heads = wide.view(query.shape[0], -1)
+    key_heads = None if wide_key is None else wide_key.view(query.shape[0], -1)
     torch.ops._C.rotary_embedding(positions, heads, key_heads, head_dim, table, not rotary_interleaved)
-    return query, key
+    return narrowed(wide, query), None if key is None or wide_key is None else narrowed(wide_key, key)
 
 
 def _table(cos: Tensor, sin: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,8 +62,8 @@ def _table(cos: Tensor, sin: Tensor, position_ids: Tensor) -> tuple[Tensor, Tens
         and sin.data_ptr() == cos.data_ptr() + half * cos.element_size()
         and sin.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
     )
-    if side_by_side:  # hosts keep them so: nothing is copied
+    if side_by_side and rounds(cos.dtype):  # hosts keep them so: nothing is copied
         table = cos.as_strided((cos.shape[0], 2 * half), (2 * half, 1))
         return table, position_ids.to(torch.int64).contiguous()
     rows = torch.cat((cos[position_ids], sin[position_ids]), dim=-1)
-    return rows, torch.arange(len(position_ids))
+    return widened(rows), torch.arange(len(position_ids))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .limits import problem
+from .limits import problem, rounds
 
 KERNELS = ("mamba_chunk_scan_fwd_cpu", "selective_state_update_cpu")
 NOBODY = -1
@@ -30,8 +30,8 @@ def supports_selective_scan(
     query_start_loc: Tensor,
     has_state: Tensor | None = None,
 ) -> bool | str:
-    """As :func:`supports_selective_state_update`."""
-    return supports_selective_state_update(x, dt, a, b, c, d, dt_bias, states, state_indices)
+    """Everything of a token in one dtype, one decay a head, and each state in one piece."""
+    return _why_not(x, dt, a, b, c, d, dt_bias, states) or True
 
 
 def supports_selective_state_update(
@@ -45,7 +45,23 @@ def supports_selective_state_update(
     states: Tensor,
     state_indices: Tensor,
 ) -> bool | str:
-    """Everything of a token in one dtype, one decay a head, and each state in one piece."""
+    """As :func:`supports_selective_scan`, and states that the kernel rounds."""
+    if not rounds(states.dtype):  # a state is read again in the next step, so what is cut off would add up
+        return "the build for this processor truncates states to bfloat16"
+    return _why_not(x, dt, a, b, c, d, dt_bias, states) or True
+
+
+def _why_not(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    states: Tensor,
+) -> str:
+    """Why neither kernel takes these tensors, or an empty string."""
     for name, tensor in {"x": x, "dt": dt, "b": b, "c": c, "d": d, "dt_bias": dt_bias}.items():
         if tensor is not None and (why := problem(name, tensor, x, contiguous=False)):
             return why
@@ -56,7 +72,7 @@ def supports_selective_state_update(
     _, _, rows, columns = states.shape
     if states.stride()[1:] != (rows * columns, columns, 1):
         return "the elements of a state lie apart"
-    return True if x.numel() else "there are no tokens"
+    return "" if x.numel() else "there are no tokens"
 
 
 def selective_scan(
@@ -79,7 +95,7 @@ def selective_scan(
         state[~has_state] = 0.0
     step = dt.float()
     step = functional.softplus(step if dt_bias is None else step + dt_bias.float())
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.zeros(x.shape, dtype=x.dtype)  # the kernel leaves the rows of no request alone
     d = None if d is None else d.float()
     torch.ops._C.mamba_chunk_scan_fwd_cpu(
         out, state, x.contiguous(), step, a.float(), b.contiguous(), c.contiguous(), d, None, query_start_loc
