@@ -45,10 +45,11 @@ class Engine:
         )
         self.engine = self.llm.llm_engine
         self.random, self.served = random.Random(0), 0
+        self.vocabulary = self.llm.model_config.get_vocab_size()
         self.cached = [self._prompt(CACHED) for _ in range(8)]
 
     def _prompt(self, tokens: int) -> list[int]:
-        return [self.random.randrange(10, 32_000) for _ in range(tokens)]
+        return [self.random.randrange(10, self.vocabulary) for _ in range(tokens)]
 
     def _add(self, prompts: list[list[int]], tokens: int) -> None:
         from vllm import SamplingParams

@@ -27,8 +27,8 @@ RUNNERS: Pair = {name: {**PLUGIN, RUNNER: wanted} for name, wanted in (("V1", "0
 MODES = {"compiled": {}, "eager": {"enforce_eager": True}}
 """Mode → arguments of ``vllm.LLM``: compiled is what both platforms do unless they are asked."""
 CLOCKS = ("processor time", "wall")
-STEPS = 5
-"""Steps of a decode in a turn; the turn's value is their median."""
+PROFILED = 5
+"""Steps of a decode in a profile."""
 TURNS_OF_A_PREFILL = 8
 """One prefill for so many turns of a decode."""
 
@@ -54,7 +54,14 @@ def _ask(engine: Child, what: str, **arguments: int) -> Any:
 
 
 def compare(
-    pair: Pair, model: Path, dtype: str, modes: Sequence[str], turns: int, threads: int, profile: bool = False
+    pair: Pair,
+    model: Path,
+    dtype: str,
+    modes: Sequence[str],
+    turns: int,
+    steps: int,
+    threads: int,
+    profile: bool = False,
 ) -> list[dict[str, Any]]:
     """Both engines in each mode, all in turns.
 
@@ -64,6 +71,7 @@ def compare(
         dtype: what they compute in.
         modes: of :data:`MODES`.
         turns: of every decode; who begins changes from turn to turn.
+        steps: of a decode in a turn, whose value is their median.
         threads: of each model; with one, work of others beside it does not count in its processor time.
         profile: have each engine profile a few steps of the last workload, and a prefill.
 
@@ -77,10 +85,10 @@ def compare(
         for name, own in pair.items()
     }
     facts = {key: engine.answer() for key, engine in engines.items()}
-    speeds = {workload: _in_turns(engines, requests, turns) for workload, requests in WORKLOADS.items()}
+    speeds = {workload: _in_turns(engines, requests, turns, steps) for workload, requests in WORKLOADS.items()}
     profiles = {
         (*key, title): _ask(engine, "profile", count=count)
-        for title, count in (("the last workload", STEPS), ("a prefill", 0))
+        for title, count in (("the last workload", PROFILED), ("a prefill", 0))
         for key, engine in engines.items()
         if profile
     }
@@ -93,6 +101,7 @@ def compare(
             "clock": clock,
             "threads": threads,
             "turns": turns,
+            "steps": steps,
             "engines": {name: facts[mode, name] for name in pair},
             "profiles": {
                 f"{name}, {title}": found
@@ -112,17 +121,17 @@ def compare(
 Key = tuple[str, str]
 
 
-def _in_turns(engines: dict[Key, Child], requests: int, turns: int) -> dict[Key, list[tuple[float, ...]]]:
+def _in_turns(engines: dict[Key, Child], requests: int, turns: int, steps: int) -> dict[Key, list[tuple[float, ...]]]:
     """Tokens a second of each engine in each turn, by both clocks."""
     found: dict[Key, list[tuple[float, ...]]] = {key: [] for key in engines}
     untimed, tokens = (0, requests) if requests else (1, PROMPTS * PROMPT)
     for engine in engines.values() if requests else ():
-        _ask(engine, "begin", requests=requests, count=(turns + 1) * STEPS)
+        _ask(engine, "begin", requests=requests, count=(turns + 1) * steps)
     for turn in range(-untimed, turns if requests else max(1, turns // TURNS_OF_A_PREFILL)):
         for key in list(engines)[:: 1 if turn % 2 else -1]:
-            steps = _ask(engines[key], "steps", count=STEPS) if requests else _ask(engines[key], "prefill")
+            times = _ask(engines[key], "steps", count=steps) if requests else _ask(engines[key], "prefill")
             if turn >= 0:
-                found[key].append(tuple(tokens / statistics.median(clock) for clock in zip(*steps, strict=True)))
+                found[key].append(tuple(tokens / statistics.median(clock) for clock in zip(*times, strict=True)))
         said = ", ".join(f"{' '.join(key)} {values[-1][0]:.1f}" for key, values in found.items() if values)
         print(f"{requests or PROMPTS} requests, turn {turn + 1}: {said}", file=sys.stderr, flush=True)
     return found

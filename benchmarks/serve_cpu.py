@@ -14,6 +14,7 @@ quiet.
 
     python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
 
+With ``--tiny`` the model is so small that a step costs what the host does in it.
 With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
 our platform under two files of ``VLLM_FL_CONFIG``.
 """
@@ -46,6 +47,18 @@ SHAPE = {
     "layer_types": ["full_attention"] * 12,
 }
 """A Qwen3 of 125 million parameters."""
+TINY = {
+    **SHAPE,
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "layer_types": ["full_attention"] * 2,
+}
+"""So small that a step costs what the host does in it."""
 SHIPPED = "cpu.yaml"
 PREFERENCES = ("reference", "vendor", "flagos")
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
@@ -200,8 +213,9 @@ def in_turns(arguments: argparse.Namespace) -> None:
     from fl_dispatch.evidence.bench import machine
 
     with tempfile.TemporaryDirectory() as folder:
-        model = build_checkpoint("qwen3", Path(folder), **SHAPE)
-        how = (arguments.mode, arguments.turns, arguments.threads, arguments.profile)
+        shape = TINY if arguments.tiny else SHAPE
+        model = build_checkpoint("qwen3", Path(folder), **shape)
+        how = (arguments.mode, arguments.turns, arguments.steps, arguments.threads, arguments.profile)
         pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
         if arguments.configs:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
@@ -214,7 +228,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
         there = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
         new = {_kind(run) for run in runs}
         kept = [old for old in there if _kind(old) not in new]
-        data = {"machine": machine(torch.device("cpu")), "shape": SHAPE, "runs": [*kept, *runs]}
+        data = {"machine": machine(torch.device("cpu")), "shape": shape, "runs": [*kept, *runs]}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -233,8 +247,12 @@ def main() -> None:
     parser.add_argument("--configs", type=Path, nargs=2, help="our platform under two files of settings, in turns")
     parser.add_argument("--mode", choices=("compiled", "eager"), nargs="+", default=["compiled", "eager"])
     parser.add_argument("--turns", type=int, default=40, help="of engines in turns: of each decode")
+    parser.add_argument("--steps", type=int, default=5, help="of engines in turns: of a decode in each turn")
     parser.add_argument("--threads", type=int, default=1, help="of engines in turns: of each engine")
     parser.add_argument("--runner", choices=("V1", "V2"), help="with --vanilla: vLLM's model runner under the plugin")
+    parser.add_argument(
+        "--tiny", action="store_true", help="of engines in turns: a model of no size, for the host's part"
+    )
     parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()
     if arguments.vanilla or arguments.runners or arguments.configs:

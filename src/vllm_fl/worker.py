@@ -171,13 +171,14 @@ class WorkerFL(Worker):
     def fl_report(self) -> dict[str, Any]:
         """Report of what runs in this process, as plain data that vLLM can send between processes.
 
-        The core's report, ``model_runner`` (``V1``, ``V2``), and ``layers`` and ``native_layers``: class name → how
-        many run our forward, and vLLM's own.
+        The core's report, ``model_runner`` (``V1``, ``V2``), the languages of V2's ``runner_kernels``, and ``layers``
+        and ``native_layers``: class name → how many run our forward, and vLLM's own.
         For a compiled model ``compiled`` says what was done.
         """
         return {
             "rank": self.rank,
             "model_runner": "V2" if self.use_v2_model_runner else "V1",
+            "runner_kernels": model_runner.kernels(detect_device()) if self.use_v2_model_runner else None,
             **dispatch_report(),
             **self.fl_survey.as_data(),
             "compiled": self._compiled() if compile.is_compiled(self.vllm_config) else None,

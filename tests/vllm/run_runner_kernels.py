@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
 
 from vllm_fl.compat import model_runner
-from vllm_fl.runner_kernels import table
+from vllm_fl.runner_kernels import native, table
 
 model_runner.importlib.import_module(model_runner.HOST_AS_DEVICE)
 
@@ -80,6 +80,7 @@ class Draw:
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.index = torch.int64 if seed % 2 else torch.int32
 
     def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Integers from ``low`` up to and with ``high``."""
@@ -91,7 +92,7 @@ class Draw:
 
     def states(self, count: int) -> Tensor:
         """Different states of requests."""
-        return torch.randperm(SLOTS, generator=self.generator)[:count].to(torch.int32)
+        return torch.randperm(SLOTS, generator=self.generator)[:count].to(self.index)
 
     def starts(self, lengths: Tensor) -> Tensor:
         """The first token of each request, then the end."""
@@ -297,6 +298,16 @@ def chosen(draw: Draw) -> Sequence[Any]:
         places = draw.integers(0, 1 << 40, 6, dtype=torch.int64)
         found.append(gumbel.gumbel_sample(logits, idx, heat, seeds, places, apply, drafting, use_fp64=wide))
     return found
+
+
+def greedy(draw: Draw) -> Sequence[Any]:
+    """No request has a temperature; a whole block of a row is ruled out, and another row but for its last token."""
+    logits, idx = rows(draw, 6)
+    idx[3] = -1
+    logits[1, 1024:] = float("-inf")
+    logits[2, :-1] = float("-inf")
+    nothing = torch.zeros(SLOTS)
+    return gumbel.gumbel_sample(logits, idx, nothing, nothing.long(), nothing[:6].long(), True, False)
 
 
 def likelihoods(draw: Draw) -> Sequence[Any]:
@@ -616,7 +627,7 @@ CASES: dict[str, Case] = {
     for case in (
         staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
-        chosen, likelihoods, prompt_tokens, supports, verified, judged,
+        chosen, greedy, likelihoods, prompt_tokens, supports, verified, judged,
         looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, drafts_kept,
         accepted, states_go_on, states_are_kept, cleared_blocks,
     )
@@ -624,26 +635,40 @@ CASES: dict[str, Case] = {
 
 
 def main(request: Path, answer: Path) -> None:
-    """Write what differs, and which forms ran."""
-    seeds = json.loads(request.read_text())["seeds"]
-    draws = [(name, seed) for name in CASES for seed in range(seeds)]
+    """Write what differs, which forms ran, and the answers of each function in C++."""
+    asked = json.loads(request.read_text())
+    cases = asked.get("cases", list(CASES))
+    draws = [(name, seed) for name in cases for seed in range(asked["seeds"])]
     by_kernel = {draw: CASES[draw[0]](Draw(draw[1])) for draw in draws}
     ran: set[str] = set()
-    table.FORMS = {name: _noting(name, form, ran) for name, form in table.FORMS.items()}
+    answers: dict[str, set[bool]] = {}
+    native._run = _noting_answers(native._run, answers)
+    forms = native.forms(table.FORMS) if asked["native"] else table.FORMS
+    table.FORMS = {name: _noting(name, form, ran) for name, form in forms.items()}
     table.register()
-    differing: dict[str, str] = dict.fromkeys(CASES, "")
+    differing: dict[str, str] = dict.fromkeys(cases, "")
     for draw in draws:
         try:
             torch.testing.assert_close(CASES[draw[0]](Draw(draw[1])), by_kernel[draw], rtol=2e-6, atol=2e-6)
         except AssertionError as error:
             differing[draw[0]] = f"seed {draw[1]}: {error}"
-    answer.write_text(json.dumps({"differing": differing, "ran": sorted(ran), "forms": sorted(table.FORMS)}))
+    by_function = {name: sorted(found) for name, found in answers.items()}
+    answer.write_text(json.dumps({"differing": differing, "ran": sorted(ran), "native": by_function}))
 
 
 def _noting(name: str, form: Callable[..., None], ran: set[str]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         ran.add(name)
         form(*args, **kwargs)
+
+    return run
+
+
+def _noting_answers(call: Callable[..., bool], answers: dict[str, set[bool]]) -> Callable[..., bool]:
+    def run(name: str, *arguments: Any) -> bool:
+        answer = call(name, *arguments)
+        answers.setdefault(name, set()).add(answer)
+        return answer
 
     return run
 

@@ -136,7 +136,7 @@ def test_vllms_own_rule_chooses_the_runner_and_leaves_nothing_in_the_environment
     )
     assert done.stdout.splitlines()[-5:] == [
         "[True, True] True None",
-        "V2, because vLLM prefers it and it has all that is asked for (its kernels in PyTorch forms)",
+        "V2, because vLLM prefers it and it has all that is asked for (its kernels in our forms)",
         "V1, because V2 lacks pipeline parallelism with external_launcher",
         "V1, because V2 lacks pipeline parallelism with external_launcher, sampling divided among ranks without Triton",
         "V1, because VLLM_USE_V2_MODEL_RUNNER asks for it",

@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, which a device without Triton gets: its kernels in PyTorch forms, Hugging Face's tokens.
+"""vLLM's V2 model runner, which a device without Triton gets: its kernels in our forms, Hugging Face's tokens.
 
 ``test_features`` runs on either runner: sampling, structured output, the prefix cache, requests that join and leave.
 """
@@ -47,6 +47,7 @@ def test_tokens_equal_hugging_face_twice(
     whole = expected(RUNS[name][0])
     assert [step["tokens"] for step in result["steps"]] == [whole, whole]
     assert result["report"]["model_runner"] == "V2"
+    assert result["report"]["runner_kernels"] == "C++ and PyTorch"
     assert "model runner V2, because vLLM prefers it" in result["log"]
     assert result["report"]["failed"] == {}
 

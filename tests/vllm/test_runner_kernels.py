@@ -14,7 +14,7 @@ import torch
 from engines import HERE, environment
 
 import processes
-from vllm_fl.runner_kernels import logits, table
+from vllm_fl.runner_kernels import logits, native, table
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton's interpreter", allow_module_level=True)
@@ -23,17 +23,72 @@ LOOPS = {"gpu.structured_outputs._apply_grammar_bitmask_kernel", "gpu.metrics.lo
 SEEDS = 3
 
 
+NATIVE = {name for name, form in table.FORMS.items() if form in native.NATIVE}
+CASES = ["tables", "positions_and_lengths", "sampled_and_drafted", "sampled_and_rejected", "update", "chosen", "greedy"]
+"""Those that launch what has a function in C++."""
+
+
+def compare(**job: Any) -> dict[str, Any]:
+    return processes.finish(HERE / "run_runner_kernels.py", {"seeds": SEEDS, **job}, environment(), True)
+
+
 @pytest.fixture(scope="module")
-def compared() -> dict[str, Any]:
-    return processes.finish(HERE / "run_runner_kernels.py", {"seeds": SEEDS}, environment(), True)
+def forms() -> dict[str, Any]:
+    return compare(native=False)
 
 
-def test_every_form_gives_what_its_kernel_gives(compared: dict[str, Any]) -> None:
-    assert {name: why for name, why in compared["differing"].items() if why} == {}
+@pytest.fixture(scope="module")
+def functions() -> dict[str, Any]:
+    return compare(native=True, cases=CASES)
 
 
-def test_every_form_ran(compared: dict[str, Any]) -> None:
-    assert set(compared["ran"]) == set(table.FORMS) - LOOPS
+def test_every_form_gives_what_its_kernel_gives(forms: dict[str, Any]) -> None:
+    assert {name: why for name, why in forms["differing"].items() if why} == {}
+
+
+def test_every_form_ran(forms: dict[str, Any]) -> None:
+    assert set(forms["ran"]) == set(table.FORMS) - LOOPS
+    assert forms["native"] == {}
+
+
+def test_every_function_gives_what_its_kernel_gives(functions: dict[str, Any]) -> None:
+    assert functions["differing"] == dict.fromkeys(CASES, "")
+
+
+def test_every_function_ran(functions: dict[str, Any]) -> None:
+    did = {name for name, answers in functions["native"].items() if True in answers}
+    assert did == {name.rpartition("._")[2].removesuffix("_kernel") for name in NATIVE}
+    assert functions["native"]["gumbel_sample"] == [False, True], "temperatures are the form's"
+
+
+def test_a_row_or_a_token_outside_of_its_table_is_an_error() -> None:
+    lengths, starts, computed = (torch.zeros(4).int() for _ in range(3))
+    positions, update = torch.zeros(8).long(), native.forms(table.FORMS)["gpu.input_batch._prepare_pos_seq_lens_kernel"]
+    for state, end in ((4, 1), (-1, 1), (0, 9)):
+        starts[1:] = end
+        with pytest.raises(IndexError, match="prepare_pos_seq_lens: a request's row or a token lies outside"):
+            update(positions, lengths, torch.tensor([state]), starts, computed, 4)
+    assert not positions.any()
+    starts[1:] = 2
+    update(positions, lengths, torch.tensor([3]), starts, computed + 5, 4)
+    assert (positions[:3].tolist(), lengths.tolist()) == ([5, 6, 0], [7, 0, 0, 0])
+
+
+def test_what_is_no_number_is_never_chosen() -> None:
+    choose = native.forms(table.FORMS)["gpu.sample.gumbel._gumbel_sample_kernel"]
+    logits = torch.full((2, 40), float("nan"))
+    logits[0, [3, 20, 37]] = torch.tensor([-2.0, -1.0, float("-inf")])
+    tokens, largest = torch.zeros(2, 2).long(), torch.zeros(2, 2)
+    nothing = torch.zeros(2)
+    rest = (None, 0, 0, None, None, 0, logits, 40, torch.arange(2), nothing.long(), nothing.long(), nothing, 40)
+    choose(tokens, 2, largest, 2, *rest, BLOCK_SIZE=32, IS_DRAFTING=False, APPLY_TEMPERATURE=False, USE_FP64=False)
+    assert tokens.tolist() == [[20, 37], [0, 32]]
+    assert largest.tolist() == [[-1.0, float("-inf")], [float("-inf")] * 2]
+
+
+def test_without_a_compiler_the_forms_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert native.forms(table.FORMS) == table.FORMS
 
 
 def test_a_grammar_rules_tokens_out_by_request_and_place() -> None:

@@ -68,7 +68,16 @@ def prepare(device: DeviceSpec) -> None:
 
         worker: Any = importlib.import_module(WORKER)
         worker.HAS_TRITON = True  # else vLLM 0.33's refuses to be made
-        table.register()
+        table.register(main_memory=not device.accelerator)
+
+
+def kernels(device: DeviceSpec) -> str:
+    """The languages of the kernels that the V2 runner of this process launches on the device."""
+    if not why_unserved():
+        return "Triton"
+    from ..runner_kernels import native
+
+    return "C++ and PyTorch" if not device.accelerator and native.library() else "PyTorch"
 
 
 def takes_forms() -> bool:
@@ -97,7 +106,7 @@ def choice(config: VllmConfig) -> Choice:
     if envs.VLLM_USE_V2_MODEL_RUNNER is not None:
         return Choice("V2" if v2 else "V1", "VLLM_USE_V2_MODEL_RUNNER asks for it")
     if v2:
-        forms = " (its kernels in PyTorch forms)" if why_unserved() else ""
+        forms = " (its kernels in our forms)" if why_unserved() else ""
         return Choice("V2", f"vLLM prefers it and it has all that is asked for{forms}")
     if "v2" not in (device := detect_device()).model_runners:
         return Choice("V1", f"V2 does not run on {device.name} yet")

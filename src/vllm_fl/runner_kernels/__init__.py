@@ -1,4 +1,4 @@
-"""PyTorch forms of the Triton kernels of vLLM's V2 model runner, for devices without a Triton driver.
+"""Forms of the Triton kernels of vLLM's V2 model runner, for devices without a Triton driver: PyTorch, and C++ on CPUs.
 
 vLLM launches a form as it launches the kernel, with the same arguments and without the grid (see
 ``vllm.triton_utils.dispatcher``), so a form takes the number of rows from its arguments, and ignores sizes of blocks.

@@ -6,7 +6,21 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import batch, drafts, logits, logprobs, ngram, prompts, rotary, sampling, states, tables, thinking, verification
+from . import (
+    batch,
+    drafts,
+    logits,
+    logprobs,
+    native,
+    ngram,
+    prompts,
+    rotary,
+    sampling,
+    states,
+    tables,
+    thinking,
+    verification,
+)
 
 WORKER = "vllm.v1.worker"
 RUNNER = f"{WORKER}.gpu"
@@ -69,8 +83,12 @@ def by_module() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def register() -> None:
-    """Have vLLM launch the forms in place of the kernels, in this process. Idempotent."""
+def register(main_memory: bool = False) -> None:
+    """Have vLLM launch the forms in place of the kernels, in this process. Idempotent.
+
+    Args:
+        main_memory: whether tensors lie there, where the forms of each decoding step have C++ in their place.
+    """
     from vllm.triton_utils import triton
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.worker.gpu.block_table import BlockTables
@@ -86,4 +104,5 @@ def register() -> None:
     embeddings.PromptEmbedsState.apply = prompts.overlay
     lookup: Any = importlib.import_module(f"{RUNNER}.spec_decode.ngram.speculator")
     lookup.HAS_TRITON = True  # else it refuses to be made; its kernels have forms
-    register_kernels({f"{WORKER}.{name}": form for name, form in FORMS.items()})
+    forms = native.forms(FORMS) if main_memory else FORMS
+    register_kernels({f"{WORKER}.{name}": form for name, form in forms.items()})
