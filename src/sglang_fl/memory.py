@@ -37,7 +37,8 @@ def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
     """
     global _in_force, _hosts_own
     _hosts_own = tuple(hosts_own)
-    wanted = kv_layout.wish().layout or DEFAULT
+    wish = kv_layout.wish()
+    wanted = DEFAULT if wish.layout is None or wish.optional else wish.layout  # pages of one token gain nothing
     if hosts_own and wanted != DEFAULT:
         backends = ", ".join(f"'{name}'" for name in hosts_own)
         logger.warning(

@@ -87,7 +87,7 @@ def test_what_is_no_number_is_never_chosen() -> None:
 
 
 def test_without_a_compiler_the_forms_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "compiles", lambda: False)
     assert native.forms(table.FORMS) == table.FORMS
 
 

@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 
 OPERATORS = ("paged_attention", "kv_cache_write")
 LAYOUT, MULTIPLE = "kv_layout", "kv_block_multiple"
+"""Requirements; an implementation that is merely faster with a layout has it among its properties."""
 BLOCK = "kv_block"
 """The property with the slots that a block should have at least."""
 _ORDERS = "|".join("".join(order) for order in permutations("NHD"))
@@ -117,31 +118,39 @@ class Wish:
     """Requirements that the implementations that come first have of a cache.
 
     Args:
-        layout: the one that the first of them requires, or ``None``.
+        layout: the one that the first of them requires, or is faster with, or ``None``.
         multiple: slots of a block are a multiple of it.
         block: slots that a block should have at least, where nobody chose a size: it is faster.
+        optional: whether the layout is merely faster, so that a host may keep its own.
     """
 
     layout: KVLayout | None = None
     multiple: int = 1
     block: int = 1
+    optional: bool = False
 
 
 def wish() -> Wish:
     """Requirements of the implementations that come first in the policy's order, of attention before that of writing.
 
-    For an operator with conditional rules the first rule counts whose choice requires something.
+    For an operator with conditional rules the first rule counts whose choice requires something or is faster with it.
     """
     for op, impl in _first():
-        if LAYOUT in impl.requires or MULTIPLE in impl.requires:
+        if asked := _asked(impl):
             try:
                 found = _needed_by(impl)
             except ValueError:  # state() says it, with what runs instead
                 continue
-            asked = ", ".join(f"{name}={value}" for name, value in impl.requires.items() if name in (LAYOUT, MULTIPLE))
-            logger.info("KV cache: '%s' of '%s' needs %s", impl.impl_id, op, asked)
+            logger.info("KV cache: '%s' of '%s' %s", impl.impl_id, op, asked)
             return found
     return Wish()
+
+
+def _asked(impl: OpImpl) -> str:
+    """An implementation's wish for a cache, in words, or an empty string."""
+    if needs := [f"{name}={impl.requires[name]}" for name in (LAYOUT, MULTIPLE) if name in impl.requires]:
+        return f"needs {', '.join(needs)}"
+    return f"is faster with {LAYOUT}={impl.properties[LAYOUT]}" if LAYOUT in impl.properties else ""
 
 
 def state(layout: KVLayout, block_size: int) -> None:
@@ -184,8 +193,9 @@ def _needed_by(impl: OpImpl) -> Wish:
     multiple = impl.requires.get(MULTIPLE, 1)
     if type(multiple) is not int or multiple < 1:
         raise ValueError(f"{MULTIPLE} is a whole number above 0, not {multiple!r}")
-    layout = KVLayout.parse(impl.requires[LAYOUT]) if LAYOUT in impl.requires else None
-    return Wish(layout, multiple, int(impl.properties.get(BLOCK, 1)))
+    wanted = impl.requires.get(LAYOUT, impl.properties.get(LAYOUT))
+    layout, block = None if wanted is None else KVLayout.parse(wanted), int(impl.properties.get(BLOCK, 1))
+    return Wish(layout, multiple, block, layout is not None and LAYOUT not in impl.requires)
 
 
 def _unstated(impl: OpImpl) -> str:

@@ -77,7 +77,7 @@ def kernels(device: DeviceSpec) -> str:
         return "Triton"
     from ..runner_kernels import native
 
-    return "C++ and PyTorch" if not device.accelerator and native.library() else "PyTorch"
+    return "C++ and PyTorch" if not device.accelerator and native.compiles() else "PyTorch"
 
 
 def takes_forms() -> bool:

@@ -1,8 +1,8 @@
 """The kernels of each decoding step in C++, for tensors in main memory.
 
-There a form's ten or twenty small operations cost more than what they do. PyTorch's own machinery for generated code
-compiles ``native.cpp`` once a machine; without a C++ compiler the forms run. So they do for whatever the functions do
-not take: integers of another type, tensors with gaps, drafts, requests with a temperature.
+There a form's ten or twenty small operations cost more than what they do. Without a C++ compiler the forms run (see
+:mod:`fl_dispatch.cpp`). So they do for whatever the functions do not take: integers of another type, tensors with gaps,
+drafts, requests with a temperature.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch import cpp
 from fl_dispatch.logger_manager import get_logger
 
 from . import batch, sampling, tables
@@ -31,16 +32,11 @@ NATIVE: dict[Form, Form] = {}
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled functions, or ``None`` where they cannot be compiled."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        found: ctypes.CDLL = CppCodeCache.load(SOURCE.read_text(encoding="ascii"))
-    except Exception as error:  # of the compiler, of the loader, of a folder: the forms need none of them
-        logger.info("the model runner's kernels run in PyTorch, because %s does not compile: %s", SOURCE.name, error)
-        return None
-    return found
+def compiles() -> bool:
+    """Whether the functions can be compiled; if not, the log says why."""
+    if why := cpp.why_not(SOURCE):
+        logger.info("the model runner's kernels run in PyTorch forms, because %s", why)
+    return not why
 
 
 def forms(others: Mapping[str, Form]) -> dict[str, Form]:
@@ -49,7 +45,7 @@ def forms(others: Mapping[str, Form]) -> dict[str, Form]:
     Args:
         others: kernel → its form.
     """
-    return {name: NATIVE.get(form, form) for name, form in others.items()} if library() else dict(others)
+    return {name: NATIVE.get(form, form) for name, form in others.items()} if compiles() else dict(others)
 
 
 def _in_place_of(form: Form) -> Callable[[Callable[..., bool]], Form]:
@@ -101,7 +97,7 @@ def _run(name: str, tensors: tuple[Tensor | None, ...], *rest: int) -> bool:
 
 @cache
 def _function(name: str, arguments: int) -> Callable[..., int]:
-    function: Any = getattr(library(), name)
+    function: Any = getattr(cpp.load(SOURCE), name)
     function.argtypes, function.restype = [ctypes.c_int64] * arguments, ctypes.c_int64
     made: Callable[..., int] = function
     return made

@@ -11,7 +11,17 @@ from fl_dispatch.backends.base import Backend
 from fl_dispatch.devices import detect_device
 
 from . import library
-from .impl import activation, attention, linear, normalization, quantization, recurrent, rotary, state_space
+from .impl import (
+    activation,
+    attention,
+    linear,
+    normalization,
+    own_attention,
+    quantization,
+    recurrent,
+    rotary,
+    state_space,
+)
 
 
 class _Compiled(Backend):
@@ -77,6 +87,17 @@ class CpuAttentionBackend(_Compiled):
     def why_unavailable(self) -> str:
         """Why the kernels are not loaded, or not those that we know."""
         return library.why_unavailable() or _layout_problem()
+
+
+class CpuOwnBackend(_Compiled):
+    """Attention in C++ of this project, which needs a compiler and no build of vLLM's."""
+
+    kv_cache_write = staticmethod(own_attention.kv_cache_write)
+    paged_attention = staticmethod(own_attention.paged_attention)
+
+    def why_unavailable(self) -> str:
+        """Why it does not compile, or is not for this machine's models."""
+        return _elsewhere() or own_attention.why_unavailable()
 
 
 class CpuRecurrentBackend(_Compiled):

@@ -8,12 +8,13 @@ from fl_dispatch.types import BackendImplKind, BackendPriority
 from .cpu import (
     CpuAttentionBackend,
     CpuBackend,
+    CpuOwnBackend,
     CpuProductsBackend,
     CpuRecurrentBackend,
     CpuStateSpaceBackend,
     OneDnnBackend,
 )
-from .impl import activation, attention, normalization, quantization, recurrent, rotary, state_space
+from .impl import activation, attention, normalization, own_attention, quantization, recurrent, rotary, state_space
 
 
 def register_builtins(registry: Registry) -> None:
@@ -82,6 +83,17 @@ def register_builtins(registry: Registry) -> None:
                 },
                 requires={"kv_layout": attention.KV_LAYOUT},
                 properties={"kv_block": 32},  # smaller blocks run 16 keys at a time
+                opaque=True,
+            ),
+            *CpuOwnBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu.cpp",
+                BackendPriority.VENDOR - 5,
+                supports={
+                    "kv_cache_write": own_attention.supports_kv_cache_write,
+                    "paged_attention": own_attention.supports_paged_attention,
+                },
+                properties={"kv_layout": attention.KV_LAYOUT, "kv_block": 32, "batch_invariant": True},
                 opaque=True,
             ),
         ]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import schedules
-from .limits import problem
+from .limits import problem, rounds
 from .schedules import instructions
 
 KV_LAYOUT = "HDN/HND"
@@ -121,6 +121,8 @@ def supports_paged_attention(
     """One dtype and the layout of the kernels; windows, soft caps, ALiBi and sinks are all covered."""
     if why := problem("query", query, contiguous=False):
         return why
+    if not rounds(query.dtype):
+        return "the build for this processor truncates results to bfloat16"
     if key_cache.dtype is not query.dtype or value_cache.dtype is not query.dtype:
         return f"the caches are {key_cache.dtype} and {value_cache.dtype}, not {query.dtype}"
     if query.stride(2) != 1 or (out is not None and not out.is_contiguous()):
