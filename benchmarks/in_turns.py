@@ -18,6 +18,8 @@ from fl_dispatch.evidence.intervals import interval
 CONFIDENCE = 0.95
 Pair = Mapping[str, Mapping[str, str]]
 """Engine → its own variables; the ratio is the second one's over the first one's."""
+PYTHON = "python"
+"""Among an engine's variables: the interpreter of another environment."""
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 PLUGIN = {"VLLM_PLUGINS": "fl"}
 VANILLA: Pair = {"vanilla": {"VLLM_PLUGINS": ""}, "plugin": PLUGIN}
@@ -36,7 +38,7 @@ TURNS_OF_A_PREFILL = 8
 def _engine(name: str, own: Mapping[str, str], options: dict[str, Any], threads: int) -> Child:
     """A process of ``cpu_engine.py`` with its own variables, arguments of ``vllm.LLM`` and threads of the model."""
     variables = {
-        **own,
+        **{key: value for key, value in own.items() if key != PYTHON},
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_FL_LOG_LEVEL": "WARNING",
@@ -44,7 +46,7 @@ def _engine(name: str, own: Mapping[str, str], options: dict[str, Any], threads:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, str(Path(__file__).with_name("cpu_engine.py")), json.dumps(options)]
+    command = [own.get(PYTHON, sys.executable), str(Path(__file__).with_name("cpu_engine.py")), json.dumps(options)]
     return Child(name, command, {**os.environ, **variables})
 
 

@@ -221,6 +221,8 @@ def in_turns(arguments: argparse.Namespace) -> None:
             pair = {file.stem: {**in_turns.PLUGIN, "VLLM_FL_CONFIG": str(file.resolve())} for file in arguments.configs}
         elif arguments.vanilla and arguments.runner:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
+        if arguments.vanilla and arguments.plugin_python:
+            pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
         runs = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
     for run in runs:
         in_turns.report(run)
@@ -252,6 +254,9 @@ def main() -> None:
     parser.add_argument("--runner", choices=("V1", "V2"), help="with --vanilla: vLLM's model runner under the plugin")
     parser.add_argument(
         "--tiny", action="store_true", help="of engines in turns: a model of no size, for the host's part"
+    )
+    parser.add_argument(
+        "--plugin-python", type=Path, help="with --vanilla: the plugin's interpreter, without the wheel"
     )
     parser.add_argument("--profile", action="store_true", help="of engines in turns: a table of operators of each")
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
 """Each build of the wheel's kernels that this processor can run is verified in bfloat16, in a process of its own.
 
 Builds for processors without AVX512-BF16 cut results off where others round; ``vendor.cpu`` computes in float32 there.
+Attention, which has its cache in bfloat16 and can compute in no other type, is declined.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ ROUNDS = "_C.abi3.so"
 """The build for processors with AVX512-BF16."""
 OPERATORS = ("linear", "rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "kv_cache_write")
 ATTENTION = "paged_attention"
-"""Its cache is in bfloat16, so it can compute in no other type."""
 
 VERIFY = """
 import json, sys, torch
@@ -43,10 +43,6 @@ def test_results_are_rounded_whichever_build_is_loaded(name: str, needs: frozens
     command = [sys.executable, "-c", VERIFY, str(best.with_name(name)), *OPERATORS, ATTENTION]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     rounds, results = json.loads(done.stdout.splitlines()[-1])
-    attention = results.pop(ATTENTION)
     assert rounds or name != ROUNDS
-    if rounds:
-        assert attention == ["right"]
-    else:
-        assert all("not rounded to nearest" in problem for problem in attention[1:]), attention
+    assert results.pop(ATTENTION) == ["right" if rounds else "nothing to run"]
     assert results == {operator: ["right"] for operator in OPERATORS}

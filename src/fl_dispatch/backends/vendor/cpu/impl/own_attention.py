@@ -18,8 +18,8 @@ from fl_dispatch import cpp
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
-LANES = 16
-"""Elements of the longest vector; a head and a block are whole vectors."""
+STRIP = 16
+"""Elements or tokens that are computed together; a head has whole strips, and so has a block."""
 
 
 def why_unavailable() -> str:
@@ -70,11 +70,13 @@ def supports_paged_attention(
     if why := _problem(query=query, key_cache=key_cache, value_cache=value_cache):
         return why
     block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
-    if head_dim % LANES or value_cache.shape[3] != head_dim:
-        return f"keys of {head_dim} and values of {value_cache.shape[3]} elements are not one multiple of {LANES}"
-    by_token, by_dimension = key_cache.stride(3) == 1, key_cache.stride(1) == 1 and block_size % LANES == 0
+    if head_dim % STRIP or value_cache.shape[3] != head_dim:
+        return f"keys of {head_dim} and values of {value_cache.shape[3]} elements are not one multiple of {STRIP}"
+    by_token, by_dimension = key_cache.stride(3) == 1, key_cache.stride(1) == 1 and block_size % STRIP == 0
     if not (by_token or by_dimension) or value_cache.stride(3) != 1:
-        return f"neither the elements of a head lie side by side nor a multiple of {LANES} tokens of a block"
+        return f"neither the elements of a head lie side by side nor a multiple of {STRIP} tokens of a block"
+    if not causal and max_query_len > STRIP:
+        return "queries see every key, which a product of matrices is faster for"
     if query.stride(2) != 1 or (out is not None and not out.is_contiguous()):
         return "the elements of a head lie apart, or out is not contiguous"
     if not all(each.dtype is torch.int32 for each in (block_table, query_start_loc, seq_lens)):
