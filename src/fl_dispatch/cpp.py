@@ -1,28 +1,50 @@
-"""C++ of this project for tensors in main memory, compiled once a machine by PyTorch's machinery for generated code."""
+"""C++ of this project for tensors in main memory: compiled once a machine, for its processor, and kept for later starts."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
-FLAGS = ("-ffp-contract=fast",)  # products and sums in one instruction, which PyTorch's own flags rule out
+import platformdirs
+
+from .errors import DispatchError
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast")
+COMPILERS = ("g++", "clang++", "c++")
+LONGEST = 120.0
+"""Seconds that a compiler may take."""
 
 
 @cache
 def load(source: Path) -> ctypes.CDLL:
-    """Compile a file, or find it compiled, and load its functions.
+    """The functions of a file, which is compiled unless that was done before.
 
     Args:
-        source: a file whose functions have C linkage. It needs no header of PyTorch's.
+        source: a file whose functions have C linkage. PyTorch's OpenMP, loaded before, serves it.
 
     Raises:
-        Exception: of the compiler, the loader, or a folder, of whatever type PyTorch gives it.
+        DispatchError: there is no compiler, or it does not compile the file.
+        OSError: the result cannot be written or loaded.
     """
-    from torch._inductor.codecache import CppCodeCache
-
-    found: ctypes.CDLL = CppCodeCache.load(source.read_text(encoding="ascii"), extra_flags=FLAGS)
-    return found
+    compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), "")
+    if not compiler:
+        raise DispatchError(f"there is no C++ compiler ({', '.join(COMPILERS)}, or the one that CXX names)")
+    text = source.read_text(encoding="ascii")
+    key = hashlib.sha256("\0".join((text, compiler, *FLAGS, _processor())).encode()).hexdigest()[:32]
+    kept = platformdirs.user_cache_path("fl-dispatch") / "cpp" / f"{source.stem}-{key}.so"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # on one file system, for the move
+            made = Path(folder, kept.name)
+            _compile([*compiler.split(), *FLAGS, str(source), "-o", str(made)])
+            made.replace(kept)  # whoever is second replaces it by the same
+    return ctypes.CDLL(str(kept))
 
 
 @cache
@@ -30,6 +52,25 @@ def why_not(source: Path) -> str:
     """Why a file cannot be compiled and loaded here, or an empty string."""
     try:
         load(source)
-    except Exception as error:  # of any type; whoever asks has other implementations
+    except (DispatchError, OSError) as error:
         return f"{source.name} does not compile: {error}"
     return ""
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise DispatchError(f"{command[0]} took more than {LONGEST:.0f} s") from error
+    if done.returncode != 0:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise DispatchError(f"{command[0]} ended with {done.returncode}: {first}")
+
+
+def _processor() -> str:
+    """The instruction sets of this processor, which the compiled code uses; a home directory may serve several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(sorted({line for line in lines if line.lower().startswith(("flags", "features", "cpu part"))}))

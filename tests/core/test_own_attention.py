@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from fl_dispatch import cpp, get_default_manager
 from fl_dispatch.backends.vendor.cpu.impl import own_attention
+from fl_dispatch.backends.vendor.cpu.impl.own_attention import why_unavailable
+from fl_dispatch.errors import DispatchError
 from fl_dispatch.evidence.verify import implementations, verify
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 10, 2, 48, 32, 12
@@ -85,6 +88,28 @@ def test_where_it_does_not_compile_it_is_not_available_and_says_why(
     wrong = tmp_path / "wrong.cpp"
     wrong.write_text("this is no C++")
     monkeypatch.setattr(own_attention, "SOURCE", wrong)
-    assert own_attention.why_unavailable().startswith("wrong.cpp does not compile: ")
-    with pytest.raises(Exception, match=r"wrong|error"):
+    assert re.search(r"^wrong.cpp does not compile: .* ended with \d+: .*wrong.cpp:1:1: error", why_unavailable())
+    with pytest.raises(DispatchError, match="ended with"):
         cpp.load(wrong)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(DispatchError, match=r"there is no C\+\+ compiler \(g\+\+, "):
+        cpp.load(tmp_path / "another.cpp")
+
+
+def test_it_is_compiled_once_for_a_processor_and_whoever_comes_second_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "seven.cpp"
+    source.write_text('extern "C" int seven() { return 7; }')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cpp.load(source).seven() == 7
+    (kept,) = (tmp_path / "cache").glob("fl-dispatch/cpp/*")
+    cpp.load.cache_clear()
+    monkeypatch.setattr(cpp, "_compile", None)
+    assert cpp.load(source).seven() == 7
+    monkeypatch.setattr(cpp, "_processor", lambda: "another one")
+    cpp.load.cache_clear()
+    with pytest.raises(TypeError):
+        cpp.load(source)
+    assert kept.name.startswith("seven-")
