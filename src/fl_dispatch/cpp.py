@@ -1,4 +1,4 @@
-"""C++ of this project for tensors in main memory: compiled once a machine, for its processor, and kept for later starts."""
+"""C++ of this project for tensors in main memory: compiled once for a kind of processor, and kept for later starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _compile(command: list[str]) -> None:
 
 
 def _processor() -> str:
-    """The instruction sets of this processor, which the compiled code uses; a home directory may serve several kinds."""
+    """The instruction sets of this processor, which compiled code uses; a home directory may serve several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

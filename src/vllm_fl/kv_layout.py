@@ -63,10 +63,11 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     global _in_force, _multiple, _block
     wish, cache = kv_layout.wish(), vllm_config.cache_config
     travel = vllm_config.kv_transfer_config is not None
-    if travel and wish.layout is not None:
+    if travel and wish.layout is not None and not wish.optional:
         logger.warning("KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, wish.layout.name)
-    _in_force = DEFAULT if travel or wish.layout is None else wish.layout
     fixed = cache.block_size if cache.user_specified_block_size else None
+    unfit = wish.optional and fixed is not None and fixed % wish.block != 0
+    _in_force = DEFAULT if travel or unfit or wish.layout is None else wish.layout
     _multiple = wish.multiple if fixed is None or fixed % wish.multiple == 0 else 1
     _block = wish.block
     usual = usual_block(type(cache).DEFAULT_BLOCK_SIZE)

@@ -92,11 +92,11 @@ def vendor() -> Iterator[Callable[..., None]]:
     manager = get_default_manager()
     manager.ensure_initialized()
 
-    def register(*operators: str, **requires: Any) -> None:
+    def register(*operators: str, properties: dict[str, Any] | None = None, **requires: Any) -> None:
         for op in operators:
             impl = OpImpl(
                 op, "vendor.nimbus", BackendImplKind.VENDOR, print, vendor="nimbus", priority=200, requires=requires,
-                signature="unchecked",
+                signature="unchecked", properties=properties or {},
             )  # fmt: skip
             manager.registry.register_impl(impl)
         set_global_policy(SelectionPolicy(prefer="vendor", allow_vendors=frozenset({"nimbus"})))
@@ -122,6 +122,14 @@ def test_a_pair_that_gets_its_layout_and_its_blocks_runs_without_a_word(vendor: 
     assert kv_layout.wish() == kv_layout.Wish(KVLayout.parse("(NHD|NHD)"), 128)
     assert not stated(256, caplog)
     assert [chosen(op) for op in kv_layout.OPERATORS] == ["vendor.nimbus"] * 2
+
+
+def test_who_is_merely_faster_with_a_layout_is_asked_where_nobody_requires_one(vendor: Any, caplog: Any) -> None:
+    vendor("paged_attention", properties={"kv_layout": "HDN/HND", "kv_block": 32})
+    assert kv_layout.wish() == kv_layout.Wish(KVLayout.parse("HDN/HND"), 1, 32, optional=True)
+    assert not stated(16, caplog)
+    vendor("kv_cache_write", kv_layout="NHD", kv_block_multiple=64)
+    assert kv_layout.wish() == kv_layout.Wish(KVLayout.parse("NHD"), 64)
 
 
 def test_a_block_size_that_does_not_fit_is_said_by_name(vendor: Any, caplog: Any) -> None:

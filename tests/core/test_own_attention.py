@@ -46,7 +46,7 @@ def test_it_is_right_wherever_it_runs(dtype: torch.dtype) -> None:
     for impl in found:
         result = verify(manager, impl, dtype, torch.device("cpu"), repeats=1, race_calls=50)
         assert (result.verdict, result.problems) == ("right", [])
-        assert result.samples >= 14
+        assert result.samples >= 13
 
 
 @pytest.mark.parametrize("by_dimension", [False, True])
@@ -69,15 +69,72 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_threads(dtype: torch.dty
     assert torch.equal(last, together[4:5]), "a token alone, and at the end of a prompt's part"
 
 
+@pytest.mark.parametrize("by_dimension", [False, True])
+def test_what_is_no_number_reaches_the_result_where_it_is_visible_and_only_there(by_dimension: bool) -> None:
+    keys, values = caches(torch.float32, by_dimension)
+    query = torch.ones(1, HEADS, DIM)
+    right = attended(query, keys, values, [(1, 40)], sliding_window=20)
+    for cache in (keys, values):
+        before = cache.clone()
+        cache[0, :20] = cache[1, 8:] = cache[2:] = float("nan")
+        assert torch.equal(attended(query, keys, values, [(1, 40)], sliding_window=20), right)
+        cache[0, 30, 1] = float("nan")
+        found = attended(query, keys, values, [(1, 40)], sliding_window=20)
+        assert torch.equal(found[:, : HEADS // 2], right[:, : HEADS // 2])
+        assert found[:, HEADS // 2 :].isnan().all()
+        cache.copy_(before)
+    assert attended(query * float("nan"), keys, values, [(1, 40)]).isnan().all()
+    keys.abs_()
+    assert attended(query * float("inf"), keys, values, [(1, 40)]).isnan().all()
+    keys[0], keys[1] = float("-inf"), 1.0
+    assert torch.equal(
+        attended(query, keys, values, [(1, 40)]), attended(query, keys, values, [(1, 40)], sliding_window=8)
+    )
+
+
+def test_tensors_that_do_not_belong_together_are_declined() -> None:
+    keys, values = caches(torch.float32, False)
+    query, table = torch.zeros(3, HEADS, DIM), torch.zeros(2, 4).int()
+    starts, lengths = torch.tensor([0, 2, 3]).int(), torch.tensor([4, 5]).int()
+    good: dict[str, Any] = {
+        "query": query, "key_cache": keys, "value_cache": values, "block_table": table, "query_start_loc": starts,
+        "seq_lens": lengths, "max_query_len": 2, "max_seq_len": 5, "scale": 1.0,
+    }  # fmt: skip
+    assert own_attention.supports_paged_attention(**good) is True
+    for name, wrong, reason in (
+        ("out", query.bfloat16(), "out is torch.bfloat16, not torch.float32"),
+        ("out", query[:2], "not as many results as queries"),
+        ("query", query.half(), "query is torch.float16"),
+        ("query_start_loc", starts[:2], "not as many starts and tables as lengths"),
+        ("block_table", table[:1], "not as many starts and tables as lengths"),
+        ("block_table", table.to("meta"), "not torch.int32 on the CPU"),
+        ("seq_lens", lengths.long(), "not torch.int32 on the CPU"),
+        ("sinks", torch.zeros(HEADS - 1), "not as many slopes or sinks as heads"),
+        ("key_cache", keys[:0], "key_cache is empty"),
+    ):
+        assert reason in str(own_attention.supports_paged_attention(**{**good, name: wrong})), name
+    new, slots = torch.zeros(2, KV_HEADS, DIM), torch.arange(2)
+    assert own_attention.supports_kv_cache_write(new, new, keys, values, slots) is True
+    for key, where, reason in (
+        (new[:1], slots, "fewer keys or values than slots"),
+        (new[:, :1], slots, "other ones than the cache has"),
+        (new, slots.int(), "slot_mapping is torch.int32"),
+    ):
+        assert reason in str(own_attention.supports_kv_cache_write(key, new, keys, values, where))
+
+
 def test_a_block_or_a_slot_outside_of_the_cache_is_an_error() -> None:
     keys, values = caches(torch.float32, True)
     query = torch.zeros(1, HEADS, DIM)
     for table, length in (([[BLOCKS]], 3), ([[-1]], 3), ([[0]], BLOCK + 1)):
         numbers = torch.tensor(table).int(), torch.tensor([0, 1]).int(), torch.tensor([length]).int()
-        with pytest.raises(IndexError, match="a block or a slot lies outside of the cache"):
+        with pytest.raises(IndexError, match="a row, a block or a slot lies outside"):
             own_attention.paged_attention(query, keys, values, *numbers, 1, length, 1.0)
+    rows = torch.tensor([[0]]).int(), torch.tensor([0, 2]).int(), torch.tensor([2]).int()
+    with pytest.raises(IndexError, match="paged_attention: a row"):
+        own_attention.paged_attention(query, keys, values, *rows, 2, 2, 1.0)
     new = torch.ones(2, KV_HEADS, DIM)
-    with pytest.raises(IndexError, match="kv_cache_write: a block or a slot"):
+    with pytest.raises(IndexError, match="kv_cache_write: a row, a block or a slot"):
         own_attention.kv_cache_write(new, new, keys, values, torch.tensor([-1, BLOCKS * BLOCK]))
     assert not (keys == 1).any()
 

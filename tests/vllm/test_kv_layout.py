@@ -141,6 +141,18 @@ def test_the_engine_takes_the_block_size_that_the_implementation_needs() -> None
     assert explain("paged_attention").candidates[0] is impl
 
 
+def test_a_layout_that_is_merely_faster_is_taken_where_blocks_fit_and_stay(caplog: pytest.LogCaptureFixture) -> None:
+    def chosen(block_size: int | None, transfer: object = None) -> str:
+        cache = Cache() if block_size is None else Cache(block_size=block_size, user_specified_block_size=True)
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
+        return choose(config, prefer="vendor", deny_vendors=frozenset({"other"}))
+
+    assert [chosen(size) for size in (None, 64, 16)] == [TRANSPOSED, TRANSPOSED, "NHD"]
+    assert chosen(None, object()) == "NHD"
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert explain("paged_attention").candidates[0].impl_id == "vendor.cpu.cpp"
+
+
 def test_a_block_size_that_the_user_chose_stays(caplog: pytest.LogCaptureFixture) -> None:
     test_the_engine_takes_the_block_size_that_the_implementation_needs()
     user: Any = SimpleNamespace(

@@ -121,7 +121,7 @@ class Wish:
         layout: the one that the first of them requires, or is faster with, or ``None``.
         multiple: slots of a block are a multiple of it.
         block: slots that a block should have at least, where nobody chose a size: it is faster.
-        optional: whether the layout is merely faster, so that a host may keep its own.
+        optional: whether the layout is merely faster, in blocks of a multiple of ``block`` slots.
     """
 
     layout: KVLayout | None = None
@@ -133,24 +133,27 @@ class Wish:
 def wish() -> Wish:
     """Requirements of the implementations that come first in the policy's order, of attention before that of writing.
 
-    For an operator with conditional rules the first rule counts whose choice requires something or is faster with it.
+    Whoever is merely faster with a layout is asked where nobody requires something. For an operator with conditional
+    rules the first rule counts whose choice has a wish.
     """
-    for op, impl in _first():
-        if asked := _asked(impl):
+    first = _first()
+    for how in ("needs", "is faster with"):
+        for op, impl in first:
+            if not (asked := _asked(impl, how)):
+                continue
             try:
                 found = _needed_by(impl)
             except ValueError:  # state() says it, with what runs instead
                 continue
-            logger.info("KV cache: '%s' of '%s' %s", impl.impl_id, op, asked)
+            logger.info("KV cache: '%s' of '%s' %s %s", impl.impl_id, op, how, asked)
             return found
     return Wish()
 
 
-def _asked(impl: OpImpl) -> str:
-    """An implementation's wish for a cache, in words, or an empty string."""
-    if needs := [f"{name}={impl.requires[name]}" for name in (LAYOUT, MULTIPLE) if name in impl.requires]:
-        return f"needs {', '.join(needs)}"
-    return f"is faster with {LAYOUT}={impl.properties[LAYOUT]}" if LAYOUT in impl.properties else ""
+def _asked(impl: OpImpl, how: str) -> str:
+    """An implementation's wishes for a cache of one kind, in words, or an empty string."""
+    asked = impl.requires if how == "needs" else impl.properties
+    return ", ".join(f"{name}={asked[name]}" for name in (LAYOUT, MULTIPLE) if name in asked)
 
 
 def state(layout: KVLayout, block_size: int) -> None:

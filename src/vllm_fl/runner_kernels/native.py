@@ -285,6 +285,10 @@ def _gumbel_sample(
     floats = logits, local_max, temperatures
     if logits_cache is not None or any(tensor.dtype is not torch.float32 for tensor in floats) or logits.stride(1) != 1:
         return False
+    if not len(logits) == len(local_max) == len(local_argmax) == len(idx_mapping):
+        return False
+    if not (local_max.is_contiguous() and temperatures.is_contiguous()):
+        return False
     return _run(
         "gumbel_sample",
         (local_argmax, idx_mapping),

@@ -12,6 +12,7 @@ import importlib.util
 import platform
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,6 +72,7 @@ def locate() -> tuple[Path | None, str]:
 def why_unavailable() -> str:
     """Load the library, once in a process; an empty string, or why there are no kernels."""
     if hasattr(torch.ops._C, _MARK):  # vLLM was first
+        truncates()
         return ""
     path, problem = locate()
     if path is None:
@@ -80,7 +82,19 @@ def why_unavailable() -> str:
     except (OSError, RuntimeError) as error:
         return f"{path} does not load: {error}"
     logger.debug("loaded %s", path)
-    return "" if hasattr(torch.ops._C, _MARK) else f"{path} has no operator {_MARK}"
+    if not hasattr(torch.ops._C, _MARK):
+        return f"{path} has no operator {_MARK}"
+    truncates()  # known before anybody traces
+    return ""
+
+
+@functools.cache
+def truncates() -> bool:
+    """Whether the loaded kernels cut results off to bfloat16, as builds for processors without AVX512-BF16 do."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu"}
+    x, residual = torch.ones(8, **options), torch.full((8,), 1.5 * 2.0**-8, **options)
+    torch.ops._C.fused_add_rms_norm(x, residual, None, 1e-6)
+    return bool((residual == 1.0).any())  # the next larger number is nearer
 
 
 def why_missing(kernels: Iterable[str]) -> str:

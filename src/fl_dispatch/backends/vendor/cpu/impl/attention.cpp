@@ -12,10 +12,12 @@
 
 namespace {
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 constexpr int64_t LANES = 16;
-#else
+#elif defined(__AVX__)
 constexpr int64_t LANES = 8;
+#else
+constexpr int64_t LANES = 4;
 #endif
 constexpr int64_t TILE = 32, HEADS = 4, STRIP = 16, VECTORS = STRIP / LANES;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -67,7 +69,7 @@ inline float sum(Floats values) {
   return total;
 }
 
-// exp of numbers that are not positive; 0 below -87. A polynomial on half a unit of the exponent, within 2 units in the
+// exp of numbers that are not positive; 0 below -87, and no number of none. A polynomial on half a unit of the exponent, within 2 units in the
 // last place.
 inline Floats exponential(Floats x) {
   Floats power = x * 1.44269504f;
@@ -80,25 +82,40 @@ inline Floats exponential(Floats x) {
   Integers exponent = (whole + 127) << 23;
   Floats scale;
   std::memcpy(&scale, &exponent, sizeof scale);
-  Integers real = x > -87.0f;
+  Integers low = x <= -87.0f;
   Floats found = y * scale;
   Integers bits;
   std::memcpy(&bits, &found, sizeof bits);
-  bits &= real;
+  bits &= ~low;
   std::memcpy(&found, &bits, sizeof found);
   return found;
 }
 
-template <typename T>
-struct Attention {
-  const T *query, *keys, *values;
-  const int32_t *table, *starts, *lengths;
-  T* out;
-  const float *slopes, *sinks;
-  int64_t query_token, query_head, key_block, key_token, key_head, key_dim, value_block, value_token, value_head;
-  int64_t table_row, blocks, block_size, heads, kv_heads, dim, columns, causal, window;
-  float scale, softcap;
+}  // namespace
 
+// One call: addresses, strides in elements, and numbers. `_Call` of own_attention.py has the same fields.
+struct Call {
+  const void *query, *keys, *values;
+  const int32_t *table, *starts, *lengths;
+  void* out;
+  const float *slopes, *sinks;
+  int64_t query_token, query_head, key_block, key_token, key_head, key_dim, value_block, value_token, value_head, table_row;
+  int64_t rows, requests, blocks, block_size, heads, kv_heads, dim, columns, causal, window, threads;
+  float scale, softcap;
+};
+
+struct Write {
+  const void *key, *value;
+  void *keys, *values;
+  const int64_t* slots;
+  int64_t from_key[2], from_value[2], to_key[4], to_value[4];
+  int64_t tokens, blocks, block_size, heads, key_dim, value_dim;
+};
+
+namespace {
+
+template <typename T>
+struct Attention : Call {
   // Scores of `count` tokens of a block, from `first` on, for a group of heads: q is [group][dim].
   template <int64_t group>
   void score(const T* block, const float* q, int64_t first, int64_t count, float (*scores)[TILE]) const {
@@ -136,15 +153,16 @@ struct Attention {
       float* own = scores[head];
       float peak = largest[head];
       for (int64_t token = 0; token < TILE; token++) {
-        if (token < skipped || token >= count) own[token] = NOTHING;
-        else if (softcap > 0.0f) own[token] = softcap * std::tanh(own[token] / softcap);
+        if (softcap > 0.0f) own[token] = softcap * std::tanh(own[token] / softcap);
         if (slopes) own[token] -= slopes[first_head + head] * std::abs(static_cast<float>(distance - token));
+        if (token < skipped || token >= count) own[token] = NOTHING;
         peak = own[token] > peak ? own[token] : peak;
       }
-      float shrink = largest[head] == NOTHING ? 0.0f : std::exp(largest[head] - peak);
+      float base = peak == NOTHING ? 0.0f : peak;  // what is no number stays none
+      float shrink = largest[head] == NOTHING ? 0.0f : std::exp(largest[head] - base);
       Floats sums = {};
       for (int64_t token = 0; token < TILE; token += LANES) {
-        Floats weights = exponential(load(own + token) - peak);
+        Floats weights = exponential(load(own + token) - base);
         std::memcpy(own + token, &weights, sizeof weights);
         sums += weights;
       }
@@ -175,13 +193,16 @@ struct Attention {
   bool attend(int64_t number, int64_t row, int64_t position, int64_t length, int64_t kv_head, int64_t head,
               float* scratch) const {
     float *q = scratch, *acc = scratch + group * dim;
+    const T* from = static_cast<const T*>(query) + row * query_token + head * query_head;
+    T* to = static_cast<T*>(out) + (row * heads + head) * dim;
+    bool sees = false;
     alignas(64) float scores[group][TILE];
     float largest[group], total[group];
     for (int64_t own = 0; own < group; own++) {
       largest[own] = sinks ? sinks[head + own] : NOTHING;
       total[own] = sinks ? 1.0f : 0.0f;
       for (int64_t d = 0; d < dim; d++) {
-        q[own * dim + d] = one(query + row * query_token + (head + own) * query_head + d) * scale;
+        q[own * dim + d] = one(from + own * query_head + d) * scale;
         acc[own * dim + d] = 0.0f;
       }
     }
@@ -196,66 +217,71 @@ struct Attention {
       if (block >= columns) return false;
       int64_t page = table[number * table_row + block];
       if (page < 0 || page >= blocks) return false;
-      score<group>(keys + page * key_block + kv_head * key_head, q, first, count, scores);
-      absorb<group>(values + page * value_block + kv_head * value_head, first, skipped, count, position - begin, head,
-                    scores, largest, total, acc);
+      const T* key = static_cast<const T*>(keys) + page * key_block + kv_head * key_head;
+      const T* value = static_cast<const T*>(values) + page * value_block + kv_head * value_head;
+      score<group>(key, q, first, count, scores);
+      absorb<group>(value, first, skipped, count, position - begin, head, scores, largest, total, acc);
+      sees = true;
       token = begin + count;
     }
     for (int64_t own = 0; own < group; own++)
       for (int64_t d = 0; d < dim; d++)
-        store(out + (row * heads + head + own) * dim + d, total[own] == 0.0f ? 0.0f : acc[own * dim + d] / total[own]);
+        store(to + own * dim + d, sees ? acc[own * dim + d] / total[own] : 0.0f);
     return true;
   }
 
-  // Queries of one request for the heads of one key-value head.
-  bool request(int64_t number, int64_t kv_head, float* scratch) const {
-    int64_t end = starts[number + 1], shared = heads / kv_heads;
+  // One query of a request for all heads that share a key.
+  bool attend(int64_t number, int64_t row, int64_t kv_head, float* scratch) const {
+    int64_t shared = heads / kv_heads, length = lengths[number], position = length - (starts[number + 1] - row);
     bool fine = true;
-    for (int64_t row = starts[number]; row < end && fine; row++)
-      for (int64_t base = 0; base < shared && fine; base += HEADS) {
-        int64_t length = lengths[number], position = length - (end - row), head = kv_head * shared + base;
-        switch (shared - base) {
-          case 1: fine = attend<1>(number, row, position, length, kv_head, head, scratch); break;
-          case 2: fine = attend<2>(number, row, position, length, kv_head, head, scratch); break;
-          case 3: fine = attend<3>(number, row, position, length, kv_head, head, scratch); break;
-          default: fine = attend<HEADS>(number, row, position, length, kv_head, head, scratch);
-        }
+    for (int64_t base = 0; base < shared && fine; base += HEADS) {
+      int64_t head = kv_head * shared + base;
+      switch (shared - base) {
+        case 1: fine = attend<1>(number, row, position, length, kv_head, head, scratch); break;
+        case 2: fine = attend<2>(number, row, position, length, kv_head, head, scratch); break;
+        case 3: fine = attend<3>(number, row, position, length, kv_head, head, scratch); break;
+        default: fine = attend<HEADS>(number, row, position, length, kv_head, head, scratch);
       }
+    }
     return fine;
+  }
+
+  int64_t run() const {
+    std::vector<int64_t> owners(rows, -1);
+    for (int64_t number = 0; number < requests; number++) {
+      int64_t begin = starts[number], end = starts[number + 1];
+      if (begin < 0 || end < begin || end > rows) return OUTSIDE;
+      for (int64_t row = begin; row < end; row++) owners[row] = number;
+    }
+    int64_t found = DONE, used = threads < rows * kv_heads ? threads : rows * kv_heads;
+#pragma omp parallel num_threads(used) if (used > 1)
+    {
+      std::vector<float> scratch(2 * HEADS * dim);
+#pragma omp for collapse(2) schedule(dynamic)
+      for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
+        for (int64_t row = 0; row < rows; row++)
+          if (owners[row] >= 0 && !attend(owners[row], row, kv_head, scratch.data()))
+#pragma omp atomic write
+            found = OUTSIDE;
+    }
+    return found;
   }
 };
 
 template <typename T>
-int64_t attend(const Attention<T>& attention, int64_t requests, int64_t threads) {
-  int64_t found = DONE;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    std::vector<float> scratch(2 * HEADS * attention.dim);
-#pragma omp for collapse(2) schedule(dynamic)
-    for (int64_t number = 0; number < requests; number++)
-      for (int64_t kv_head = 0; kv_head < attention.kv_heads; kv_head++)
-        if (!attention.request(number, kv_head, scratch.data()))
-#pragma omp atomic write
-          found = OUTSIDE;
-  }
-  return found;
-}
-
-template <typename T>
-int64_t write(const T* key, const T* value, T* keys, T* values, const int64_t* slots, const int64_t* s) {
-  int64_t tokens = s[0], blocks = s[1], block_size = s[2], kv_heads = s[3], dim = s[4], value_dim = s[5];
-  const int64_t *from_key = s + 6, *from_value = s + 8, *to_key = s + 10, *to_value = s + 14;
-  for (int64_t token = 0; token < tokens; token++) {
-    if (slots[token] < 0) continue;
-    int64_t block = slots[token] / block_size, place = slots[token] % block_size;
-    if (block >= blocks) return OUTSIDE;
-    for (int64_t head = 0; head < kv_heads; head++) {
-      const T* k = key + token * from_key[0] + head * from_key[1];
-      const T* v = value + token * from_value[0] + head * from_value[1];
-      T* to_k = keys + block * to_key[0] + place * to_key[1] + head * to_key[2];
-      T* to_v = values + block * to_value[0] + place * to_value[1] + head * to_value[2];
-      for (int64_t d = 0; d < dim; d++) to_k[d * to_key[3]] = k[d];
-      for (int64_t d = 0; d < value_dim; d++) to_v[d * to_value[3]] = v[d];
+int64_t write(const Write& call) {
+  for (int64_t token = 0; token < call.tokens; token++) {
+    int64_t slot = call.slots[token], block = slot / call.block_size, place = slot % call.block_size;
+    if (slot < 0) continue;
+    if (block >= call.blocks) return OUTSIDE;
+    for (int64_t head = 0; head < call.heads; head++) {
+      const T* key = static_cast<const T*>(call.key) + token * call.from_key[0] + head * call.from_key[1];
+      const T* value = static_cast<const T*>(call.value) + token * call.from_value[0] + head * call.from_value[1];
+      T* keys = static_cast<T*>(call.keys) + block * call.to_key[0] + place * call.to_key[1] + head * call.to_key[2];
+      T* values =
+          static_cast<T*>(call.values) + block * call.to_value[0] + place * call.to_value[1] + head * call.to_value[2];
+      for (int64_t d = 0; d < call.key_dim; d++) keys[d * call.to_key[3]] = key[d];
+      for (int64_t d = 0; d < call.value_dim; d++) values[d * call.to_value[3]] = value[d];
     }
   }
   return DONE;
@@ -265,32 +291,12 @@ int64_t write(const T* key, const T* value, T* keys, T* values, const int64_t* s
 
 extern "C" {
 
-// `s` has the numbers of Attention in their order; strides are in elements.
-int64_t paged_attention(int64_t half, const void* query, const void* keys, const void* values, const int32_t* table,
-                        const int32_t* starts, const int32_t* lengths, void* out, const float* slopes,
-                        const float* sinks, const int64_t* s, double scale, double softcap, int64_t requests,
-                        int64_t threads) {
-  auto run = [&](auto kind) {
-    using T = decltype(kind);
-    Attention<T> attention{
-        static_cast<const T*>(query), static_cast<const T*>(keys), static_cast<const T*>(values), table, starts, lengths,
-        static_cast<T*>(out), slopes, sinks, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11],
-        s[12], s[13], s[14], s[15], s[16], s[17], static_cast<float>(scale), static_cast<float>(softcap)};
-    return attend(attention, requests, threads);
-  };
-  return half ? run(Bfloat16{}) : run(float{});
+int64_t paged_attention(const Call* call, int64_t half) {
+  return half ? Attention<Bfloat16>{*call}.run() : Attention<float>{*call}.run();
 }
 
-// `s`: tokens, blocks, block size, heads, elements of a key and of a value; strides of a token and a head of the new
-// keys, and values; the four strides of the cache of keys, and of values.
-int64_t kv_cache_write(int64_t half, const void* key, const void* value, void* keys, void* values, const int64_t* slots,
-                       const int64_t* s) {
-  auto run = [&](auto kind) {
-    using T = decltype(kind);
-    return write(static_cast<const T*>(key), static_cast<const T*>(value), static_cast<T*>(keys),
-                 static_cast<T*>(values), slots, s);
-  };
-  return half ? run(uint16_t{}) : run(uint32_t{});
+int64_t kv_cache_write(const Write* call, int64_t half) {
+  return half ? write<uint16_t>(*call) : write<uint32_t>(*call);
 }
 
 }  // extern "C"

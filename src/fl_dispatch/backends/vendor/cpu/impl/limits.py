@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from .. import library
 
 DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 VECTOR = 8
@@ -26,8 +26,8 @@ def problem(name: str, tensor: Tensor, like: Tensor | None = None, contiguous: b
 
 
 def rounds(dtype: torch.dtype) -> bool:
-    """Whether the kernels round their results to this dtype; see :func:`_truncates`."""
-    return dtype is not torch.bfloat16 or not _truncates()
+    """Whether the kernels round their results to this dtype; see :func:`..library.truncates`."""
+    return dtype is not torch.bfloat16 or not library.truncates()
 
 
 def widened(x: Tensor) -> Tensor:
@@ -38,11 +38,3 @@ def widened(x: Tensor) -> Tensor:
 def narrowed(wide: Tensor, into: Tensor) -> Tensor:
     """``into``, overwritten with the widened tensor unless they are one."""
     return into if wide is into else into.copy_(wide)
-
-
-@functools.cache
-def _truncates() -> bool:
-    """Whether the loaded kernels cut results off to bfloat16, as builds for processors without AVX512-BF16 do."""
-    x, residual = torch.ones(VECTOR, dtype=torch.bfloat16), torch.full((VECTOR,), 1.5 * 2.0**-8, dtype=torch.bfloat16)
-    torch.ops._C.fused_add_rms_norm(x, residual, None, 1e-6)
-    return bool((residual == 1.0).any())  # the next larger number is nearer
