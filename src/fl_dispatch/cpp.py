@@ -39,7 +39,10 @@ def load(source: Path) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join((text, compiler, *FLAGS, _processor())).encode()).hexdigest()[:32]
     kept = platformdirs.user_cache_path("fl-dispatch") / "cpp" / f"{source.stem}-{key}.so"
     if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+        except OSError:  # nothing is kept, and each process compiles
+            kept = Path(tempfile.mkdtemp(prefix="fl-dispatch-"), kept.name)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # on one file system, for the move
             made = Path(folder, kept.name)
             _compile([*compiler.split(), *FLAGS, str(source), "-o", str(made)])

@@ -103,7 +103,7 @@ def test_tensors_that_do_not_belong_together_are_declined() -> None:
     assert own_attention.supports_paged_attention(**good) is True
     for name, wrong, reason in (
         ("out", query.bfloat16(), "out is torch.bfloat16, not torch.float32"),
-        ("out", query[:2], "not as many results as queries"),
+        ("out", query[:2], "not as many results as there are queries"),
         ("query", query.half(), "query is torch.float16"),
         ("query_start_loc", starts[:2], "not as many starts and tables as lengths"),
         ("block_table", table[:1], "not as many starts and tables as lengths"),
@@ -111,6 +111,8 @@ def test_tensors_that_do_not_belong_together_are_declined() -> None:
         ("seq_lens", lengths.long(), "not torch.int32 on the CPU"),
         ("sinks", torch.zeros(HEADS - 1), "not as many slopes or sinks as heads"),
         ("key_cache", keys[:0], "key_cache is empty"),
+        ("query", query[:, :9], "do not belong together"),
+        ("value_cache", values[:4], "do not belong together"),
     ):
         assert reason in str(own_attention.supports_paged_attention(**{**good, name: wrong})), name
     new, slots = torch.zeros(2, KV_HEADS, DIM), torch.arange(2)

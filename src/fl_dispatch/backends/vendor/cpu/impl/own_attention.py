@@ -100,9 +100,11 @@ def supports_paged_attention(
     """One dtype, and keys and values of whole vectors, which lie in the cache side by side in one direction."""
     if why := _problem(query=query, key_cache=key_cache, value_cache=value_cache, out=query if out is None else out):
         return why
-    block_size, head_dim = key_cache.shape[1], key_cache.shape[3]
+    block_size, kv_heads, head_dim = key_cache.shape[1:]
     if head_dim % STRIP or value_cache.shape[3] != head_dim:
         return f"keys of {head_dim} and values of {value_cache.shape[3]} elements are not one multiple of {STRIP}"
+    if query.shape[2] != head_dim or query.shape[1] % kv_heads or value_cache.shape[:3] != key_cache.shape[:3]:
+        return "the heads of queries, keys and values do not belong together"
     by_token, by_dimension = key_cache.stride(3) == 1, key_cache.stride(1) == 1 and block_size % STRIP == 0
     if not (by_token or by_dimension) or value_cache.stride(3) != 1:
         return f"neither the elements of a head lie side by side nor a multiple of {STRIP} tokens of a block"
@@ -113,13 +115,10 @@ def supports_paged_attention(
     numbers = block_table, query_start_loc, seq_lens
     if not all(each.dtype is torch.int32 and each.is_cpu for each in numbers):
         return "the block table or the lengths are not torch.int32 on the CPU"
-    requests = len(seq_lens)
-    if (
-        len(query_start_loc) != requests + 1
-        or len(block_table) < requests
-        or (out is not None and len(out) < len(query))
-    ):
-        return "there are not as many starts and tables as lengths, or not as many results as queries"
+    if len(query_start_loc) != len(seq_lens) + 1 or len(block_table) < len(seq_lens):
+        return "there are not as many starts and tables as lengths"
+    if out is not None and (len(out) < len(query) or out.shape[1:] != query.shape[1:]):
+        return "out has not as many results as there are queries"
     if any(each is not None and len(each) != query.shape[1] for each in (alibi_slopes, sinks)):
         return "there are not as many slopes or sinks as heads"
     return True if block_table.stride(1) == 1 else "the columns of the block table lie apart"
