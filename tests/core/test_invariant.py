@@ -21,6 +21,7 @@ from fl_dispatch import SelectionPolicy
 from fl_dispatch.backends.reference.impl import invariant
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_FORMS, INVARIANT_ID
 from fl_dispatch.backends.triton.register_ops import INVARIANT as INVARIANT_KERNELS
+from fl_dispatch.backends.vendor.cpu.impl import own_attention
 from fl_dispatch.devices.triton import why_unavailable
 from fl_dispatch.selection.decision import select
 from sampling import drawn
@@ -28,6 +29,7 @@ from sampling import drawn
 CPU = torch.device("cpu")
 REFERENCES = ("reference.torch", "reference.invariant")
 TRITON = (IMPL_ID, INVARIANT_ID)
+CPP = "vendor.cpu.cpp"
 OF_A_MODEL = {*invariance.CASES} - {"layer_norm"}
 """Operators of dense models and of mixtures."""
 HERE = Path(invariance.__file__)
@@ -39,9 +41,9 @@ def test_whoever_declares_it_is_tested_here() -> None:
     declared = invariance.declared()
     ours = [impl for impl in declared if impl.op_name != "attention_backend"]  # names a class, computes nothing
     assert {impl.op_name for impl in ours} <= {*invariance.CASES}
-    assert {impl.impl_id for impl in ours} <= {*REFERENCES, *TRITON}
+    assert {impl.impl_id for impl in ours} <= {*REFERENCES, *TRITON, CPP}
     if not why_unavailable():
-        kernels = {(impl.op_name, impl.impl_id) for impl in ours} - {(op, one) for op, one in _of(*REFERENCES)}
+        kernels = {(impl.op_name, impl.impl_id) for impl in ours} - {(op, one) for op, one in _of(*REFERENCES, CPP)}
         assert kernels == {
             *((op, IMPL_ID) for op in INVARIANT_KERNELS),
             *((op, INVARIANT_ID) for op in INVARIANT_FORMS),
@@ -60,6 +62,13 @@ def test_every_operator_of_a_dense_model_and_of_a_mixture_has_an_invariant_refer
 @each_dtype
 @pytest.mark.parametrize(("op_name", "impl_id"), _of(*REFERENCES))
 def test_a_references_rows_do_not_depend_on_the_batch(op_name: str, impl_id: str, dtype: torch.dtype) -> None:
+    (impl,) = (impl for impl in invariance.implementations(op_name) if impl.impl_id == impl_id)
+    assert invariance.differences(impl, dtype, CPU) == []
+
+
+@pytest.mark.parametrize("dtype", sorted(own_attention.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize(("op_name", "impl_id"), _of(CPP))
+def test_rows_of_our_own_attention_do_not_depend_on_the_batch(op_name: str, impl_id: str, dtype: torch.dtype) -> None:
     (impl,) = (impl for impl in invariance.implementations(op_name) if impl.impl_id == impl_id)
     assert invariance.differences(impl, dtype, CPU) == []
 

@@ -147,7 +147,7 @@ def test_a_layout_that_is_merely_faster_is_taken_where_blocks_fit_and_stay(caplo
         config: Any = SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
         return choose(config, prefer="vendor", deny_vendors=frozenset({"other"}))
 
-    assert [chosen(size) for size in (None, 64, 16)] == [TRANSPOSED, TRANSPOSED, "NHD"]
+    assert [chosen(size) for size in (None, 64, 8)] == [TRANSPOSED, TRANSPOSED, "NHD"]
     assert chosen(None, object()) == "NHD"
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     assert explain("paged_attention").candidates[0].impl_id == "vendor.cpu.cpp"

@@ -93,7 +93,7 @@ def register_builtins(registry: Registry) -> None:
                     "kv_cache_write": own_attention.supports_kv_cache_write,
                     "paged_attention": own_attention.supports_paged_attention,
                 },
-                properties={"kv_layout": attention.KV_LAYOUT, "kv_block": 32, "batch_invariant": True},
+                properties={"kv_layout": attention.KV_LAYOUT, "kv_block": own_attention.STRIP, "batch_invariant": True},
                 opaque=True,
             ),
         ]
