@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from engines import STEP, Runs, start
 
-PRODUCTS = {"VLLM_FL_PER_OP": "linear=reference"}
-"""Products with prepared weights do not go through PyTorch's own."""
+PRODUCTS = {"VLLM_FL_PER_OP": "linear=reference;paged_attention=reference"}
+"""Products with prepared weights, and attention in C++, do not go through PyTorch's own."""
 VARIABLES = {"VLLM_FL_PLUGIN_MODULES": "aten_plugin", **PRODUCTS}
 ENGINES: dict[str, dict[str, Any]] = {
     "eager": {},
