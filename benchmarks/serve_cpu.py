@@ -212,8 +212,11 @@ def in_turns(arguments: argparse.Namespace) -> None:
     from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.evidence.bench import machine
 
+    shape = TINY if arguments.tiny else SHAPE
+    before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else None
+    if before is not None and before["shape"] != shape:
+        sys.exit(f"{arguments.json} has runs of a model of another shape; name another file")
     with tempfile.TemporaryDirectory() as folder:
-        shape = TINY if arguments.tiny else SHAPE
         model = build_checkpoint("qwen3", Path(folder), **shape)
         how = (arguments.mode, arguments.turns, arguments.steps, arguments.threads, arguments.profile)
         pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
@@ -227,9 +230,8 @@ def in_turns(arguments: argparse.Namespace) -> None:
     for run in runs:
         in_turns.report(run)
     if arguments.json:
-        there = json.loads(arguments.json.read_text())["runs"] if arguments.json.exists() else []
         new = {_kind(run) for run in runs}
-        kept = [old for old in there if _kind(old) not in new]
+        kept = [old for old in (before["runs"] if before else []) if _kind(old) not in new]
         data = {"machine": machine(torch.device("cpu")), "shape": shape, "runs": [*kept, *runs]}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
 

@@ -163,6 +163,7 @@ def sampled_and_drafted(draw: Draw) -> Sequence[Any]:
     for drafts, new in ((0, 1), (3, 1), (3, 0)):
         b = batch(draw)
         logits = torch.minimum(draw.integers(1, drafts + new, 4), b.lengths)
+        b.prefill[b.idx[0].long()] = b.seq_lens[0] - logits[0]  # its first logit is that of the prompt's end
         ids, last = draw.integers(0, 9, 60), draw.integers(0, 999, SLOTS, 1, dtype=torch.int64)
         drafted = draw.integers(0, 999, SLOTS, drafts, dtype=torch.int64)
         cu, count = draw.starts(logits), int(logits.sum())

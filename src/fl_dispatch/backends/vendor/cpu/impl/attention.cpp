@@ -69,8 +69,8 @@ inline float sum(Floats values) {
   return total;
 }
 
-// exp of numbers that are not positive; 0 below -87, and no number of none. A polynomial on half a unit of the exponent, within 2 units in the
-// last place.
+// exp of numbers that are not positive; 0 below -87, and no number of none. The coefficients are those of expf in Cephes
+// (Moshier).
 inline Floats exponential(Floats x) {
   Floats power = x * 1.44269504f;
   Integers whole = __builtin_convertvector(power - 0.5f, Integers);  // towards zero, which is to the nearest here
@@ -153,9 +153,12 @@ struct Attention : Call {
       float* own = scores[head];
       float peak = largest[head];
       for (int64_t token = 0; token < TILE; token++) {
+        if (token < skipped || token >= count) {
+          own[token] = NOTHING;
+          continue;
+        }
         if (softcap > 0.0f) own[token] = softcap * std::tanh(own[token] / softcap);
         if (slopes) own[token] -= slopes[first_head + head] * std::abs(static_cast<float>(distance - token));
-        if (token < skipped || token >= count) own[token] = NOTHING;
         peak = own[token] > peak ? own[token] : peak;
       }
       float base = peak == NOTHING ? 0.0f : peak;  // what is no number stays none
@@ -253,6 +256,7 @@ struct Attention : Call {
       if (begin < 0 || end < begin || end > rows) return OUTSIDE;
       for (int64_t row = begin; row < end; row++) owners[row] = number;
     }
+    if (rows == 0) return DONE;
     int64_t found = DONE, used = threads < rows * kv_heads ? threads : rows * kv_heads;
 #pragma omp parallel num_threads(used) if (used > 1)
     {
