@@ -4,7 +4,8 @@ Each cell is an engine in a process of its own. They are started one after the o
 workload by workload, as in ``serve_vllm.py``, whose workloads, comparison and table are used here. The model has a
 published shape (``--shape``) and random weights, in bfloat16. Decode graphs are on for batches up to the largest of the
 workloads; the radix cache is off. Vanilla engines capture graphs of prompts too, as SGLang does by itself; the plugin
-captures none of those. ``plugin_host_triton`` leaves every operator to SGLang under the plugin.
+captures none of those. ``plugin_host_triton`` leaves every operator to SGLang under the plugin,
+``plugin_hosts_products`` the products with weights.
 
     python benchmarks/serve_sglang.py [--cells vanilla_fa3,plugin_neutral,plugin_shipped] [--rounds 5]
         [--workloads TEXT,…] [--layers 32] [--quick] [--json FILE] [--logs FOLDER]
@@ -57,14 +58,14 @@ def _orders(operators: Iterable[str], token: str) -> str:
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
     """The cells that can be compared for a shape."""
-    layers = tuple(op for op in LAYERS if op != "linear")  # products stay SGLang's
-    operators = (*layers, "kv_cache_write", *shape.attention, *shape.experts)
+    operators = (*LAYERS, "kv_cache_write", *shape.attention, *shape.experts)
     vanilla = {f"{VANILLA}_{name}": Cell({"SGLANG_PLUGINS": "none"}, {"attention_backend": name}) for name in ATTENTION}
     neutral = {"SGLANG_FL_PER_OP": _orders(operators, "impl:default.triton"), "SGLANG_FL_DENY_VENDORS": "cuda"}
     return vanilla | {
         "plugin_host_triton": Cell({"SGLANG_FL_OOT_ENABLED": "0"}, {"attention_backend": "triton"}),
         "plugin_neutral": Cell(neutral),
         "plugin_shipped": Cell({}),
+        "plugin_hosts_products": Cell({"SGLANG_FL_OOT_BLACKLIST": "linear"}),
         "plugin_untuned": Cell({"SGLANG_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
     }
 

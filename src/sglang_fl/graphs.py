@@ -17,11 +17,10 @@ from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.warm_batches import token_counts
 from fl_dispatch.logger_manager import get_logger
 
-from . import attention_warm_up, distributed
+from . import attention_warm_up, distributed, product_warm_up
 from .attention import ours
 from .config import largest_step
 from .loaded import LOADED
-from .quantization import warm_up as quantized_warm_up
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -68,11 +67,11 @@ class GraphRunnerFL(DecodeCudaGraphRunner):
 
     @torch.no_grad()
     def _warm_up(self) -> None:
-        """Meet the kernels of every kind of batch: attention and quantized products, other layers where they decode."""
+        """Meet the kernels of every kind of batch: attention and products, other layers where they decode."""
         calls, model_runner = 0, self.model_runner
         if (backend := ours(self.attn_backend)) is not None:
             calls = attention_warm_up.warm_up(backend, model_runner)
-        products = quantized_warm_up.warm_up(model_runner.model, largest_step(), model_runner.dtype)
+        products = product_warm_up.warm_up(model_runner.model, largest_step(), model_runner.dtype)
         buffers = self.buffers
         buffers.seq_lens.fill_(self.seq_len_fill_value)  # SGLang's runners share them, and others write zeros
         buffers.seq_lens_cpu.fill_(self.seq_len_fill_value)
@@ -80,4 +79,4 @@ class GraphRunnerFL(DecodeCudaGraphRunner):
             for requests in token_counts(self.max_bs):
                 self._dummy_run(requests, buffers=buffers)
         detect_device().synchronize()
-        logger.info("operators are warm: %d calls of attention, %d of quantized products", calls, products)
+        logger.info("operators are warm: %d calls of attention, %d of products", calls, products)

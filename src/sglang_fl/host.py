@@ -9,6 +9,7 @@ from fl_dispatch.hosting.host_layers import Host, HostLayers
 
 from .bridge import BRIDGES, NATIVE, PENDING
 from .host_facts import FACTS, FUSED_OP
+from .linear import MODULE, NAMES
 
 HOST = Host(
     name="SGLang",
@@ -16,7 +17,7 @@ HOST = Host(
     facts=(*FACTS, *(row.fact for row in BRIDGES)),
     layers=HostLayers(
         roots=(FUSED_OP,),
-        replaced=frozenset(f"{row.module}:{row.name}" for row in BRIDGES),
+        replaced=frozenset({*(f"{row.module}:{row.name}" for row in BRIDGES), *(f"{MODULE}:{name}" for name in NAMES)}),
         left=NATIVE,
         inherited=True,
         pending=PENDING,

@@ -181,6 +181,14 @@ HOOKED = (
 )
 
 READ = (
+    HostFact(f"{_LAYERS}.linear:LinearBase", ("quant_method",), "reads", "linear", "A layer asks it for its product."),
+    HostFact(
+        f"{_LAYERS}.quantization.unquant:UnquantizedLinearMethod",
+        ("apply(layer, x, bias=None)",),
+        "replaces",
+        "linear",
+        "Products would run SGLang's own code.",
+    ),
     HostFact(
         ADAPTERS,
         ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tensors", "prepare_lora_batch"),

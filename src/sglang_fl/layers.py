@@ -21,12 +21,12 @@ from torch import nn
 from fl_dispatch import get_default_manager, prepared
 from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.bound_layer import bind_for
-from fl_dispatch.hosting.quantized.layers import kernels, weights
+from fl_dispatch.hosting.layer_kernels import kernels, weights
 from fl_dispatch.hosting.survey import LayerChoice, Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
 
-from . import attention, attention_layers, own_choice
+from . import attention, attention_layers, linear, own_choice
 from .bridge import BRIDGES, Bridge, Unbridged, find
 from .bridge.mixture import MIXTURE
 
@@ -48,7 +48,6 @@ BRIDGE = Attached[Bridge]("fl_bridge")
 """The bridge of a layer that runs our operator."""
 KEPT = Attached[str]("fl_kept")
 """Why a layer that was asked for a bridge has none."""
-UNREGISTERED = "the settings leave it to SGLang"
 
 
 def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
@@ -60,7 +59,7 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
     if row is None:
         return None
     if not any(settings.registers(*names, operator) for operator in row.bridge.fl_operators()):
-        KEPT.give(layer, UNREGISTERED)
+        KEPT.give(layer, linear.UNREGISTERED)
         return None
     try:
         bridge = row.bridge(layer, native)
@@ -69,7 +68,7 @@ def _bridge(layer: nn.Module, native: Callable[..., Any]) -> Bridge | None:
         KEPT.give(layer, str(reason))
         return None
     if not settings.registers(*names, bridge.fl_operator):
-        KEPT.give(layer, UNREGISTERED)
+        KEPT.give(layer, linear.UNREGISTERED)
         return None
     BRIDGE.give(layer, bridge)
     return bridge
@@ -161,21 +160,26 @@ def prepare(model: nn.Module) -> Survey:
         bind_for(bridge, prefixes)
         bridge.place(model, prefixes[0])
         ours[name] = (bridge.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    for layer in model.modules():
+        if (choice := linear.install(layer)) is not None:
+            choices[choice] += 1
+            native[choice.layer] += bool(choice.kept)
     for prefix, layer, kernel in kernels(model):
         kernel.fl_bind(prefix)
         if (mixture := MIXTURE.find(layer)) is not None:
             mixture.place(model, prefix)
-        name = type(kernel).__name__
+        name = kernel.fl_name(layer)
         ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
     for layer, parameter in weights(model):
         prepared.declare(getattr(layer, parameter))
     said = tuple(replace(choice, count=count) for choice, count in choices.items())
-    return Survey("SGLang", ours, dict(native), dict(attending), said)
+    return Survey("SGLang", ours, dict(+native), dict(attending), said)
 
 
 def warn_of_unknown_names(settings: Settings) -> None:
     """Log each name in the lists of out-of-tree layers that is no layer or operator of ours."""
-    warn_of_unknown_layers(settings, {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())})
+    known = {name for row in BRIDGES for name in (row.name, *row.bridge.fl_operators())}
+    warn_of_unknown_layers(settings, {*known, *linear.NAMES, linear.Product.fl_operator})
 
 
 # -- the first forward pass -------------------------------------------------------------------------------------------

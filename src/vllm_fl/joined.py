@@ -17,7 +17,8 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from fl_dispatch import get_default_manager, get_policy
-from fl_dispatch.hosting.quantized.layers import ScaledLayer, kernels
+from fl_dispatch.hosting.layer_kernels import kernels
+from fl_dispatch.hosting.quantized.layers import ScaledLayer
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.types import BackendImplKind
 

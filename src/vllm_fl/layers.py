@@ -20,7 +20,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.bound_layer import Bindable, bind_for
 from fl_dispatch.hosting.host_facts import HostFact
-from fl_dispatch.hosting.quantized.layers import KERNEL, kernels
+from fl_dispatch.hosting.layer_kernels import KERNEL, kernels
 from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
@@ -300,8 +300,8 @@ def survey(model: nn.Module) -> Survey:
             ours[row.name] = (module.fl_operator, ours.get(row.name, ("", 0))[1] + 1)
         elif not row.own_kernel and not row.is_hosts:
             native[row.name] = native.get(row.name, 0) + 1
-    for _, _, kernel in kernels(model):
-        name = type(kernel).__name__
+    for _, layer, kernel in kernels(model):
+        name = kernel.fl_name(layer)
         ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
     for _, module in _attention_layers(model):
         name = type(module.impl).__name__

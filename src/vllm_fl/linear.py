@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fl_dispatch import bind_op, get_policy, prepared
 from fl_dispatch.devices import detect_device
-from fl_dispatch.hosting.quantized import layers as quantized
+from fl_dispatch.hosting import layer_kernels
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
@@ -82,7 +82,7 @@ class Weights:
     def __init__(self, model: nn.Module, compiled: bool, captured: bool = False) -> None:
         self._held = compiled or captured
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
-        named = [*((layer, "weight") for layer in found), *quantized.weights(model)]
+        named = [*((layer, "weight") for layer in found), *layer_kernels.weights(model)]
         self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
         if compiled:
             _look_up_uncompiled(model, {id(layer.weight) for layer in found})

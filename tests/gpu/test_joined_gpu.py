@@ -187,4 +187,4 @@ def test_only_the_attentions_result_is_quantized_by_itself(name: str, answers: d
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_equal_layers_are_compiled_once(name: str, answers: dict[str, dict[str, Any]]) -> None:
     compiled = answers[name]["report"]["compiled"]
-    assert compiled["distinct"] < compiled["pieces"] <= compiled["compilations"]
+    assert compiled["distinct"] < compiled["compilations"]  # a piece is asked for in each range of batch sizes

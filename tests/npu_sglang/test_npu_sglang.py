@@ -45,7 +45,7 @@ class Family:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-DENSE = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
+DENSE = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear"}
 FAMILIES = {
     "qwen3": Family(
         DENSE,
@@ -63,7 +63,7 @@ FAMILIES = {
         DENSE - {"silu_and_mul"} | {"topk_softmax", "fused_moe"}, ("npu_moe_gating_top_k", "npu_grouped_matmul")
     ),
     "gemma3": Family(
-        {"gemma_rms_norm", "gelu_and_mul", "kv_cache_write", "paged_attention"},
+        {"gemma_rms_norm", "gelu_and_mul", "kv_cache_write", "paged_attention", "linear"},
         ("npu_gemma_rms_norm", "npu_geglu"),
         {"RotaryEmbedding": 2},  # its attention rotates by a function of its own, and these two layers never run
         {"tie_word_embeddings": True},  # SGLang ties them whatever the checkpoint says

@@ -21,7 +21,7 @@ from sglang_fl.version import SMOKE_TESTED_HOSTS, TESTED_HOSTS
 HOSTS = Path(__file__).parents[2] / ".venv-hosts"
 (VERSION,) = SMOKE_TESTED_HOSTS
 OPERATORS = {
-    "qwen3": ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"),
+    "qwen3": ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear"),
     "qwen3_moe": ("rms_norm", "topk_softmax", "fused_moe", "paged_attention"),
     "deepseek_v3": ("rms_norm", "grouped_topk", "fused_moe", "mla_decode"),
 }

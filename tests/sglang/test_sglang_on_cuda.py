@@ -110,7 +110,7 @@ def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> No
     from sglang.srt.layers.linear import ReplicatedLinear
 
     from sglang_fl import layers
-    from sglang_fl.quantization.warm_up import warm_up
+    from sglang_fl.product_warm_up import warm_up
 
     experts = {name: mixture(SCHEMES[name].config) for name in ("awq", "compressed-tensors W8A8 int8")}
     for name, layer in experts.items():
@@ -121,7 +121,8 @@ def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> No
         linear.scales.data.fill_(1.0)
         linear.quant_method.process_weights_after_loading(linear)
     blocks = [nn.ModuleDict({"experts": layer, "linear": linear}) for layer in experts.values() for linear in dense]
-    model = nn.ModuleList(blocks)
+    plain = [ReplicatedLinear(64, 32, bias=biased, params_dtype=torch.float32) for biased in (True, False, True)]
+    model = nn.ModuleList([*blocks, *plain])
     layers.prepare(model)
     manager = get_default_manager()
     manager.set_counting(True)
@@ -130,5 +131,6 @@ def test_warming_up_multiplies_by_each_kind_of_weight_once_for_each_size() -> No
     counts = {op: count for (op, _), count in manager.call_counts().items() if count}
     manager.set_counting(False)
     sizes = [1, 2, 4, 8, 16, 20]
-    assert calls == 3 * len(sizes)
+    assert calls == 5 * len(sizes)
+    assert counts["linear"] == 2 * len(sizes)  # with a bias and without
     assert counts["weight_only_moe"] == counts["scaled_moe"] == counts["weight_only_linear"] == len(sizes)

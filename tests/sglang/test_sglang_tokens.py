@@ -15,9 +15,9 @@ from serving import STEP, start
 
 from running import MAX_TOKENS, PROMPTS
 
-LAYERS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write")
+LAYERS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "linear")
 DENSE = (*LAYERS, "paged_attention")
-GEMMA = ("gemma_rms_norm", "gelu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
+GEMMA = ("gemma_rms_norm", "gelu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear")
 OPERATORS = {
     "qwen2": DENSE,
     "qwen3": DENSE,
@@ -37,9 +37,13 @@ WRONG = {  # each operator once
 WRONG_CASES = [(family, position) for family, operators in WRONG.items() for position in range(len(operators))]
 HINTED = {name: ["impl:vendor.hinted"] for name in ("kv_cache_write", "paged_attention")}
 PLUGINS = {
-    "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,hinted_plugin,policy_method,unwritten_memory",
+    "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,linear_plugin,hinted_plugin,policy_method,unwritten_memory",
     "SGLANG_FL_PREFER": "reference",
 }
+
+
+def _wrong(operator: str) -> str:
+    return "vendor.wrong_products" if operator == "linear" else "vendor.wrong"
 
 
 def _with_policy(**policy: Any) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def result(checkpoint: Callable[[str], Path]) -> Callable[[str], dict[str, Any]]
     """
     runs = {}
     for family in OPERATORS:
-        wrong = [_with_policy(per_op_order={name: ["impl:vendor.wrong"]}) for name in WRONG.get(family, ())]
+        wrong = [_with_policy(per_op_order={name: [f"impl:{_wrong(name)}"]}) for name in WRONG.get(family, ())]
         runs[family] = start(
             checkpoint(family),
             *(STEP, STEP, *wrong, *([_with_policy(per_op_order=HINTED), _with_policy()] if wrong else [])),
@@ -104,6 +108,7 @@ def test_calls_are_counted_one_a_layer_and_step(result: Callable[[str], dict[str
     assert steps > 2 * MAX_TOKENS
     assert calls["silu_and_mul"] == calls["rotary_embedding"] == calls["kv_cache_write"] == 3 * steps
     assert calls["rms_norm"] == (2 * 3 + 1) * steps
+    assert calls["linear"] == 4 * 3 * steps
 
 
 @pytest.mark.parametrize("family", OPERATORS)
@@ -120,7 +125,7 @@ def test_a_wrong_implementation_changes_the_tokens(
 ) -> None:
     operator = WRONG[family][position]
     assert result(family)["steps"][2 + position]["tokens"] != expected(family)
-    assert result(family)["report"]["counts"][f"{operator} vendor.wrong"] > 0
+    assert result(family)["report"]["counts"][f"{operator} {_wrong(operator)}"] > 0
 
 
 @pytest.mark.parametrize("family", WRONG)

@@ -6,7 +6,7 @@ form for good, and ``apply_weights`` for each product. Both hosts know these two
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,37 +15,23 @@ from torch import Tensor, nn
 from ... import bind_op
 from ...devices import detect_device
 from ...ops.quantization import TENSOR
-from ..attached import Attached
+from ..layer_kernels import KERNEL, LayerKernel
 from . import orders
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-class QuantizedKernel:
-    """The part that linear layers and experts share: the operators of one layer, bound for its prefix."""
+class QuantizedKernel(LayerKernel):
+    """The part that linear layers and experts share."""
 
-    fl_operator: str
-    fl_weights: tuple[str, ...]
-    """The layer's parameters that stay from call to call."""
     fl_float8 = False
     """Whether weights are float8_e4m3fn."""
-    fl_traced = True
-    """Whether compiled code of a host contains the call."""
-    fl_call: Callable[..., Tensor]
-    fl_scope: str | None
-
-    def __init__(self) -> None:
-        self.fl_bind(None)
 
     @classmethod
     def fl_lacking(cls) -> str:
         """Why no layer of this kind runs on this device, or an empty string."""
         device = detect_device()
         return f"{device.name} has no float8_e4m3fn" if cls.fl_float8 and not device.float8 else ""
-
-    def fl_bind(self, scope: str | None) -> None:
-        """Bind the operators for the layer with this prefix; ``None`` while it is not known."""
-        self.fl_scope, self.fl_call = scope, bind_op(self.fl_operator, scope)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Put the loaded parameters into the operator's form.
@@ -66,10 +52,6 @@ class QuantizedKernel:
                 raise ValueError(f"the checkpoint has no '{name}' for a layer that it quantizes ({self.fl_scope})")
             setattr(layer, name, None if value is None else nn.Parameter(value, requires_grad=False))
         KERNEL.give(layer, self)
-
-
-KERNEL = Attached[QuantizedKernel]("fl_kernel")
-"""The kernel of ours that computes a layer."""
 
 
 class QuantizedLayer(QuantizedKernel):
@@ -197,16 +179,3 @@ class PackedLayer(QuantizedLayer):
         """The product."""
         weight, scale, zero = (getattr(layer, name) for name in self.fl_weights)
         return self.fl_call(x, weight, scale, zero, bias)
-
-
-def kernels(model: nn.Module) -> Iterator[tuple[str, nn.Module, QuantizedKernel]]:
-    """The quantized layers of a model that are ours: prefix, layer and kernel."""
-    for prefix, module in model.named_modules():
-        if (kernel := KERNEL.find(module)) is not None:
-            yield prefix, module, kernel
-
-
-def weights(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Those layers, each with the names of the parameters that stay from call to call."""
-    for _, layer, kernel in kernels(model):
-        yield from ((layer, name) for name in kernel.fl_weights if getattr(layer, name, None) is not None)

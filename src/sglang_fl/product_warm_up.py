@@ -1,4 +1,4 @@
-"""Products with quantized weights before graphs are captured, in batches of every size up to that of a prompt's step.
+"""Products with weights before graphs are captured, in batches of every size up to that of a prompt's step.
 
 A batch that decodes has few tokens, and the products of prompts run kernels of their own. From the capture on choices
 are fixed, and a failure ends the engine, so each kernel is met before.
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from fl_dispatch.hosting import warm_batches
+from fl_dispatch.hosting.layer_kernels import LayerKernel, kernels
 from fl_dispatch.hosting.quantized.experts import QuantizedExperts
-from fl_dispatch.hosting.quantized.layers import QuantizedKernel, kernels
 
-from ..bridge.mixture import MIXTURE
+from .bridge.mixture import MIXTURE
+from .linear import Product
 
 
 def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
@@ -25,7 +26,7 @@ def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
         most_tokens: of a step.
         dtype: of the model.
     """
-    layers: dict[Any, tuple[nn.Module, QuantizedKernel]] = {}
+    layers: dict[Any, tuple[nn.Module, LayerKernel]] = {}
     for _, layer, kernel in kernels(model):
         layers.setdefault(_kind(layer, kernel), (layer, kernel))
     counts = warm_batches.token_counts(most_tokens)
@@ -35,14 +36,15 @@ def warm_up(model: nn.Module, most_tokens: int, dtype: torch.dtype) -> int:
     return len(layers) * len(counts)
 
 
-def _kind(layer: nn.Module, kernel: QuantizedKernel) -> tuple[Any, ...]:
+def _kind(layer: nn.Module, kernel: LayerKernel) -> tuple[Any, ...]:
     """Layers of one kind call the operators with arguments of the same kind."""
     tensors = [(name, value.shape, value.dtype) for name, value in layer.named_parameters(recurse=False)]
     return type(kernel), str(tensors), *warm_batches.rules((kernel.fl_operator, "quantize"), kernel.fl_scope)
 
 
 def _try(layer: Any, kernel: Any, tokens: int, dtype: torch.dtype) -> None:
-    x = torch.zeros(tokens, layer.quant_method.inner, dtype=dtype, device=next(layer.parameters()).device)
+    inner = layer.weight.shape[1] if isinstance(kernel, Product) else layer.quant_method.inner
+    x = torch.zeros(tokens, inner, dtype=dtype, device=next(layer.parameters()).device)
     if not isinstance(kernel, QuantizedExperts):
         kernel.apply_weights(layer, x, getattr(layer, "bias", None))
         return
