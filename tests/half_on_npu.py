@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, LARGEST, MEAN, exact, table, within
+import half_types
+from fl_dispatch.cli.half_precision import LARGEST, MEAN, table
 from quantized_checkpoints import SCHEMES, Scheme
 from quantized_network import distance, network, scores
 from running import reference_network
@@ -75,17 +76,9 @@ def as_near_as_hugging_face(
     family: str, model: Path, prompts: Sequence[list[int]], step: Mapping[str, Any], dtype: str
 ) -> bool:
     """Whether the log-probabilities at the generated tokens are as near to float32 as Hugging Face's in this dtype."""
-    sequences = [[*prompt, *tokens] for prompt, tokens in zip(prompts, step["tokens"], strict=True)]
-    single, half = (
-        _at_generated(exact(reference_network(model, kind), sequences)[0], prompts, sequences)
-        for kind in (torch.float32, getattr(torch, dtype))
-    )
-    return within(table(step["rows"]), single, half, COMPARED if family in EXPERTS else 1.0)
-
-
-def _at_generated(rows: torch.Tensor, prompts: Sequence[list[int]], sequences: Sequence[list[int]]) -> torch.Tensor:
-    parts = rows.split([len(sequence) - 1 for sequence in sequences])
-    return torch.cat([part[len(prompt) - 1 :] for part, prompt in zip(parts, prompts, strict=True)])
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, step["tokens"], strict=True)]
+    less = [len(prompt) - 1 for prompt in prompts]
+    return half_types.as_near_as_hugging_face(family, model, texts, table(step["rows"]), dtype, less)
 
 
 def clear_tokens(model: Path, prompts: Sequence[list[int]], tokens: int, dtype: str) -> list[list[int]]:

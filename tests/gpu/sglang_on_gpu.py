@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("sglang")
 sys.path.insert(0, str(Path(__file__).parents[1] / "sglang"))
 
-from serving import STEP, answered, python, start
+from serving import STEP, answered, every_score, python, start
 
 from running import PROMPTS
 
@@ -27,6 +27,7 @@ __all__ = [
     "TREES",
     "all_is_ours",
     "answered",
+    "every_score",
     "python",
     "replayed",
     "start",

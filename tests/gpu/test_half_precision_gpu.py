@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 from engines import PROMPTS, ran, start_features
 
 from fl_dispatch.cli.checkpoints import VOCABULARY, build_checkpoint
-from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, table, within
-from running import reference_network
+from fl_dispatch.cli.half_precision import table
+from half_types import as_near_as_hugging_face
 
 pytestmark = pytest.mark.gpu
 FAMILIES = ("llama", "qwen3_moe", "deepseek_v2")
@@ -74,11 +74,7 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
     (outputs,) = run["steps"]
     found = table(row for output in outputs for row in (*output["prompt_logprobs"][1:], *output["logprobs"][0]))
     texts = [[*prompt, *output["tokens"][0]] for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    single, half = (
-        exact(reference_network(checkpoint(family), dtype), texts)[0] for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert found.shape == single.shape
-    assert within(found, single, half, COMPARED if family in EXPERTS else 1.0)
+    assert as_near_as_hugging_face(family, checkpoint(family), texts, found, "bfloat16")
     assert run["report"]["native_layers"] == {}
     attention = ran(run, "paged_attention") | ran(run, "mla_decode")
     if mode == "shipped choices":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import processes
+from fl_dispatch.cli.half_precision import table
 from processes import Finished, free_port, pool
 from running import MAX_TOKENS, PROMPTS
 
@@ -81,6 +82,16 @@ def answered(prompts: Sequence[Sequence[int]], step: Mapping[str, Any]) -> tuple
     """A step's texts, prompt and choices, and its log-probabilities of every token after the first of each."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, step["tokens"], strict=True)]
     return texts, torch.tensor([score for scores in step["scores"] for score in scores])
+
+
+def every_score(step: Mapping[str, Any]) -> Tensor:
+    """A step's log-probabilities of all tokens, ``[tokens, vocabulary]``, if it asked for as many of the best ones.
+
+    They are those after every token of a text but its last, and after the tokens of answers alone where no ``scores``
+    were asked for.
+    """
+    read = ((*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]) for meta in step["metas"])
+    return table({str(token): score for score, token, _ in row} for rows in read for row in rows)
 
 
 def background(*arguments: str, cold: bool = False, **variables: str) -> Future[Finished]:

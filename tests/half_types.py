@@ -1,0 +1,34 @@
+"""Engines in half types beside Hugging Face's network in the same type, by :mod:`fl_dispatch.cli.half_precision`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.cli.half_precision import COMPARED, EXPERTS, exact, within
+from running import reference_network
+
+
+def as_near_as_hugging_face(
+    family: str, model: Path, texts: Sequence[Sequence[int]], found: Tensor, dtype: str, less: Sequence[int] = ()
+) -> bool:
+    """Whether an engine's log-probabilities are as near to float32 as Hugging Face's in a half type.
+
+    Args:
+        family: the checkpoint's.
+        model: the checkpoint.
+        texts: prompts with the tokens that the engine chose.
+        found: ``[tokens, vocabulary]`` after every token of each text but its last.
+        dtype: the half type.
+        less: how many of the first tokens of each text ``found`` leaves out.
+    """
+    left = less or (0,) * len(texts)
+    kept = torch.cat([torch.arange(len(text) - 1) >= first for text, first in zip(texts, left, strict=True)])
+    single, half = (
+        exact(reference_network(model, kind), texts)[0][kept] for kind in (torch.float32, getattr(torch, dtype))
+    )
+    assert found.shape == single.shape
+    return within(found, single, half, COMPARED if family in EXPERTS else 1.0)
