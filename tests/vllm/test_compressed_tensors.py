@@ -30,7 +30,7 @@ NAMES = [name for name in SCHEMES if name.startswith("compressed-tensors")]
 DRAWN = drawn(NAMES, 2, "checkpoints of the library")
 each_scheme = pytest.mark.parametrize("name", DRAWN)
 OTHER_FORMATS = {"compressed-tensors W8A16 fp8": "naive-quantized"}
-"""Names that the library has for a format where ours has another; hosts read both."""
+"""Names that the library has for a format where ours has another; vLLM reads both."""
 FEW = PROMPTS[:2]
 
 
