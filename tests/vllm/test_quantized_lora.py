@@ -65,7 +65,8 @@ def test_our_operators_compute_the_products_and_the_adapters(run: Run, answers: 
     report = answers[run]["report"]
     assert report["failed"] == report["native_layers"] == {}
     assert report["layers"][run.made.layer] == 4 * 4
-    if report["compiled"] is None:
-        assert all(ran(answers[run], operator) for operator in (*run.made.operators, "lora_shrink", "lora_expand"))
-    else:  # not every call of a compiled graph is counted
+    assert all(ran(answers[run], operator) for operator in run.made.operators)
+    if report["compiled"] is None:  # else the graph has the adapters' operators, whose calls nobody counts
+        assert all(ran(answers[run], operator) for operator in ("lora_shrink", "lora_expand"))
+    else:
         assert report["compiled"]["graphs"] + report["compiled"]["loaded"] >= 1
