@@ -1,11 +1,11 @@
-"""Perplexity of the small model in each quantized format: what a real engine finds, and what is right.
+"""Perplexity of the small model in each quantized format: what real engines find, and what is right.
 
-    python benchmarks/quantized_perplexity.py [SCHEME ...] [--work FOLDER] [--dtype float32]
+    python benchmarks/quantized_perplexity.py [SCHEME ...] [--dtypes NAME,…] [--work FOLDER] [--json FILE]
 
 Right is Hugging Face's network in float32 with the dequantized weights, whose inputs are quantized where the scheme
-says so. Each checkpoint is written to a folder of ``--work``, where ``vllm serve`` takes it, and scored by
-``fl perplexity``. A row of a Markdown table is printed for each. The last two columns are root mean squares of
-distances of log-probabilities: by rounding alone, as the tests have it (``quantized_network``), and from the network
+says so. Each checkpoint is written to a folder of ``--work``, where a server takes it, and scored by an engine of the
+installed host in each dtype. A row of a Markdown table is printed for each. The last two columns are root mean squares
+of distances of log-probabilities: by rounding alone, as the tests have it (``quantized_network``), and from the network
 that is not quantized.
 """
 
@@ -13,61 +13,96 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 import quantized_checkpoints as checkpoints  # noqa: E402 - lies with the tests
+import scoring  # noqa: E402
 from fl_dispatch.cli import small_model  # noqa: E402
+from fl_dispatch.cli.hosts import Host, installed_host  # noqa: E402
+from fl_dispatch.evidence.bench import machine  # noqa: E402
 from quantized_network import computed, distance, network, right_perplexity, scores  # noqa: E402
 from running import PROMPTS  # noqa: E402
 
 UNQUANTIZED = "not quantized"
 
 
-def engines_perplexity(checkpoint: Path, dtype: str) -> float:
-    """By a real engine; the tolerance is left to the reader."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        command = ["-c", "from fl_dispatch.cli import main; main()", "perplexity", str(checkpoint)]
-        options = ["--text", str(small_model.HELD_OUT), "--dtype", dtype, "--json", str(file)]
-        ended = subprocess.run([sys.executable, *command, *options], capture_output=True, text=True, check=False)
-        if ended.returncode:
-            sys.exit(f"{checkpoint.name}: {ended.stdout}{ended.stderr}")
-        return float(json.loads(file.read_text())["perplexity"])
+def engines_perplexities(host: Host, checkpoint: Path, dtypes: Sequence[str]) -> dict[str, float]:
+    """By a real engine in each dtype; the tolerance is left to the reader."""
+    sys.path.insert(0, str(ROOT / "tests" / host.value))
+    if host is Host.VLLM:
+        from engines import start_features
+
+        engine = {"max_num_batched_tokens": 1024, "enable_prefix_caching": False}
+        engines = [(checkpoint, [scoring.step()], {**engine, "dtype": dtype}) for dtype in dtypes]
+        answers = start_features(*engines).result()["runs"]
+        return {dtype: scoring.found(run["steps"][0]) for dtype, run in zip(dtypes, answers, strict=True)}
+    from serving import start
+
+    step = {**scoring.SGLANG_STEP, "prompts": scoring.rows()}
+    started = {dtype: start(checkpoint, step, engine={"dtype": dtype}) for dtype in dtypes}
+    return {dtype: scoring.found_by_sglang(run.result()["steps"][0]) for dtype, run in started.items()}
+
+
+def here(host: Host) -> dict[str, Any]:
+    """The machine, the date, and the versions."""
+    found = machine(torch.device("cpu"))
+    named = ("transformers", *(["sglang"] if host is Host.SGLANG else []))
+    return {**found, "versions": {**found["versions"], **{name: metadata.version(name) for name in named}}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [UNQUANTIZED, *checkpoints.SCHEMES]
     parser.add_argument("schemes", nargs="*", default=names, metavar="SCHEME", help=f"of {', '.join(names)}")
+    parser.add_argument("--dtypes", default="float32,float16,bfloat16", metavar="NAME,…")
     parser.add_argument("--work", type=Path, help="a folder that keeps the checkpoints")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path, help="a file for everything")
     given = parser.parse_args()
     if unknown := [name for name in given.schemes if name not in names]:
         parser.error(f"no scheme {unknown[0]!r}; there are {', '.join(names)}")
+    host, dtypes = installed_host(), given.dtypes.split(",")
     prompts = [prompt for prompt in PROMPTS if len(prompt) > 1]
     original = scores(network(None), prompts)
-    print(f"| checkpoint | right | vLLM, {given.dtype} | difference | rounding | quantization |")
-    print("|---|---|---|---|---|---|", flush=True)
+    heads = [f"{host.product}, {dtype} | difference" for dtype in dtypes]
+    print(f"| checkpoint | right | {' | '.join(heads)} | rounding | quantization |")
+    print("|" + "---|" * (4 + 2 * len(heads)), flush=True)
+    asked = " ".join(["python", *sys.argv])
+    found: dict[str, Any] = {"command": asked, "machine": here(host), "host": host.value, "schemes": {}}
     with tempfile.TemporaryDirectory() as folder:
         work = given.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
         for name in given.schemes:
             scheme = checkpoints.SCHEMES.get(name)
             place = work / name.replace(",", "").replace(" ", "-")
-            if scheme is not None and not place.exists():
+            if scheme is None:
+                place = small_model.CHECKPOINT
+            elif not place.exists():
                 checkpoints.write_checkpoint(place, scheme)
             right = right_perplexity(network(scheme))
-            found = engines_perplexity(small_model.CHECKPOINT if scheme is None else place, given.dtype)
+            engines = engines_perplexities(host, place, dtypes)
             answers = computed(network(scheme), prompts)
-            cells = f"{right:.3f} | {found:.3f} | {found / right - 1:+.5f}"
-            spread = f"{answers.rounding:.1e} | {distance(answers.scores, original):.1e}"
-            print(f"| {name} | {cells} | {spread} |", flush=True)
+            apart = distance(answers.scores, original)
+            found["schemes"][name] = {
+                "right": right,
+                "engines": engines,
+                "differences": {dtype: value / right - 1 for dtype, value in engines.items()},
+                "rounding": answers.rounding,
+                "quantization": apart,
+            }
+            cells = [f"{value:.3f} | {value / right - 1:+.1e}" for value in engines.values()]
+            print(f"| {name} | {right:.3f} | {' | '.join(cells)} | {answers.rounding:.1e} | {apart:.1e} |", flush=True)
+            if given.json:  # after each, because a later one may be cut off
+                given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,20 @@ from typing import Any
 from torch import Tensor
 
 from fl_dispatch.cli import small_model
+from fl_dispatch.cli.checkpoints import build_checkpoint
 from quantized_checkpoints import SCHEMES, Scheme
 from quantized_network import Comparison
 from running import MAX_TOKENS, PROMPTS
+
+FAMILIES = (
+    "compressed-tensors W8A8 int8",
+    "compressed-tensors W8A8 fp8",
+    "compressed-tensors W4A16, zero points",
+    "fp8, blocks of 128",
+    "gptq",
+    "awq",
+)
+"""One scheme of each kind of weights, which draws of further kinds of engines are from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +48,13 @@ class Run:
 
     def __str__(self) -> str:
         return f"{self.scheme}, {self.kind}"
+
+
+def divisible(folder: Path) -> Path:
+    """A dense model of random weights whose products two ranks divide into whole blocks of 128."""
+    heads = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+    return build_checkpoint("llama", folder, **heads, **sizes)
 
 
 def comparisons(

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
 
 import scoring
 from fl_dispatch.cli import small_model
-from fl_dispatch.evidence.perplexity import perplexity
+from fl_dispatch.evidence.perplexity import TOLERANCE, perplexity
 from quantized_checkpoints import Scheme, is_product, nearest
 from running import reference_network
+from variants import ALPHA, RANK
 
 DRAWS = 8
 DEVIATIONS = 5
@@ -109,6 +111,21 @@ def with_fp8_cache(made: Any, scales: Sequence[tuple[float, float]]) -> Any:
 
     made.register_forward_pre_hook(hook, with_kwargs=True)
     return made
+
+
+def adapted(made: Any, adapter: Path | None) -> Any:
+    """The network with a LoRA adapter of :mod:`variants` beside its products, whose inputs it takes unquantized."""
+    factors = {} if adapter is None else load_file(adapter / "adapter_model.safetensors")
+    for name, module in _products(made) if factors else ():
+        down, up = (factors[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+        _add_adapter(module, up @ down * (ALPHA / RANK))
+    return made
+
+
+def _add_adapter(module: nn.Module, weight: Tensor) -> None:
+    given: list[Tensor] = []
+    module.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]), prepend=True)
+    module.register_forward_hook(lambda *called: called[-1] + functional.linear(given.pop(), weight))
 
 
 def _products(made: nn.Module) -> list[tuple[str, Any]]:
@@ -223,6 +240,16 @@ class Comparison:
     def agrees(self) -> bool:
         """Whether rounding may make the error, and does not hide the quantization."""
         return self.error <= self.right.rounding < self.quantization
+
+
+INPUTS_ROUNDED = {"float32": 2e-3, "float16": 5e-3, "bfloat16": 5e-3}
+"""Dtype → the largest relative difference of a perplexity from that in float32 that rounding explains where inputs are
+quantized too: it moves an element by a whole step."""
+
+
+def tolerance(scheme: Scheme, dtype: str) -> float:
+    """The largest relative difference of an engine's perplexity from :func:`right_perplexity`."""
+    return (TOLERANCE if scheme.rows is None else INPUTS_ROUNDED)[dtype]
 
 
 def right_perplexity(made: Any) -> float:

@@ -22,15 +22,20 @@ class Rotation:
 
 ROTATIONS = {
     "quantized models": Rotation(
-        4,
+        5,
         (
             "tests/vllm/test_quantized.py",
             "tests/vllm/test_quantized_experts.py",
             "tests/vllm/test_quantized_cache.py",
+            "tests/vllm/test_compressed_tensors.py",
+            "tests/vllm/test_quantized_lora.py",
+            "tests/vllm/test_quantized_perplexity.py",
             "tests/vllm/test_joined.py",
             "tests/sglang/test_sglang_quantized.py",
             "tests/sglang/test_sglang_quantized_experts.py",
             "tests/sglang/test_sglang_quantized_cache.py",
+            "tests/sglang/test_sglang_quantized_lora.py",
+            "tests/sglang/test_sglang_quantized_perplexity.py",
             "tests/npu/test_npu_quantized.py",
             "tests/npu_sglang/test_npu_sglang_quantized.py",
         ),

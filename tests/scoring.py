@@ -12,6 +12,8 @@ from fl_dispatch.evidence.perplexity import perplexity, relative_difference, row
 SLIGHTLY_WRONG = {"per_op_order": {"rms_norm": ["impl:reference.sample_variance"]}}
 """A policy for the norm of ``vllm/plugins/sample_variance.py``, which is 0.4 % too small."""
 
+SGLANG_STEP = {"max_tokens": 1, "scores": True}
+
 
 @cache
 def rows() -> list[list[int]]:
@@ -29,13 +31,23 @@ def step() -> dict[str, Any]:
     return {"do": "generate", "prompts": rows(), "sampling": {"max_tokens": 1, "prompt_logprobs": 0}}
 
 
+def found(answers: Sequence[Mapping[str, Any]]) -> float:
+    """The perplexity by a step's answers."""
+    scores = [
+        [scored[str(token)] for token, scored in zip(row[1:], answer["prompt_logprobs"][1:], strict=True)]
+        for row, answer in zip(rows(), answers, strict=True)
+    ]
+    return perplexity(scores, 1).value
+
+
+def found_by_sglang(step: Mapping[str, Any]) -> float:
+    """The perplexity by an answered step of ``sglang/run_sglang.py``: :data:`SGLANG_STEP` with :func:`rows`."""
+    return perplexity([scores[:-1] for scores in step["scores"]], 1).value  # the last token is the engine's own
+
+
 def difference(answers: Sequence[Mapping[str, Any]], right: float | None = None) -> float:
     """How far the perplexity by a step's answers is from ``right``, as a part of it.
 
     Right is by default Hugging Face's in float32.
     """
-    scores = [
-        [scored[str(token)] for token, scored in zip(row[1:], answer["prompt_logprobs"][1:], strict=True)]
-        for row, answer in zip(rows(), answers, strict=True)
-    ]
-    return relative_difference(perplexity(scores, 1).value, right or small_model.facts()["perplexity"])
+    return relative_difference(found(answers), right or small_model.facts()["perplexity"])

@@ -22,7 +22,6 @@ import quantized_checkpoints as checkpoints
 import scoring
 from fl_dispatch import get_default_manager, prepared
 from fl_dispatch.backends.triton.impl import scaled
-from fl_dispatch.evidence.perplexity import TOLERANCE
 from fl_dispatch.evidence.verify import DTYPES, implementations, verify
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.inputs import mixtures
@@ -33,7 +32,7 @@ from fl_dispatch.types import OpImpl
 from quantized_checkpoints import SCHEMES
 from quantized_engines import Run, comparisons
 from quantized_mixture import LAYERS, mixture, operator
-from quantized_network import answered, computed, distance, network, right_perplexity, scores
+from quantized_network import answered, computed, distance, network, right_perplexity, scores, tolerance
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -264,11 +263,6 @@ ASKED: Mapping[str, Any] = {
 CHECKPOINTS = ("compressed-tensors W8A8 fp8", "fp8, blocks of 128", "gptq", "compressed-tensors W8A8 int8")
 
 
-INPUTS_ROUNDED = 4e-3
-"""The largest relative difference of a perplexity in bfloat16 from that in float32 where inputs are quantized too: an
-input's rounding moves an element by a whole step."""
-
-
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Answers of compiled engines with graphs: in float32 with our kernels, in bfloat16 with the vendor's."""
@@ -305,7 +299,7 @@ def test_the_vendors_kernels_give_the_dequantized_networks_perplexity(
     name: str, answers: dict[str, dict[str, Any]]
 ) -> None:
     scheme, run = SCHEMES[name], answers["vendor"][name]
-    limit = TOLERANCE["bfloat16"] if scheme.rows is None else INPUTS_ROUNDED
+    limit = tolerance(scheme, "bfloat16")
     assert scoring.difference(run["steps"][0], right_perplexity(network(scheme))) <= limit
     products = ran(run, scheme.operators[-1])
     assert any(found.startswith("vendor.cuda") for found in products), products

@@ -1,22 +1,25 @@
 """Quantized checkpoints in engines: what the dequantized network computes, within its own rounding, by our operators.
 
-Engines start one after the other in one process: eager ones of the drawn schemes, one compiled as users have it by
-default, and one of two ranks.
+Engines of a kind start one after the other in one process: eager ones of the drawn schemes, one compiled as users have
+it by default, and one of two ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from torch import Tensor
 
 import quantized_checkpoints as checkpoints
+from fl_dispatch.cli import small_model
 from quantized_checkpoints import SCHEMES
-from quantized_engines import Rules, Run, comparisons
+from quantized_engines import FAMILIES, Rules, Run, comparisons, divisible
 from quantized_network import Comparison, answered
 from sampling import drawn
 
@@ -28,14 +31,11 @@ ASKED: Mapping[str, Any] = {
     "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
 }
 PRODUCTS = 4 * 4
-"""Those of a layer, merged as vLLM does, in all layers."""
+"""Those of a layer, merged as vLLM does, in all layers of either model."""
 
-
-BOTH_KINDS = ("compressed-tensors W8A8 int8", "gptq")
-"""Schemes of either sort of product, which run in every kind of engine."""
 EAGER = [Run(name, kind="eager") for name in drawn(list(SCHEMES), 3, "quantized checkpoints")]
-COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(BOTH_KINDS, 1, "quantized, compiled")]
-RANKS = [Run(name, {"tensor_parallel_size": 2}, "two ranks") for name in drawn(BOTH_KINDS, 1, "quantized, ranks")]
+COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(FAMILIES, 1, "quantized, compiled")]
+RANKS = [Run(name, {"tensor_parallel_size": 2}, "two ranks") for name in drawn(FAMILIES, 1, "quantized, ranks")]
 RUNS = [*EAGER, *COMPILED, *RANKS]
 each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 each_operator = pytest.mark.parametrize(
@@ -53,20 +53,33 @@ def steps(run: Run) -> list[Mapping[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
-    folder = tmp_path_factory.mktemp("quantized")
-
-    @cache
-    def checkpoint(name: str) -> Path:
-        return checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name])
-
-    found = start_features(*((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
-    return dict(zip(RUNS, found["runs"], strict=True))
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return divisible(tmp_path_factory.mktemp("divisible") / "whole")
 
 
 @pytest.fixture(scope="module")
-def compared(answers: dict[Run, Any]) -> Callable[[Run], Comparison]:
-    return comparisons(lambda run: answered(PROMPTS, answers[run]["steps"][0]))
+def answers(tmp_path_factory: pytest.TempPathFactory, divided: Path) -> dict[Run, Any]:
+    folder = tmp_path_factory.mktemp("quantized")
+
+    @cache
+    def checkpoint(name: str, model: Path) -> Path:
+        place = folder / model.name / name.replace(" ", "-")
+        return checkpoints.write_checkpoint(place, SCHEMES[name], model=model)
+
+    def start(runs: Sequence[Run], model: Path = small_model.CHECKPOINT) -> Future[dict[str, Any]]:
+        return start_features(*((checkpoint(run.scheme, model), steps(run), run.engine) for run in runs), **PLUGIN)
+
+    kinds = [start(EAGER), start(COMPILED), start(RANKS, divided)]
+    return dict(zip(RUNS, (found for kind in kinds for found in kind.result()["runs"]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def compared(answers: dict[Run, Any], divided: Path) -> Callable[[Run], Comparison]:
+    def found(run: Run) -> tuple[list[list[int]], Tensor]:
+        return answered(PROMPTS, answers[run]["steps"][0])
+
+    alone, together = comparisons(found), comparisons(found, divided)
+    return lambda run: (together if run in RANKS else alone)(run)
 
 
 @each_run
