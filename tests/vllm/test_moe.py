@@ -201,7 +201,7 @@ def experts_config(**changes: Any) -> Any:
         "swiglu_beta": None,
     }
     assert set(fields) <= {*FusedMoEConfig.__dataclass_fields__, *dir(FusedMoEConfig)}
-    return SimpleNamespace(**{**fields, **changes})
+    return SimpleNamespace(require_decomposed_backend=False, **{**fields, **changes})  # since 0.33
 
 
 @pytest.mark.parametrize(
