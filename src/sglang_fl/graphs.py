@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from fl_dispatch import freeze_dispatch
+from fl_dispatch import freeze_dispatch, get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.warm_batches import token_counts
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 logger = get_logger(__name__)
+
+NOT_COMPARED = (
+    "shadow: SGLang's decoding runs from captured graphs, and none of its steps runs eagerly, so only calls of prompts "
+    "and of batches that no graph holds are compared (--cuda-graph-backend-decode disabled: all are)"
+)
 
 
 class GraphRunnerFL(DecodeCudaGraphRunner):
@@ -45,6 +50,8 @@ class GraphRunnerFL(DecodeCudaGraphRunner):
             self._warm_up()
             if self._can_be_held():  # what failed in a batch has left its place to another implementation
                 distributed.check_manifest(freeze_dispatch(compiling=False))
+                if get_default_manager().shadow.sampling is not None:
+                    logger.warning(NOT_COMPARED)
                 super().capture()
                 self.fl_captured = True
 

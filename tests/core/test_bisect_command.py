@@ -6,15 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from test_cli import fl
 
+from fl_dispatch import DispatchError
+from fl_dispatch.cli.bisect import huggingface
+from fl_dispatch.cli.bisect.hosts import Start
 from fl_dispatch.cli.bisect.report import Report, sentence
 from fl_dispatch.cli.bisect.selftest import TESTS
-from fl_dispatch.cli.checkpoints import build_tokenizer
+from fl_dispatch.cli.checkpoints import build_checkpoint, build_tokenizer
+from fl_dispatch.cli.hosts import Host
 from fl_dispatch.evidence.bisect import planted
 from fl_dispatch.evidence.bisect.choices import Site
 from fl_dispatch.evidence.bisect.findings import Blamed, Result
 from fl_dispatch.evidence.bisect.probes import Outcome
+from fl_dispatch.evidence.bisect.prompts import generated, rounds
 from fl_dispatch.evidence.bisect.yardstick import Verdict, Yardstick
 
 
@@ -79,3 +85,17 @@ def test_every_planted_fault_is_in_the_self_test() -> None:
     assert {test.fault or name for name, test in TESTS.items()} == set(planted.FAULTS)
     for name, test in TESTS.items():
         assert not test.op or test.op in planted.FAULTS[test.fault or name]
+
+
+def test_an_engine_that_is_not_hugging_faces_model_is_said_before_anything_is_searched(tmp_path: Path) -> None:
+    """The other model has the same weights and another epsilon, as a host that reads it wrongly would."""
+    model, other = build_checkpoint("qwen3", tmp_path / "model"), build_checkpoint("qwen3", tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.01}))
+    requests = rounds(generated(400, 64, (7, 33)))
+    start = Start(Host.VLLM, str(model), True, 1, "float32", 0, {})
+    yardstick = Yardstick(1e-3, 1e-4)
+    scores = {folder: huggingface._scores(str(folder), torch.float32, requests) for folder in (model, other)}
+    assert "Hugging Face agrees" in huggingface.compare(start, requests, scores[model], yardstick)
+    with pytest.raises(DispatchError, match="no choice between implementations explains it"):
+        huggingface.compare(start, requests, scores[other], yardstick)

@@ -184,6 +184,25 @@ def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCapture
     assert not get_default_manager().frozen
 
 
+@pytest.mark.parametrize("share", [None, 0.1])
+def test_shadow_mode_says_that_it_compares_no_step_of_a_graph(
+    share: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from fl_dispatch import get_default_manager
+    from fl_dispatch.shadow.sampling import Sampling, Wish
+    from sglang_fl import distributed, graphs
+
+    wish = None if share is None else Sampling(Wish(share, None, "reference", ban=False, budget=0.01))
+    monkeypatch.setattr(get_default_manager().shadow, "_sampling", wish)
+    monkeypatch.setattr(graphs.DecodeCudaGraphRunner, "capture", lambda runner: None)
+    monkeypatch.setattr(distributed, "check_manifest", lambda manifest: None)
+    monkeypatch.setattr(graphs, "freeze_dispatch", lambda compiling: None)
+    for step, answer in (("_can_be_held", True), ("_warm_up", None)):
+        monkeypatch.setattr(graphs.GraphRunnerFL, step, lambda runner, answer=answer: answer)
+    object.__new__(graphs.GraphRunnerFL).capture()  # SGLang's constructor needs a GPU
+    assert caplog.messages == ([] if share is None else [graphs.NOT_COMPARED])
+
+
 def graphs_of(device: Any, algorithm: str | None = None, **asked: str) -> dict[str, str]:
     """The kinds of graphs that are left of those asked for; ``algorithm`` drafts."""
     from sglang.srt.model_executor.cuda_graph_config import Phase, default_cuda_graph_config, with_phase

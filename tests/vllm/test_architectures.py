@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from engines import PROMPTS, STEP, Runs, expected_tokens, ran, start
 
-from architectures import ARCHITECTURES, build_architecture
+from architectures import ARCHITECTURES, WITHOUT_ATTENTION, build_architecture
 from sampling import drawn
 
-WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
-"""Run by ``test_states.py``."""
 NAMES = drawn(tuple(name for name in ARCHITECTURES if name not in WITHOUT_ATTENTION), 3, "architectures")
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 WRONG = {"prefer": "reference", "per_op_order": {"paged_attention": ["impl:vendor.wrong"]}}
