@@ -47,6 +47,8 @@ class LayerClass:
         since: the first version of vLLM that has it in this form; empty for all.
         transformers: it is of vLLM's Transformers backend, which is imported for models that need it only.
         cpu_only: it is only replaced on CPUs, because nobody has measured kernels of ours for it on other devices.
+        creates_context: importing ``module`` asks Triton for the current device, which creates a context. A process
+            that has one cannot be forked, and vLLM forks its engine, so only processes that run models import it.
     """
 
     module: str
@@ -57,6 +59,7 @@ class LayerClass:
     since: str = ""
     transformers: bool = False
     cpu_only: bool = False
+    creates_context: bool = False
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -133,6 +136,7 @@ LAYER_CLASSES = (
         "QwenGatedDeltaNetAttention",
         delta_net.DeltaNetLayer,
         since="0.32",
+        creates_context=True,
     ),
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer", "MambaMixer", mamba1.Mamba1Layer, since="0.32"),
     LayerClass(f"{_LAYERS}.mamba.mamba_mixer2", "MambaMixer2", state_space.StateSpaceLayer, since="0.32"),
@@ -197,15 +201,16 @@ def register(settings: Settings, *, in_worker: bool = False, transformers: bool 
 
     Args:
         settings: the lists.
-        in_worker: this process runs models; elsewhere rows with ``own_kernel`` are passed over, for which
-            implementations would have to be loaded.
+        in_worker: this process runs models; elsewhere rows are passed over for which implementations would have to be
+            loaded (``own_kernel``) or a context created.
         transformers: the model runs by vLLM's Transformers backend.
     """
     warn_of_unknown_layers(settings, {name for row in LAYER_CLASSES for name in (row.name, *row.operators)})
     if in_worker:
         _warn_of_lists_without_kernels(settings)
     for row in LAYER_CLASSES:
-        if (row.own_kernel and not in_worker) or (row.transformers and not transformers):
+        elsewhere = (row.own_kernel or row.creates_context) and not in_worker
+        if elsewhere or (row.transformers and not transformers):
             continue
         if not row.custom_op:
             if (base := row.in_tree()) is not None:

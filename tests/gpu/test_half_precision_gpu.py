@@ -81,4 +81,7 @@ def test_log_probabilities_are_as_near_to_float32_as_hugging_faces(
         assert "reference.torch" not in attention
     else:
         assert attention == {"default.triton"}
-    assert "default.triton" in ran(run, "linear")
+    if mode == "eager":
+        assert "default.triton" in ran(run, "linear")
+    else:  # compiled code has the kernel in it, without a call
+        assert "default.triton" in str(run["report"]["manifest"]["choices"]["linear"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,11 @@ from vllm import forward_context
 from vllm_fl import layers
 from vllm_fl.states import StateLayer
 
-ALWAYS = [row for row in layers.LAYER_CLASSES if row.custom_op and not row.own_kernel and not row.transformers]
+ALWAYS = [
+    row
+    for row in layers.LAYER_CLASSES
+    if row.custom_op and not row.own_kernel and not row.transformers and not row.creates_context
+]
 """Rows that every process registers, for every model."""
 
 
@@ -120,3 +126,33 @@ def test_a_layer_with_a_state_refuses_a_batch_with_drafts(
         layer.fl_step()
     context.attn_metadata[layer.prefix].num_accepted_tokens = None
     assert layer.fl_step() is context.attn_metadata[layer.prefix]
+
+
+CONTEXTS = """
+import sys
+from triton.backends.nvidia import driver
+
+driver.CudaDriver.is_active = staticmethod(lambda: True)
+import triton
+
+made = []
+
+def create():
+    made.append(True)
+    raise RuntimeError("a context")
+
+sys.modules["triton.runtime.driver"]._create_driver = create
+from fl_dispatch.settings import get_settings
+from vllm_fl import layers
+
+layers.register(get_settings())
+before = len(made)
+layers.register(get_settings(), in_worker=True)
+print(before, len(made) > 0)
+"""
+
+
+def test_a_process_that_may_be_forked_gets_no_context_from_registering_layers() -> None:
+    """Triton's driver is that of a GPU which is not there; a process that runs models makes it."""
+    ended = subprocess.run([sys.executable, "-c", CONTEXTS], capture_output=True, text=True, check=False, timeout=300)
+    assert ended.stdout.split()[-2:] == ["0", "True"], ended.stderr
