@@ -166,6 +166,14 @@ MISTAKES = (
         "tests/sglang/test_sglang_tokens.py::test_tokens_equal_hugging_face[gemma2]",
         venv=".venv-sglang",
     ),
+    Mistake(
+        "a product without its bias",
+        "sglang_fl/linear.py",
+        "return self.fl_call(x, layer.weight, bias)",
+        "return self.fl_call(x, layer.weight, None)",
+        "tests/sglang/test_sglang_linear.py::test_a_product_is_one_call_and_what_pytorch_computes",
+        venv=".venv-sglang",
+    ),
 )
 
 

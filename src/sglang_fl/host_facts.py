@@ -190,6 +190,20 @@ READ = (
         "Products would run SGLang's own code.",
     ),
     HostFact(
+        "sglang.srt.utils.common",
+        ("use_intel_amx_backend(layer)",),
+        "reads",
+        "linear",
+        "A weight that SGLang has packed would be multiplied by as if it were not.",
+    ),
+    HostFact(
+        f"{_LAYERS}.quantization.unquant",
+        ("get_bf16_gemm_backend()",),
+        "reads",
+        "linear",
+        "The report has SGLang's choice of a kernel beside ours.",
+    ),
+    HostFact(
         ADAPTERS,
         ("fetch_new_loras", "load_lora_adapter", "load_lora_adapter_from_tensors", "prepare_lora_batch"),
         "reads",

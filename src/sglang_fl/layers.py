@@ -22,6 +22,7 @@ from fl_dispatch import get_default_manager, prepared
 from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.hosting.bound_layer import bind_for
 from fl_dispatch.hosting.layer_kernels import kernels, weights
+from fl_dispatch.hosting.scopes import refuse_partial_rules
 from fl_dispatch.hosting.survey import LayerChoice, Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings, get_settings
@@ -163,8 +164,12 @@ def prepare(model: nn.Module) -> Survey:
     for layer in model.modules():
         if (choice := linear.install(layer)) is not None:
             choices[choice] += 1
-            native[choice.layer] += bool(choice.kept)
+            native[choice.layer] += choice.kept not in ("", linear.PYTORCHS)  # PyTorch's product is no gap
+    prefixes_of: dict[nn.Module, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        prefixes_of.setdefault(module, []).append(prefix)
     for prefix, layer, kernel in kernels(model):
+        refuse_partial_rules(kernel.fl_operator, prefixes_of[layer])
         kernel.fl_bind(prefix)
         if (mixture := MIXTURE.find(layer)) is not None:
             mixture.place(model, prefix)

@@ -1,21 +1,28 @@
 """SGLang's linear layers over the operator ``linear``: products with weights that are not quantized.
 
 A layer calls its ``quant_method`` for the product. That object stays SGLang's, for SGLang asks for its class; its
-``apply`` becomes a call of the operator. SGLang's two other ways are for models that ask for them and stay SGLang's: a
-product that is added to a tensor, and one that is written into memory of the caller's.
+``apply`` becomes a call of the operator. It stays SGLang's if nothing comes before PyTorch's product; then SGLang
+chooses among its own kernels as it does without us. A product that is written into memory of the caller's stays
+SGLang's, too.
 
 The projection to the vocabulary is no such layer: SGLang multiplies by it elsewhere.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
+from fl_dispatch.devices import detect_device
+from fl_dispatch.hosting.first_choices import has_kernel
 from fl_dispatch.hosting.layer_kernels import KERNEL, LayerKernel
 from fl_dispatch.hosting.survey import LayerChoice
+from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
+
+logger = get_logger(__name__)
 
 MODULE = "sglang.srt.layers.linear"
 NAMES = (
@@ -30,13 +37,20 @@ NAMES = (
 METHOD = "UnquantizedLinearMethod"
 UNREGISTERED = "the settings leave it to SGLang"
 PACKED = "its weight is packed for SGLang's own kernel"
+PYTORCHS = "nothing comes before PyTorch's product, which is SGLang's own"
+PLAIN_BACKENDS = ("auto", "torch")
+"""SGLang's choices of a kernel for products that are PyTorch's product."""
 
 
 class Product(LayerKernel):
     """The product of one layer."""
 
     fl_operator = "linear"
-    fl_weights = ("weight",)
+
+    @property
+    def fl_weights(self) -> tuple[str, ...]:  # type: ignore[override]
+        """None on a device with graphs: they would hold a form's address, and nobody says that a weight was written."""
+        return () if detect_device().graphs else ("weight",)
 
     def fl_name(self, layer: nn.Module) -> str:
         return type(layer).__name__
@@ -48,7 +62,7 @@ class Product(LayerKernel):
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product that ``UnquantizedLinearMethod.apply`` computes."""
-    result: Tensor = vars(layer)[KERNEL.name].fl_call(x, layer.weight, bias)
+    result: Tensor = vars(layer)[KERNEL.name].apply_weights(layer, x, bias)
     return result
 
 
@@ -60,17 +74,37 @@ def install(layer: nn.Module) -> LayerChoice | None:
     """
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+    from sglang.srt.utils.common import use_intel_amx_backend
 
     method: Any = getattr(layer, "quant_method", None)
     if not isinstance(layer, LinearBase) or type(method) is not UnquantizedLinearMethod:
         return None
-    kept = ""
+    kept, backend = "", _backend()
     names = [base.__name__ for base in type(layer).__mro__ if base.__name__ in NAMES]
     if not get_settings().registers(*names, Product.fl_operator):
         kept = UNREGISTERED
-    elif getattr(layer, "use_intel_amx_backend", False):
+    elif use_intel_amx_backend(layer):
         kept = PACKED
+    elif not has_kernel(Product.fl_operator):
+        kept = PYTORCHS
     else:
         KERNEL.give(layer, Product())
         vars(method)["apply"] = apply
-    return LayerChoice(type(layer).__name__, 1, (Product.fl_operator,), METHOD, kept)
+        if backend not in PLAIN_BACKENDS:
+            _say_ignored(backend)
+    return LayerChoice(type(layer).__name__, 1, (Product.fl_operator,), f"{METHOD}, {backend}", kept)
+
+
+def _backend() -> str:
+    """SGLang's choice of a kernel for products in bfloat16, by its name for it."""
+    from sglang.srt.layers.quantization.unquant import get_bf16_gemm_backend
+
+    return str(get_bf16_gemm_backend().value)
+
+
+@cache
+def _say_ignored(backend: str) -> None:
+    logger.warning(
+        "products with weights are operators of ours, so SGLang's choice of a kernel for them (bf16_gemm_backend '%s') "
+        "has no effect; SGLANG_FL_OOT_BLACKLIST=linear leaves them to SGLang", backend,
+    )  # fmt: skip

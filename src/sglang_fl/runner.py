@@ -13,7 +13,7 @@ from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import config, distributed, hooks, layers, memory, report
+from . import config, distributed, hooks, layers, memory, product_warm_up, report
 from .loaded import LOADED, LoadedModel
 from .version import host_version
 
@@ -34,6 +34,7 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     result = original(runner, *args, **kwargs)
     layers.warn_of_unknown_names(settings)
     survey = layers.prepare(runner.model)
+    product_warm_up.keep_forms(runner.model)
     LOADED.give(runner, LoadedModel(survey))
     logger.info("%s", survey.describe())
     survey.refuse_native_run(settings)

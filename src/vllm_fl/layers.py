@@ -16,15 +16,14 @@ from typing import Any
 
 from torch import nn
 
-from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.bound_layer import Bindable, bind_for
+from fl_dispatch.hosting.first_choices import has_kernel
 from fl_dispatch.hosting.host_facts import HostFact
 from fl_dispatch.hosting.layer_kernels import KERNEL, kernels
 from fl_dispatch.hosting.survey import Survey, warn_of_unknown_layers
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import Settings
-from fl_dispatch.types import BackendImplKind
 
 from . import delta_net, encoder_attention, forwards, linear, mamba1, moe, short_conv, state_space
 from .compat import layer_classes
@@ -98,17 +97,11 @@ class LayerClass:
 
     def wanted(self, settings: Settings) -> bool:
         """Whether the user wants it replaced; lists name classes or operators."""
-        if self.own_kernel and not any(_has_kernel(operator) for operator in self.operators):
+        if self.own_kernel and not any(has_kernel(operator) for operator in self.operators):
             return False
         if self.is_hosts:
             return False
         return any(settings.registers(self.name, operator) for operator in self.operators)
-
-
-def _has_kernel(op_name: str) -> bool:
-    """Whether the policy puts something before PyTorch's own, for some layer, under some condition at least."""
-    first = get_default_manager().first_choices(op_name, in_layers=True)
-    return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get("batch_invariant") for impl in first)
 
 
 _LAYERS = "vllm.model_executor.layers"
@@ -235,7 +228,7 @@ def _warn_of_lists_without_kernels(settings: Settings) -> None:
     for operator in sorted({operator for row in LAYER_CLASSES if row.own_kernel for operator in row.operators}):
         asked = {row.name for row in LAYER_CLASSES if operator in row.operators} | {operator}
         listed = sorted(asked & (settings.oot_whitelist or frozenset()))
-        if listed and settings.policy.enabled and settings.oot_enabled and not _has_kernel(operator):
+        if listed and settings.policy.enabled and settings.oot_enabled and not has_kernel(operator):
             logger.warning(
                 "'%s' in the white-list of out-of-tree layers has no effect: for '%s' nothing comes before the "
                 "reference, which is vLLM's own code, so its layers stay vLLM's. VLLM_FL_PER_OP='%s=...' chooses",

@@ -11,7 +11,7 @@ import pytest
 from serving import engine_arguments, python, start
 
 LAYERS = 3
-OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention", "linear"}
+OPERATORS = {"rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
 TENSOR = {"tp_size": 2}
 PIPELINE = {"pp_size": 2}
 CASES: dict[str, dict[str, Any]] = {

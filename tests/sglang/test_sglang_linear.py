@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import get_default_manager
+from fl_dispatch import SelectionPolicy, get_default_manager, policy_context
 from fl_dispatch.hosting.layer_kernels import KERNEL, kernels, weights
 from fl_dispatch.prepared import ATTRIBUTE
 from fl_dispatch.settings import reset_settings
@@ -105,7 +105,7 @@ def test_a_list_leaves_products_to_sglang(model: Layers, calls: dict[str, int], 
     survey = _survey(model)
     kept = {choice.layer: choice for choice in survey.choices if choice.kept}
     assert survey.native["RowParallelLinear"] == 1
-    assert (kept["RowParallelLinear"].host, KERNEL.find(model.row)) == ("UnquantizedLinearMethod", None)
+    assert (kept["RowParallelLinear"].host, KERNEL.find(model.row)) == ("UnquantizedLinearMethod, auto", None)
     assert ("ReplicatedLinear" in kept) == (listed == "linear")
     _multiplied(model.row)
     assert calls["linear"] == 0
@@ -129,3 +129,44 @@ def test_a_method_of_another_class_keeps_its_product(model: Layers, calls: dict[
     _survey(model)
     assert not _multiplied(model.row).any()
     assert calls["linear"] == 0
+
+
+def test_where_nothing_comes_before_pytorchs_product_it_stays_sglangs(
+    model: Layers, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_fl import linear
+
+    monkeypatch.setattr(linear, "has_kernel", lambda op_name: False)
+    survey = _survey(model)
+    assert survey.native == {}, "it is no gap"
+    assert {choice.kept for choice in survey.choices} == {linear.PYTORCHS}
+    _multiplied(model.row)
+    assert calls["linear"] == 0
+
+
+def test_forms_of_weights_are_there_before_sglang_measures_memory(model: Layers, calls: dict[str, int]) -> None:
+    from sglang_fl import product_warm_up
+
+    _survey(model)
+    product_warm_up.keep_forms(model)
+    assert calls["linear"] == 3  # with a bias and without, and the layer that has none
+
+
+def test_a_rule_for_one_name_of_a_shared_layer_is_refused(model: Layers) -> None:
+    model.again = model.row
+    rules = {"linear": ["reference"], "linear@again": ["impl:vendor.cpu.onednn"]}
+    with policy_context(SelectionPolicy.from_dict(per_op_order=rules)), pytest.raises(ValueError, match="2 in all"):
+        _survey(model)
+
+
+def test_a_choice_of_sglangs_that_has_no_effect_is_said(
+    model: Layers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_fl import linear
+
+    monkeypatch.setattr(linear, "_backend", lambda: "gemv")
+    linear._say_ignored.cache_clear()
+    survey = _survey(model)
+    assert {choice.host for choice in survey.choices} == {"UnquantizedLinearMethod, gemv"}
+    (said,) = [record.getMessage() for record in caplog.records if "has no effect" in record.message]
+    assert "'gemv'" in said

@@ -39,6 +39,7 @@ HINTED = {name: ["impl:vendor.hinted"] for name in ("kv_cache_write", "paged_att
 PLUGINS = {
     "SGLANG_FL_PLUGIN_MODULES": "wrong_plugin,linear_plugin,hinted_plugin,policy_method,unwritten_memory",
     "SGLANG_FL_PREFER": "reference",
+    "SGLANG_FL_PER_OP": "linear=impl:vendor.products|reference",  # PyTorch's product would stay SGLang's
 }
 
 

@@ -163,7 +163,7 @@ def test_a_kernel_for_a_single_layer_is_one(policy: dict[str, Any], has: bool, m
     manager = OpManager(registry, register_builtins=False)
     monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
     with policy_context(SelectionPolicy.from_dict(**policy)):
-        assert layers._has_kernel("linear") is has
+        assert layers.has_kernel("linear") is has
 
 
 def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,12 +173,12 @@ def test_only_workers_ask_whether_there_is_a_kernel(monkeypatch: pytest.MonkeyPa
 
     registered: dict[str, Any] = {}
     monkeypatch.setattr(custom_op, "op_registry_oot", registered)
-    monkeypatch.setattr(layers, "_has_kernel", lambda op_name: True)
+    monkeypatch.setattr(layers, "has_kernel", lambda op_name: True)
     layers.register(get_settings())
     assert "RowParallelLinear" not in registered
     layers.register(get_settings(), in_worker=True)
     assert registered["RowParallelLinear"].__mro__[1:3] == (linear.LinearLayer, linear.DispatchedLayer)
-    monkeypatch.setattr(layers, "_has_kernel", lambda op_name: False)
+    monkeypatch.setattr(layers, "has_kernel", lambda op_name: False)
     layers.register(get_settings(), in_worker=True)
     assert "RowParallelLinear" not in registered
 
@@ -203,7 +203,7 @@ def test_a_list_that_asks_for_layers_without_a_kernel_is_told(
     from vllm.model_executor import custom_op
 
     monkeypatch.setattr(custom_op, "op_registry_oot", {})
-    monkeypatch.setattr(layers, "_has_kernel", lambda op_name: has_kernel)
+    monkeypatch.setattr(layers, "has_kernel", lambda op_name: has_kernel)
     settings = Settings(oot_whitelist=None if listed is None else frozenset(listed))
     with caplog.at_level("WARNING", "vllm_fl"):
         layers.register(settings)

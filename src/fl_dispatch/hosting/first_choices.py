@@ -44,6 +44,12 @@ def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[
     return [impl for impl in firsts if impl.properties.get(GRAPHS) is False]
 
 
+def has_kernel(op_name: str) -> bool:
+    """Whether the policy puts something before PyTorch's own, for some layer, under some condition at least."""
+    first = get_default_manager().first_choices(op_name, in_layers=True)
+    return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get("batch_invariant") for impl in first)
+
+
 def boundary(op_name: str) -> int | None:
     """The number of tokens from which on the operator's first choices do what its reference does, if they all do."""
     return _last(map(_reference_from, get_default_manager().first_choices(op_name)))

@@ -18,7 +18,7 @@ class LayerKernel:
 
     fl_operator: str
     fl_weights: tuple[str, ...]
-    """The layer's parameters that stay from call to call."""
+    """The layer's parameters that stay from call to call, so that implementations may keep forms of them."""
     fl_traced = True
     """Whether compiled code of a host contains the call."""
     fl_call: Callable[..., Tensor]
