@@ -128,7 +128,9 @@ def test_the_second_pass_reads_the_radix_cache(family: str, results: Mapping[str
 def test_every_operator_is_the_vendors(family: str, results: Mapping[str, Any]) -> None:
     report = results[family]["report"]
     ran = {tuple(key.split(" ")) for key in report["counts"]}
-    assert ran == {(operator, "vendor.ascend") for operator in FAMILIES[family].operators}
+    documented = DTYPES[family] == "float16"  # npu_linear's documentation does not name bfloat16
+    product = ("linear", "vendor.ascend" if documented else "reference.torch")
+    assert ran == {(op, "vendor.ascend") for op in FAMILIES[family].operators - {"linear"}} | {product}
     assert (report["native_layers"], report["failed"]) == (FAMILIES[family].native, {})
 
 
