@@ -164,7 +164,6 @@ def prepare(model: nn.Module) -> Survey:
     for layer in model.modules():
         if (choice := linear.install(layer)) is not None:
             choices[choice] += 1
-            native[choice.layer] += choice.kept not in ("", linear.PYTORCHS)  # PyTorch's product is no gap
     prefixes_of: dict[nn.Module, list[str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         prefixes_of.setdefault(module, []).append(prefix)
@@ -178,7 +177,7 @@ def prepare(model: nn.Module) -> Survey:
     for layer, parameter in weights(model):
         prepared.declare(getattr(layer, parameter))
     said = tuple(replace(choice, count=count) for choice, count in choices.items())
-    return Survey("SGLang", ours, dict(+native), dict(attending), said)
+    return Survey("SGLang", ours, dict(native), dict(attending), said)
 
 
 def warn_of_unknown_names(settings: Settings) -> None:
