@@ -15,6 +15,7 @@ from vllm.model_executor.layers import linear as vllm_linear
 from vllm.platforms import current_platform
 
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, policy_context, prepared
+from fl_dispatch.hosting import first_choices
 from fl_dispatch.settings import Settings
 from vllm_fl import layers, linear
 from vllm_fl.compat import layer_classes
@@ -161,7 +162,7 @@ def test_a_kernel_for_a_single_layer_is_one(policy: dict[str, Any], has: bool, m
     registry = OpRegistry()
     registry.register_many(impls)
     manager = OpManager(registry, register_builtins=False)
-    monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(first_choices, "get_default_manager", lambda: manager)
     with policy_context(SelectionPolicy.from_dict(**policy)):
         assert layers.has_kernel("linear") is has
 
