@@ -47,10 +47,10 @@ class Product(LayerKernel):
 
     fl_operator = "linear"
 
-    @property
-    def fl_weights(self) -> tuple[str, ...]:  # type: ignore[override]
-        """None on a device with graphs: they would hold a form's address, and nobody says that a weight was written."""
-        return () if detect_device().graphs else ("weight",)
+    def __init__(self) -> None:
+        super().__init__()
+        # A graph would hold a form's address, and under SGLang nobody says that a weight was written.
+        self.fl_weights = () if detect_device().graphs else ("weight",)
 
     def fl_name(self, layer: nn.Module) -> str:
         return type(layer).__name__

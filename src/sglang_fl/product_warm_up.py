@@ -41,7 +41,8 @@ def keep_forms(model: nn.Module) -> None:
     """
     for _, layer, kernel in kernels(model):
         if isinstance(kernel, Product) and kernel.fl_weights:
-            _try(layer, kernel, 1, next(layer.parameters()).dtype)
+            weight: Any = layer.weight
+            kernel.apply_weights(layer, weight.new_zeros(1, weight.shape[1]))
 
 
 def _kind(layer: nn.Module, kernel: LayerKernel) -> tuple[Any, ...]:
