@@ -115,8 +115,11 @@ def _report(engine: Any) -> dict[str, Any] | None:
 
 
 def cached_tokens(workloads: Sequence[Workload]) -> int:
-    """The tokens that a cache has to hold, with room for what SGLang reserves."""
-    return (max(work.batch * (work.prompt + work.new) for work in workloads) // 1024 + 4) * 1024
+    """The tokens that a cache has to hold, with room for what SGLang reserves: a batch that generates, or four steps
+    that read prompts.
+    """
+    most = max(work.batch * (work.prompt + work.new) if work.new > 1 else 4 * CHUNK for work in workloads)
+    return (most // 1024 + 4) * 1024
 
 
 def _start(name: str, cell: Cell, sizes: Mapping[str, Any], folder: Path, logs: Path) -> Any:
