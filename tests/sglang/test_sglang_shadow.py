@@ -1,0 +1,40 @@
+"""Shadow mode in a real SGLang: a wrong operator is found, told once a layer, taken out, and on the report's page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from serving import STEP, python, start
+
+pytestmark = pytest.mark.engine
+
+VARIABLES = {
+    "VLLM_FL_PLUGIN_MODULES": "long_wrong",
+    "VLLM_FL_PER_OP": "silu_and_mul=vendor:long|reference",
+    "VLLM_FL_SHADOW_SHARE": "1",
+    "VLLM_FL_SHADOW_BUDGET": "1",
+    "VLLM_FL_SHADOW_ACTION": "ban",
+}
+
+
+def test_a_wrong_operator_is_found_taken_out_and_reported(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]], tmp_path: Path
+) -> None:
+    # A chunk of 128 tokens is more than the 64 for which the operator is right, and the cache must not keep its answer.
+    engine = {"chunked_prefill_size": 128, "disable_radix_cache": True}
+    state = str(tmp_path / "state")
+    answer = start(
+        checkpoint("qwen3"), STEP, STEP, engine=engine, variables={**VARIABLES, "XDG_STATE_HOME": state}
+    ).result()
+    wrong, right = (step["tokens"] for step in answer["steps"])
+    assert wrong != expected("qwen3")
+    assert right == expected("qwen3")
+    told = re.findall(r"shadow: 'silu_and_mul' by 'vendor.long' .* in (\S+)\); it is banned", answer["log"])
+    assert len(told) == len(set(told)) == answer["log"].count("shadow: ") == 3, told
+    page = tmp_path / "report.html"
+    made = python("-c", "from fl_dispatch.cli import main; main()", "report", "--out", str(page), XDG_STATE_HOME=state)
+    assert "Shadow: 3 implementations differed" in made.log
+    assert "vendor.long" in page.read_text()
