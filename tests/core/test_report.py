@@ -108,6 +108,16 @@ def test_workers_are_shown_by_their_records_and_what_shadow_mode_found_in_them(
     assert "41.5" in page(runs.folder() / "1.json", with_runs=False)
 
 
+def test_an_implementation_that_differed_in_several_layers_and_workers_is_counted_once(tmp_path: Path) -> None:
+    shadow = RECORD["choices"]["shadow"]
+    findings = [{**shadow["findings"][0], "layer": str(layer), "calls": 2} for layer in range(3)]
+    for pid, found in ((1, findings), (2, findings[:1])):
+        choices = {**RECORD["choices"], "shadow": {**shadow, "findings": found}}
+        (tmp_path / f"{pid}.json").write_text(json.dumps({**RECORD, "pid": pid, "choices": choices}))
+    (section,) = (one for one in build([tmp_path], with_runs=False).sections if one.title == "Shadow")
+    assert section.glance == ("1", "implementation differed, in 8 of 1,000 compared calls")
+
+
 @pytest.mark.parametrize("name", ["impl_id", "note", "device", "file name", "candidate", "engine"])
 def test_names_from_strangers_are_text_and_never_markup(
     name: str, written: Callable[..., list[Path]], tmp_path: Path

@@ -1,6 +1,7 @@
 """One engine in a process of its own: ``python run_sglang.py job.json result.json``.
 
-A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "steps": [...], "doctor": bool}``, a step
+A job is ``{"engine": arguments of sglang.Engine, "policy_before": a policy, "steps": [...], "doctor": bool,
+"linger": seconds that the engine lives on after its steps, because SGLang kills its processes}``, a step
 ``{"prompts": token ids, "max_tokens": n, "policy": a policy, "scores": bool, "load": the name and folder of an adapter,
 "lora": the adapter of each prompt, "sampling": parameters beside the greedy ones}``; a policy is the arguments of
 ``SelectionPolicy.from_dict``, or null.
@@ -150,6 +151,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     reports = report.collect(engine) if answers else [None]
     records = [] if answers else [asdict(run) for run in runs.of_engine()]
     doctor = _doctor() if job.get("doctor") else None
+    time.sleep(job.get("linger", 0))
     engine.shutdown()
     said = {"report": reports[0], "reports": reports, "records": records, "doctor": doctor}
     return {"pid": os.getpid(), "steps": steps, **said}

@@ -58,8 +58,8 @@ def start(model: Path, *steps: Mapping[str, Any], **options: Any) -> Future[dict
         model: the checkpoint.
         steps: see ``run_sglang``; one with the standard prompts by default.
         options: ``variables``, ``policy_before``, ``engine``: further arguments of ``sglang.Engine``, ``doctor``:
-            whether ``fl doctor`` is asked while the engine serves, and ``cold``: whether its processes are really
-            started (see ``processes``).
+            whether ``fl doctor`` is asked while the engine serves, ``linger``: seconds that it lives on after the
+            steps, and ``cold``: whether its processes are really started (see ``processes``).
     """
     return pool.submit(_run, model, steps or (STEP,), **options)
 
@@ -71,10 +71,11 @@ def _run(
     policy_before: Mapping[str, Any] | None = None,
     engine: Mapping[str, Any] | None = None,
     doctor: bool = False,
+    linger: float = 0,
     cold: bool = False,
 ) -> dict[str, Any]:
     arguments = engine_arguments(model, engine)
-    job = {"engine": arguments, "policy_before": policy_before, "steps": steps, "doctor": doctor}
+    job = {"engine": arguments, "policy_before": policy_before, "steps": steps, "doctor": doctor, "linger": linger}
     return processes.finish(HERE / "run_sglang.py", job, environment(**(variables or {})), cold)
 
 

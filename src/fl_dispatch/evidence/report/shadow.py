@@ -28,12 +28,14 @@ def parts(sources: Iterable[Source]) -> list[Part]:
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
-    """The number of findings."""
+    """The number of implementations with a finding; and the tone."""
     found = [_shadow(source.data) or {} for source in sources]
-    count = sum(len(one["findings"]) for one in found)
-    calls = sum(sum(one.get("compared", {}).values()) for one in found)
+    findings = [finding for one in found for finding in one["findings"]]
+    count = len({(finding["operator"], finding["implementation"]) for finding in findings})
     who = "implementation" if count == 1 else "implementations"
-    return (str(count), f"{who} differed, in {calls:,} compared calls"), "bad" if count else "good"
+    differed = sum(finding["calls"] for finding in findings)
+    compared = sum(sum(one.get("compared", {}).values()) for one in found)
+    return (str(count), f"{who} differed, in {differed:,} of {compared:,} compared calls"), "bad" if count else "good"
 
 
 def _shadow(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -70,7 +72,7 @@ def _part(source: Source, found: Mapping[str, Any]) -> Part:
         "outcome",
         "example",
     )
-    tables = [Table("Implementations that differed", headings, rows)] if rows else []
+    tables = [Table("What differed, by kind of arguments", headings, rows)] if rows else []
     if not rows:
         lead.append("Nothing differed by more than an operator tolerates.")
     compared = [
