@@ -173,7 +173,7 @@ def investigate(
             from .huggingface import compare
 
             base = measure(probes, case.good, not start.eager, lambda line: None)
-            report.say(compare(case.start, case.rounds, base.scores, base.yardstick))
+            report.agrees(compare(case.start, case.rounds, base.scores, base.yardstick))
             probes.runs = probes.starts = 0
         result = work.run()
     finally:

@@ -12,8 +12,8 @@ from ...evidence.bisect.yardstick import FACTOR, Yardstick
 from .hosts import Start
 
 
-def compare(start: Start, rounds: Sequence[Sequence[Request]], base: Scores, yardstick: Yardstick) -> str:
-    """Compare the good policy's scores with Hugging Face's in float32; a sentence that says they agree.
+def compare(start: Start, rounds: Sequence[Sequence[Request]], base: Scores, yardstick: Yardstick) -> float:
+    """Compare the good policy's scores with Hugging Face's in float32; how many yardsticks they are apart.
 
     In half precision the yardstick is also how far Hugging Face's model is from its own in float32.
 
@@ -36,7 +36,7 @@ def compare(start: Start, rounds: Sequence[Sequence[Request]], base: Scores, yar
             f"the engine under references differs from Hugging Face by {share:.1f} yardsticks ({found.where}), so no "
             "choice between implementations explains it: compare the host itself, or the references (fl verify)"
         )
-    return f"Hugging Face agrees with the policy that is taken for good: {share:.2f} yardsticks"
+    return share
 
 
 def _scores(model: str, dtype: Any, rounds: Sequence[Sequence[Request]]) -> Scores:

@@ -36,11 +36,13 @@ class Report:
 
     Attributes:
         rows: each run as plain data.
+        huggingface: how many yardsticks the good policy is from Hugging Face, where that was asked.
     """
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.runs, self.starts = quiet, 0, 0
         self.rows: list[dict[str, Any]] = []
+        self.huggingface: float | None = None
         self._table = Rows(COLUMNS, quiet)
         self._began = time.monotonic()
         self._status: Status | None = None
@@ -48,7 +50,7 @@ class Report:
     def begin(self, start: Start, folder: Path, tokens: list[list[int]]) -> None:
         """An investigation begins."""
         self._table, self._began = Rows(COLUMNS, self.quiet), time.monotonic()
-        self.rows = []
+        self.rows, self.huggingface = [], None
         way = "eager" if start.eager else "compiled"
         ranks = f", tensor parallel {start.ranks}" if start.ranks > 1 else ""
         self.say(f"{start.host.product}, {way}{ranks}, {start.model}")
@@ -58,6 +60,11 @@ class Report:
     def say(self, line: str) -> None:
         """A line beside the rows."""
         self._table.say(line, "dim")
+
+    def agrees(self, share: float) -> None:
+        """The good policy is so many yardsticks from Hugging Face, which is near enough."""
+        self.huggingface = share
+        self.say(f"Hugging Face agrees with the policy that is taken for good: {share:.2f} yardsticks")
 
     def begins(self, what: str) -> None:
         """An engine is asked; a terminal shows what, until it answers."""
@@ -127,6 +134,7 @@ class Report:
             "differs": result.differs,
             "share": result.share,
             "yardstick": result.yardstick.as_data(),
+            "huggingface": self.huggingface,
             "blamed": [one.as_data() for one in result.blamed],
             "policy": result.policy,
             "agrees": result.agrees,
