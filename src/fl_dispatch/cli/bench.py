@@ -26,7 +26,7 @@ from .places import device_named, dtype_named
 
 COLUMNS = {
     "operator": 18,
-    "implementation": 16,
+    "implementation": 19,
     "case": 22,
     "tokens": 6,
     "width": 6,

@@ -23,7 +23,7 @@ from .places import device_named, dtype_named
 
 COLUMNS = {
     "operator": 20,
-    "implementation": 16,
+    "implementation": 19,
     "dtype": 8,
     "how": 8,
     "inputs": 6,
