@@ -204,6 +204,17 @@ def test_a_candidate_is_never_called_with_what_it_declines() -> None:
     assert "too large" in problems(record, "default.small")
 
 
+def test_one_graph_for_all_sizes_has_one_choice_of_what_it_takes_in_and_what_it_fuses_is_not_tuned() -> None:
+    plan = plan_of(op_names=(), one_graph=True, fused=("rms_norm", "layer_norm"))
+    assert plan.left_out() == ["rms_norm"]
+    called = {case.key.op_name for case in plan.cases()}
+    assert called == {"linear", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention"}
+    assert plan.together() == plan.facts({}, "")["together"] == ["linear", "silu_and_mul", "rotary_embedding"]
+    assert plan_of(op_names=()).together() == plan_of(op_names=()).left_out() == []
+    with pytest.raises(DispatchError, match="--eager tunes it"):
+        plan_of(op_names=("rms_norm",), fused=("rms_norm",)).cases()
+
+
 def test_an_interrupted_tuning_goes_on_where_it_was_and_repeats_nothing(tmp_path: Path) -> None:
     plan = plan_of(candidate("default.fast", gated, 900))
     facts = plan.facts({"device": "a chip", "versions": {"torch": "1"}}, "5")
@@ -277,6 +288,9 @@ def test_the_engines_rates_are_added_to_the_evidence_and_a_disagreement_is_told(
     assert asked["cells"]["vanilla"].variables == {"VLLM_PLUGINS": ""}
     assert asked["arguments"]["hf_overrides"] == {"num_hidden_layers": 4}
     assert asked["arguments"]["dtype"] == "float32"
+    assert asked["arguments"]["enforce_eager"]
+    tune_engine.confirm(plan_of(one_graph=True), tmp_path, tmp_path / "chip.yaml", 4, 3)
+    assert not asked["arguments"]["enforce_eager"]
 
 
 HOST = """

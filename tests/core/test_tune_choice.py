@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_dispatch.evidence.tune.calls import Key
-from fl_dispatch.evidence.tune.choice import LEAST_GAIN, Figure, choose
+from fl_dispatch.evidence.tune.choice import LEAST_GAIN, Figure, choose, choose_together
 from fl_dispatch.evidence.tune.document import platform_file
 from fl_dispatch.evidence.tune.race import Outcome
-from fl_dispatch.evidence.tune.record import Record, winners_of
+from fl_dispatch.evidence.tune.record import TOGETHER, Record, winners_of
 from fl_dispatch.evidence.tune.rules import agreement, merge
 from fl_dispatch.ops import Workload
 from fl_dispatch.selection.decision import admits
@@ -152,6 +152,20 @@ def test_a_problem_with_one_shape_or_a_late_compilation_counts_for_the_key() -> 
     assert {choice.impl_id for choice in found.choices().values()} == {"reference.z"}
 
 
+def test_an_operator_of_one_graph_has_one_winner_and_a_rule_without_a_condition() -> None:
+    found = record()
+    for name in ("8", "8with residual"):
+        candidates = found.cases[name]["candidates"]
+        candidates["vendor.y"]["us"] = [3 * us for us in candidates["vendor.y"]["us"]]
+    assert [choice.impl_id for choice in found.choices().values()] == ["vendor.y", "default.x"]
+    found.facts = {**found.facts, TOGETHER: ["rms_norm"]}
+    choices = found.choices()
+    assert {choice.impl_id for choice in choices.values()} == {"vendor.y"}
+    assert all(choice.why == "all sizes together: 1.10 times as fast as default.x" for choice in choices.values())
+    rules = merge({key: choice.impl_id for key, choice in choices.items()}, {})
+    assert rules == {"rms_norm": (TunedRule(order=("impl:vendor.y",)),)}
+
+
 def test_the_file_holds_the_rules_and_its_evidence_the_winners(tmp_path: Any) -> None:
     found = record()
     rules = merge({key: choice.impl_id for key, choice in found.choices().items()}, BASE)
@@ -163,3 +177,21 @@ def test_the_file_holds_the_rules_and_its_evidence_the_winners(tmp_path: Any) ->
     assert "# 1 token: vendor.y 5.5 us [5, 6]; then default.x 10.5 us [10, 11]" in file.read_text()
     data = json.loads(json.dumps(found.as_data(complete=True)))
     assert winners_of(data) == {key: choice.impl_id for key, choice in found.choices().items()}
+
+
+def figure(impl_id: str, *us: float, problem: str = "") -> Figure:
+    return Figure(impl_id, tuple(one / 1e6 for one in us), problem)
+
+
+def test_one_winner_for_several_keys_is_the_least_far_behind_and_a_tie_keeps_the_earlier() -> None:
+    one = [figure("a", 100, 100), figure("b", 80, 80), figure("c", 101, 101)]
+    many = [figure("a", 100, 100), figure("b", 300, 300), figure("c", 100, 100)]
+    assert choose_together([one, many]).impl_id == "a"
+    assert choose_together([one]).impl_id == "b"
+    assert choose_together([many, list(reversed(one))]).impl_id == "a"
+
+
+def test_who_may_not_win_one_key_does_not_win_them_together() -> None:
+    good, bad = [figure("a", 100), figure("b", 90)], [figure("a", 100), figure("b", 50, problem="wrong")]
+    assert choose_together([good, bad]).impl_id == "a"
+    assert choose_together([[figure("a", 100, problem="wrong")], good[:1]]).impl_id == ""

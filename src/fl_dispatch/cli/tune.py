@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..devices import device_of
+from ..devices import CPP, device_of
 from ..errors import DispatchError
+from ..evidence import compiled
 from ..evidence.bench import machine
 from ..evidence.rates import Yardstick
 from ..evidence.threads import free_threads
@@ -20,13 +21,14 @@ from ..evidence.timing import Clock
 from ..evidence.tune.document import microseconds, platform_file
 from ..evidence.tune.model import Dimensions, read_model
 from ..evidence.tune.race import LEAST_SECONDS, REPEATS
-from ..evidence.tune.record import Record, read_record, resumed, winners_of
+from ..evidence.tune.record import TOGETHER, Record, read_record, resumed, winners_of
 from ..evidence.tune.rules import agreement, merge
 from ..evidence.tune.tuning import Plan, seed, steps
 from ..hosting import runs
+from ..hosting.first_choices import left_to_inductor
 from ..hosting.runs import Sizes
 from ..manager import get_default_manager
-from ..ops import Place
+from ..ops import OPERATORS, Place
 from ..policy import get_policy
 from ..settings import load_config_file, platforms
 from ..settings.document import read_yaml
@@ -145,6 +147,7 @@ def _plan(
     shipped = platforms.shipped_path(spec)
     base = {} if shipped is None else dict(load_config_file(shipped, source_kind="platform").policy.op_tuned)
     most = max_batch or BATCHES[spec.accelerator]
+    one_graph = not eager and spec.inductor == CPP and "inductor" in compiled.backends()
     return Plan(
         manager,
         model,
@@ -156,6 +159,8 @@ def _plan(
         eager or not spec.graphs,
         repeats,
         tuple(op or ()),
+        one_graph,
+        tuple(left_to_inductor(OPERATORS)) if one_graph else (),
     )
 
 
@@ -171,6 +176,8 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
     rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {record.facts['threads']}")
     if busy and not plan.accelerator:
         rows.say(f"{busy}: figures of a busy machine tell less", "yellow")
+    if fused := plan.left_out():
+        rows.say(f"not tuned, because a compiled model fuses the references: {', '.join(fused)}; --eager tunes them")
     if record.cases:
         rows.say(f"going on after {len(record.cases)} shapes, which are in {record.file}; --fresh begins anew")
     yardstick = Yardstick(Clock(place.device, plan.repeats * LEAST_SECONDS), place.dtype)
@@ -200,6 +207,9 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
     for op_name, late in record.late.items():
         for impl_id, why in late.items():
             rows.say(f"{op_name}: {impl_id} cannot win: {why}", "yellow")
+    if together := record.facts[TOGETHER]:
+        why = "a compiled model takes in what no rule tests"
+        rows.say(f"one choice for all sizes, because {why}: {', '.join(together)}")
     winners = {key: choice.impl_id for key, choice in choices.items()}
     shipped = platforms.shipped_path(device_of(plan.place.device.type))
     base = {} if shipped is None else read_yaml(shipped, shipped.name)[0]

@@ -52,7 +52,7 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
     }
     if plan.accelerator:
         arguments["gpu_memory_utilization"] = 0.1  # what has to be free at the start: the cache has a size of its own
-        arguments["enforce_eager"] = plan.eager
+    arguments["enforce_eager"] = plan.eager and not plan.one_graph
     if layers is not None:
         arguments["hf_overrides"] = {"num_hidden_layers": layers}
     logs = Path(tempfile.mkdtemp(prefix="fl-tune-"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,3 +73,26 @@ def choose(figures: Sequence[Figure]) -> Choice:
         return Choice(chosen.impl_id, "the only one that may win")
     second = min(others, key=lambda figure: figure.median)
     return Choice(chosen.impl_id, f"{second.median / chosen.median:.2f} times as fast as {second.impl_id}")
+
+
+def choose_together(keys: Sequence[Sequence[Figure]]) -> Choice:
+    """One winner for several keys, whose candidates come in the default order.
+
+    It is who takes the least of each key's time in the geometric mean; an earlier one that is within :data:`LEAST_GAIN`
+    of that stays. A candidate has to be fit for every key.
+    """
+    medians: dict[str, list[float]] = {}
+    for figure in (figure for figures in keys for figure in figures):
+        if figure.seconds and not figure.problem:
+            medians.setdefault(figure.impl_id, []).append(figure.median)
+    fit = {name: found for name, found in medians.items() if len(found) == len(keys)}
+    if not fit:
+        return Choice("", "nobody may win at every size")
+    scores = {name: math.exp(statistics.fmean(map(math.log, found))) for name, found in fit.items()}
+    least = min(scores.values())
+    chosen = next(name for name, score in scores.items() if score <= least * (1 + LEAST_GAIN))
+    others = [(score, name) for name, score in scores.items() if name != chosen]
+    if not others:
+        return Choice(chosen, "all sizes together: the only one that may win")
+    score, second = min(others)
+    return Choice(chosen, f"all sizes together: {score / scores[chosen]:.2f} times as fast as {second}")

@@ -10,8 +10,11 @@ from typing import Any
 
 from ...errors import DispatchError
 from .calls import Key, TunedCase
-from .choice import Choice, Figure, choose
+from .choice import Choice, Figure, choose, choose_together
 from .race import Outcome
+
+TOGETHER = "together"
+"""The fact that names operators with one winner for all sizes."""
 
 
 @dataclass
@@ -61,8 +64,13 @@ class Record:
         return Figure(impl_id, seconds, next(filter(None, problems), ""))
 
     def choices(self) -> dict[Key, Choice]:
-        """Key → who wins, and why."""
-        return {key: choose(figures) for key, figures in self.figures().items()}
+        """Key → who wins, and why. Keys of an operator that the facts name under :data:`TOGETHER` have one winner."""
+        figures = self.figures()
+        found = {key: choose(candidates) for key, candidates in figures.items()}
+        for op_name in self.facts.get(TOGETHER, ()):
+            own = [key for key in figures if key.op_name == op_name]
+            found |= dict.fromkeys(own, choose_together([figures[key] for key in own]))
+        return found
 
     def as_data(self, complete: bool) -> dict[str, Any]:
         """For programs."""

@@ -21,11 +21,11 @@ from ...types import OpImpl
 from ..bench import expected_seconds
 from ..rates import Yardstick
 from ..timing import Clock
-from .calls import Key, TunedCase, tuned_cases
+from .calls import HIDDEN, Key, TunedCase, tuned_cases
 from .model import Dimensions
 from .providers import providers
 from .race import REPEATS, Outcome, accepted, is_provable, prove, race
-from .record import Record
+from .record import TOGETHER, Record
 from .warmth import late_compilation, requests_of, start_of
 
 PROOF_SECONDS, WARM_SECONDS = 0.1, 2.0
@@ -51,6 +51,8 @@ class Plan:
         eager: no graph is captured.
         repeats: of each candidate.
         op_names: only these operators.
+        one_graph: Inductor compiles a model into one graph for all sizes, which a rule that tests a call breaks.
+        fused: operators whose references that graph fuses. They are not tuned.
     """
 
     manager: OpManager
@@ -63,6 +65,8 @@ class Plan:
     eager: bool
     repeats: int = REPEATS
     op_names: tuple[str, ...] = ()
+    one_graph: bool = False
+    fused: tuple[str, ...] = ()
 
     @property
     def accelerator(self) -> bool:
@@ -78,12 +82,26 @@ class Plan:
         for name in self.op_names:
             if name not in OPERATORS:
                 raise DispatchError(f"operator '{name}' is not declared; see fl ops")
-        found = tuned_cases(
-            self.model, self.place, self.batches, self.prefills, self.contexts, self.accelerator, self.op_names
-        )
+            if name in self.fused:
+                raise DispatchError(f"a compiled model fuses the reference of '{name}' here; --eager tunes it")
+        found = [tuned for tuned in self._called() if tuned.key.op_name not in self.fused]
         if not found:
             raise DispatchError(f"the model's layers do not call {', '.join(self.op_names)}")
         return found
+
+    def _called(self) -> list[TunedCase]:
+        return tuned_cases(
+            self.model, self.place, self.batches, self.prefills, self.contexts, self.accelerator, self.op_names
+        )
+
+    def left_out(self) -> list[str]:
+        """The operators that the model calls and a compiled model's graph fuses."""
+        return [name for name in dict.fromkeys(tuned.key.op_name for tuned in self._called()) if name in self.fused]
+
+    def together(self) -> list[str]:
+        """The operators that a compiled model's one graph takes in, if no rule tests the call."""
+        called = dict.fromkeys(tuned.key.op_name for tuned in self.cases())
+        return [name for name in called if self.one_graph and name not in HIDDEN]
 
     def candidates(self, key: Key) -> tuple[OpImpl, ...]:
         """Who may run, in the default order."""
@@ -112,6 +130,7 @@ class Plan:
             "eager": self.eager,
             "repeats": self.repeats,
             "order": order,
+            TOGETHER: self.together(),
         }
 
     def _impls(self, op_name: str) -> Sequence[OpImpl]:
