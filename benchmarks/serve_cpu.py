@@ -14,7 +14,8 @@ quiet.
 
     python benchmarks/serve_cpu.py --vanilla [--mode compiled] [--dtype float32] [--turns 40] [--json FILE]
 
-With ``--tiny`` the model is so small that a step costs what the host does in it.
+With ``--tiny`` the model is so small that a step costs what the host does in it, and with ``--experts`` it is a small
+mixture of experts.
 With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
 our platform under two files of ``VLLM_FL_CONFIG``.
 """
@@ -59,6 +60,19 @@ TINY = {
     "layer_types": ["full_attention"] * 2,
 }
 """So small that a step costs what the host does in it."""
+EXPERTS = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "layer_types": ["full_attention"] * 4,
+}
+"""A Qwen3 with mixtures of experts, of 37 million parameters; a token takes 18 million of them."""
 SHIPPED = "cpu.yaml"
 PREFERENCES = ("reference", "vendor", "flagos")
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
@@ -212,12 +226,12 @@ def in_turns(arguments: argparse.Namespace) -> None:
     from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.evidence.bench import machine
 
-    shape = TINY if arguments.tiny else SHAPE
+    shape = TINY if arguments.tiny else EXPERTS if arguments.experts else SHAPE
     before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else None
     if before is not None and before["shape"] != shape:
         sys.exit(f"{arguments.json} has runs of a model of another shape; name another file")
     with tempfile.TemporaryDirectory() as folder:
-        model = build_checkpoint("qwen3", Path(folder), **shape)
+        model = build_checkpoint("qwen3_moe" if arguments.experts else "qwen3", Path(folder), **shape)
         how = (arguments.mode, arguments.turns, arguments.steps, arguments.threads, arguments.profile)
         pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
         if arguments.configs:
@@ -254,9 +268,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="of engines in turns: of a decode in each turn")
     parser.add_argument("--threads", type=int, default=1, help="of engines in turns: of each engine")
     parser.add_argument("--runner", choices=("V1", "V2"), help="with --vanilla: vLLM's model runner under the plugin")
-    parser.add_argument(
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument(
         "--tiny", action="store_true", help="of engines in turns: a model of no size, for the host's part"
     )
+    models.add_argument("--experts", action="store_true", help="of engines in turns: a small mixture of experts")
     parser.add_argument(
         "--plugin-python", type=Path, help="with --vanilla: the plugin's interpreter, without the wheel"
     )

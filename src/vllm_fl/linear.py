@@ -19,6 +19,7 @@ from fl_dispatch.hosting import layer_kernels
 
 from .compat import layer_classes
 from .forwards import DispatchedLayer
+from .moe import ExpertsLayer
 
 
 def apply(layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,7 +72,7 @@ class HeadLayer(LinearLayer):
 
 
 class Weights:
-    """The weights of a model's products, declared as tensors that stay (:mod:`fl_dispatch.prepared`).
+    """The weights of a model's products and experts, declared as tensors that stay (:mod:`fl_dispatch.prepared`).
 
     Args:
         model: loaded, and bound.
@@ -82,7 +83,7 @@ class Weights:
     def __init__(self, model: nn.Module, compiled: bool, captured: bool = False) -> None:
         self._held = compiled or captured
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
-        named = [*((layer, "weight") for layer in found), *layer_kernels.weights(model)]
+        named = [*((layer, "weight") for layer in found), *layer_kernels.weights(model), *_experts(model)]
         self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
         if compiled:
             _look_up_uncompiled(model, {id(layer.weight) for layer in found})
@@ -144,6 +145,13 @@ def multiply_with_embeddings(model: nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if hasattr(method, "embedding") and layer_classes.multiplies_plainly(method) and method.apply is not apply:
             method.apply = lambda layer, x, bias=None: call(x, layer.weight, bias)
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The layers of experts that are ours, each with the names of its weights."""
+    for layer in model.modules():
+        if isinstance(method := getattr(layer, "quant_method", None), ExpertsLayer):
+            yield from ((layer, name) for name in method.fl_weights if _own(layer, name) is not None)
 
 
 def _products(model: nn.Module) -> Iterator[Any]:

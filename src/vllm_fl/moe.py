@@ -30,6 +30,7 @@ class ExpertsLayer(DispatchedLayer):
 
     fl_operator = "fused_moe"
     fl_traced = False
+    fl_weights = ("w13_weight", "w2_weight")
     moe_kernel: FusedMoEKernel | None
 
     def __init__(self, moe: FusedMoEConfig) -> None:

@@ -41,8 +41,8 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, lengths: list[tuple[in
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_it_is_right_wherever_it_runs(dtype: torch.dtype) -> None:
     manager = get_default_manager()
-    found = implementations(manager, impl_ids=["vendor.cpu.cpp"])
-    assert [impl.op_name for impl in found] == ["kv_cache_write", "paged_attention"]
+    found = implementations(manager, ["kv_cache_write", "paged_attention"], ["vendor.cpu.cpp"])
+    assert len(found) == 2
     for impl in found:
         result = verify(manager, impl, dtype, torch.device("cpu"), repeats=1, race_calls=50)
         assert (result.verdict, result.problems) == ("right", [])
@@ -167,8 +167,12 @@ def test_it_is_compiled_once_for_a_processor_and_whoever_comes_second_finds_it(
     cpp.load.cache_clear()
     monkeypatch.setattr(cpp, "_compile", None)
     assert cpp.load(source).seven() == 7
-    monkeypatch.setattr(cpp, "_processor", lambda: "another one")
-    cpp.load.cache_clear()
+    with monkeypatch.context() as other:
+        other.setattr(cpp, "_processor", lambda: "another one")
+        cpp.load.cache_clear()
+        with pytest.raises(TypeError):
+            cpp.load(source)
+    (tmp_path / "included.h").write_text("// It may be what the file includes.")
     with pytest.raises(TypeError):
         cpp.load(source)
     assert kept.name.startswith("seven-")

@@ -15,6 +15,7 @@ from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embeddin
 
 from fl_dispatch import call_op, get_default_manager
 from vllm_fl import layers, linear
+from vllm_fl.moe import ExpertsLayer
 
 
 def replaced(name: str) -> type:
@@ -60,3 +61,12 @@ def test_a_layer_of_vllms_multiplies_with_what_was_loaded_last(name: str) -> Non
             torch.testing.assert_close(product(layer, x), wanted)
             assert layer.weight.fl_prepared.made[chosen.impl_id] is not None
             torch.testing.assert_close(compiled(x), wanted)
+
+
+def test_the_weights_of_experts_stay_too() -> None:
+    layer: Any = torch.nn.Module()
+    layer.quant_method = object.__new__(ExpertsLayer)
+    for name in ExpertsLayer.fl_weights:
+        layer.register_parameter(name, torch.nn.Parameter(torch.ones(2, 4, 4)))
+    declared = linear.Weights(torch.nn.ModuleList([layer]), compiled=False).declared
+    assert [name for _, name, _ in declared] == ["w13_weight", "w2_weight"]

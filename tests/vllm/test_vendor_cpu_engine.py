@@ -52,6 +52,17 @@ def engines(model: Path) -> Callable[[str], dict[str, Any]]:
     return lambda name: futures[name].result()
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], dict[str, Any]]:
+    """The tokens of experts of whole vectors by Hugging Face, and an engine with them."""
+    from fl_dispatch.cli.checkpoints import build_checkpoint
+
+    folder = tmp_path_factory.mktemp("mixture") / "qwen3_moe"
+    model = build_checkpoint("qwen3_moe", folder, head_dim=32, moe_intermediate_size=64)
+    engine = start(model)
+    return expected_tokens(model), engine.result()
+
+
 def test_the_wheels_kernel_gives_the_slots_that_pytorchs_form_gives() -> None:
     import torch
 
@@ -106,3 +117,9 @@ def test_an_engine_that_starts_without_them_keeps_its_layout_and_says_why_they_a
         reasons = {entry["impl_id"]: entry["reason"] for entry in result["report"]["decisions"][op]["considered"]}
         assert reasons["vendor.cpu"] == "it needs kv_layout='HDN/HND', but here it is 'NHD'"
     assert result["steps"][0]["tokens"] == tokens
+
+
+def test_experts_of_whole_vectors_are_the_wheels(mixture: tuple[list[list[int]], dict[str, Any]]) -> None:
+    wanted, result = mixture
+    assert ran(result, "fused_moe") == {"vendor.cpu"}
+    assert result["steps"][0]["tokens"] == wanted

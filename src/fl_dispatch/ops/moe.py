@@ -274,6 +274,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 @operator(
+    weights=("w13", "w2"),
     writes=OUTPUT,
     modes=OPAQUE,
     fake=_fake,

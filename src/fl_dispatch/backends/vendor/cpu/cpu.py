@@ -14,9 +14,11 @@ from . import library
 from .impl import (
     activation,
     attention,
+    experts,
     linear,
     normalization,
     own_attention,
+    own_experts,
     quantization,
     recurrent,
     rotary,
@@ -66,6 +68,16 @@ class CpuProductsBackend(_Compiled):
         return _elsewhere() or library.why_unavailable()
 
 
+class CpuExpertsBackend(_Compiled):
+    """Its experts of a mixture, where the build for this processor has them."""
+
+    fused_moe = staticmethod(experts.fused_moe)
+
+    def why_unavailable(self) -> str:
+        """Why the kernels are not loaded, or not there."""
+        return library.why_unavailable() or library.why_missing(experts.KERNELS)
+
+
 class OneDnnBackend(_Compiled):
     """PyTorch's products with repacked or quantized weights, which need no build of vLLM's."""
 
@@ -98,6 +110,16 @@ class CpuOwnBackend(_Compiled):
     def why_unavailable(self) -> str:
         """Why it does not compile, or is not for this machine's models."""
         return _elsewhere() or own_attention.why_unavailable()
+
+
+class CpuOwnExpertsBackend(_Compiled):
+    """Experts in C++ of this project, likewise."""
+
+    fused_moe = staticmethod(own_experts.fused_moe)
+
+    def why_unavailable(self) -> str:
+        """Why they do not compile, or are not for this machine's models."""
+        return _elsewhere() or own_experts.why_unavailable()
 
 
 class CpuRecurrentBackend(_Compiled):

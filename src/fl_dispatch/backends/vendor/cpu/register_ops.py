@@ -8,13 +8,26 @@ from fl_dispatch.types import BackendImplKind, BackendPriority
 from .cpu import (
     CpuAttentionBackend,
     CpuBackend,
+    CpuExpertsBackend,
     CpuOwnBackend,
+    CpuOwnExpertsBackend,
     CpuProductsBackend,
     CpuRecurrentBackend,
     CpuStateSpaceBackend,
     OneDnnBackend,
 )
-from .impl import activation, attention, normalization, own_attention, quantization, recurrent, rotary, state_space
+from .impl import (
+    activation,
+    attention,
+    experts,
+    normalization,
+    own_attention,
+    own_experts,
+    quantization,
+    recurrent,
+    rotary,
+    state_space,
+)
 
 
 def register_builtins(registry: Registry) -> None:
@@ -40,6 +53,13 @@ def register_builtins(registry: Registry) -> None:
                 "vendor.cpu",
                 BackendPriority.VENDOR,
                 opaque=False,  # an operator without results needs no fake function
+            ),
+            *CpuExpertsBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu",
+                BackendPriority.VENDOR,
+                supports={"fused_moe": experts.supports_fused_moe},
+                opaque=True,
             ),
             *OneDnnBackend().implementations(
                 BackendImplKind.VENDOR,
@@ -94,6 +114,13 @@ def register_builtins(registry: Registry) -> None:
                     "paged_attention": own_attention.supports_paged_attention,
                 },
                 properties={"kv_layout": attention.KV_LAYOUT, "kv_block": own_attention.STRIP, "batch_invariant": True},
+                opaque=True,
+            ),
+            *CpuOwnExpertsBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu.cpp",
+                BackendPriority.VENDOR - 5,
+                supports={"fused_moe": own_experts.supports_fused_moe},
                 opaque=True,
             ),
         ]

@@ -58,7 +58,7 @@ def supports_kv_cache_write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> bool | str:
     """Tensors of one dtype in main memory, in any strides, but for the elements of a new key or value."""
-    if why := _problem(key=key, value=value, key_cache=key_cache, value_cache=value_cache):
+    if why := problem(key=key, value=value, key_cache=key_cache, value_cache=value_cache):
         return why
     if slot_mapping.dtype is not torch.int64 or not slot_mapping.is_cpu:
         return f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}, not torch.int64 on the CPU"
@@ -98,7 +98,7 @@ def supports_paged_attention(
     sinks: Tensor | None = None,
 ) -> bool | str:
     """One dtype, and keys and values of whole vectors, which lie in the cache side by side in one direction."""
-    if why := _problem(query=query, key_cache=key_cache, value_cache=value_cache, out=query if out is None else out):
+    if why := problem(query=query, key_cache=key_cache, value_cache=value_cache, out=query if out is None else out):
         return why
     block_size, kv_heads, head_dim = key_cache.shape[1:]
     if head_dim % STRIP or value_cache.shape[3] != head_dim:
@@ -159,8 +159,8 @@ def paged_attention(
     return out
 
 
-def _problem(**tensors: Tensor) -> str:
-    """Why the functions do not take these tensors, which must have one dtype, or an empty string."""
+def problem(**tensors: Tensor) -> str:
+    """Why functions of ours do not take these tensors, which must have one dtype, or an empty string."""
     dtype = next(iter(tensors.values())).dtype
     for name, tensor in tensors.items():
         if not tensor.is_cpu:

@@ -1,0 +1,251 @@
+// The experts of each token and the weighted sum of their outputs, from weights as they are stored.
+//
+// A product is a sum along two rows that lie side by side, of a token and of a weight, so nothing is repacked: a few of
+// either are read together. Sums are in float32, and a result is rounded once. It does not depend on threads; its last
+// bits may depend on the other tokens of its batch.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "vectors.h"
+
+// One call: addresses, and numbers. `_Call` of own_experts.py has the same fields.
+struct Call {
+  const void *x, *w13, *w2, *bias13, *bias2;
+  const float* weights;
+  const int32_t *ids, *map;
+  void* out;
+  int64_t tokens, choices, experts, numbered, hidden, rows, inner, activation, on_input, threads;
+};
+
+namespace {
+
+constexpr int64_t TOKENS = 4, SUMS = 12, MOST = 6, PART = 64, BLOCK = 48, PAIRS = 8192;
+enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SILU_NO_MUL, GELU_NO_MUL, GELU_TANH_NO_MUL, RELU2_NO_MUL };
+
+inline Floats magnitude(Floats x) {
+  Integers bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits &= 0x7fffffff;
+  std::memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+
+inline Floats sigmoid(Floats x) {
+  Floats small = exponential(-magnitude(x));
+  return (x < 0.0f ? small : Floats{} + 1.0f) / (1.0f + small);
+}
+
+inline Floats activated(int64_t activation, Floats x) {
+  switch (activation) {
+    case SILU:
+    case SILU_NO_MUL: return x * sigmoid(x);
+    case GELU_TANH:
+    case GELU_TANH_NO_MUL: return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+    case GELU:
+    case GELU_NO_MUL: {
+      Floats wide = x * 0.70710678f;
+      for (int64_t lane = 0; lane < LANES; lane++) wide[lane] = std::erf(wide[lane]);
+      return 0.5f * x * (1.0f + wide);
+    }
+    default: {
+      Floats positive = x < 0.0f ? Floats{} : x;
+      return positive * positive;
+    }
+  }
+}
+
+// Products of some rows with some columns of a weight. The next columns are fetched meanwhile: no processor foresees
+// that other rows follow.
+template <typename T, int64_t tokens, int64_t columns>
+inline void multiply(const float* const* rows, const T* weight, int64_t length, float* const* out) {
+  Floats sums[tokens][columns] = {};
+  int64_t k = 0;
+  for (; k + LANES <= length; k += LANES) {
+    Floats w[columns];
+    for (int64_t column = 0; column < columns; column++) {
+      w[column] = load(weight + column * length + k);
+      __builtin_prefetch(weight + (columns + column) * length + k);
+    }
+    for (int64_t token = 0; token < tokens; token++) {
+      Floats x = load(rows[token] + k);
+      for (int64_t column = 0; column < columns; column++) sums[token][column] += x * w[column];
+    }
+  }
+  for (int64_t token = 0; token < tokens; token++)
+    for (int64_t column = 0; column < columns; column++) {
+      float total = sum(sums[token][column]);
+      for (int64_t rest = k; rest < length; rest++) total += rows[token][rest] * one(weight + column * length + rest);
+      out[token][column] = total;
+    }
+}
+
+// So many rows with all columns, a few at a time; `out` has each row's place of the first column.
+template <typename T, int64_t tokens>
+void multiply(const float* const* rows, const T* weight, int64_t columns, int64_t length, float* const* out) {
+  constexpr int64_t TOGETHER = SUMS / tokens < MOST ? SUMS / tokens : MOST;
+  float* to[tokens];
+  std::memcpy(to, out, sizeof to);
+  int64_t column = 0;
+  for (; column + TOGETHER <= columns; column += TOGETHER) {
+    multiply<T, tokens, TOGETHER>(rows, weight + column * length, length, to);
+    for (int64_t token = 0; token < tokens; token++) to[token] += TOGETHER;
+  }
+  for (; column < columns; column++) {
+    multiply<T, tokens, 1>(rows, weight + column * length, length, to);
+    for (int64_t token = 0; token < tokens; token++) to[token]++;
+  }
+}
+
+template <typename T>
+void multiply(const float* const* rows, int64_t count, const T* weight, int64_t columns, int64_t length,
+              float* const* out) {
+  int64_t row = 0;
+  for (; row + TOKENS <= count; row += TOKENS) multiply<T, TOKENS>(rows + row, weight, columns, length, out + row);
+  switch (count - row) {
+    case 3: return multiply<T, 3>(rows + row, weight, columns, length, out + row);
+    case 2: return multiply<T, 2>(rows + row, weight, columns, length, out + row);
+    case 1: return multiply<T, 1>(rows + row, weight, columns, length, out + row);
+  }
+}
+
+// Rows of one expert: `count` pairs of a token and a choice, from place `first` of the sorted pairs on.
+struct Part {
+  int64_t expert, first, count;
+};
+
+template <typename T>
+struct Experts : Call {
+  const T* of(const void* all, int64_t expert, int64_t row, int64_t rows, int64_t length) const {
+    return static_cast<const T*>(all) + (expert * rows + row) * length;
+  }
+
+  void activate(const float* values, int64_t width, float* to) const {
+    for (int64_t column = 0; column < width; column += LANES) {
+      Floats found;
+      if (activation == SWIGLUOAI) {
+        Floats gate, up;
+        for (int64_t lane = 0; lane < LANES; lane++) {
+          gate[lane] = values[2 * (column + lane)];
+          up[lane] = values[2 * (column + lane) + 1];
+        }
+        Floats limit = Floats{} + 7.0f;
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        found = gate * sigmoid(1.702f * gate) * (up + 1.0f);
+      } else {
+        found = activated(activation, load(values + column));
+        if (activation < SILU_NO_MUL) found *= load(values + width + column);
+      }
+      int64_t count = width - column < LANES ? width - column : LANES;
+      std::memcpy(to + column, &found, count * sizeof(float));
+    }
+  }
+
+  // A block of what lies between both products, for some rows; values is [row][gate and up].
+  void first(const Part& part, int64_t start, int64_t width, const float* source, const int64_t* order,
+             const float* factors, float* values, float* to) const {
+    const float* from[PART];
+    float* places[PART];
+    for (int64_t row = 0; row < part.count; row++) from[row] = source + order[part.first + row] / choices * hidden;
+    for (int64_t half = 0; half < rows / inner; half++) {
+      int64_t column = activation == SWIGLUOAI ? 2 * start + half * width : half * inner + start;
+      for (int64_t row = 0; row < part.count; row++) places[row] = values + row * 2 * BLOCK + half * width;
+      multiply(from, part.count, of(w13, part.expert, column, rows, hidden), width, hidden, places);
+      const T* added = bias13 ? of(bias13, part.expert, 0, 1, rows) + column : nullptr;
+      for (int64_t row = 0; row < part.count; row++)
+        for (int64_t d = 0; d < width; d++) {
+          if (on_input) places[row][d] *= factors[order[part.first + row]];
+          if (added) places[row][d] += one(added + d);
+        }
+    }
+    for (int64_t row = 0; row < part.count; row++)
+      activate(values + row * 2 * BLOCK, width, to + (part.first + row) * inner + start);
+  }
+
+  // A block of the second product, for some rows.
+  void second(const Part& part, int64_t start, int64_t width, const float* between, const int64_t* order,
+              float* results) const {
+    const float* from[PART];
+    float* places[PART];
+    for (int64_t row = 0; row < part.count; row++) {
+      from[row] = between + (part.first + row) * inner;
+      places[row] = results + order[part.first + row] * hidden + start;
+    }
+    multiply(from, part.count, of(w2, part.expert, start, hidden, inner), width, inner, places);
+  }
+
+  // The weighted sum of a token's results, in the order of its choices.
+  void combine(const int64_t* own, const float* factors, const float* results, float* total, T* to) const {
+    for (int64_t d = 0; d < hidden; d++) total[d] = 0.0f;
+    for (int64_t choice = 0; choice < choices; choice++) {
+      if (own[choice] < 0) continue;
+      const float* result = results + choice * hidden;
+      const T* added = bias2 ? of(bias2, own[choice], 0, 1, hidden) : nullptr;
+      float factor = on_input ? 1.0f : factors[choice];
+      for (int64_t d = 0; d < hidden; d++) total[d] += (result[d] + (added ? one(added + d) : 0.0f)) * factor;
+    }
+    for (int64_t d = 0; d < hidden; d++) store(to + d, total[d]);
+  }
+
+  // Tokens from `begin` on.
+  void run(int64_t begin, int64_t count) const {
+    int64_t pairs = count * choices;
+    const float* factors = weights + begin * choices;
+    std::vector<int64_t> ends(experts + 1, 0), own(pairs), order(pairs);
+    for (int64_t pair = 0; pair < pairs; pair++) {
+      int64_t id = ids[begin * choices + pair];
+      own[pair] = id >= 0 && map ? map[id] : id;
+      if (own[pair] >= 0) ends[own[pair] + 1]++;
+    }
+    std::vector<Part> parts;
+    for (int64_t expert = 0; expert < experts; expert++) {
+      int64_t first = ends[expert], all = ends[expert + 1];
+      for (int64_t done = 0; done < all; done += PART)
+        parts.push_back({expert, first + done, all - done < PART ? all - done : PART});
+      ends[expert + 1] += first;
+    }
+    for (int64_t pair = 0; pair < pairs; pair++)  // from here on the end of what was placed
+      if (own[pair] >= 0) order[ends[own[pair]]++] = pair;
+    const T* given = static_cast<const T*>(x) + begin * hidden;
+    std::vector<float> wide(count * hidden), between(pairs * inner), results(pairs * hidden);
+    int64_t number = parts.size();
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      std::vector<float> scratch(PART * 2 * BLOCK + LANES), total(hidden);
+#pragma omp for
+      for (int64_t place = 0; place < count * hidden; place++) wide[place] = one(given + place);
+#pragma omp for collapse(2) schedule(dynamic)
+      for (int64_t index = 0; index < number; index++)
+        for (int64_t start = 0; start < inner; start += BLOCK)
+          first(parts[index], start, inner - start < BLOCK ? inner - start : BLOCK, wide.data(), order.data(), factors,
+                scratch.data(), between.data());
+#pragma omp for collapse(2) schedule(dynamic)
+      for (int64_t index = 0; index < number; index++)
+        for (int64_t start = 0; start < hidden; start += BLOCK)
+          second(parts[index], start, hidden - start < BLOCK ? hidden - start : BLOCK, between.data(), order.data(),
+                 results.data());
+#pragma omp for
+      for (int64_t token = 0; token < count; token++)
+        combine(&own[token * choices], factors + token * choices, &results[token * choices * hidden], total.data(),
+                static_cast<T*>(out) + (begin + token) * hidden);
+    }
+  }
+
+  int64_t run() const {
+    for (int64_t pair = 0; pair < tokens * choices; pair++) {
+      int64_t id = ids[pair];
+      if (id >= (map ? numbered : experts) || (id >= 0 && map && map[id] >= experts)) return OUTSIDE;
+    }
+    int64_t step = PAIRS / choices > 0 ? PAIRS / choices : 1;
+    for (int64_t begin = 0; begin < tokens; begin += step) run(begin, tokens - begin < step ? tokens - begin : step);
+    return DONE;
+  }
+};
+
+}  // namespace
+
+extern "C" int64_t fused_moe(const Call* call, int64_t half) {
+  return half ? Experts<Bfloat16>{*call}.run() : Experts<float>{*call}.run();
+}

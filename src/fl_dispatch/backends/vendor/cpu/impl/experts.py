@@ -1,0 +1,91 @@
+"""The experts of a mixture by the wheel's kernel, whose weights are repacked once (:mod:`fl_dispatch.prepared`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import prepared
+from fl_dispatch.backends.reference.impl import moe as reference
+
+from .limits import problem, rounds
+
+KERNELS = ("cpu_fused_moe", "prepack_moe_weight")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
+COLUMNS = 32
+"""The kernel takes columns so many at a time."""
+INSTRUCTIONS = "vec"
+"""Those that every build has."""
+
+
+def supports_fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> bool | str:
+    """Gated experts that are all here, of whole vectors and one dtype, whose weights count for their outputs."""
+    if activation not in ACTIVATIONS:
+        return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
+    if expert_map is not None or apply_router_weight_on_input:
+        return "the kernel has every expert, and weighs what comes out of it"
+    if hidden_states.shape[1] % COLUMNS or w2.shape[2] % COLUMNS:
+        return f"sizes {hidden_states.shape[1]} and {w2.shape[2]} are not multiples of {COLUMNS}"
+    tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias, "out": out}
+    for name, tensor in {"hidden_states": hidden_states, **tensors}.items():
+        if tensor is not None and (why := problem(name, tensor, like=hidden_states)):
+            return why
+    return rounds(hidden_states.dtype) or "the build for this processor truncates results to bfloat16"
+
+
+def pack(weight: Tensor, before: Tensor | None) -> Tensor:
+    """Weights ``[experts, columns, inner]`` in the order in which the kernel reads them."""
+    packed = torch.empty_like(weight) if before is None else before
+    torch.ops._C.prepack_moe_weight(weight.detach(), packed, INSTRUCTIONS)
+    return packed
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. The kernel indexes by the experts' numbers without looking at them."""
+    packed13, packed2 = (prepared.of(weight, "vendor.cpu", pack) for weight in (w13, w2))
+    least, most = (int(end) for end in topk_ids.aminmax()) if topk_ids.numel() else (-1, -1)
+    if packed13 is None or packed2 is None or least < 0 or most >= len(w13):
+        biases = (w13_bias, w2_bias)
+        return reference.fused_moe(
+            hidden_states, w13, w2, topk_weights, topk_ids, activation, False, None, *biases, out
+        )
+    if out is None:
+        out = torch.empty_like(hidden_states)
+    torch.ops._C.cpu_fused_moe(
+        out,
+        hidden_states,
+        packed13,
+        packed2,
+        w13_bias,
+        w2_bias,
+        topk_weights.float().contiguous(),
+        topk_ids.int().contiguous(),
+        False,
+        activation,
+        INSTRUCTIONS,
+    )
+    return out

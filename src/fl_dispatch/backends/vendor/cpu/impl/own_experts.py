@@ -1,0 +1,118 @@
+"""The experts of a mixture in C++ of our own, for machines without the wheel's kernel, and for what that one declines.
+
+``experts.cpp`` reads weights as they are stored and rounds once on every processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import cpp
+
+from .own_attention import problem
+
+SOURCE = Path(__file__).with_name("experts.cpp")
+ACTIVATIONS = (
+    "silu", "gelu", "gelu_tanh", "swigluoai", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul",
+)  # fmt: skip
+"""In the order of ``Activation`` in ``experts.cpp``."""
+PLAIN = 4
+"""The first one without a gate."""
+MANY = 32
+"""Rows of an expert, on average, from which on a product of matrices is faster."""
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of ``experts.cpp``."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in (
+            "x", "w13", "w2", "bias13", "bias2", "weights", "ids", "map", "out",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "tokens", "choices", "experts", "numbered", "hidden", "rows", "inner", "activation", "on_input", "threads",
+        )),
+    ]  # fmt: skip
+
+
+def why_unavailable() -> str:
+    """Why the function is not there, or an empty string."""
+    return cpp.why_not(SOURCE)
+
+
+def supports_fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> bool | str:
+    """Few rows for each expert, in tensors of one dtype whose elements lie side by side."""
+    if activation not in ACTIVATIONS:
+        return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
+    tensors = {"hidden_states": hidden_states, "w13": w13, "w2": w2}
+    given = {"w13_bias": w13_bias, "w2_bias": w2_bias, "out": out}
+    tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
+    if why := problem(**tensors):
+        return why
+    if topk_ids.numel() > MANY * len(w13):
+        return f"more than {MANY} rows an expert, which a product of matrices is faster for"
+    if not all(tensor.is_contiguous() for tensor in tensors.values()):
+        return "the elements of a tensor lie apart"
+    experts, rows, hidden = w13.shape
+    inner = rows if ACTIVATIONS.index(activation) >= PLAIN else rows // 2
+    if hidden_states.shape[1] != hidden or w2.shape != (experts, hidden, inner):
+        return "the sizes of the weights do not belong together"
+    return True
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.moe.fused_moe`.
+
+    Raises:
+        IndexError: a choice names an expert that there is not. Nothing was written.
+    """
+    if out is None:
+        out = torch.empty_like(hidden_states)
+    weights, ids = topk_weights.float().contiguous(), topk_ids.int().contiguous()
+    numbers = None if expert_map is None else expert_map.int().contiguous()
+    tensors = (hidden_states, w13, w2, w13_bias, w2_bias, weights, ids, numbers, out)
+    call = _Call(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *ids.shape, len(w13), 0 if numbers is None else len(numbers), hidden_states.shape[1], w13.shape[1], w2.shape[2],
+        ACTIVATIONS.index(activation), apply_router_weight_on_input, torch.get_num_threads(),
+    )  # fmt: skip
+    if _function()(ctypes.byref(call), hidden_states.dtype is torch.bfloat16):
+        raise IndexError(f"a choice names none of {len(w13)} experts")
+    return out
+
+
+@cache
+def _function() -> Any:
+    function = cpp.load(SOURCE).fused_moe
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return function
