@@ -161,3 +161,10 @@ def test_ours_declines_many_rows_and_weights_that_do_not_belong_together() -> No
     args = arguments(2)
     args[2] = args[2].transpose(1, 2).contiguous().transpose(1, 2)
     assert "lie apart" in str(own_experts.supports_fused_moe(*args))
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_the_wheels_declines_many_rows_in_float32() -> None:
+    most = experts.MANY * EXPERTS // CHOICES
+    assert experts.supports_fused_moe(*arguments(most)) is True
+    assert "more than 96 rows" in str(experts.supports_fused_moe(*arguments(most + 1)))
