@@ -25,6 +25,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import get_settings
 from fl_dispatch.settings.origins import Origin
+from fl_dispatch.settings.selection_policy import PREFER_DEFAULT
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
@@ -185,11 +186,14 @@ def _divide_ranges(compilation: CompilationConfig) -> None:
 def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Have the reference run, fused by Inductor, where the kernels that come first are slower than that.
 
-    Orders of the user's stay: rules for an operator, and a preference.
+    Orders of the user's stay: rules for an operator, and a preference. A platform's file that repeats the default one,
+    as those of ``fl tune`` do, wishes nothing.
     """
     compilation, policy = vllm_config.compilation_config, get_policy()
     inductor = is_compiled(vllm_config) and compilation.backend == DEFAULT_BACKEND and device.inductor == CPP
-    if not inductor or not policy.origin("prefer").shipped:
+    preference = policy.origin("prefer")
+    repeated = preference.platform and policy.prefer == PREFER_DEFAULT
+    if not inductor or not (preference.shipped or repeated):
         return
     ruled = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned)}
     operators = [op for op in left_to_inductor(OPERATORS) if op not in ruled]

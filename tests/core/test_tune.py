@@ -21,6 +21,7 @@ from fl_dispatch import DispatchError, SelectionPolicy, get_default_manager
 from fl_dispatch.cli import tune as command
 from fl_dispatch.cli import tune_engine
 from fl_dispatch.cli.output import ResultFile
+from fl_dispatch.devices import device_of
 from fl_dispatch.evidence.rates import Rates
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.evidence.tune.engine import Cell, cells, compared, disagreements, measure, workloads
@@ -32,6 +33,7 @@ from fl_dispatch.hosting import runs
 from fl_dispatch.hosting.runs import Sizes
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.ops import Place
+from fl_dispatch.settings import platforms
 from fl_dispatch.types import OpImpl
 
 CONFIG = {
@@ -279,12 +281,18 @@ def test_the_engines_rates_are_added_to_the_evidence_and_a_disagreement_is_told(
 
     monkeypatch.setattr(tune_engine, "measure", measured)
     monkeypatch.setattr(tune_engine.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "chip.yaml").write_text("prefer: flagos\n")
     (tmp_path / "chip.evidence.json").write_text("{}")
     assert not tune_engine.confirm(plan_of(), tmp_path, tmp_path / "chip.yaml", 4, 3)
     assert "disagrees with the kernels: prefill: prefer=vendor" in capsys.readouterr().out
     kept = json.loads((tmp_path / "chip.evidence.json").read_text())["engines"]
     assert (kept["rounds"], kept["layers"], len(kept["rows"])) == (3, 4, 6)
-    assert asked["cells"]["tuned"].variables == {"VLLM_FL_CONFIG": str(tmp_path / "chip.yaml")}
+    (home,) = (Path(home) for home in asked["cells"]["tuned"].variables.values())
+    copied = home / platforms.tuned_path(device_of("cpu")).relative_to(platforms.user_dir().parents[1])
+    assert (copied.read_text(), platforms.evidence_path(copied).read_text()) == ("prefer: flagos\n", "{}")
+    (empty,) = asked["cells"]["shipped file"].variables.values()
+    assert not Path(empty).exists()
+    assert asked["cells"]["prefer=vendor"].variables == {"VLLM_FL_PREFER": "vendor", "XDG_CONFIG_HOME": empty}
     assert asked["cells"]["vanilla"].variables == {"VLLM_PLUGINS": ""}
     assert asked["arguments"]["hf_overrides"] == {"num_hidden_layers": 4}
     assert asked["arguments"]["dtype"] == "float32"
@@ -325,13 +333,12 @@ def test_engines_take_turns_but_for_one_far_behind_and_one_that_does_not_start_i
     assert not disagreements(list(rows.values()))
 
 
-def test_on_a_chip_with_a_shipped_file_it_runs_beside_the_tuned_one_and_each_attention_of_the_host(
-    tmp_path: Path,
-) -> None:
-    found = cells(tmp_path / "mine.yaml", tmp_path / "shipped.yaml", accelerator=True)
+def test_on_a_chip_with_a_shipped_file_it_runs_beside_the_tuned_one_and_each_attention_of_the_host() -> None:
+    tuned, untuned = {"XDG_CONFIG_HOME": "/mine"}, {"XDG_CONFIG_HOME": "/nothing"}
+    found = cells(tuned, untuned, shipped=True, accelerator=True)
     assert [name for name, cell in found.items() if cell.is_vanilla] == ["vanilla, FLASH_ATTN", "vanilla, TRITON_ATTN"]
-    assert found["shipped file"].variables == {"VLLM_FL_CONFIG": str(tmp_path / "shipped.yaml")}
-    assert "shipped file" not in cells(tmp_path / "mine.yaml", None, accelerator=True)
+    assert (found["shipped file"].variables, found["tuned"].variables) == (untuned, tuned)
+    assert "shipped file" not in cells(tuned, untuned, shipped=False, accelerator=True)
     faster = {"decode": {"shipped file": [11.0, 11.1, 11.2], "tuned": [10.0, 10.1, 10.2]}}
     assert disagreements(compared(faster)) == ["decode: shipped file is 1.099 times as fast as the tuned file"]
 

@@ -83,6 +83,15 @@ def test_the_reference_runs_where_inductor_fuses_it_faster() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("prefer", "wish"), [("flagos", False), ("vendor", True)])
+def test_a_tuned_file_that_repeats_the_default_preference_is_no_wish(prefer: str, wish: bool) -> None:
+    origin = Origin("/home/me/.config/fl_dispatch/platforms/cpu-x.yaml (platform, your own), line 1")
+    set_global_policy(SelectionPolicy(prefer=prefer, origins={"prefer": origin}))
+    compile.leave_to_inductor(configured(CompilationMode.DYNAMO_TRACE_ONCE), CPU)
+    assert ("relu2" in orders()) is not wish
+
+
+@pytest.mark.usefixtures("kernels")
 def test_an_order_and_a_preference_of_the_users_stay() -> None:
     compiled = configured(CompilationMode.DYNAMO_TRACE_ONCE)
     set_global_policy(SelectionPolicy(prefer="vendor", origins={"prefer": Origin("environment variable")}))

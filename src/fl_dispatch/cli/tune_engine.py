@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..devices import device_of
+from ..devices import DeviceSpec, device_of
 from ..errors import DispatchError
 from ..evidence.tune.engine import TUNED, cells, compared, disagreements, measure, workloads
 from ..evidence.tune.tuning import Plan
@@ -56,8 +57,13 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
     if layers is not None:
         arguments["hf_overrides"] = {"num_hidden_layers": layers}
     logs = Path(tempfile.mkdtemp(prefix="fl-tune-"))
-    shipped = platforms.shipped_path(device_of(plan.place.device.type))
-    engines = cells(file, shipped, plan.accelerator)
+    spec = device_of(plan.place.device.type)
+    engines = cells(
+        _tuned(file, spec, logs / "tuned"),
+        _home(logs / "untuned"),
+        platforms.shipped_path(spec) is not None,
+        plan.accelerator,
+    )
     rows.say(f"{len(engines)} engines take turns; their logs are in {logs}")
     found = compared(measure(engines, arguments, works, rounds, logs, rows.say))
     for row in found:
@@ -73,3 +79,21 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
     data["engines"] = {"rounds": rounds, "layers": layers, "rows": found, "disagreements": told}
     evidence.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return not told
+
+
+def _home(folder: Path) -> dict[str, str]:
+    return {"XDG_CONFIG_HOME": str(folder)}
+
+
+def _tuned(file: Path, spec: DeviceSpec, home: Path) -> dict[str, str]:
+    """The variables with which an engine finds a tuned file as it is deployed: as the user's own for this chip.
+
+    A chip without a platform has no such file, and the engine is given this one.
+    """
+    if spec.platform_config is None:
+        return {"VLLM_FL_CONFIG": str(file.absolute())}
+    place = home / platforms.tuned_path(spec).relative_to(platforms.user_dir().parents[1])
+    place.parent.mkdir(parents=True)
+    shutil.copy(file, place)
+    shutil.copy(platforms.evidence_path(file), platforms.evidence_path(place))
+    return _home(home)

@@ -10,16 +10,21 @@ class Origin:
     """The origin of a value.
 
     Args:
-        source: ``default``, ``code``, ``environment variable NAME``, ``/path/x.yaml, line 3`` or
-            ``cpu.yaml (platform), line 2``.
+        source: ``default``, ``code``, ``environment variable NAME``, ``/path/x.yaml, line 3``,
+            ``cpu.yaml (platform), line 2`` or ``/path/cpu-x.yaml (platform, your own), line 2``.
     """
 
     source: str
 
     @property
     def shipped(self) -> bool:
-        """Whether it is ours: a built-in default, or a platform's file."""
+        """Whether it is ours: a built-in default, or a platform's file that is shipped."""
         return self.source == "default" or "(platform)" in self.source
+
+    @property
+    def platform(self) -> bool:
+        """Whether it is a platform's file, shipped or the user's own."""
+        return "(platform" in self.source
 
     def __str__(self) -> str:
         return self.source

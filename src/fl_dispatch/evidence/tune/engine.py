@@ -77,15 +77,21 @@ class Cell:
         return self.variables.get("VLLM_PLUGINS") == ""
 
 
-def cells(file: Path, shipped: Path | None, accelerator: bool) -> dict[str, Cell]:
-    """Name → cell: vLLM alone, each fixed policy, the shipped file of this chip if there is one, and the tuned file."""
+def cells(tuned: Mapping[str, str], untuned: Mapping[str, str], shipped: bool, accelerator: bool) -> dict[str, Cell]:
+    """Name → cell: vLLM alone, each fixed policy, the shipped file of this chip if there is one, and the tuned file.
+
+    Args:
+        tuned, untuned: variables with which an engine finds the tuned file, and none of the user's own.
+        shipped: whether the chip has a shipped file.
+        accelerator: whether it is no CPU.
+    """
     alone = {"VLLM_PLUGINS": ""}
     vanilla = {f"{VANILLA}, {name}": Cell(alone, {"attention_backend": name}) for name in ATTENTIONS}
-    files = {TUNED: file} if shipped is None else {SHIPPED: shipped, TUNED: file}
     return {
         **(vanilla if accelerator else {VANILLA: Cell(alone)}),
-        **{f"prefer={name}": Cell({"VLLM_FL_PREFER": name}) for name in FIXED},
-        **{name: Cell({"VLLM_FL_CONFIG": str(path.absolute())}) for name, path in files.items()},
+        **{f"prefer={name}": Cell({"VLLM_FL_PREFER": name, **untuned}) for name in FIXED},
+        **({SHIPPED: Cell(untuned)} if shipped else {}),
+        TUNED: Cell(tuned),
     }
 
 
