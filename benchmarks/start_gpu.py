@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from serve_vllm import VANILLA, WORKLOADS, Engine, cached_tokens, cells_of
 from shapes import SHAPES
 
@@ -41,6 +43,7 @@ def main() -> None:
     known = cells_of(shape)
     if unknown := set(given.cells) - set(known):
         parser.error(f"no cell {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    machine = {"gpu": torch.cuda.get_device_name(0), "vllm": version("vllm"), "torch": torch.__version__}
     seconds: dict[str, list[float]] = {name: [] for name in given.cells}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -54,7 +57,7 @@ def main() -> None:
             subprocess.run([sys.executable, "-c", load], env=variables, check=True, stdout=subprocess.DEVNULL)
         for turn in range(given.starts):
             logs = (given.logs or folder) / f"start-{turn}"
-            logs.mkdir(parents=True)
+            logs.mkdir(parents=True, exist_ok=True)
             for cell in given.cells:
                 begun = time.perf_counter()
                 engine = Engine(cell, known[cell], folder, sizes, bool(shape.experts), logs, False, 1)
@@ -66,7 +69,8 @@ def main() -> None:
                 engine.child.stop()
                 print(f"{cell}, start {turn}: {seconds[cell][-1]:.1f} s", flush=True)
                 if given.json:
-                    given.json.write_text(json.dumps({"layers": layers, "seconds": seconds}, indent=1))
+                    found = {"machine": machine, "shape": given.shape, "layers": layers, "seconds": seconds}
+                    given.json.write_text(json.dumps(found, indent=1))
     print("| cell | cold | warm, median |\n|---|---|---|")
     for cell, values in seconds.items():
         warm = f"{statistics.median(values[1:]):.1f}" if values[1:] else ""

@@ -36,8 +36,8 @@ def load(source: Path) -> ctypes.CDLL:
     if not compiler:
         raise DispatchError(f"there is no C++ compiler ({', '.join(COMPILERS)}, or the one that CXX names)")
     files = (source, *sorted(source.parent.glob("*.h")))  # it may include any of them
-    text = "\0".join(file.read_text(encoding="ascii") for file in files)
-    key = hashlib.sha256("\0".join((text, compiler, *FLAGS, _processor())).encode()).hexdigest()[:32]
+    facts = "\0".join((compiler, *FLAGS, _processor())).encode()
+    key = hashlib.sha256(b"\0".join((*(file.read_bytes() for file in files), facts))).hexdigest()[:32]
     kept = platformdirs.user_cache_path("fl-dispatch") / "cpp" / f"{source.stem}-{key}.so"
     if not kept.exists():
         try:

@@ -79,6 +79,12 @@ def declare_all(weights: Iterable[Tensor]) -> None:
         declare(weight)
 
 
+def may_be(weight: Tensor) -> bool:
+    """Whether a weight is declared, and was not given up."""
+    forms: Forms | None = getattr(weight, ATTRIBUTE, None)
+    return forms is not None and not forms.given_up
+
+
 def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) -> T | None:
     """An implementation's form of a weight, as the weight is now.
 

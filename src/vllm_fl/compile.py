@@ -8,24 +8,21 @@ never reach them.
 from __future__ import annotations
 
 import os
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
-from fl_dispatch.hosting import kernel_numbers
-from fl_dispatch.hosting.first_choices import boundary, left_to_inductor
+from fl_dispatch.hosting import inductor, kernel_numbers
+from fl_dispatch.hosting.first_choices import boundary
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import get_settings
 from fl_dispatch.settings.origins import Origin
-from fl_dispatch.settings.selection_policy import PREFER_DEFAULT
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
@@ -83,7 +80,7 @@ def default_mode(vllm_config: VllmConfig, device: DeviceSpec) -> CompilationMode
     lacking = any(asked for asked, _ in lacked_by_compiled_models(vllm_config))
     if device.inductor != CPP or lacking or get_settings().flagcx_path is not None:
         return CompilationMode.NONE
-    if missing := _missing_for_inductor():
+    if missing := inductor.missing_for_cpp():
         logger.info("the model runs eagerly, because compilation needs %s on %s", missing, device.name)
         return CompilationMode.NONE
     return CompilationMode.DYNAMO_TRACE_ONCE
@@ -102,29 +99,17 @@ def lacked_by_compiled_models(vllm_config: VllmConfig) -> list[tuple[bool, str]]
 
 def refuse_missing_compiler(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Raise ``ValueError`` if Inductor is asked for and cannot build code for this device."""
-    inductor = is_compiled(vllm_config) and vllm_config.compilation_config.backend == DEFAULT_BACKEND
-    if inductor and device.inductor is None:
+    asked = is_compiled(vllm_config) and vllm_config.compilation_config.backend == DEFAULT_BACKEND
+    if asked and device.inductor is None:
         raise ValueError(
             f"Inductor writes no code for {device.name}; choose the compilation backend '{WITHOUT_INDUCTOR}', or leave "
             "compilation off (enforce_eager)"
         )
-    if inductor and device.inductor == CPP and (missing := _missing_for_inductor()):
+    if asked and device.inductor == CPP and (missing := inductor.missing_for_cpp()):
         raise ValueError(
             f"compilation with Inductor needs {missing} on {device.name}; install it, or choose the compilation "
             "backend 'eager', or leave compilation off (enforce_eager)"
         )
-
-
-def _missing_for_inductor() -> str | None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "a C++ compiler (g++, or the one that the environment variable CXX names)"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    return None if header.exists() else f"Python's C headers ({header})"
 
 
 def has_passes(compilation: CompilationConfig) -> bool:
@@ -186,17 +171,12 @@ def _divide_ranges(compilation: CompilationConfig) -> None:
 def leave_to_inductor(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     """Have the reference run, fused by Inductor, where the kernels that come first are slower than that.
 
-    Orders of the user's stay: rules for an operator, and a preference. A platform's file that repeats the default one,
-    as those of ``fl tune`` do, wishes nothing.
+    See :func:`fl_dispatch.hosting.inductor.fused`.
     """
     compilation, policy = vllm_config.compilation_config, get_policy()
-    inductor = is_compiled(vllm_config) and compilation.backend == DEFAULT_BACKEND and device.inductor == CPP
-    preference = policy.origin("prefer")
-    repeated = preference.platform and policy.prefer == PREFER_DEFAULT
-    if not inductor or not (preference.shipped or repeated):
+    if not (is_compiled(vllm_config) and compilation.backend == DEFAULT_BACKEND and device.inductor == CPP):
         return
-    ruled = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned)}
-    operators = [op for op in left_to_inductor(OPERATORS) if op not in ruled]
+    operators = inductor.fused(OPERATORS)
     orders = dict.fromkeys(operators, ("reference", "vendor", "flagos"))
     origins = {f"per_op_order.{op}": Origin("compilation, because Inductor fuses the reference") for op in operators}
     per_op_order, origins = (*policy.per_op_order, *orders.items()), {**policy.origins, **origins}

@@ -115,6 +115,7 @@ class WorkerFL(Worker):
             scheduler.max_num_seqs,
             scheduler.max_num_batched_tokens,
             graphs is None or graphs.name == "NONE",
+            compile.is_compiled(self.vllm_config),
         )
 
     def _compare_ranks(self) -> None:

@@ -17,7 +17,7 @@ from test_cli import fl
 from torch import Tensor
 
 from builders import impl
-from fl_dispatch import DispatchError, SelectionPolicy, get_default_manager
+from fl_dispatch import DispatchError, SelectionPolicy, get_default_manager, get_policy, policy_context
 from fl_dispatch.cli import tune as command
 from fl_dispatch.cli import tune_engine
 from fl_dispatch.cli.output import ResultFile
@@ -33,7 +33,7 @@ from fl_dispatch.hosting import runs
 from fl_dispatch.hosting.runs import Sizes
 from fl_dispatch.hosting.survey import Survey
 from fl_dispatch.ops import Place
-from fl_dispatch.settings import platforms
+from fl_dispatch.settings import TunedRule, platforms
 from fl_dispatch.types import OpImpl
 
 CONFIG = {
@@ -369,6 +369,31 @@ def test_a_run_gives_the_model_and_the_sizes_that_are_not_given(
     )
     assert as_served.model == read_model(folder, 2)
     assert (given.place.dtype, given.batches, given.prefills) == (torch.float32, (1, 2), (64,))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_run_says_whether_its_model_is_one_graph(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    serving(tmp_path, monkeypatch, str(tmp_path), Sizes("float32", 1, 6, 4096, eager=True, compiled=compiled))
+    monkeypatch.setattr(command.inductor, "missing_for_cpp", lambda: None)
+    plans: list[Plan] = []
+    monkeypatch.setattr(command, "_run", lambda plan, *_: plans.append(plan))
+    command.tune(run=str(os.getpid()), out=tmp_path / "chip.yaml")
+    command.tune(run=str(os.getpid()), out=tmp_path / "chip.yaml", eager=True)
+    assert [(plan.one_graph, plan.eager) for plan in plans] == [(compiled, True), (False, True)]
+
+
+def test_an_earlier_tuning_does_not_say_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[SelectionPolicy] = []
+    monkeypatch.setattr(command.inductor, "missing_for_cpp", lambda: None)
+    monkeypatch.setattr(command.inductor, "fused", lambda operators: asked.append(get_policy()) or ["rms_norm"])
+    rule = TunedRule(order=("impl:reference.torch",))
+    with policy_context(SelectionPolicy(op_tuned=(("rms_norm", (rule,)),))):
+        plan = command._plan(dimensions(CONFIG), PLACE, 2, [8], [16], True, True, 3, None)
+    assert [policy.op_tuned for policy in asked] == [()]
+    assert plan.fused == ("rms_norm",)
 
 
 def test_a_run_without_sizes_or_with_a_model_that_is_no_folder_is_an_error(

@@ -157,7 +157,7 @@ def test_ours_declines_many_rows_and_weights_that_do_not_belong_together() -> No
     most = own_experts.MANY * EXPERTS // CHOICES
     assert own_experts.supports_fused_moe(*arguments(most)) is True
     assert "more than 32 rows" in str(own_experts.supports_fused_moe(*arguments(most + 1)))
-    assert "do not belong" in str(own_experts.supports_fused_moe(*arguments(2), "silu_no_mul"))
+    assert "w13 is (8, 128, 96), not (8, 64, 96)" in str(own_experts.supports_fused_moe(*arguments(2), "silu_no_mul"))
     args = arguments(2)
     args[2] = args[2].transpose(1, 2).contiguous().transpose(1, 2)
     assert "lie apart" in str(own_experts.supports_fused_moe(*args))
@@ -168,3 +168,80 @@ def test_the_wheels_declines_many_rows_in_float32() -> None:
     most = experts.MANY * EXPERTS // CHOICES
     assert experts.supports_fused_moe(*arguments(most)) is True
     assert "more than 96 rows" in str(experts.supports_fused_moe(*arguments(most + 1)))
+
+
+def test_the_rows_of_an_expert_are_counted_over_all_ranks() -> None:
+    args = arguments(own_experts.MANY * EXPERTS // CHOICES + 1)
+    everybody = torch.full((4 * EXPERTS,), -1, dtype=torch.int32)
+    assert own_experts.supports_fused_moe(*args, "silu", False, everybody) is True
+
+
+WRONG = {
+    "no choices": (lambda a: (a[3][:, :0], a[4][:, :0]), {}, "topk_ids is (4, 0)"),
+    "more rows of choices than tokens": (lambda a: (a[3].repeat(2, 1), a[4].repeat(2, 1)), {}, "topk_ids is (8, 3)"),
+    "fewer rows of choices": (lambda a: (a[3][:2], a[4][:2]), {}, "topk_ids is (2, 3)"),
+    "fewer weights than choices": (lambda a: (a[3][:2], a[4]), {}, "topk_weights is (2, 3)"),
+    "floating numbers of experts": (lambda a: (a[3], a[4].float()), {}, "topk_ids is torch.float32"),
+    "a bias of one": (lambda a: a[3:], {"w13_bias": torch.ones(1, 1)}, "w13_bias is (1, 1)"),
+    "another bias of one": (lambda a: a[3:], {"w2_bias": torch.ones(1, 1)}, "w2_bias is (1, 1)"),
+    "fewer results than tokens": (lambda a: a[3:], {"out": torch.ones(2, HIDDEN)}, "out is (2, 96)"),
+}
+"""Name → choices of a call of four tokens, more arguments, and what is wrong."""
+
+
+@each_kernel
+@pytest.mark.parametrize("name", WRONG)
+def test_shapes_that_do_not_belong_together_are_declined(kernel: Any, name: str) -> None:
+    change, more, why = WRONG[name]
+    args = arguments(4)
+    assert why in str(kernel.supports_fused_moe(*args[:3], *change(args), **more))
+
+
+@each_kernel
+def test_weights_of_other_sizes_are_declined(kernel: Any) -> None:
+    args = arguments(4)
+    for place, weight in ((1, args[1][:, :, :64].contiguous()), (1, args[1][:, 1:].contiguous()), (2, args[2][:4])):
+        changed = [*args[:place], weight, *args[place + 1 :]]
+        prepared.declare_all(changed[1:3])
+        assert "w13 is" in str(kernel.supports_fused_moe(*changed)), (place, weight.shape)
+
+
+@each_kernel
+@pytest.mark.parametrize("number", [EXPERTS, 2**32 + 3])
+def test_a_number_beyond_the_experts_is_an_error_in_any_type(kernel: Any, number: int) -> None:
+    args = arguments(2)
+    args[4] = args[4].long()
+    args[4][0, 0] = number
+    with pytest.raises(IndexError, match="none of 8 experts"):
+        kernel.fused_moe(*args)
+
+
+def test_ours_leaves_the_marks_of_weights_whose_forms_others_keep() -> None:
+    args = arguments(2)
+    made: list[int] = []
+
+    def make(weight: Tensor, before: int | None) -> int:
+        made.append(1)
+        return 1
+
+    for _ in range(3):
+        assert [prepared.of(weight, "vendor.other", make) for weight in args[1:3]] == [1, 1]
+        own_experts.fused_moe(*args)
+    assert len(made) == 2
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_form_of_another_size_or_type_is_not_written_over() -> None:
+    before = torch.empty(2, 96, 32)
+    for weight in (torch.randn(4, 96, 32), torch.randn(2, 96, 32).half()):
+        packed = experts.pack(weight, before)
+        assert packed is not before
+        assert (packed.shape, packed.dtype) == (weight.shape, weight.dtype)
+    assert experts.pack(torch.randn(2, 96, 32), before) is before
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_the_wheels_declines_weights_that_nobody_declared() -> None:
+    args = arguments(2)
+    args[1] = args[1].clone()
+    assert "nobody declared" in str(experts.supports_fused_moe(*args))

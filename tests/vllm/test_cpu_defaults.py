@@ -12,7 +12,7 @@ from vllm.config import CompilationMode
 
 from fl_dispatch import BackendImplKind, OpImpl, SelectionPolicy, get_default_manager, get_policy, set_global_policy
 from fl_dispatch.devices import CPU
-from fl_dispatch.hosting import first_choices
+from fl_dispatch.hosting import inductor
 from fl_dispatch.manager import reset_default_manager
 from fl_dispatch.settings.origins import DEFAULT, Origin
 from vllm_fl import compile
@@ -27,7 +27,7 @@ def configured(mode: CompilationMode | None = None, **given: Any) -> Any:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine with a C++ compiler; called, one that lacks something."""
     lacks: list[str | None] = [None]
-    monkeypatch.setattr(compile, "_missing_for_inductor", lambda: lacks[0])
+    monkeypatch.setattr(inductor, "missing_for_cpp", lambda: lacks[0])
     return lambda what: lacks.__setitem__(0, what)
 
 
@@ -73,7 +73,7 @@ def orders() -> dict[str, list[str]]:
 @pytest.mark.usefixtures("kernels")
 def test_the_reference_runs_where_inductor_fuses_it_faster() -> None:
     set_global_policy(SelectionPolicy(origins={"prefer": DEFAULT}))
-    assert set(first_choices.left_to_inductor(["relu2", "quick_gelu"])) == {"relu2"}
+    assert inductor.fused(["relu2", "quick_gelu"]) == ["relu2"]
     compile.leave_to_inductor(configured(CompilationMode.NONE), CPU)
     assert orders() == {}
     compile.leave_to_inductor(configured(CompilationMode.DYNAMO_TRACE_ONCE), CPU)

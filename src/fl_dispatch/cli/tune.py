@@ -13,7 +13,6 @@ import typer
 
 from ..devices import CPP, device_of
 from ..errors import DispatchError
-from ..evidence import compiled
 from ..evidence.bench import machine
 from ..evidence.rates import Yardstick
 from ..evidence.threads import free_threads
@@ -24,12 +23,11 @@ from ..evidence.tune.race import LEAST_SECONDS, REPEATS
 from ..evidence.tune.record import TOGETHER, Record, read_record, resumed, winners_of
 from ..evidence.tune.rules import agreement, merge
 from ..evidence.tune.tuning import Plan, seed, steps
-from ..hosting import runs
-from ..hosting.first_choices import left_to_inductor
+from ..hosting import inductor, runs
 from ..hosting.runs import Sizes
 from ..manager import get_default_manager
 from ..ops import OPERATORS, Place
-from ..policy import get_policy
+from ..policy import get_policy, policy_context
 from ..settings import load_config_file, platforms
 from ..settings.document import read_yaml
 from ..version import __version__
@@ -66,7 +64,9 @@ def tune(
     ] = None,
     tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Ranks that share each layer. Default: 1.")] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this operator (repeatable).")] = None,
-    eager: Annotated[bool, typer.Option("--eager", help="For engines without graphs: the host's time counts.")] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="For engines that run a model eagerly: the host's time counts.")
+    ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = REPEATS,
     out: Annotated[
         Path | None, typer.Option(help="The file to write. Default: named after the device, in your configuration.")
@@ -92,12 +92,14 @@ def tune(
     if compare is not None:
         _compare(*compare)
         return
+    captured = not eager
     if run is not None:
         if model is not None:
             raise DispatchError("--model and --run both name a model: give one of them")
         model, sizes = _served(run)
         dtype, max_batch = dtype or sizes.dtype, max_batch or sizes.requests
-        tensor_parallel, eager = tensor_parallel or sizes.tensor_parallel, eager or sizes.eager
+        tensor_parallel, eager = tensor_parallel or sizes.tensor_parallel, eager or not sizes.compiled
+        captured = not sizes.eager
         prefill = prefill or sorted({min(sizes.step_tokens, most) for most in (*PREFILLS[True], sizes.step_tokens)})
     if model is None:
         raise DispatchError(
@@ -111,7 +113,7 @@ def tune(
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_file(file)
     evidence = ResultFile(platforms.evidence_path(file))
-    plan = _plan(dimensions, place, max_batch, prefill, context, eager, repeats, op)
+    plan = _plan(dimensions, place, max_batch, prefill, context, not eager, captured, repeats, op)
     _run(plan, file, evidence, fresh)
     if engine and not confirm(plan, model, file, layers, rounds):
         raise typer.Exit(1)
@@ -137,7 +139,8 @@ def _plan(
     max_batch: int | None,
     prefill: list[int] | None,
     context: list[int] | None,
-    eager: bool,
+    compiled: bool,
+    captured: bool,
     repeats: int,
     op: list[str] | None,
 ) -> Plan:
@@ -147,20 +150,23 @@ def _plan(
     shipped = platforms.shipped_path(spec)
     base = {} if shipped is None else dict(load_config_file(shipped, source_kind="platform").policy.op_tuned)
     most = max_batch or BATCHES[spec.accelerator]
-    one_graph = not eager and spec.inductor == CPP and "inductor" in compiled.backends()
+    policy = replace(get_policy(), op_tuned=tuple(base.items()))
+    one_graph = compiled and spec.inductor == CPP and inductor.missing_for_cpp() is None
+    with policy_context(policy):
+        fused = tuple(inductor.fused(OPERATORS)) if one_graph else ()
     return Plan(
         manager,
         model,
         place,
-        replace(get_policy(), op_tuned=tuple(base.items())),
+        policy,
         tuple(sorted({most, *(1 << power for power in range(most.bit_length()))})),
         tuple(sorted(set(prefill or PREFILLS[spec.accelerator]))),
         tuple(sorted(set(context or CONTEXTS[spec.accelerator]))),
-        eager or not spec.graphs,
+        not (captured and spec.graphs),
         repeats,
         tuple(op or ()),
         one_graph,
-        tuple(left_to_inductor(OPERATORS)) if one_graph else (),
+        fused,
     )
 
 
@@ -176,6 +182,8 @@ def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
     rows.say(f"{facts['machine']['device']}, {facts['dtype']}, threads: {record.facts['threads']}")
     if busy and not plan.accelerator:
         rows.say(f"{busy}: figures of a busy machine tell less", "yellow")
+    if spec.inductor == CPP:
+        rows.say("for models that are " + ("compiled into one graph" if plan.one_graph else "run eagerly"))
     if fused := plan.left_out():
         rows.say(f"not tuned, because a compiled model fuses the references: {', '.join(fused)}; --eager tunes them")
     if record.cases:

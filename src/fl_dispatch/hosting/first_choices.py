@@ -11,9 +11,6 @@ from ..types import BackendImplKind, OpImpl
 GRAPHS = "graphs"
 """The property that is ``False`` for an implementation that no graph can hold."""
 
-INDUCTOR = "inductor"
-"""The property that is ``False`` for an implementation slower than its reference where Inductor fuses that."""
-
 REFERENCE_FROM = "reference_from"
 """The property that is the number of tokens from which on an implementation does what the reference does."""
 
@@ -28,13 +25,6 @@ def states_kept(op_name: str, tokens: int) -> int:
     chunks = (impl.properties.get(CHUNK) for impl in get_default_manager().first_choices(op_name, in_layers=True))
     most: int = max((-(-tokens // chunk) * STATES for chunk in chunks if chunk), default=0)
     return most
-
-
-def left_to_inductor(operators: Iterable[str]) -> list[str]:
-    """The operators whose first choices are all slower than the reference where Inductor fuses that."""
-    manager = get_default_manager()
-    firsts = {op: manager.first_choices(op) for op in operators}
-    return [op for op, impls in firsts.items() if impls and all(i.properties.get(INDUCTOR) is False for i in impls)]
 
 
 def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[OpImpl]:

@@ -45,6 +45,7 @@ class Sizes:
         requests: the most that a step decodes.
         step_tokens: the most tokens of a step.
         eager: nothing is captured.
+        compiled: the model is compiled, which an older record does not say.
     """
 
     dtype: str
@@ -52,6 +53,7 @@ class Sizes:
     requests: int
     step_tokens: int
     eager: bool
+    compiled: bool = False
 
 
 @dataclass(frozen=True)

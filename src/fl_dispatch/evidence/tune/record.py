@@ -125,7 +125,7 @@ def resumed(files: Iterable[Path], facts: Mapping[str, Any]) -> Record:
     return Record(facts)
 
 
-UNIMPORTANT = frozenset({"date", "command", "threads"})
+UNIMPORTANT = frozenset({"date", "command", "threads", TOGETHER})
 """Facts that may differ between a run and the one that goes on with its figures."""
 
 

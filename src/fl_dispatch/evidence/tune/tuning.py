@@ -48,7 +48,7 @@ class Plan:
         batches: tokens of decoding steps.
         prefills: tokens of steps that read prompts.
         contexts: keys of decoding requests.
-        eager: no graph is captured.
+        eager: no graph is captured, whether the model is compiled or not.
         repeats: of each candidate.
         op_names: only these operators.
         one_graph: Inductor compiles a model into one graph for all sizes, which a rule that tests a call breaks.

@@ -8,6 +8,7 @@ from torch import Tensor
 from fl_dispatch import prepared
 from fl_dispatch.backends.reference.impl import moe as reference
 
+from .expert_shapes import mismatch
 from .limits import problem, rounds
 
 KERNELS = ("cpu_fused_moe", "prepack_moe_weight")
@@ -40,18 +41,24 @@ def supports_fused_moe(
         return "the kernel has every expert, and weighs what comes out of it"
     if hidden_states.shape[1] % COLUMNS or w2.shape[2] % COLUMNS:
         return f"sizes {hidden_states.shape[1]} and {w2.shape[2]} are not multiples of {COLUMNS}"
+    biases = w13_bias, w2_bias
+    if why := mismatch(hidden_states, w13, w2, topk_weights, topk_ids, True, None, *biases, out):
+        return why
     if hidden_states.dtype is torch.float32 and topk_ids.numel() > MANY * len(w13):
         return f"more than {MANY} rows an expert, for which PyTorch's products in float32 are faster"
     tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias, "out": out}
     for name, tensor in {"hidden_states": hidden_states, **tensors}.items():
         if tensor is not None and (why := problem(name, tensor, like=hidden_states)):
             return why
+    if not (prepared.may_be(w13) and prepared.may_be(w2)):
+        return "the weights cannot be repacked, because nobody declared them, or writes to them are not noticed"
     return rounds(hidden_states.dtype) or "the build for this processor truncates results to bfloat16"
 
 
 def pack(weight: Tensor, before: Tensor | None) -> Tensor:
     """Weights ``[experts, columns, inner]`` in the order in which the kernel reads them."""
-    packed = torch.empty_like(weight) if before is None else before
+    fits = before is not None and before.shape == weight.shape and before.dtype is weight.dtype
+    packed = before if before is not None and fits else torch.empty_like(weight)
     torch.ops._C.prepack_moe_weight(weight.detach(), packed, INSTRUCTIONS)
     return packed
 
@@ -69,10 +76,16 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. The kernel indexes by the experts' numbers without looking at them."""
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. The kernel indexes by the experts' numbers without looking at them.
+
+    Raises:
+        IndexError: a choice names an expert that there is not. Nothing was written.
+    """
     packed13, packed2 = (prepared.of(weight, "vendor.cpu", pack) for weight in (w13, w2))
     least, most = (int(end) for end in topk_ids.aminmax()) if topk_ids.numel() else (-1, -1)
-    if packed13 is None or packed2 is None or least < 0 or most >= len(w13):
+    if most >= len(w13):
+        raise IndexError(f"a choice names none of {len(w13)} experts")
+    if packed13 is None or packed2 is None or least < 0:
         biases = (w13_bias, w2_bias)
         return reference.fused_moe(
             hidden_states, w13, w2, topk_weights, topk_ids, activation, False, None, *biases, out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_dispatch import cpp
 
+from .expert_shapes import mismatch
 from .own_attention import problem
 
 SOURCE = Path(__file__).with_name("experts.cpp")
@@ -67,14 +68,13 @@ def supports_fused_moe(
     tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
     if why := problem(**tensors):
         return why
-    if topk_ids.numel() > MANY * len(w13):
+    gated, biases = ACTIVATIONS.index(activation) < PLAIN, (w13_bias, w2_bias)
+    if why := mismatch(hidden_states, w13, w2, topk_weights, topk_ids, gated, expert_map, *biases, out):
+        return why
+    if topk_ids.numel() > MANY * (len(w13) if expert_map is None else len(expert_map)):  # those of all ranks
         return f"more than {MANY} rows an expert, which a product of matrices is faster for"
     if not all(tensor.is_contiguous() for tensor in tensors.values()):
         return "the elements of a tensor lie apart"
-    experts, rows, hidden = w13.shape
-    inner = rows if ACTIVATIONS.index(activation) >= PLAIN else rows // 2
-    if hidden_states.shape[1] != hidden or w2.shape != (experts, hidden, inner):
-        return "the sizes of the weights do not belong together"
     return True
 
 
@@ -98,17 +98,30 @@ def fused_moe(
     """
     if out is None:
         out = torch.empty_like(hidden_states)
-    weights, ids = topk_weights.float().contiguous(), topk_ids.int().contiguous()
-    numbers = None if expert_map is None else expert_map.int().contiguous()
-    tensors = (hidden_states, w13, w2, w13_bias, w2_bias, weights, ids, numbers, out)
+    weights, ids = topk_weights.float().contiguous(), _narrow(topk_ids)
+    numbers = None if expert_map is None else _narrow(expert_map)
+    tensors = (hidden_states, w13, w2, w13_bias, w2_bias, weights, ids, numbers)
     call = _Call(
-        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(None if tensor is None else _address(tensor) for tensor in tensors), out.data_ptr(),
         *ids.shape, len(w13), 0 if numbers is None else len(numbers), hidden_states.shape[1], w13.shape[1], w2.shape[2],
         ACTIVATIONS.index(activation), apply_router_weight_on_input, torch.get_num_threads(),
     )  # fmt: skip
     if _function()(ctypes.byref(call), hidden_states.dtype is torch.bfloat16):
         raise IndexError(f"a choice names none of {len(w13)} experts")
     return out
+
+
+def _narrow(numbers: Tensor) -> Tensor:
+    """In 32 bits; a number beyond them stays beyond every expert."""
+    fits = numbers.dtype is torch.int32
+    return (numbers if fits else numbers.clamp(-1, torch.iinfo(torch.int32).max).int()).contiguous()
+
+
+def _address(tensor: Tensor) -> int:
+    """The address of what is only read. Asked for memory to write to, PyTorch would unmark a weight (``prepared``)."""
+    if (storage := getattr(torch._C, "_data_address", None)) is None:
+        return tensor.data_ptr()
+    return int(storage(tensor)) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 @cache

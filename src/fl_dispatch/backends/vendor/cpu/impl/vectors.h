@@ -1,4 +1,4 @@
-// Vectors of float32 as wide as the processor's, from float32 and bfloat16 in memory.
+// Vectors of float32 as wide as the processor's, from float32 and bfloat16 in memory; and what a call returns.
 #pragma once
 
 #include <cmath>
