@@ -385,6 +385,23 @@ def test_a_run_says_whether_its_model_is_one_graph(
     assert [(plan.one_graph, plan.eager) for plan in plans] == [(compiled, True), (False, True)]
 
 
+def test_eager_of_the_users_holds_for_a_run_whose_engine_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    serving(tmp_path, monkeypatch, str(tmp_path), Sizes("float32", 1, 6, 4096, eager=False, compiled=True))
+    asked: list[tuple[bool, bool]] = []
+
+    def planned(*arguments: Any) -> None:
+        asked.append(arguments[5:7])
+
+    monkeypatch.setattr(command, "_plan", planned)
+    monkeypatch.setattr(command, "_run", lambda *_: None)
+    command.tune(run=str(os.getpid()), out=tmp_path / "chip.yaml")
+    command.tune(run=str(os.getpid()), out=tmp_path / "chip.yaml", eager=True)
+    assert asked == [(True, True), (False, False)]  # compiled, captured
+
+
 def test_an_earlier_tuning_does_not_say_what_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[SelectionPolicy] = []
     monkeypatch.setattr(command.inductor, "missing_for_cpp", lambda: None)

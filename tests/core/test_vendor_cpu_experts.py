@@ -135,7 +135,7 @@ def test_ours_gives_the_same_bits_with_every_number_of_threads(dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda args: {0: args[0][:, :48].contiguous(), 1: args[1][..., :48].contiguous()}, "not multiples of 32"),
+        (lambda args: {n: args[n][:, :48] if n != 1 else args[n][..., :48] for n in range(3)}, "not multiples of 32"),
         (lambda args: {5: "relu2_no_mul"}, "is not one of silu"),
         (lambda args: {6: True}, "weighs what comes out"),
         (lambda args: {7: torch.arange(EXPERTS).int()}, "has every expert"),
@@ -195,6 +195,12 @@ def test_shapes_that_do_not_belong_together_are_declined(kernel: Any, name: str)
     change, more, why = WRONG[name]
     args = arguments(4)
     assert why in str(kernel.supports_fused_moe(*args[:3], *change(args), **more))
+
+
+@each_kernel
+def test_states_of_one_dimension_are_declined(kernel: Any) -> None:
+    _, *rest = arguments(4)
+    assert "have 1, 3 and 3 dimensions" in str(kernel.supports_fused_moe(torch.ones(HIDDEN), *rest))
 
 
 @each_kernel

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from engines import start
 
+from fl_dispatch.hosting.runs import recorded
+
 COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 3, "backend": "eager"}}
 VARIABLES = {
     "VLLM_FL_PLUGIN_MODULES": "wrong_plugin",
@@ -19,11 +21,14 @@ VARIABLES = {
 
 
 def test_a_wrong_operator_of_a_compiled_engine_is_found_in_steps_that_run_eagerly(
-    checkpoint: Callable[[str], Path],
+    checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    answer = start(checkpoint("qwen3"), engine=COMPILED, variables=VARIABLES).result()
+    variables = {**VARIABLES, "XDG_STATE_HOME": str(tmp_path)}
+    answer = start(checkpoint("qwen3"), engine=COMPILED, variables=variables).result()
     found = re.findall(r"shadow: 'silu_and_mul' by 'vendor.wrong' differs .* in (\S+)\); (.*)", answer["log"])
     assert found
     assert len({layer for layer, _ in found}) == len(found)
     reason = "it goes on, because compiled code or a captured graph holds this choice"
     assert {outcome.strip() for _, outcome in found} == {reason}
+    (run,) = recorded(tmp_path / "fl_dispatch" / "runs")
+    assert run.sizes["compiled"]

@@ -151,7 +151,7 @@ def test_explain_and_doctor_speak_of_the_serving_process(server: Server) -> None
 def test_the_record_has_the_sizes_of_its_steps_for_fl_tune(server: Server) -> None:
     (run,) = recorded(Path(server.state) / "fl_dispatch" / "runs")
     sizes = Sizes(**run.sizes)
-    assert (sizes.dtype, sizes.tensor_parallel, sizes.eager) == ("float32", 1, True)
+    assert (sizes.dtype, sizes.tensor_parallel, sizes.eager, sizes.compiled) == ("float32", 1, True, False)
     assert (sizes.requests, sizes.step_tokens) == (3, 384)
 
 

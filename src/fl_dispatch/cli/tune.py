@@ -99,7 +99,7 @@ def tune(
         model, sizes = _served(run)
         dtype, max_batch = dtype or sizes.dtype, max_batch or sizes.requests
         tensor_parallel, eager = tensor_parallel or sizes.tensor_parallel, eager or not sizes.compiled
-        captured = not sizes.eager
+        captured = captured and not sizes.eager
         prefill = prefill or sorted({min(sizes.step_tokens, most) for most in (*PREFILLS[True], sizes.step_tokens)})
     if model is None:
         raise DispatchError(

@@ -19,14 +19,6 @@ Make = Callable[[Place, int], tuple[Any, ...]]
 MOST_CACHED = {True: 1 << 18, False: 1 << 14}
 """Keys of all requests together that attention is measured on, on an accelerator and on a CPU."""
 
-HIDDEN = frozenset(
-    {
-        *("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill"),
-        *("fused_moe", "topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "moe_sum"),
-    }
-)
-"""Operators of attention and experts, which a host calls behind operators of its own: no compiled graph holds them."""
-
 
 @dataclass(frozen=True)
 class Call:

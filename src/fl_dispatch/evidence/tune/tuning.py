@@ -13,6 +13,7 @@ from ...devices import device_of
 from ...errors import DispatchError
 from ...manager import OpManager
 from ...ops import OPERATORS, Place, Workload
+from ...ops.declaration import Mode
 from ...run.plan import direct_function
 from ...selection.decision import select
 from ...settings.selection_policy import SelectionPolicy
@@ -21,7 +22,7 @@ from ...types import OpImpl
 from ..bench import expected_seconds
 from ..rates import Yardstick
 from ..timing import Clock
-from .calls import HIDDEN, Key, TunedCase, tuned_cases
+from .calls import Key, TunedCase, tuned_cases
 from .model import Dimensions
 from .providers import providers
 from .race import REPEATS, Outcome, accepted, is_provable, prove, race
@@ -101,7 +102,7 @@ class Plan:
     def together(self) -> list[str]:
         """The operators that a compiled model's one graph takes in, if no rule tests the call."""
         called = dict.fromkeys(tuned.key.op_name for tuned in self.cases())
-        return [name for name in called if self.one_graph and name not in HIDDEN]
+        return [name for name in called if self.one_graph and Mode.INLINE in OPERATORS[name].modes]
 
     def candidates(self, key: Key) -> tuple[OpImpl, ...]:
         """Who may run, in the default order."""

@@ -39,11 +39,11 @@ def supports_fused_moe(
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
     if expert_map is not None or apply_router_weight_on_input:
         return "the kernel has every expert, and weighs what comes out of it"
-    if hidden_states.shape[1] % COLUMNS or w2.shape[2] % COLUMNS:
-        return f"sizes {hidden_states.shape[1]} and {w2.shape[2]} are not multiples of {COLUMNS}"
     biases = w13_bias, w2_bias
     if why := mismatch(hidden_states, w13, w2, topk_weights, topk_ids, True, None, *biases, out):
         return why
+    if hidden_states.shape[1] % COLUMNS or w2.shape[2] % COLUMNS:
+        return f"sizes {hidden_states.shape[1]} and {w2.shape[2]} are not multiples of {COLUMNS}"
     if hidden_states.dtype is torch.float32 and topk_ids.numel() > MANY * len(w13):
         return f"more than {MANY} rows an expert, for which PyTorch's products in float32 are faster"
     tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias, "out": out}
