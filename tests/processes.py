@@ -48,18 +48,27 @@ class Finished:
 
 
 def free_port() -> int:
-    """A TCP port for a program that binds it seconds later.
+    """A TCP port for a program that binds it seconds later, on any address of this machine, IPv6 too.
 
     It lies below those that the kernel gives away, because another test's connection may take one of these meanwhile.
+    Nobody's seed decides it: two test files that seed alike would be given the same ones.
     """
+    families = [socket.AF_INET, socket.AF_INET6] if socket.has_dualstack_ipv6() else [socket.AF_INET]
     while True:
-        port = random.randrange(10_000, 32_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        if all(_is_free(family, port) for family in families):
+            return port
+
+
+def _is_free(family: socket.AddressFamily, port: int) -> bool:
+    with socket.socket(family) as probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 class Runs(Mapping[str, Any]):

@@ -660,7 +660,8 @@ def test_experts_are_named_by_the_layer_that_holds_them() -> None:
     assert "quant_method" in dict(layer.named_modules())
     bridge_of(layer)
     calls = dispatched(normal(TOKENS, MOE_HIDDEN))
-    plain = layer.quant_method.apply(layer, calls).hidden_states
+    with policy_context(order("fused_moe", "reference")):
+        plain = layer.quant_method.apply(layer, calls).hidden_states
     register_wrong("fused_moe")
     for scope, same in (("other", True), ("layer", False)):
         with policy_context(order(f"fused_moe@{scope}", "impl:vendor.wrong", base="fused_moe")):

@@ -263,7 +263,7 @@ def test_inductor_without_a_compiler_is_refused(vllm_config: Any) -> None:
 def test_python_without_headers_is_refused(vllm_config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vllm_fl import compile
 
-    monkeypatch.setattr(compile.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match="C headers"):
         compile.refuse_missing_compiler(vllm_config, CPU)
 

@@ -144,7 +144,8 @@ def test_two_ranks_with_half_of_the_experts_each_exchange_tokens_through_our_com
     assert result["tokens"] == [expected("qwen3_moe")] * 2
     for report in result["reports"]:
         calls = report["communication"]["ep:0"]
-        assert calls["dispatch"] == calls["combine"] >= report["counts"]["fused_moe reference.torch"] > 0
+        experts = sum(count for key, count in report["counts"].items() if key.startswith("fused_moe "))
+        assert calls["dispatch"] == calls["combine"] >= experts > 0
         exchanged = {"all_gather": 3 * calls["dispatch"], "reduce_scatter": calls["combine"]}
         assert report["communication"]["dp:0"] == exchanged
 
