@@ -21,8 +21,21 @@ class Rotation:
 
 
 ROTATIONS = {
+    "what takes minutes": Rotation(
+        2,
+        (
+            "tests/core/test_invariant.py",
+            "tests/core/test_planted_faults.py",
+            "tests/hosts/test_vendor_hour.py",
+            "tests/vllm/test_compiled_models.py",
+            "tests/vllm/test_lora.py",
+            "tests/vllm/test_processes.py",
+            "tests/vllm/test_trl.py",
+            "tests/vllm/test_vendor_state_space.py",
+        ),
+    ),
     "quantized models": Rotation(
-        5,
+        3,
         (
             "tests/vllm/test_quantized.py",
             "tests/vllm/test_quantized_experts.py",
@@ -36,12 +49,10 @@ ROTATIONS = {
             "tests/sglang/test_sglang_quantized_cache.py",
             "tests/sglang/test_sglang_quantized_lora.py",
             "tests/sglang/test_sglang_quantized_perplexity.py",
-            "tests/npu/test_npu_quantized.py",
-            "tests/npu_sglang/test_npu_sglang_quantized.py",
         ),
     ),
     "layers with a state, and drafts": Rotation(
-        3,
+        2,
         (
             "tests/vllm/test_states.py",
             "tests/vllm/test_delta_net.py",
@@ -51,8 +62,25 @@ ROTATIONS = {
             "tests/sglang/test_sglang_speculation.py",
         ),
     ),
+    "engines of vLLM": Rotation(
+        6,
+        (
+            "tests/vllm/test_aten_engine.py",
+            "tests/vllm/test_architectures.py",
+            "tests/vllm/test_communicator.py",
+            "tests/vllm/test_connectors.py",
+            "tests/vllm/test_engine_selection.py",
+            "tests/vllm/test_expert_methods.py",
+            "tests/vllm/test_model_runner_v2.py",
+            "tests/vllm/test_moe.py",
+            "tests/vllm/test_plugins.py",
+            "tests/vllm/test_ranks.py",
+            "tests/vllm/test_requests.py",
+            "tests/vllm/test_serve.py",
+        ),
+    ),
     "ways to serve with vLLM": Rotation(
-        4,
+        2,
         (
             "tests/vllm/test_p2p_engines.py",
             "tests/vllm/test_nodes.py",
@@ -65,7 +93,7 @@ ROTATIONS = {
         ),
     ),
     "ways to serve with SGLang": Rotation(
-        4,
+        3,
         (
             "tests/sglang/test_sglang_bisect.py",
             "tests/sglang/test_sglang_lora.py",
@@ -84,11 +112,17 @@ ROTATIONS = {
     "the emulated chip": Rotation(
         3,
         (
+            "tests/npu/test_npu_vllm.py",
             "tests/npu/test_npu_ways.py",
             "tests/npu/test_npu_flagcx.py",
+            "tests/npu/test_npu_quantized.py",
             "tests/npu/test_emulated_chip.py",
+            "tests/npu/test_emulated_collectives.py",
             "tests/npu/test_own_chip.py",
             "tests/npu/test_verify_ascend.py",
+            "tests/npu_sglang/test_npu_sglang.py",
+            "tests/npu_sglang/test_npu_sglang_quantized.py",
+            "tests/npu_sglang/test_own_chip_sglang.py",
         ),
     ),
 }

@@ -101,7 +101,7 @@ ENVIRONMENTS = {
         ".venv",
         tuple(f"vllm/test_{name}.py" for name in ON_OTHER_VERSIONS),
         {"FL_HOST_VERSION": "0.33"},
-        sample=2,
+        sample=1,
     ),
     "vllm-newest": Environment(
         ".venv-newest",
