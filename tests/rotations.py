@@ -37,7 +37,9 @@ ROTATIONS = {
             "tests/sglang/test_sglang_quantized_lora.py",
             "tests/sglang/test_sglang_quantized_perplexity.py",
             "tests/npu/test_npu_quantized.py",
+            "tests/npu/test_npu_quantized_experts.py",
             "tests/npu_sglang/test_npu_sglang_quantized.py",
+            "tests/npu_sglang/test_npu_sglang_quantized_experts.py",
         ),
     ),
     "layers with a state, and drafts": Rotation(
