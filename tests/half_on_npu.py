@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import half_types
+from fl_dispatch.cli import small_model
 from fl_dispatch.cli.half_precision import LARGEST, MEAN, table
 from quantized_checkpoints import SCHEMES, Scheme
 from quantized_network import distance, network, scores
@@ -56,6 +57,25 @@ INTEGER_SCHEMES = [name for name, scheme in SCHEMES.items() if not scheme.layer.
 """The other quantized checkpoints of integers: the chip has no fp8."""
 
 
+EXPERTS = (W8A8, "compressed-tensors W4A16", "compressed-tensors W8A16 int8", "gptq", "gptq, 8 bits")
+"""The checkpoints whose experts the chip's grouped products take."""
+
+
+REFUSED_EXPERTS = {
+    "compressed-tensors W4A16, zero points": "zero points in groups",
+    "compressed-tensors W8A16 int8, groups": "8 bits in groups",
+    "awq": "zero points in groups",
+}
+"""The checkpoints of integers whose experts both hosts refuse, and the reason."""
+
+
+def expert_kernels(scheme: str) -> tuple[str, ...]:
+    """The kernels of the chip that compute a scheme's experts."""
+    return (
+        ("npu_grouped_matmul",) if SCHEMES[scheme].rows is None else ("npu_dequant_swiglu_quant", "npu_grouped_matmul")
+    )
+
+
 def quantized_kernels(scheme: str) -> tuple[str, ...]:
     """The kernels of the chip that a scheme's operators run, in their order."""
     if SCHEMES[scheme].rows is None:
@@ -63,12 +83,15 @@ def quantized_kernels(scheme: str) -> tuple[str, ...]:
     return "npu_quantize" if scheme.endswith("static") else "npu_dynamic_quant", "npu_quant_matmul"
 
 
-def as_near_as_dequantized(scheme: Scheme, texts: Sequence[Sequence[int]], got: torch.Tensor) -> bool:
+def as_near_as_dequantized(
+    scheme: Scheme, texts: Sequence[Sequence[int]], got: torch.Tensor, model: Path = small_model.CHECKPOINT
+) -> bool:
     """Whether an engine's log-probabilities in float16 are as near to those of the network that a checkpoint stands
     for, in float32, as Hugging Face's in float16; and nearer than to those of the network that is not quantized."""
-    single, half = (scores(network(scheme, dtype=dtype), texts) for dtype in (torch.float32, torch.float16))
+    single, half = (scores(network(scheme, 1, dtype, model), texts) for dtype in (torch.float32, torch.float16))
     mean = (got - single).abs().mean() / (half - single).abs().mean()
-    ours, theirs, plain = (distance(got, single), distance(half, single), distance(got, scores(network(None), texts)))
+    ours, theirs = distance(got, single), distance(half, single)
+    plain = distance(got, scores(network(None, model=model), texts))
     return bool(mean <= MEAN) and ours <= LARGEST * theirs and ours < plain
 
 

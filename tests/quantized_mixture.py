@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from quantized_checkpoints import Scheme
@@ -35,9 +36,9 @@ BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
 """Schemes of either operator, which run in every kind of engine."""
 
 
-def mixture(folder: Path) -> Path:
-    """Write the checkpoint, not quantized."""
-    return build_checkpoint("qwen3_moe", folder, **SHAPE)
+def mixture(folder: Path, **sizes: Any) -> Path:
+    """Write the checkpoint, not quantized; ``sizes`` differ from :data:`SHAPE`."""
+    return build_checkpoint("qwen3_moe", folder, **{**SHAPE, **sizes})
 
 
 def operator(scheme: Scheme) -> str:

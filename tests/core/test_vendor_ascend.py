@@ -24,6 +24,7 @@ from fl_dispatch.backends.vendor.ascend.impl import (
     mla,
     normalization,
     quantization,
+    quantized_experts,
     rotary,
     routing,
 )
@@ -32,6 +33,7 @@ from fl_dispatch.errors import NotSupported
 from fl_dispatch.types import OpImpl
 
 HALF = torch.float16
+INT8, FP8, ONE = torch.int8, torch.float8_e4m3fn, torch.ones(1, 1)
 BLOCK = 128
 
 
@@ -468,7 +470,120 @@ def test_one_group_is_a_scale_for_each_column(npu: Calls) -> None:
     assert (call.args[2].shape, call.antiquant_group_size, call.bias.dtype) == ((1, 5), 0, torch.float32)
 
 
-INT8, FP8, ONE = torch.int8, torch.float8_e4m3fn, torch.ones(1, 1)
+@pytest.fixture
+def routed(npu: Calls) -> Calls:
+    """Three tokens with an expert each: one has the first, two the second."""
+    npu.results |= {
+        "npu_moe_init_routing_v2": lambda x, *_, quant_mode, **__: (
+            x.to(torch.int8) if quant_mode == 1 else x,
+            torch.arange(3, dtype=torch.int32),
+            torch.tensor([1, 2, 0]),
+            torch.full((3,), 0.5),
+        ),
+        "npu_grouped_matmul": lambda x, weight, **_: [x[0].new_ones(3, weight[0].shape[2])],
+        "npu_dequant_swiglu_quant": lambda x, **_: (
+            x.new_ones(3, x.shape[1] // 2).to(torch.int8),
+            torch.full((3,), 2.0),
+        ),
+        "npu_swiglu": lambda x, dim: x[..., : x.shape[-1] // 2],
+        "npu_moe_token_unpermute": lambda y, places, probs: y,
+    }
+    return npu
+
+
+def chosen(kind: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Rows of 16 elements, and an expert for each."""
+    return torch.ones(3, 16, dtype=kind), (torch.ones(3, 1), torch.tensor([[0], [1], [1]]))
+
+
+@pytest.mark.parametrize("kind", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_experts_of_int8_keep_int32_and_their_last_scales_are_what_the_kernel_wants(
+    routed: Calls, kind: torch.dtype
+) -> None:
+    w13, w2 = torch.ones(2, 128, 16, dtype=INT8), torch.ones(2, 16, 64, dtype=INT8)
+    x, routing = chosen(kind)
+    quantized_experts.scaled_moe(x, w13, torch.ones(2, 128, 1), w2, torch.ones(2, 16, 1), *routing)
+    _, first, between, second, _ = routed.made
+    assert first.args[1][0].data_ptr() == w13.data_ptr(), "a copy of the weight"
+    assert first.output_dtype is torch.int32
+    assert not hasattr(first, "scale")
+    assert (between.weight_scale.shape, between.activation_scale.tolist()) == ((2, 128), [[0.5]] * 3)
+    assert (between.group_index.tolist(), between.activate_left, between.quant_mode) == ([1, 2], True, 1)
+    (scale,), (rows,) = second.scale, second.per_token_scale
+    assert (scale.shape, scale.dtype) == ((2, 16), torch.float32 if kind is HALF else kind)
+    assert rows.tolist() == [2.0] * 3
+    assert second.output_dtype is kind
+
+
+@pytest.mark.parametrize("zero", [None, 3], ids=["middle", "zeros"])
+def test_four_bits_of_experts_become_words_of_int4_and_zero_points_offsets(routed: Calls, zero: int | None) -> None:
+    packed = torch.arange(256, dtype=torch.int32).view(2, 16, 8).to(torch.uint8)
+    w2, groups = torch.zeros(2, 16, 4, dtype=torch.uint8), 1 if zero else 2
+    scales = [torch.ones(2, 16, count, dtype=HALF) for count in (groups, 1)]
+    zeros = [None if zero is None else torch.full((2, 16, 1), zero, dtype=INT8)] * 2
+    x, routing = chosen(HALF)
+    quantized_experts.weight_only_moe(
+        x, packed, scales[0], w2, scales[1], *routing, "silu", False, None, None, None, *zeros
+    )
+    first = next(call for call in routed.made if call.name == "npu_grouped_matmul")
+    (words,), (scale,), (offset,) = first.args[1], first.antiquant_scale, first.antiquant_offset
+    assert (words.dtype, words.shape, words.stride()) == (torch.int32, (2, 2, 16), (32, 1, 2))
+    numbers = [(int(words[0, 0, 5]) >> 4 * place & 15) for place in range(8)]
+    expected = [number for byte in packed[0, 5, :4].tolist() for number in (byte & 15, byte >> 4)]
+    assert [(number ^ 8) for number in numbers] == expected, "int4 is 8 less"
+    assert scale.shape == offset.shape == ((2, 16) if zero else (2, 2, 16))
+    assert offset.unique().tolist() == [0 if zero is None else 8 - zero]
+
+
+def test_eight_bits_of_experts_go_as_they_lie(routed: Calls) -> None:
+    w13, w2 = torch.ones(2, 16, 16, dtype=INT8), torch.ones(2, 16, 8, dtype=INT8)
+    scale, zero = torch.ones(2, 16, 1, dtype=HALF), torch.full((2, 16, 1), 3, dtype=INT8)
+    x, routing = chosen(HALF)
+    quantized_experts.weight_only_moe(x, w13, scale, w2, scale, *routing, "silu", False, None, None, None, zero, zero)
+    first = next(call for call in routed.made if call.name == "npu_grouped_matmul")
+    assert first.args[1][0].data_ptr() == w13.data_ptr(), "a copy of the weight"
+    assert first.antiquant_offset[0].unique().tolist() == [-3]
+
+
+def few_bits(**changed: Any) -> Any:
+    """Arguments of ``weight_only_moe`` that are declined for what is changed."""
+    scale, (x, routing) = torch.ones(2, 16, 2, dtype=HALF), chosen(HALF)
+    weight = torch.zeros(2, 16, 8, dtype=torch.uint8)
+    arguments = {"hidden_states": x, "w13": weight, "w13_scale": scale, "w2": weight, "w2_scale": scale}
+    return arguments | dict(zip(("topk_weights", "topk_ids"), routing, strict=True)) | changed
+
+
+def rows_too(**changed: Any) -> Any:
+    """The same of ``scaled_moe``."""
+    weights = {"w13": torch.ones(2, 128, 16, dtype=INT8), "w2": torch.ones(2, 16, 64, dtype=INT8)}
+    scales = {"w13_scale": torch.ones(2, 128, 1), "w2_scale": torch.ones(2, 16, 1)}
+    return few_bits(**weights, **scales) | changed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("weight_only_moe", few_bits(hidden_states=torch.ones(3, 16)), "hidden_states is float32"),
+        ("weight_only_moe", few_bits(w13=torch.ones(2, 16, 16).to(FP8)), "w13 is float8_e4m3fn"),
+        ("weight_only_moe", few_bits(w13_zero=torch.ones(2, 16, 2).to(INT8)), "w13 has zero points in groups"),
+        ("weight_only_moe", few_bits(w2=torch.ones(2, 16, 16).to(INT8)), "w2 has 8 bits in groups"),
+        ("weight_only_moe", few_bits(w2=torch.ones(2, 16, 6).to(torch.uint8)), "rows of w2 have 12 elements"),
+        ("weight_only_moe", few_bits(w2_scale=torch.ones(2, 16, 16).half()), "a group has 1 elements"),
+        ("weight_only_moe", few_bits(activation="relu2_no_mul"), "activation 'relu2_no_mul' is not one of silu"),
+        ("weight_only_moe", few_bits(w2_bias=torch.ones(2, 16)), "there are biases"),
+        ("scaled_moe", rows_too(hidden_states=torch.ones(3, 16)), "hidden_states is float32"),
+        ("scaled_moe", rows_too(w2=torch.ones(2, 16, 64).to(FP8)), "w2 is float8_e4m3fn"),
+        ("scaled_moe", rows_too(block_size=128), "there are blocks of 128"),
+        ("scaled_moe", rows_too(x2_scale=torch.ones(2)), "scales of rows are given"),
+        ("scaled_moe", rows_too(activation="gelu"), "activation 'gelu' is not silu"),
+        ("scaled_moe", rows_too(w2=torch.ones(2, 16, 48).to(INT8)), "an expert has 48 elements"),
+    ],
+)
+def test_experts_that_the_documentation_does_not_quantize_are_declined_by_name(
+    name: str, arguments: dict[str, Any], why: str
+) -> None:
+    assert answer(name, **(rows_too() if name == "scaled_moe" else few_bits())) is True
+    assert why in str(answer(name, **arguments))
 
 
 @pytest.mark.parametrize(

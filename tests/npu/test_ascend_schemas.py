@@ -52,6 +52,13 @@ CALLS = {
         "npu_swiglu",
         "npu_geglu",
     },
+    "scaled_moe": {
+        "npu_moe_init_routing_v2",
+        "npu_grouped_matmul",
+        "npu_dequant_swiglu_quant",
+        "npu_moe_token_unpermute",
+    },
+    "weight_only_moe": {"npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_moe_token_unpermute", "npu_swiglu"},
     "moe_sum": {"npu_moe_token_unpermute"},
 }
 """The calls that the samples of each operator make, all of them."""

@@ -289,6 +289,49 @@ def test_a_quantized_weight_is_moved_and_scaled_before_the_product(
     close(made, x.double() @ matrix + bias.double(), atol=1.0, rtol=0.01)
 
 
+def test_experts_of_int8_keep_int32_between_their_products() -> None:
+    counts = npu([1, 0, 2], torch.int64)
+    x, weight = (
+        torch.arange(size).view(shape) % 255 - 127 for size, shape in ((6144, (3, 2048)), (786432, (3, 2048, 128)))
+    )
+    groups = {"split_item": 2, "group_type": 0, "group_list_type": 1, "group_list": counts}
+    (made,) = torch_npu.npu_grouped_matmul(
+        [x.to(torch.int8).npu()], [weight.to(torch.int8).npu()], **groups, output_dtype=torch.int32
+    )
+    exact = torch.cat((x[:1] @ weight[0], x[1:] @ weight[2]))
+    assert torch.equal(made.cpu(), exact.to(torch.int32))
+    columns, rows = torch.arange(1, 385).view(3, 128) * 1e-9, torch.tensor([1.0, 2.0, 3.0])
+    numbers, scale = torch_npu.npu_dequant_swiglu_quant(
+        made, weight_scale=columns.npu(), activation_scale=rows.npu(), group_index=counts, activate_left=True,
+        quant_mode=1,
+    )  # fmt: skip
+    left, right = (exact * columns[[0, 2, 2]].double() * rows.double()[:, None]).chunk(2, -1)
+    expected = left * left.sigmoid() * right
+    close(scale, expected.abs().amax(-1) / 127)
+    assert (numbers.cpu() * scale.cpu()[:, None] - expected).abs().amax() <= scale.amax() * 0.51
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 along K", "int4 in groups"])
+def test_a_quantized_weight_of_experts_is_moved_and_scaled_before_the_product(kind: str, normal: Numbers) -> None:
+    x, numbers = normal(3, 16, dtype=torch.float16), torch.arange(2 * 16 * 24).view(2, 16, 24) % 16 - 8
+    groups = 4 if "groups" in kind else 1
+    scale, offset = normal(2, groups, 24).abs() + 0.5, normal(2, groups, 24) * (groups == 1)
+    scale, offset = (values.half() for values in (scale, offset))
+    weight = numbers.to(torch.int8).npu()
+    if kind != "int8":
+        last = numbers if kind == "int4" else numbers.transpose(1, 2)
+        words = (last.unflatten(-1, (-1, 8)) % 16 << torch.arange(8) * 4).sum(-1).to(torch.int32).npu()
+        weight = words if kind == "int4" else words.transpose(1, 2)
+    given = [values if groups > 1 else values[:, 0].contiguous() for values in (scale, offset)]
+    (made,) = torch_npu.npu_grouped_matmul(
+        [x.npu()], [weight], antiquant_scale=[given[0].npu()], antiquant_offset=[given[1].npu()], split_item=2,
+        group_type=0, group_list=npu([1, 3], torch.int64),
+    )  # fmt: skip
+    spread = [values.double().repeat_interleave(16 // groups, 1) for values in (scale, offset)]
+    matrix = (numbers + spread[1]) * spread[0]
+    close(made, torch.cat((x[:1].double() @ matrix[0], x[1:].double() @ matrix[1])), atol=0.05, rtol=0.01)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_given_scale_divides_rounds_and_cuts_off(dtype: torch.dtype) -> None:
     x = npu([[0.0, 0.75, -0.75, 1.25], [1000.0, -1000.0, 63.5, -64.0]], dtype)

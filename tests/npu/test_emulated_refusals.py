@@ -51,6 +51,33 @@ def grouped(**changed: Any) -> Any:
     return torch_npu.npu_grouped_matmul(arguments.pop("x"), arguments.pop("weight"), **arguments)
 
 
+def int8_experts(**changed: Any) -> Any:
+    single = torch.float32
+    arguments = {
+        "x": [ones(4, 16, dtype=torch.int8)], "weight": [ones(2, 16, 8, dtype=torch.int8)],
+        "scale": [ones(2, 8, dtype=single)], "per_token_scale": [ones(4, dtype=single)], "output_dtype": HALF,
+    }  # fmt: skip
+    return grouped(**(arguments | changed))
+
+
+def few_bit_experts(**changed: Any) -> Any:
+    """int4 that lies along K, in two groups."""
+    arguments = {
+        "weight": [ones(2, 8, 2, dtype=torch.int32).transpose(1, 2)], "antiquant_scale": [ones(2, 2, 8)],
+        "antiquant_offset": [torch.zeros_like(ones(2, 2, 8))],
+    }  # fmt: skip
+    return grouped(**(arguments | changed))
+
+
+def swiglu(**changed: Any) -> Any:
+    single = torch.float32
+    arguments = {
+        "x": ones(4, 256, dtype=torch.int32), "weight_scale": ones(2, 256, dtype=single), "quant_mode": 1,
+        "activation_scale": ones(4, dtype=single), "group_index": ints([1, 3], torch.int64), "activate_left": True,
+    } | changed  # fmt: skip
+    return torch_npu.npu_dequant_swiglu_quant(arguments.pop("x"), **arguments)
+
+
 def scaled(**changed: Any) -> Any:
     single = torch.float32
     arguments = {
@@ -143,6 +170,24 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: grouped(group_list=ints([4], torch.int64), weight=[ones(1, 16, 8)]), "more than one entry"),
     (lambda: grouped(split_item=0), "split_item=0, not 2 or 3"),
     (lambda: grouped(weight=[ones(2, 16, 8, dtype=torch.bfloat16)]), "must have one dtype"),
+    (lambda: int8_experts(output_dtype=torch.bfloat16), "scale is torch.float32; output"),
+    (lambda: int8_experts(output_dtype=torch.int32), "int32 results have no scales"),
+    (lambda: int8_experts(scale=[ones(8, dtype=torch.float32)]), "scale must be [E, N]"),
+    (lambda: int8_experts(weight=[ones(2, 16, 8)]), "weight must be int8"),
+    (lambda: few_bit_experts(antiquant_offset=None), "antiquant_scale and antiquant_offset must be given"),
+    (lambda: few_bit_experts(x=[ones(4, 16, dtype=torch.float32)]), "x has dtype float32"),
+    (lambda: few_bit_experts(antiquant_scale=[ones(2, 2, 8, dtype=torch.bfloat16)]), "dtypes must be equal"),
+    (lambda: few_bit_experts(antiquant_scale=[ones(2, 16)]), "antiquant_scale is (2, 16), not (2, 8)"),
+    (lambda: few_bit_experts(antiquant_offset=[ones(2, 2, 8)]), "antiquant_offset of groups must be zero"),
+    (lambda: few_bit_experts(antiquant_scale=[ones(2, 3, 8)], antiquant_offset=[ones(2, 3, 8)]), "3 groups of 16"),
+    (lambda: few_bit_experts(antiquant_scale=[ones(2, 16, 8)], antiquant_offset=[ones(2, 16, 8)]), "groups of 1 of a"),
+    (lambda: few_bit_experts(weight=[ones(2, 16, 8, dtype=torch.int8)]), "int8 takes a scale for each column"),
+    (lambda: swiglu(x=ones(4, 256)), "x is torch.float16; int32 is emulated"),
+    (lambda: swiglu(x=ones(4, 192, dtype=torch.int32)), "H is 96, no multiple of 64"),
+    (lambda: swiglu(quant_mode=0), "quant_mode=0, not 1 with group_index"),
+    (lambda: swiglu(activation_scale=None), "needs both scales"),
+    (lambda: swiglu(group_index=ints([1, 4], torch.int64)), "names 5 rows, x has 4"),
+    (lambda: swiglu(weight_scale=ones(256, dtype=torch.float32)), "weight_scale is (256,)"),
     (lambda: torch_npu.npu_moe_token_unpermute(ones(2, 8), ints([0, 0])), "must not repeat"),
     (lambda: torch_npu.npu_moe_token_unpermute(ones(2, 8), ints([0, 1], torch.int64)), "not int32"),
     (lambda: torch_npu.npu_top_k_top_p(ones(1, 8), ones(1), ints([1], torch.int64)), "k is torch.int64, not int32"),

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from emulated_npu import kernels
 
-HALF = torch.float16
+HALF, SINGLE = torch.float16, torch.float32
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 Case = tuple[str, tuple[Any, ...], dict[str, Any]]
 
@@ -60,6 +60,19 @@ def fusion(layout: str) -> Case:
 def routing(**more: Any) -> Case:
     arguments = {"expert_num": 4, "expert_tokens_num_flag": True, "active_expert_range": [0, 4], "quant_mode": -1}
     return "npu_moe_init_routing_v2", (ones(3, 16), ints([0, 1], [2, 1], [1, 0])), {**arguments, **more}
+
+
+def experts(x: torch.Tensor, weight: torch.Tensor, **more: Any) -> Case:
+    arguments = {"group_list": ints(1, 3, dtype=torch.int64), "split_item": 2, "group_type": 0, "group_list_type": 1}
+    return "npu_grouped_matmul", ([x], [weight]), {**arguments, **more}
+
+
+def few_bit_experts(weight: torch.Tensor) -> Case:
+    return experts(ones(4, 16), weight, antiquant_scale=[ones(2, 8)], antiquant_offset=[ones(2, 8)])
+
+
+def int8_experts(**more: Any) -> Case:
+    return experts(ones(4, 16, dtype=INT8), ones(2, 16, 8, dtype=INT8), **more)
 
 
 def latent_cache(output: bool) -> Case:
@@ -114,9 +127,16 @@ CASES: list[Case] = [
     ("npu_moe_token_permute", (ones(3, 16), ints([0, 1], [2, 1], [1, 0])), {}),
     ("npu_moe_token_unpermute", (ones(6, 16), ints(*range(6)), ones(3, 2)), {}),
     ("npu_moe_finalize_routing", (ones(6, 16), ones(3, 16), None, None, ones(3, 2), ints(*range(6)), None), {}),
-    ("npu_grouped_matmul", ([ones(4, 16)], [ones(2, 16, 8)]),
-     {"group_list": ints(1, 3, dtype=torch.int64), "split_item": 2, "group_type": 0, "group_list_type": 1}),
+    experts(ones(4, 16), ones(2, 16, 8)),
     ("npu_grouped_matmul", ([ones(4, 16), ones(2, 16)], [ones(16, 8), ones(16, 8)]), {"group_type": -1}),
+    int8_experts(output_dtype=torch.int32),
+    int8_experts(output_dtype=HALF, scale=[ones(2, 8, dtype=SINGLE)], per_token_scale=[ones(4, dtype=SINGLE)]),
+    few_bit_experts(ones(2, 16, 8, dtype=INT8)),
+    few_bit_experts(ones(2, 16, 1, dtype=torch.int32)),
+    few_bit_experts(ones(2, 8, 2, dtype=torch.int32).transpose(1, 2)),
+    ("npu_dequant_swiglu_quant", (ones(4, 256, dtype=torch.int32),),
+     {"weight_scale": ones(2, 256, dtype=SINGLE), "activation_scale": ones(4, 1, dtype=SINGLE), "quant_mode": 1,
+      "group_index": ints(1, 3, dtype=torch.int64), "activate_left": True}),
     ("npu_grouped_matmul.List", ([ones(4, 16)], [ones(16, 8), ones(16, 8)]), {"group_list": [1, 4], "split_item": 3}),
     ("npu_top_k_top_p", (ones(2, 8), ones(2), ints(2, 3)), {}),
     ("npu_dynamic_quant", (ones(2, 3, 8),), {}),

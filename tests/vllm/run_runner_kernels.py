@@ -45,6 +45,7 @@ from vllm.v1.worker.gpu.sample import (
     penalties,
     prompt_logprob,
     thinking_budget,
+    trace_replay,
 )
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler, rejection_sampler_utils
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram_speculator
@@ -309,6 +310,15 @@ def greedy(draw: Draw) -> Sequence[Any]:
     logits[2, :-1] = float("-inf")
     nothing = torch.zeros(SLOTS)
     return gumbel.gumbel_sample(logits, idx, nothing, nothing.long(), nothing[:6].long(), True, False)
+
+
+def replayed(draw: Draw) -> Sequence[Any]:
+    sampled, idx = draw.integers(0, VOCABULARY - 1, SLOTS, dtype=torch.int64), torch.tensor([5, 0, -1, 3, 1, 2]).int()
+    lengths, prompt = torch.tensor([0, 9, 3, 64, 5, 9]).int(), torch.tensor([4, 4, 4, 1, 4, 9]).int()
+    total = prompt + torch.tensor([0, 8, 3, 63, 0, -1]).int()  # a trace's last token, one behind it, and before it
+    traces = draw.integers(0, VOCABULARY - 1, SLOTS, LONGEST)
+    trace_replay.apply_trace_tokens(sampled, idx, traces, lengths, total, prompt)
+    return (sampled,)
 
 
 def likelihoods(draw: Draw) -> Sequence[Any]:
@@ -628,7 +638,7 @@ CASES: dict[str, Case] = {
     for case in (
         staged_writes, tables, prefill_inputs, positions_and_lengths, sampled_and_drafted, sampled_and_rejected, update,
         computed, expanded, rope_positions, temperatures, least_probability, biases, penalized, counted, words,
-        chosen, greedy, likelihoods, prompt_tokens, supports, verified, judged,
+        chosen, greedy, replayed, likelihoods, prompt_tokens, supports, verified, judged,
         looked_up, thought, embedded, drafts_begin, drafts_go_on, drafts_begin_apart, drafts_kept,
         accepted, states_go_on, states_are_kept, cleared_blocks,
     )

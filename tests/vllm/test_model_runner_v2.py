@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import RUNNERS, STEP, python, start
+from engines import MAX_TOKENS, PROMPTS, RUNNERS, STEP, python, start, start_features
 
 from sampling import drawn
 from vllm_fl.compat import model_runner
@@ -50,6 +50,17 @@ def test_tokens_equal_hugging_face_twice(
     assert result["report"]["runner_kernels"] == "C++ and PyTorch"
     assert "model runner V2, because vLLM prefers it" in result["log"]
     assert result["report"]["failed"] == {}
+
+
+def test_a_request_replays_its_trace_and_the_one_beside_it_does_not(
+    checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> None:
+    trace = [7, 8, 9, 7]
+    sampling = [{"max_tokens": MAX_TOKENS, "trace_decode_token_ids": trace}, {"max_tokens": MAX_TOKENS}]
+    steps = [{"do": "generate", "prompts": PROMPTS[:2], "sampling": sampling}]
+    (found,) = start_features((checkpoint("qwen3"), steps, {"enable_trace_replay": True})).result()["runs"]
+    assert found["report"]["model_runner"] == "V2"
+    assert [output["tokens"] for output in found["steps"][0]] == [[trace], [expected("qwen3")[1]]]
 
 
 SPECULATES = """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import take
+from .rows import flat, take
 
 GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 WORD = 0xFFFFFFFF
@@ -73,6 +73,31 @@ def gumbel_sample(
     place = positions[: len(state)].to(torch.int64) + (DRAFT_SALT if IS_DRAFTING else 0)
     values = noised(values, heat, seed, place)
     best_of_blocks(values, local_argmax, local_max, BLOCK_SIZE)
+
+
+def trace_replay(
+    sampled: Tensor,
+    idx_mapping: Tensor,
+    traces: Tensor,
+    traces_stride: int,
+    trace_len: Tensor,
+    total_len: Tensor,
+    prompt_len: Tensor,
+    **_: Any,
+) -> None:
+    """Replace the tokens of requests that replay a trace, as far as it goes.
+
+    Args:
+        sampled: int64, ``[requests]``, or ``[requests, 1]``; overwritten.
+        traces: int32, ``[states, longest]``: the tokens after the prompt.
+    """
+    state = idx_mapping.to(torch.int64)
+    real, state = state >= 0, state.clamp(min=0)
+    step = (take(total_len, state) - take(prompt_len, state)).to(torch.int64)
+    replayed = real & (step >= 0) & (step < take(trace_len, state))
+    token = traces[state, step.clamp(0, traces.shape[1] - 1)]
+    tokens = flat(sampled)[: len(state)]
+    tokens.copy_(torch.where(replayed, token.to(tokens.dtype), tokens))
 
 
 @cache

@@ -53,6 +53,7 @@ FORMS: Mapping[str, Callable[..., None]] = {
     "gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
     "gpu.sample.thinking_budget._thinking_budget_kernel": thinking.thinking_budget,
     "gpu.sample.thinking_budget._update_committed_marker_cache_kernel": thinking.update_committed_marker_cache,
+    "gpu.sample.trace_replay._trace_replay_kernel": sampling.trace_replay,
     "gpu.spec_decode.ngram.speculator._ngram_scan_kernel": ngram.scan,
     "gpu.spec_decode.ngram.speculator._ngram_finalize_kernel": ngram.finalize,
     "gpu.spec_decode.rejection_sampler._flatten_sampled_kernel": verification.flatten_sampled,

@@ -139,18 +139,19 @@ def _run(operator: torch._ops.OpOverload, name: str, function: Callable[..., Any
 def _wrong(operator: torch._ops.OpOverload, args: list[Any]) -> list[Any]:
     """The arguments of a wrong kernel: every second element of the first floating tensor is doubled.
 
-    Not all of them, and not their sign, because a factor that query and key share leaves the order of scores.
+    Not all of them, and not their sign, because a factor that query and key share leaves the order of scores. Integers
+    are halved where there is nothing else.
     """
-    for position, value in enumerate(args):
-        tensor = value[0] if isinstance(value, list) and value else value
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-            factor = (1 + torch.arange(tensor.shape[-1]) % 2).to(tensor.dtype)
-            if operator._schema.name.removeprefix("npu::") in OVERWRITING:
-                tensor.mul_(factor)
-                return args
-            wrong = tensor * factor
-            return [*args[:position], [wrong, *value[1:]] if isinstance(value, list) else wrong, *args[position + 1 :]]
-    raise ValueError(f"EMU_NPU_WRONG: {operator} has no floating tensor")
+    tensors = [value[0] if isinstance(value, list) and value else value for value in args]
+    places = [position for position, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)]
+    position = next((one for one in places if tensors[one].is_floating_point()), places[0])
+    tensor, value = tensors[position], args[position]
+    factor = 1 + torch.arange(tensor.shape[-1]) % 2
+    if operator._schema.name.removeprefix("npu::") in OVERWRITING:
+        tensor.mul_(factor.to(tensor.dtype))
+        return args
+    wrong = tensor * factor.to(tensor.dtype) if tensor.is_floating_point() else (tensor // factor).to(tensor.dtype)
+    return [*args[:position], [wrong, *value[1:]] if isinstance(value, list) else wrong, *args[position + 1 :]]
 
 
 OVERWRITING = ("npu_apply_rotary_pos_emb",)

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-from . import FLOAT, kernel, require, require_default, require_dtype, require_same_dtype
+from . import FLOAT, HALF, kernel, require, require_default, require_dtype, require_same_dtype
+
+IN_A_WORD = 8
+"""Numbers of int4 in an int32."""
 
 
 @kernel("npu_transpose_batchmatmul")
@@ -71,7 +74,8 @@ def _products(
     for number, (one, matrix) in enumerate(zip(rows, matrices, strict=True)):
         require(matrix.dim() == 2 and one.shape[-1] == matrix.shape[0], f"{tuple(one.shape)} @ {tuple(matrix.shape)}")
         require(one.shape[-1] < 65536 and matrix.shape[-1] < 65536, "the last dimensions must be below 65536")
-        product = one.float() @ matrix.float()
+        exact = torch.float32 if one.is_floating_point() else torch.float64
+        product = one.to(exact) @ matrix.to(exact)
         if bias is not None:
             flat = bias[0] if len(bias) == 1 and bias[0].dim() == 2 else bias
             product = product + flat[number].float()
@@ -98,6 +102,8 @@ def grouped_matmul(
     *,
     bias: list[torch.Tensor] | None = None,
     scale: list[torch.Tensor] | None = None,
+    antiquant_scale: list[torch.Tensor] | None = None,
+    antiquant_offset: list[torch.Tensor] | None = None,
     per_token_scale: list[torch.Tensor] | None = None,
     group_list: torch.Tensor | None = None,
     split_item: int | None = 0,
@@ -108,13 +114,15 @@ def grouped_matmul(
     output_dtype: int | None = None,
     **others: Any,
 ) -> list[torch.Tensor]:
-    """x_i @ weight_i for each group. Source: op-plugin's page, the table for a group_list that is a tensor.
+    """x_i @ weight_i for each group. Source: op-plugin's page, the table for a group_list that is a tensor; CANN's page
+    of aclnnGroupedMatmulV4 for shapes of scales, results of int32 and offsets of groups.
 
-    Plain products, and int8 with a scale for each channel and token. group_type -1 (every tensor a group) and 0 (rows
-    in groups; the weight is one tensor [E, K, N] or several [K, N]); group_list_type 0 (cumulative) and 1 (sizes).
+    Plain products; int8 with a scale for each channel and token, or none; quantized weights. group_type -1 (every
+    tensor a group) and 0 (rows in groups; the weight is one tensor [E, K, N] or several [K, N]); group_list_type 0
+    (cumulative) and 1 (sizes).
     Refused: a group_list that is not int64, that does not cover x, or has one entry of type 1; activations without
     scales for tokens; split_item that does not fit the group type; mixed dtypes.
-    Assumed: float32 inside. k groups (group_type 2), anti-quantization and int4 are not emulated.
+    Assumed: float32 inside. k groups (group_type 2) and an x of int4 are not emulated.
     """
     require_default(**others)
     kind = -1 if group_type is None else group_type
@@ -144,9 +152,14 @@ def grouped_matmul(
         else:
             require(all(one.dim() == 2 for one in weight), "weights of a list must have two dimensions")
     if x[0].dtype == torch.int8:
+        require_default(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
         return _int8(x, weight, bias, scale, per_token_scale, ends, split, output_dtype)
     require_default(scale=scale, per_token_scale=per_token_scale, tuning_config=tuning_config)
-    _check_plain(x, weight, bias)
+    if weight[0].dtype in (torch.int8, torch.int32):
+        weight = _dequantized(x, weight, bias, antiquant_scale, antiquant_offset, ends)
+    else:
+        require_default(antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset)
+        _check_plain(x, weight, bias)
     wanted = x[0].dtype if output_dtype is None else dtype_of(output_dtype)
     require(wanted == x[0].dtype, f"output_dtype {wanted} for x of {x[0].dtype}")
     return [one.to(wanted) for one in _products(x, weight, bias, ends, split)]
@@ -171,27 +184,82 @@ def _int8(
     split: int,
     output_dtype: int | None,
 ) -> list[torch.Tensor]:
-    """int8 products with scales: float16 of float32 scales, bfloat16 of bfloat16 scales, as the table says."""
+    """int8 products with scales: float16 of float32 scales, bfloat16 of bfloat16 scales, as the table says; or int32
+    without any."""
     require(all(one.dtype == torch.int8 for one in weight), "weight must be int8 for x of int8")
     require(len(x) == len(weight) == 1 and ends is not None, "int8 is emulated for one x and one weight, in groups")
     require(bias is None, "a bias of int8 products is not emulated")
-    require(scale is not None and len(scale) == 1, "scale must be given for int8")
     require(output_dtype is not None, "int8 results are not emulated; name output_dtype")
-    assert scale is not None
     assert output_dtype is not None
     assert ends is not None
     made = dtype_of(output_dtype)
+    if made == torch.int32:
+        require(scale is None and per_token_scale is None, "int32 results have no scales")
+        return [one.to(made) for one in _products(x, weight, None, ends, split)]
+    require(scale is not None and len(scale) == 1, "scale must be given for int8")
+    assert scale is not None
     wanted = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16}.get(made)
     require(scale[0].dtype == wanted, f"scale is {scale[0].dtype}; output {made} wants {wanted}")
     require(scale[0].shape == (len(weight[0]), weight[0].shape[2]), "scale must be [E, N]")
     (product,) = _products(x, weight, None, ends, split)
     sizes = torch.tensor([b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)])
-    product = product * scale[0].float().repeat_interleave(sizes, 0)
+    product = product.float() * scale[0].float().repeat_interleave(sizes, 0)
     if per_token_scale is not None:
         require(per_token_scale[0].dtype == torch.float32, "per_token_scale must be float32")
         require(per_token_scale[0].shape == (len(x[0]),), "per_token_scale must be [rows]")
         product = product * per_token_scale[0][:, None]
     return [product.to(made)]
+
+
+def _dequantized(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    bias: list[torch.Tensor] | None,
+    scale: list[torch.Tensor] | None,
+    offset: list[torch.Tensor] | None,
+    ends: list[int] | None,
+) -> list[torch.Tensor]:
+    """(weight + offset) * scale, of int8 or of int4 in words of int32, whose first number is in the lowest bits.
+
+    Scales are [E, N], those of int4 also [E, G, N]. Words lie along the last dimension of the weight, or along K if it
+    is transposed, as the Meta kernel has it. Refused: scales or offsets that are missing or of another dtype than x;
+    groups of int8, groups that do not divide K, or of an odd size if transposed; an offset of groups that is not zero,
+    which CANN's page has for whole columns only.
+    """
+    require(len(x) == len(weight) == 1 and ends is not None, "quantized weights are emulated for one x and one weight")
+    require(bias is None, "a bias of quantized weights is not emulated")
+    require_dtype("x", x[0], HALF)
+    require(scale is not None and offset is not None, "antiquant_scale and antiquant_offset must be given")
+    assert scale is not None
+    assert offset is not None
+    require(len(scale) == len(offset) == 1, "antiquant_scale and antiquant_offset have the length of weight")
+    require_same_dtype(x=x[0], antiquant_scale=scale[0], antiquant_offset=offset[0])
+    numbers, words = weight[0], weight[0].dtype == torch.int32
+    transposed = numbers.stride(-2) == 1 and numbers.stride(-1) == numbers.shape[-2]
+    if words:
+        numbers = _int4(numbers.transpose(1, 2)).transpose(1, 2) if transposed else _int4(numbers)
+    experts, k, n = numbers.shape
+    groups = scale[0].shape[1] if scale[0].dim() == 3 else 1
+    shape = (experts, groups, n) if scale[0].dim() == 3 else (experts, n)
+    require(scale[0].shape == shape, f"antiquant_scale is {tuple(scale[0].shape)}, not {shape}")
+    require(offset[0].shape == shape, f"antiquant_offset is {tuple(offset[0].shape)}, not {shape}")
+    if scale[0].dim() == 3:
+        require(words, "int8 takes a scale for each column")
+        require(k % groups == 0, f"{groups} groups of {k}")
+        require(not transposed or k // groups % 2 == 0, f"groups of {k // groups} of a transposed weight, not even")
+        require(not bool(offset[0].any()), "antiquant_offset of groups must be zero")
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return values.float().view(experts, groups, n).repeat_interleave(k // groups, 1)
+
+    return [(numbers.float() + spread(offset[0])) * spread(scale[0])]
+
+
+def _int4(words: torch.Tensor) -> torch.Tensor:
+    """The numbers of words along the last dimension, from -8 to 7."""
+    shifts = torch.arange(IN_A_WORD, dtype=torch.int32) * 4
+    numbers = (words[..., None] >> shifts & 15).flatten(-2)
+    return numbers - 16 * (numbers > 7).int()
 
 
 @kernel("npu_grouped_matmul.List")

@@ -40,9 +40,65 @@ def dynamic_quant(
         require(smooth_scales.shape == input.shape[-1:], f"smooth_scales must be [{input.shape[-1]}]")
         require(smooth_scales.dtype == input.dtype, f"smooth_scales is {smooth_scales.dtype}, input {input.dtype}")
         x = x * smooth_scales.float()
+    return _rows_to_int8(x)
+
+
+@kernel("npu_dequant_swiglu_quant")
+def dequant_swiglu_quant(
+    x: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    activation_scale: torch.Tensor | None = None,
+    group_index: torch.Tensor | None = None,
+    activate_left: bool = False,
+    quant_mode: int = 0,
+    clamp_limit: float = 7.0,
+    glu_alpha: float = 1.702,
+    glu_bias: float = 1.0,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """swish(a) * b of int32 times its scales, as int8 with a scale for each row. Source: the wheel's docstring.
+
+    Refused: an x that is not int32 of two dimensions, scales that are missing or not float32, a group_index that is not
+    int64 or names more rows than x has, halves that are no multiple of 64 up to 10496, other than quant_mode 1.
+    activation_scale is [rows] in the docstring's text, and [rows, 1] in its example and on op-plugin's page: both.
+    Assumed: float32 inside, rounding to even; a row of zeros gives zeros; rows beyond the groups are 0 and NaN. Calls
+    without groups, an x of half types, smooth scales, biases and the other forms of swiglu are not emulated.
+    """
+    require_default(**others)
+    require(x.dtype == torch.int32, f"x is {x.dtype}; int32 is emulated")
+    require(x.dim() == 2, f"x has {x.dim()} dimensions, not 2")
+    require(quant_mode == 1, f"quant_mode={quant_mode}, not 1 with group_index")
+    require(weight_scale is not None and activation_scale is not None, "an x of int32 needs both scales")
+    require(group_index is not None, "calls without group_index are not emulated")
+    assert weight_scale is not None
+    assert activation_scale is not None
+    assert group_index is not None
+    require(group_index.dtype == torch.int64 and group_index.dim() == 1, "group_index must be int64, of one dimension")
+    require(bool((group_index >= 0).all()), "group_index must not be negative")
+    (rows, width), total = x.shape, int(group_index.sum())
+    require(total <= rows, f"group_index names {total} rows, x has {rows}")
+    require(width % 128 == 0 and width <= 2 * 10496, f"H is {width // 2}, no multiple of 64 up to 10496")
+    for name, tensor, shapes in (
+        ("weight_scale", weight_scale, [(len(group_index), width)]),
+        ("activation_scale", activation_scale, [(rows,), (rows, 1)]),
+    ):
+        require(tensor.dtype == torch.float32, f"{name} is {tensor.dtype}, not float32")
+        require(tensor.shape in shapes, f"{name} is {tuple(tensor.shape)}, not one of {shapes}")
+    given = x[:total].float() * weight_scale.repeat_interleave(group_index, 0) * activation_scale.view(-1, 1)[:total]
+    left, right = given.chunk(2, -1)
+    if not activate_left:
+        left, right = right, left
+    numbers, scales = _rows_to_int8(left * torch.sigmoid(left) * right)
+    made, found = torch.zeros(rows, width // 2, dtype=torch.int8), torch.full((rows,), torch.nan)
+    made[:total], found[:total] = numbers, scales
+    return made, found
+
+
+def _rows_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 and max(abs(row)) / 127, rounded to even; a row of zeros gives zeros."""
     scale = x.abs().amax(-1) / 127
-    quantized = torch.round(x / torch.where(scale == 0, 1.0, scale)[..., None])
-    return quantized.to(torch.int8), scale
+    return torch.round(x / torch.where(scale == 0, 1.0, scale)[..., None]).to(torch.int8), scale
 
 
 @kernel("npu_quant_matmul")

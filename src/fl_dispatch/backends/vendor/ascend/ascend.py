@@ -12,7 +12,18 @@ import importlib.util
 from fl_dispatch.backends.base import Backend
 from fl_dispatch.devices import ASCEND, detect_device
 
-from .impl import activation, attention, experts, linear, mla, normalization, quantization, rotary, routing
+from .impl import (
+    activation,
+    attention,
+    experts,
+    linear,
+    mla,
+    normalization,
+    quantization,
+    quantized_experts,
+    rotary,
+    routing,
+)
 
 
 class _Kernels(Backend):
@@ -63,6 +74,8 @@ class AscendBackend(_Kernels):
     topk_sigmoid = staticmethod(routing.topk_sigmoid)
     grouped_topk = staticmethod(routing.grouped_topk)
     fused_moe = staticmethod(experts.fused_moe)
+    scaled_moe = staticmethod(quantized_experts.scaled_moe)
+    weight_only_moe = staticmethod(quantized_experts.weight_only_moe)
     moe_sum = staticmethod(experts.moe_sum)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)

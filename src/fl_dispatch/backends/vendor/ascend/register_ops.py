@@ -8,7 +8,18 @@ from fl_dispatch.backends.base import Registry
 from fl_dispatch.types import BackendImplKind, BackendPriority
 
 from .ascend import AscendAttentionKernels, AscendBackend
-from .impl import activation, attention, experts, linear, mla, normalization, quantization, rotary, routing
+from .impl import (
+    activation,
+    attention,
+    experts,
+    linear,
+    mla,
+    normalization,
+    quantization,
+    quantized_experts,
+    rotary,
+    routing,
+)
 
 OUTSIDE_GRAPHS = ("kv_cache_write", "paged_attention", "mla_decode", "mla_prefill")
 """Their kernels take a batch's lengths as integers, which a graph would repeat, or wait for the device."""
@@ -35,6 +46,8 @@ def register_builtins(registry: Registry) -> None:
             **dict.fromkeys(("topk_softmax", "topk_sigmoid"), routing.supports_topk),
             "grouped_topk": routing.supports_grouped_topk,
             "fused_moe": experts.supports_fused_moe,
+            "scaled_moe": quantized_experts.supports_scaled_moe,
+            "weight_only_moe": quantized_experts.supports_weight_only_moe,
             "moe_sum": experts.supports_moe_sum,
             "mla_decode": mla.supports_mla_decode,
             "mla_prefill": mla.supports_mla_prefill,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ def supports_fused_moe(
             return why
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
+    return mixture_problem(w13, w2, topk_ids, apply_router_weight_on_input, w13_bias, w2_bias) or True
+
+
+def mixture_problem(
+    w13: Tensor, w2: Tensor, topk_ids: Tensor, on_input: bool, w13_bias: Tensor | None, w2_bias: Tensor | None
+) -> str:
+    """Why :func:`mixture` and :func:`grouped` cannot take experts, whatever their numbers; or an empty string."""
     if w13_bias is not None or w2_bias is not None:
         return "there are biases; the documentation of npu_grouped_matmul has none of an expert's own"
     if not 2 <= w13.shape[0] <= MOST_EXPERTS:
@@ -50,9 +58,9 @@ def supports_fused_moe(
         return f"an axis of the weights is larger than {LARGEST_AXIS}"
     if topk_ids.shape[1] > MOST_CHOICES:
         return f"a token has {topk_ids.shape[1]} experts; npu_moe_token_unpermute takes at most {MOST_CHOICES}"
-    if apply_router_weight_on_input and topk_ids.shape[1] > 1:
+    if on_input and topk_ids.shape[1] > 1:
         return "weights on the input of more than one expert a token"
-    return True
+    return ""
 
 
 def fused_moe(
@@ -68,22 +76,53 @@ def fused_moe(
     w2_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.moe.fused_moe`. Does not wait for the device.
+    """See :data:`fl_dispatch.ops.moe.fused_moe`. Does not wait for the device."""
+
+    def products(rows: Tensor, _: Tensor, counts: Tensor) -> Tensor:
+        return grouped(ACTIVATIONS[activation](grouped(rows, w13, counts)), w2, counts)
+
+    routing = (topk_weights, topk_ids, apply_router_weight_on_input, expert_map)
+    return mixture(hidden_states, w13.shape[0], *routing, out, products)
+
+
+def mixture(
+    hidden_states: Tensor,
+    experts: int,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    on_input: bool,
+    expert_map: Tensor | None,
+    out: Tensor | None,
+    products: Callable[[Tensor, Tensor, Tensor], Tensor],
+    quantized: bool = False,
+) -> Tensor:
+    """The weighted sum of what the experts of each token make of it.
 
     A grouped product has to cover all rows. So choices that have no expert here are sorted behind the others, the last
     expert computes them, and they count as zero.
+
+    Args:
+        hidden_states: ``[tokens, hidden]``.
+        experts: how many are here.
+        topk_weights: as for ``fused_moe``, and so are the following.
+        topk_ids: likewise.
+        on_input: whether weights are applied to the input.
+        expert_map: likewise.
+        out: likewise.
+        products: the experts, of rows in their order, ``[choices, hidden]``, of the scale of each where they are
+            quantized, and of the number of each expert's rows.
+        quantized: whether rows are int8.
     """
     import torch_npu
 
     if not hidden_states.shape[0]:
         return hidden_states.new_empty(hidden_states.shape) if out is None else out
-    experts, dtype = w13.shape[0], hidden_states.dtype
-    ids = _local(topk_ids, expert_map, experts)
+    dtype, ids = hidden_states.dtype, _local(topk_ids, expert_map, experts)
     weights = topk_weights.masked_fill(ids == experts, 0.0)
-    if apply_router_weight_on_input:
+    if on_input:
         hidden_states = (hidden_states * topk_weights).to(dtype)
         weights = torch.where(ids == experts, 0.0, 1.0)
-    rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
+    rows, places, counts, scales = torch_npu.npu_moe_init_routing_v2(
         hidden_states.contiguous(),
         ids,
         active_num=-1,
@@ -92,14 +131,13 @@ def fused_moe(
         drop_pad_mode=0,
         expert_tokens_num_type=1,  # how many rows each expert has
         expert_tokens_num_flag=True,
-        quant_mode=-1,
+        quant_mode=1 if quantized else -1,
         active_expert_range=[0, experts + 1],
         row_idx_type=0,  # the place of each choice among the sorted rows
     )
     absent = counts[experts:]
     counts = torch.cat((counts[: experts - 1], counts[experts - 1 :].sum(dim=0, keepdim=True)))
-    inner = ACTIVATIONS[activation](_grouped(rows, w13, counts))
-    y = _grouped(inner, w2, counts)
+    y = products(rows, scales, counts)
     if expert_map is not None:  # what another rank's expert makes of a row may be infinite here
         row = torch.arange(y.shape[0], device=y.device)
         y = y.masked_fill((row >= y.shape[0] - absent)[:, None], 0.0)
@@ -115,12 +153,12 @@ def _local(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
     return torch.where(ids >= 0, ids, experts).to(torch.int32).contiguous()
 
 
-def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped(x: Tensor, weight: Tensor, counts: Tensor, **quantization: Any) -> Tensor:
     """The product of each expert's rows with its matrix ``[columns, inner]``."""
     import torch_npu
 
     (y,) = torch_npu.npu_grouped_matmul(
-        [x], [weight.transpose(1, 2)], split_item=2, group_type=0, group_list_type=1, group_list=counts
+        [x], [weight.transpose(1, 2)], split_item=2, group_type=0, group_list_type=1, group_list=counts, **quantization
     )
     return y  # type: ignore[no-any-return]
 
