@@ -13,9 +13,12 @@ from ...ops import OPERATORS, Place
 from ...ops.inputs import shapes
 from ..cases import Case
 from .model import Dimensions
+from .weights import Weights
 
 Make = Callable[[Place, int], tuple[Any, ...]]
 """Place and tokens → arguments."""
+ROUTER = "router"
+"""The product that scores experts, whose weights no checkpoint quantizes that is served."""
 MOST_CACHED = {True: 1 << 18, False: 1 << 14}
 """Keys of all requests together that attention is measured on, on an accelerator and on a CPU."""
 
@@ -77,8 +80,7 @@ def row_calls(model: Dimensions) -> Iterator[Call]:
     """The calls whose arguments follow from the number of tokens alone."""
     for name, columns, inner, times in _products(model):
         if columns and inner and times:
-            product = shapes.multiply(columns)
-            yield Call("linear", name, times, lambda place, n, m=product, w=inner: m(place, n, w), inner)  # type: ignore[misc]
+            yield from _product_calls(None if name == ROUTER else model.weights, name, columns, inner, times)
     if model.norm == "layer_norm":
         yield Call("layer_norm", "", 2 * model.layers, partial(_layer_norm, hidden=model.hidden), model.hidden)
     else:
@@ -102,6 +104,24 @@ def row_calls(model: Dimensions) -> Iterator[Call]:
         yield Call("kv_cache_write", "", model.layers, _wide(write, width), width)
 
 
+def _product_calls(weights: Weights | None, name: str, columns: int, inner: int, times: int) -> Iterator[Call]:
+    if weights is None:
+        yield Call("linear", name, times, _wide(shapes.multiply(columns), inner), inner)
+    elif weights.inputs:
+        yield Call("quantize", name, times, _wide(partial(_quantize, weights), inner), inner)
+        product = shapes.multiply_scaled(columns, weights.kind, weights.block)
+        yield Call(weights.operator, name, times, _wide(product, inner), inner)
+    else:
+        product = shapes.multiply_weight_only(columns, weights.kind, weights.group, weights.zeros)
+        yield Call(weights.operator, name, times, _wide(product, inner), inner)
+
+
+def _quantize(weights: Weights, place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
+    if weights.static:
+        return place.normal(tokens, inner), weights.dtype, -1, place.normal(1, dtype=torch.float32).abs_()
+    return place.normal(tokens, inner), weights.dtype, weights.block
+
+
 def _wide(make: Callable[[Place, int, int], tuple[Any, ...]], width: int) -> Make:
     return lambda place, tokens: make(place, tokens, width)
 
@@ -115,7 +135,7 @@ def _products(model: Dimensions) -> Iterator[tuple[str, int, int, int]]:
         width = model.heads * model.head_dim
         yield "query, key and value", width + 2 * model.kv_heads * model.head_dim, model.hidden, model.layers
         yield "output", model.hidden, width, model.layers
-    yield "router", model.experts, model.hidden, model.expert_layers
+    yield ROUTER, model.experts, model.hidden, model.expert_layers
     for name, inner, layers in (
         ("", model.inner, model.dense_layers),
         ("shared ", model.shared_inner, model.expert_layers),
@@ -135,10 +155,19 @@ def _expert_calls(model: Dimensions) -> Iterator[Call]:
     else:
         name = "topk_sigmoid" if model.sigmoid else "topk_softmax"
         yield Call(name, "", times, lambda place, n: (place.normal(n, experts), topk, True), experts)
-    mixture = shapes.mix(experts, topk, model.expert_inner)
-    yield Call("fused_moe", "", times, _wide(mixture, model.hidden), model.hidden)
+    op_name, mixture = _mixture(model)
+    yield Call(op_name, "", times, _wide(mixture, model.hidden), model.hidden)
     yield Call("moe_align_block_size", "", times, _wide(shapes.align(topk), experts), experts)
     yield Call("moe_sum", "", times, lambda place, n: (place.normal(n, topk, model.hidden),), model.hidden)
+
+
+def _mixture(model: Dimensions) -> tuple[str, shapes.Make]:
+    sizes, weights = (model.experts, model.topk, model.expert_inner), model.weights
+    if weights is None:
+        return "fused_moe", shapes.mix(*sizes)
+    if weights.inputs:
+        return weights.expert_operator, shapes.mix_scaled(*sizes, weights.kind, weights.block)
+    return weights.expert_operator, shapes.mix_weight_only(*sizes, weights.kind, weights.group, weights.zeros)
 
 
 def attention_calls(model: Dimensions, requests: int, new: int, context: int) -> Call:

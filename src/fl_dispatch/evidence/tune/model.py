@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import DispatchError
+from .weights import Weights, read_weights
 
 NORMALIZED_HEADS = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text"})
 """Types of models that normalize each head of query and key."""
@@ -33,7 +34,8 @@ class Dimensions:
         sigmoid: experts are scored by the sigmoid function.
         latent_rank, latent_rope, query_rank: of latent attention; 0 without.
         activation, norm: operators.
-        dtype: of the weights.
+        dtype: of the weights, or of rows between quantized ones.
+        weights: how those of products and experts are quantized, if they are.
     """
 
     model_type: str
@@ -57,6 +59,7 @@ class Dimensions:
     activation: str
     norm: str
     dtype: str
+    weights: Weights | None = None
 
     @property
     def layers(self) -> int:
@@ -73,8 +76,8 @@ def read_model(folder: Path, tensor_parallel: int = 1) -> Dimensions:
     """The dimensions of a model in a folder.
 
     Raises:
-        DispatchError: there is no ``config.json``, it cannot be read, it lacks a dimension, or a dimension cannot be
-            divided among the ranks.
+        DispatchError: there is no ``config.json``, it cannot be read, it lacks a dimension, a dimension cannot be
+            divided among the ranks, or its quantization is none that is served.
     """
     file = folder / "config.json" if folder.is_dir() else folder
     try:
@@ -146,4 +149,5 @@ def dimensions(config: Mapping[str, Any], tensor_parallel: int = 1, source: str 
         activation=ACTIVATIONS.get(act, "gelu_and_mul" if act.startswith("gelu") else act),
         norm="gemma_rms_norm" if model_type.startswith(GEMMA) else norm,
         dtype=str(text.get("torch_dtype") or text.get("dtype") or "bfloat16"),
+        weights=read_weights(config, source),
     )

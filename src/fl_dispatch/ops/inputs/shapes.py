@@ -99,11 +99,13 @@ def products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
         yield from _each(f"{columns} columns", few, (inner,), multiply(columns))
 
 
-def _quantized(columns: int, kind: torch.dtype, block: int) -> Make:
+def multiply_scaled(columns: int, kind: torch.dtype, block: int) -> Make:
+    """A product with weights of so many columns, both sides quantized."""
+
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
-        across = inner // block if block else 1
+        down, across = (-(-columns // block), -(-inner // block)) if block else (columns, 1)
         x, weight = (place.normal(rows, inner, scale=32.0).to(kind) for rows in (tokens, columns))
-        weights = _scales(place, columns // block if block else columns, across)
+        weights = _scales(place, down, across)
         dtype = str(place.dtype).removeprefix("torch.")
         return x, _scales(place, tokens, across), weight, weights, None, dtype, block
 
@@ -119,22 +121,35 @@ def quantized_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator
     some = [rows for rows in QUANTIZED_ROWS if rows <= max(tokens)]
     for label, (kind, block) in QUANTIZED.items():
         for columns, inner in WEIGHTS:
-            yield from _each(f"{label}, {columns} columns", some, (inner,), _quantized(columns, kind, block))
+            yield from _each(f"{label}, {columns} columns", some, (inner,), multiply_scaled(columns, kind, block))
 
 
-def _packed(columns: int) -> Make:
+def multiply_weight_only(
+    columns: int, kind: torch.dtype = torch.uint8, group: int = GROUP, zeros: bool = False
+) -> Make:
+    """A product with quantized weights of so many columns, in groups of a row or (0) with a scale a row."""
+
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
-        weight = place.normal(columns, inner // 2, scale=64.0).abs_().to(torch.uint8)
-        return place.normal(tokens, inner), weight, place.normal(columns, inner // GROUP, scale=1e-2)
+        return place.normal(tokens, inner), *_weight_only(place, (columns,), inner, kind, group, zeros)
 
     return make
+
+
+def _weight_only(
+    place: Place, rows: tuple[int, ...], inner: int, kind: torch.dtype, group: int, zeros: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    packed, groups = kind is torch.uint8, max(1, inner // group) if group else 1
+    numbers = place.normal(*rows, inner // 2 if packed else inner, scale=64.0 if packed else 32.0)
+    weight = numbers.abs_().to(kind) if packed else numbers.to(kind)
+    zero = place.normal(*rows, groups).abs_().to(torch.int8) if zeros else None
+    return weight, place.normal(*rows, groups, scale=1e-2), zero
 
 
 def packed_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``weight_only_linear`` with 4 bits."""
     some = [rows for rows in QUANTIZED_ROWS if rows <= max(tokens)]
     for columns, inner in WEIGHTS:
-        yield from _each(f"4 bits, {columns} columns", some, (inner,), _packed(columns))
+        yield from _each(f"4 bits, {columns} columns", some, (inner,), multiply_weight_only(columns))
 
 
 def rotate(
@@ -432,10 +447,12 @@ def mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
         yield from _each(model, tokens, (width,), mix(experts, topk, inner))
 
 
-def _mix_scaled(experts: int, topk: int, inner: int, kind: torch.dtype, block: int) -> Make:
+def mix_scaled(experts: int, topk: int, inner: int, kind: torch.dtype, block: int) -> Make:
+    """A mixture of experts, both sides of whose products are quantized."""
+
     def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
         def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
-            down, across = (columns // block, width // block) if block else (columns, 1)
+            down, across = (-(-columns // block), -(-width // block)) if block else (columns, 1)
             numbers = place.normal(experts, columns, width, scale=32.0).to(kind)
             return numbers, _scales(place, experts, down, across)
 
@@ -450,17 +467,19 @@ def scaled_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sha
     """Shapes of ``scaled_moe``, as those of ``fused_moe``."""
     for label, (kind, block) in QUANTIZED.items():
         for model, (experts, topk, width, inner) in EXPERTS.items():
-            yield from _each(f"{label}, {model}", tokens, (width,), _mix_scaled(experts, topk, inner, kind, block))
+            yield from _each(f"{label}, {model}", tokens, (width,), mix_scaled(experts, topk, inner, kind, block))
 
 
-def _mix_packed(experts: int, topk: int, inner: int) -> Make:
+def mix_weight_only(
+    experts: int, topk: int, inner: int, kind: torch.dtype = torch.uint8, group: int = GROUP, zeros: bool = False
+) -> Make:
+    """A mixture of experts with quantized weights."""
+
     def make(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
-        def weight(columns: int, width: int) -> tuple[Tensor, Tensor]:
-            numbers = place.normal(experts, columns, width // 2, scale=64.0).abs_().to(torch.uint8)
-            return numbers, place.normal(experts, columns, width // GROUP, scale=1e-2)
-
-        routed = _routed(place, tokens, experts, topk)
-        return place.normal(tokens, hidden), *weight(2 * inner, hidden), *weight(hidden, inner), *routed
+        w13, scale13, zero13 = _weight_only(place, (experts, 2 * inner), hidden, kind, group, zeros)
+        w2, scale2, zero2 = _weight_only(place, (experts, hidden), inner, kind, group, zeros)
+        rest = ("silu", False, None, None, None, zero13, zero2) if zeros else ()
+        return place.normal(tokens, hidden), w13, scale13, w2, scale2, *_routed(place, tokens, experts, topk), *rest
 
     return make
 
@@ -468,7 +487,7 @@ def _mix_packed(experts: int, topk: int, inner: int) -> Make:
 def packed_mixture(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``weight_only_moe`` with 4 bits, likewise."""
     for model, (experts, topk, width, inner) in EXPERTS.items():
-        yield from _each(f"4 bits, {model}", tokens, (width,), _mix_packed(experts, topk, inner))
+        yield from _each(f"4 bits, {model}", tokens, (width,), mix_weight_only(experts, topk, inner))
 
 
 def routing(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
