@@ -188,11 +188,15 @@ def test_the_results_of_this_project_are_shown() -> None:
     sections = {section.anchor: section for section in report.sections}
     assert all(sections[anchor].parts for anchor in ("selected", "right", "fast", "engines"))
     compared = [
-        path for path in RESULTS.glob("serve_*.json") if {"compared", "runs"} & set(json.loads(path.read_text()))
+        path
+        for path in RESULTS.glob("serve_*.json")
+        if {"compared", "formats", "runs"} & set(json.loads(path.read_text()))
     ]
     shown = {Path(name).name for name, where in report.files if "Engines" in where}
     assert shown == {path.name for path in compared}
-    assert "NVIDIA H200" in render(report)
+    html = render(report)
+    assert "NVIDIA H200" in html
+    assert "Perplexities of quantized checkpoints" in html
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 import quantized_checkpoints as checkpoints
 from fl_dispatch.cli import small_model
 from quantized_checkpoints import SCHEMES
-from quantized_engines import FAMILIES, Rules, Run, comparisons, divisible
+from quantized_engines import Rules, Run, comparisons, divisible
 from quantized_network import Comparison, answered
 from sampling import drawn
 
@@ -34,8 +34,8 @@ PRODUCTS = 4 * 4
 """Those of a layer, merged as vLLM does, in all layers of either model."""
 
 EAGER = [Run(name, kind="eager") for name in drawn(list(SCHEMES), 3, "quantized checkpoints")]
-COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(FAMILIES, 1, "quantized, compiled")]
-RANKS = [Run(name, {"tensor_parallel_size": 2}, "two ranks") for name in drawn(FAMILIES, 1, "quantized, ranks")]
+COMPILED = [Run(name, {"enforce_eager": False}, "compiled") for name in drawn(list(SCHEMES), 1, "quantized, compiled")]
+RANKS = [Run(name, {"tensor_parallel_size": 2}, "two ranks") for name in drawn(list(SCHEMES), 1, "quantized, ranks")]
 RUNS = [*EAGER, *COMPILED, *RANKS]
 each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 each_operator = pytest.mark.parametrize(

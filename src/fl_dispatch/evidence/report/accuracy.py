@@ -17,21 +17,32 @@ EMPTY = Section(
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of ``fl perplexity``'s."""
-    return {"perplexity", "tokens", "dtype", "report"} <= set(data)
+    """Whether a file is one of ``fl perplexity``'s, or of the benchmark's of quantized checkpoints."""
+    return {"perplexity", "tokens", "dtype", "report"} <= set(data) or _is_of_schemes(data)
+
+
+def _is_of_schemes(data: Mapping[str, Any]) -> bool:
+    return isinstance(data.get("schemes"), Mapping)
 
 
 def parts(sources: Iterable[Source]) -> list[Part]:
-    """A part a machine and its versions, a row a file."""
+    """A part a machine and its versions, a row a file; and one for each file of quantized checkpoints."""
     groups: dict[tuple[str, Any], list[Source]] = {}
+    quantized = []
     for source in sources:
-        groups.setdefault((source.origin.machine, tuple(source.origin.versions)), []).append(source)
-    return [_part(machine, group) for (machine, _), group in groups.items()]
+        if _is_of_schemes(source.data):
+            quantized.append(_schemes(source))
+        else:
+            groups.setdefault((source.origin.machine, tuple(source.origin.versions)), []).append(source)
+    return [*(_part(machine, group) for (machine, _), group in groups.items()), *quantized]
 
 
 def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
     """The number of those within their tolerance."""
-    judged = [source.data["right"] for source in sources if source.data["expected"] is not None]
+    plain = [source.data for source in sources if not _is_of_schemes(source.data)]
+    if not plain:
+        return (str(sum(len(source.data["schemes"]) for source in sources)), "checkpoints have their perplexity"), ""
+    judged = [data["right"] for data in plain if data["expected"] is not None]
     right = sum(judged)
     said = "perplexities are within their dtype's tolerance"
     return (f"{right} of {len(judged)}", said), "good" if right == len(judged) else "bad"
@@ -70,6 +81,25 @@ def _part(machine: str, sources: list[Source]) -> Part:
             ]
         )
     return Part(machine or sources[0].path.name, sources[0].origin, tables=[Table("Perplexities", headings, rows)])
+
+
+def _schemes(source: Source) -> Part:
+    """Perplexities of quantized checkpoints: each type's, and how far it is from that of the dequantized network."""
+    schemes, host = source.data["schemes"], str(source.data["host"])
+    dtypes = list(dict.fromkeys(dtype for found in schemes.values() for dtype in found["engines"]))
+    rows = []
+    for name, found in schemes.items():
+        engines = [
+            Cell(f"{found['engines'][dtype]:.4f}", note=f"{found['differences'][dtype]:+.1e}")
+            if dtype in found["engines"]
+            else Cell("")
+            for dtype in dtypes
+        ]
+        rows.append([Cell(name), Cell(f"{found['right']:.4f}"), *engines])
+    headings = ("checkpoint", "#Hugging Face's, dequantized", *(f"#{dtype}" for dtype in dtypes))
+    table = Table("Perplexities of quantized checkpoints, and their relative differences", headings, rows)
+    heading = ", ".join(filter(None, (f"Quantized, {host}", source.origin.machine)))
+    return Part(heading, source.origin, tables=[table])
 
 
 def _verdict(right: bool) -> Cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from .files import Source
@@ -23,7 +24,7 @@ Workloads = Mapping[str, Mapping[str, tuple[float, float, float, float]]]
 def is_one(data: Mapping[str, Any]) -> bool:
     """Whether a file is one of the benchmarks' of engines."""
     runs = data.get("runs")
-    return isinstance(data.get("compared"), Mapping) or (
+    return any(isinstance(data.get(name), Mapping) for name in ("compared", "formats")) or (
         isinstance(runs, list) and any(isinstance(run, Mapping) and "results" in run for run in runs)
     )
 
@@ -70,6 +71,13 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
                 for workload, cells in compared.items()
             },
         )
+    formats = data.get("formats")
+    for name, found in formats.items() if isinstance(formats, Mapping) else ():
+        machine = data["machine"]
+        baseline = next(cell for cells in found["rates"].values() for cell in cells if cell.startswith("vanilla"))
+        layers, rounds = f"{machine['layers']} layers", f"{machine['rounds']} rounds"
+        workloads = {workload: _by_round(cells, baseline) for workload, cells in found["rates"].items()}
+        yield ", ".join((name, str(machine["shape"]), layers, rounds)), f"{baseline} of the round", workloads
     for run in data["runs"] if isinstance(data.get("runs"), list) else ():
         if isinstance(run, Mapping) and "results" in run:
             facts = [f"{run['parameters'] / 1e6:.0f} M parameters" if "parameters" in run else ""]
@@ -77,6 +85,15 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
             facts += [f"{run['rounds']} rounds" if "rounds" in run else ""]
             found = {name: _shares(cells) for name, cells in run["results"].items()}
             yield ", ".join(filter(None, facts)), _baseline(run["results"]), found
+
+
+def _by_round(cells: Mapping[str, list[float]], baseline: str) -> dict[str, tuple[float, float, float, float]]:
+    """Cells of ``serve_quantized.py``: tokens a second of each round."""
+    found = {}
+    for name, rates in cells.items():
+        shares = sorted(own / other for own, other in zip(rates, cells[baseline], strict=True))
+        found[name] = (median(rates), median(shares), shares[0], shares[-1])
+    return found
 
 
 def _shares(cells: Mapping[str, Any]) -> dict[str, tuple[float, float, float, float]]:
