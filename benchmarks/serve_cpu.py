@@ -16,7 +16,7 @@ quiet.
 
 With ``--tiny`` the model is so small that a step costs what the host does in it, and with ``--experts`` it is a small
 mixture of experts.
-With ``--scheme NAME`` its weights are quantized, as the tests write such a checkpoint (``tests/quantized_checkpoints.py``).
+With ``--scheme NAME`` its weights are quantized, as the tests write checkpoints (``tests/quantized_checkpoints.py``).
 With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
 our platform under two files of ``VLLM_FL_CONFIG``.
 """
@@ -227,10 +227,9 @@ def in_turns(arguments: argparse.Namespace) -> None:
     import torch
 
     sys.path.append(TESTS)
-    from quantized_checkpoints import SCHEMES, write_checkpoint
-
     from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.evidence.bench import machine
+    from quantized_checkpoints import SCHEMES, write_checkpoint
 
     if arguments.scheme and arguments.scheme not in SCHEMES:
         sys.exit(f"no scheme {arguments.scheme!r}; there are {', '.join(SCHEMES)}")
