@@ -19,7 +19,7 @@ from .own_attention import problem
 from .own_experts import address
 
 SOURCE = Path(__file__).with_name("quantized.cpp")
-MANY, MANY_INT8 = 32, 16
+MANY, MANY_INT8 = 32, 8
 """Rows from which on it is faster to turn the whole weight into float32 for a product of matrices."""
 
 
