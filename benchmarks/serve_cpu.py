@@ -16,6 +16,7 @@ quiet.
 
 With ``--tiny`` the model is so small that a step costs what the host does in it, and with ``--experts`` it is a small
 mixture of experts.
+With ``--scheme NAME`` its weights are quantized, as the tests write checkpoints (``tests/quantized_checkpoints.py``).
 With ``--runners`` they are vLLM's two model runners, both under our platform; with ``--configs A.yaml B.yaml`` they are
 our platform under two files of ``VLLM_FL_CONFIG``.
 """
@@ -74,6 +75,8 @@ EXPERTS = {
 }
 """A Qwen3 with mixtures of experts, of 37 million parameters; a token takes 18 million of them."""
 SHIPPED = "cpu.yaml"
+TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+"""They write quantized checkpoints."""
 PREFERENCES = ("reference", "vendor", "flagos")
 OPERATORS = ("rms_norm", "silu_and_mul", "rotary_embedding", "kv_cache_write", "paged_attention")
 BATCHES = (1, 8)
@@ -223,15 +226,21 @@ def in_turns(arguments: argparse.Namespace) -> None:
     import in_turns
     import torch
 
+    sys.path.append(TESTS)
     from fl_dispatch.cli.checkpoints import build_checkpoint
     from fl_dispatch.evidence.bench import machine
+    from quantized_checkpoints import SCHEMES, write_checkpoint
 
+    if arguments.scheme and arguments.scheme not in SCHEMES:
+        sys.exit(f"no scheme {arguments.scheme!r}; there are {', '.join(SCHEMES)}")
     shape = TINY if arguments.tiny else EXPERTS if arguments.experts else SHAPE
     before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else None
     if before is not None and before["shape"] != shape:
         sys.exit(f"{arguments.json} has runs of a model of another shape; name another file")
     with tempfile.TemporaryDirectory() as folder:
-        model = build_checkpoint("qwen3_moe" if arguments.experts else "qwen3", Path(folder), **shape)
+        model = build_checkpoint("qwen3_moe" if arguments.experts else "qwen3", Path(folder, "plain"), **shape)
+        if arguments.scheme:
+            model = write_checkpoint(Path(folder, "quantized"), SCHEMES[arguments.scheme], model=model)
         how = (arguments.mode, arguments.turns, arguments.steps, arguments.threads, arguments.profile)
         pair = in_turns.VANILLA if arguments.vanilla else in_turns.RUNNERS
         if arguments.configs:
@@ -240,7 +249,8 @@ def in_turns(arguments: argparse.Namespace) -> None:
             pair = {**pair, "plugin": in_turns.RUNNERS[arguments.runner]}
         if arguments.vanilla and arguments.plugin_python:
             pair = {**pair, "plugin": {**pair["plugin"], in_turns.PYTHON: str(arguments.plugin_python)}}
-        runs = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
+        found = [run for dtype in arguments.dtype for run in in_turns.compare(pair, model, dtype, *how)]
+        runs = [{"scheme": arguments.scheme, **run} for run in found]
     for run in runs:
         in_turns.report(run)
     if arguments.json:
@@ -252,7 +262,7 @@ def in_turns(arguments: argparse.Namespace) -> None:
 
 def _kind(run: Mapping[str, Any]) -> tuple[Any, ...]:
     runners = ((name, facts["model_runner"]) for name, facts in run["engines"].items())
-    return *(run[key] for key in ("dtype", "mode", "clock", "threads")), *runners
+    return run.get("scheme", ""), *(run[key] for key in ("dtype", "mode", "clock", "threads")), *runners
 
 
 def main() -> None:
@@ -273,6 +283,7 @@ def main() -> None:
         "--tiny", action="store_true", help="of engines in turns: a model of no size, for the host's part"
     )
     models.add_argument("--experts", action="store_true", help="of engines in turns: a small mixture of experts")
+    parser.add_argument("--scheme", default="", help="of engines in turns: quantize the weights so, as 'awq'")
     parser.add_argument(
         "--plugin-python", type=Path, help="with --vanilla: the plugin's interpreter, without the wheel"
     )

@@ -13,16 +13,20 @@ from builders import as_called
 from fl_dispatch import prepared
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
+from fl_dispatch.backends.vendor.cpu.impl.quantization import INT8
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
 
 MISSING = library.why_unavailable()
+FAST = bool(INT8 & library.processor_flags())
 HALF, DTYPES = [torch.bfloat16], [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = [
     pytest.param("quantize", "vendor.cpu", DTYPES, marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
-    ("scaled_linear", "vendor.cpu.onednn", DTYPES),
+    pytest.param("scaled_linear", "vendor.cpu.onednn", DTYPES, marks=pytest.mark.skipif(not FAST, reason="no VNNI")),
     ("weight_only_linear", "vendor.cpu.onednn", HALF),
+    ("scaled_linear", "vendor.cpu.cpp", DTYPES),
+    ("weight_only_linear", "vendor.cpu.cpp", [torch.float32, torch.bfloat16]),
 ]
 each_kernel = pytest.mark.parametrize(("name", "implementation", "dtypes"), KERNELS)
 

@@ -11,6 +11,7 @@ from .cpu import (
     CpuExpertsBackend,
     CpuOwnBackend,
     CpuOwnExpertsBackend,
+    CpuOwnQuantizedBackend,
     CpuProductsBackend,
     CpuRecurrentBackend,
     CpuStateSpaceBackend,
@@ -23,6 +24,7 @@ from .impl import (
     normalization,
     own_attention,
     own_experts,
+    own_quantization,
     quantization,
     recurrent,
     rotary,
@@ -121,6 +123,16 @@ def register_builtins(registry: Registry) -> None:
                 "vendor.cpu.cpp",
                 BackendPriority.VENDOR - 5,
                 supports={"fused_moe": own_experts.supports_fused_moe},
+                opaque=True,
+            ),
+            *CpuOwnQuantizedBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu.cpp",
+                BackendPriority.VENDOR - 6,  # after PyTorch's, where that one has instructions for them
+                supports={
+                    "scaled_linear": own_quantization.supports_scaled_linear,
+                    "weight_only_linear": own_quantization.supports_weight_only_linear,
+                },
                 opaque=True,
             ),
         ]

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "vectors.h"
+#include "products.h"
 
 // One call: addresses, and numbers. `_Call` of own_experts.py has the same fields.
 struct Call {
@@ -21,7 +21,7 @@ struct Call {
 
 namespace {
 
-constexpr int64_t TOKENS = 4, SUMS = 12, MOST = 6, PART = 64, BLOCK = 48, PAIRS = 8192;
+constexpr int64_t PART = 64, BLOCK = 48, PAIRS = 8192;
 enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SILU_NO_MUL, GELU_NO_MUL, GELU_TANH_NO_MUL, RELU2_NO_MUL };
 
 inline Floats magnitude(Floats x) {
@@ -53,60 +53,6 @@ inline Floats activated(int64_t activation, Floats x) {
       Floats positive = x < 0.0f ? Floats{} : x;
       return positive * positive;
     }
-  }
-}
-
-// Products of some rows with some columns of a weight. The next columns are fetched meanwhile: no processor foresees
-// that other rows follow.
-template <typename T, int64_t tokens, int64_t columns>
-inline void multiply(const float* const* rows, const T* weight, int64_t length, float* const* out) {
-  Floats sums[tokens][columns] = {};
-  int64_t k = 0;
-  for (; k + LANES <= length; k += LANES) {
-    Floats w[columns];
-    for (int64_t column = 0; column < columns; column++) {
-      w[column] = load(weight + column * length + k);
-      __builtin_prefetch(weight + (columns + column) * length + k);
-    }
-    for (int64_t token = 0; token < tokens; token++) {
-      Floats x = load(rows[token] + k);
-      for (int64_t column = 0; column < columns; column++) sums[token][column] += x * w[column];
-    }
-  }
-  for (int64_t token = 0; token < tokens; token++)
-    for (int64_t column = 0; column < columns; column++) {
-      float total = sum(sums[token][column]);
-      for (int64_t rest = k; rest < length; rest++) total += rows[token][rest] * one(weight + column * length + rest);
-      out[token][column] = total;
-    }
-}
-
-// So many rows with all columns, a few at a time; `out` has each row's place of the first column.
-template <typename T, int64_t tokens>
-void multiply(const float* const* rows, const T* weight, int64_t columns, int64_t length, float* const* out) {
-  constexpr int64_t TOGETHER = SUMS / tokens < MOST ? SUMS / tokens : MOST;
-  float* to[tokens];
-  std::memcpy(to, out, sizeof to);
-  int64_t column = 0;
-  for (; column + TOGETHER <= columns; column += TOGETHER) {
-    multiply<T, tokens, TOGETHER>(rows, weight + column * length, length, to);
-    for (int64_t token = 0; token < tokens; token++) to[token] += TOGETHER;
-  }
-  for (; column < columns; column++) {
-    multiply<T, tokens, 1>(rows, weight + column * length, length, to);
-    for (int64_t token = 0; token < tokens; token++) to[token]++;
-  }
-}
-
-template <typename T>
-void multiply(const float* const* rows, int64_t count, const T* weight, int64_t columns, int64_t length,
-              float* const* out) {
-  int64_t row = 0;
-  for (; row + TOKENS <= count; row += TOKENS) multiply<T, TOKENS>(rows + row, weight, columns, length, out + row);
-  switch (count - row) {
-    case 3: return multiply<T, 3>(rows + row, weight, columns, length, out + row);
-    case 2: return multiply<T, 2>(rows + row, weight, columns, length, out + row);
-    case 1: return multiply<T, 1>(rows + row, weight, columns, length, out + row);
   }
 }
 

@@ -102,7 +102,7 @@ def fused_moe(
     numbers = None if expert_map is None else _narrow(expert_map)
     tensors = (hidden_states, w13, w2, w13_bias, w2_bias, weights, ids, numbers)
     call = _Call(
-        *(None if tensor is None else _address(tensor) for tensor in tensors), out.data_ptr(),
+        *(None if tensor is None else address(tensor) for tensor in tensors), out.data_ptr(),
         *ids.shape, len(w13), 0 if numbers is None else len(numbers), hidden_states.shape[1], w13.shape[1], w2.shape[2],
         ACTIVATIONS.index(activation), apply_router_weight_on_input, torch.get_num_threads(),
     )  # fmt: skip
@@ -117,7 +117,7 @@ def _narrow(numbers: Tensor) -> Tensor:
     return (numbers if fits else numbers.clamp(-1, torch.iinfo(torch.int32).max).int()).contiguous()
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """The address of what is only read. Asked for memory to write to, PyTorch would unmark a weight (``prepared``)."""
     if (storage := getattr(torch._C, "_data_address", None)) is None:
         return tensor.data_ptr()

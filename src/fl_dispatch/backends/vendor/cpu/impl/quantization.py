@@ -12,12 +12,15 @@ from fl_dispatch import prepared
 from fl_dispatch.backends.reference.impl import quantization as reference
 from fl_dispatch.ops.quantization import LEAST_SCALE
 
+from .. import library
 from .limits import problem
 
 GROUPS = (32, 64, 128, 256)
 """Sizes of groups that the kernel for 4 bits has."""
 COLUMNS = 32
 """It takes columns so many at a time."""
+INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Instructions for products of int8. Without one of them PyTorch's takes 30 times as long as that of float32."""
 
 
 def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:
@@ -52,6 +55,8 @@ def supports_scaled_linear(
         return "the kernel multiplies int8, without scales of blocks"
     if x_scale.dtype is not torch.float32:
         return f"x_scale is {x_scale.dtype}, not float32"
+    if not INT8 & library.processor_flags():
+        return "the processor has no instructions for products of int8"
     return True if x.is_cpu else f"x is on {x.device}, not on the CPU"
 
 

@@ -1,0 +1,125 @@
+"""Products of a few rows with quantized weights in C++ of our own, on any processor.
+
+``quantized.cpp`` reads weights as they are stored, so they take their memory once, and sums in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import cpp
+
+from .own_attention import problem
+from .own_experts import address
+
+SOURCE = Path(__file__).with_name("quantized.cpp")
+MANY, MANY_INT8 = 32, 8
+"""Rows from which on it is faster to turn the whole weight into float32 for a product of matrices."""
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of ``quantized.cpp``."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "scale", "zero", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "inner", "groups", "bits", "threads")),
+    ]
+
+
+def why_unavailable() -> str:
+    """Why the function is not there, or an empty string."""
+    return cpp.why_not(SOURCE)
+
+
+def supports_scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> bool | str:
+    """A few rows of int8, without blocks."""
+    if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
+        return "int8 without scales of blocks only"
+    if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
+        return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
+    return _limits(MANY_INT8, x, weight) or True
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`."""
+    product = _product(x, weight, weight_scale.expand(len(weight), 1).contiguous(), None).mul_(x_scale)
+    if bias is not None:
+        product += bias
+    return product.to(getattr(torch, dtype))
+
+
+def supports_weight_only_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> bool | str:
+    """A few rows, with integers of 4 or 8 bits."""
+    if weight.dtype not in (torch.uint8, torch.int8):
+        return f"weights are {weight.dtype}, not integers of 4 or 8 bits"
+    if why := problem(x=x, scale=scale):
+        return why
+    if weight.dtype is torch.uint8 and x.shape[-1] // scale.shape[1] % 2:
+        return "a byte of two numbers lies in two groups"
+    given = (weight, scale) if zero is None else (weight, scale, zero)
+    return _limits(MANY, x, *given) or True
+
+
+def weight_only_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.weight_only_linear`."""
+    product = _product(x, weight, scale, zero)
+    if bias is not None:
+        product += bias
+    return product.to(x.dtype)
+
+
+def _limits(many: int, x: Tensor, *weights: Tensor) -> str:
+    """Why these are not for the function, or an empty string."""
+    if not all(tensor.is_cpu for tensor in (x, *weights)):
+        return "a tensor is not on the CPU"
+    if not all(tensor.is_contiguous() for tensor in weights):
+        return "the elements of a weight lie apart"
+    if x.shape[:-1].numel() > many:
+        return f"more than {many} rows, which a product of matrices is faster for"
+    return ""
+
+
+def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """The product in float32; the scale is float32 or bfloat16."""
+    columns, groups = scale.shape
+    rows, out = x.float().contiguous(), x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
+    call = _Call(
+        *(None if tensor is None else address(tensor) for tensor in (rows, weight, scale, zero)), out.data_ptr(),
+        x.shape[:-1].numel(), columns, x.shape[-1], groups, 4 if weight.dtype is torch.uint8 else 8,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    _function()(ctypes.byref(call), scale.dtype is torch.bfloat16)
+    return out
+
+
+@cache
+def _function() -> Any:
+    function = cpp.load(SOURCE).quantized_product
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], None
+    return function
