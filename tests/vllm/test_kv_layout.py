@@ -119,7 +119,7 @@ def test_a_layer_takes_the_layout_that_was_decided_before_it() -> None:
     choose(prefer="vendor")
     layer = AttentionFLImpl(4, SLOTS, 0.5, HEADS)
     choose(prefer="reference")
-    keys, _ = layer._caches(torch.zeros(BLOCKS, HEADS, SLOTS, 2 * SLOTS))
+    keys, _, _ = layer._caches(torch.zeros(BLOCKS, HEADS, SLOTS, 2 * SLOTS))
     assert keys.stride()[1:] == (1, 2 * SLOTS * SLOTS, SLOTS)
 
 
