@@ -143,8 +143,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor, and its scales."""
         if kv_cache is not self._split[0]:
             if self.fl_int8:
-                keys, values, *scales = kv_layout.split_int8(self.kv_layout, kv_cache, self.head_size)
-                self._split = (kv_cache, keys, values, (None, None, *scales))
+                rows = kv_layout.split(self.kv_layout, kv_cache, self.head_size + kv_layout.SCALE_BYTES)
+                (keys, key_scales), (values, value_scales) = map(kv_layout.split_scales, rows)
+                self._split = (kv_cache, keys, values, (None, None, key_scales, value_scales))
             else:
                 stored = kv_cache.view(torch.float8_e4m3fn) if self.fl_fp8 else kv_cache  # vLLM has bytes
                 self._split = (kv_cache, *kv_layout.split(self.kv_layout, stored, self.head_size), NO_SCALES)

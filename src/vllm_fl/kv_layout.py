@@ -132,8 +132,6 @@ def split(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, T
     return layout.split(kv_cache, block_size, heads, head_size, size - head_size)
 
 
-def split_int8(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same of a cache in int8, and the scales of keys and values, ``[blocks, block_size, kv_heads]``."""
-    keys, values = split(layout, kv_cache, head_size + SCALE_BYTES)
-    scales = (each[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1) for each in (keys, values))
-    return keys[..., :-SCALE_BYTES], values[..., :-SCALE_BYTES], *scales
+def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values in int8 of such a view, and the scales behind them, ``[blocks, block_size, kv_heads]``."""
+    return rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)
