@@ -100,7 +100,7 @@ def _written_slots(
 ) -> tuple[Tensor, ...]:
     """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in ``key``'s dtype; zeros where skipped.
 
-    Of a cache in int8 their scales follow, ``[tokens, kv_heads, 1]``.
+    Scales of a cache in int8 follow, ``[tokens, kv_heads, 1]``.
     """
     slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
     skipped = (slot_mapping < 0)[:, None, None]
