@@ -12,7 +12,7 @@ Probabilistic Rounding Error Analysis", 2019), with random signs and sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,28 +86,40 @@ def network(
     return made
 
 
-class _Fp8Cache(DynamicCache):
-    """Keys and values as float8_e4m3fn leaves them, with a pair of scales for each layer."""
+class _QuantizedCache(DynamicCache):
+    """Keys and values as rounding leaves them: a tensor, its layer and whether it is of values → the rounded one."""
 
-    def __init__(self, scales: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, rounded: Callable[[Tensor, int, bool], Tensor]) -> None:
         super().__init__()
-        self.scales = scales
+        self.rounded = rounded
 
     def update(self, key: Tensor, value: Tensor, layer: int, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        rounded = (self._rounded(each, scale) for each, scale in zip((key, value), self.scales[layer], strict=True))
-        return super().update(*rounded, layer, *rest, **named)
-
-    @staticmethod
-    def _rounded(x: Tensor, scale: float) -> Tensor:
-        stored = nearest(x.float() / scale, torch.float8_e4m3fn)
-        return (stored.float() * scale).to(x.dtype)
+        return super().update(self.rounded(key, layer, False), self.rounded(value, layer, True), layer, *rest, **named)
 
 
 def with_fp8_cache(made: Any, scales: Sequence[tuple[float, float]]) -> Any:
-    """The network, so that it attends to keys and values that a quantized cache has stored."""
+    """The network, so that it attends to what a cache in float8_e4m3fn has stored; a pair of scales for each layer."""
 
+    def rounded(x: Tensor, layer: int, of_values: bool) -> Tensor:
+        scale = scales[layer][of_values]
+        return (nearest(x.float() / scale, torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+    return _with_cache(made, rounded)
+
+
+def with_int8_cache(made: Any, largest: int = 127) -> Any:
+    """The network, so that it attends to what a cache in int8 has stored, with a scale for each token and head."""
+
+    def rounded(x: Tensor, layer: int, of_values: bool) -> Tensor:
+        scale = x.float().abs().amax(-1, keepdim=True) / largest
+        return ((x.float() / scale).round() * scale).to(x.dtype)
+
+    return _with_cache(made, rounded)
+
+
+def _with_cache(made: Any, rounded: Callable[[Tensor, int, bool], Tensor]) -> Any:
     def hook(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-        return given, {**named, "past_key_values": _Fp8Cache(scales), "use_cache": True}
+        return given, {**named, "past_key_values": _QuantizedCache(rounded), "use_cache": True}
 
     made.register_forward_pre_hook(hook, with_kwargs=True)
     return made

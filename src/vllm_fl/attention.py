@@ -8,6 +8,7 @@ is a block of its own, in place, so the same operator attends over the batch's o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,10 +26,12 @@ from .slots import real
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionLayer
-    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 OPERATORS = ("kv_cache_write", "paged_attention")
-Scales = tuple[float | None, float | None]
+Scales = tuple[float | None, float | None, Tensor | None, Tensor | None]
+"""One of a layer's keys and one of its values, or one for each token and head of these."""
+NO_SCALES: Scales = (None, None, None, None)
 ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
 
 
@@ -65,7 +68,7 @@ def register_backend(registry: OpRegistry) -> None:
 class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
     """One layer's attention: write the new keys and values, then attend over the cache."""
 
-    _split: tuple[Tensor | None, Tensor, Tensor] = (None, torch.empty(0), torch.empty(0))
+    _split: tuple[Tensor | None, Tensor, Tensor, Scales] = (None, torch.empty(0), torch.empty(0), NO_SCALES)
 
     def __init__(
         self,
@@ -93,7 +96,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
-        self.fl_quantized = kv_cache_dtype in kv_layout.FP8_DTYPES
+        self.fl_fp8 = kv_cache_dtype in kv_layout.FP8_DTYPES
+        self.fl_int8 = kv_cache_dtype == kv_layout.INT8_DTYPE
         self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
         self.kv_layout = kv_layout.in_force()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -124,9 +128,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         starts = torch.tensor([0, *accumulate(queries)], **options)  # type: ignore[arg-type]
         block_size = kv_cache.shape[2]
         table = torch.zeros(len(queries), -(-longest // block_size), **options)  # type: ignore[call-overload]
-        key_cache, value_cache = self._caches(kv_cache)
-        dtype = self.fl_dtype if self.fl_quantized else kv_cache.dtype
-        scales: Scales = (1.0, 1.0) if self.fl_quantized else (None, None)
+        key_cache, value_cache, scales = self._caches(kv_cache)
+        scales = (1.0, 1.0, None, None) if self.fl_fp8 else scales
+        dtype = self.fl_dtype if self.fl_fp8 or self.fl_int8 else kv_cache.dtype
         query = torch.zeros(tokens, self.num_heads, self.head_size, dtype=dtype, device=device)
         key = query.new_zeros(tokens, self.num_kv_heads, self.head_size)
         value = query.new_zeros(tokens, self.num_kv_heads, value_cache.shape[-1])
@@ -135,16 +139,22 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         bounds = (self.sliding_window, self.softcap, self.alibi_slopes, self.sinks)
         self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds, *scales)
 
-    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor."""
+    def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, Scales]:
+        """Keys and values as views ``[blocks, block_size, kv_heads, head_size]`` of vLLM's tensor, and its scales."""
         if kv_cache is not self._split[0]:
-            stored = kv_cache.view(torch.float8_e4m3fn) if self.fl_quantized else kv_cache  # vLLM has bytes
-            self._split = (kv_cache, *kv_layout.split(self.kv_layout, stored, self.head_size))
-        return self._split[1], self._split[2]
+            if self.fl_int8:
+                rows = kv_layout.split(self.kv_layout, kv_cache, self.head_size + kv_layout.SCALE_BYTES)
+                (keys, key_scales), (values, value_scales) = map(kv_layout.split_scales, rows)
+                self._split = (kv_cache, keys, values, (None, None, key_scales, value_scales))
+            else:
+                stored = kv_cache.view(torch.float8_e4m3fn) if self.fl_fp8 else kv_cache  # vLLM has bytes
+                self._split = (kv_cache, *kv_layout.split(self.kv_layout, stored, self.head_size), NO_SCALES)
+        return self._split[1:]
 
-    def _scales(self, layer: AttentionLayer) -> Scales:
-        """Scales of keys and values, which vLLM has loaded or set to 1; none of a cache that is not quantized."""
-        return (layer._k_scale_float, layer._v_scale_float) if self.fl_quantized else (None, None)
+    def _of(self, layer: AttentionLayer, kv_cache: Tensor) -> tuple[Tensor, Tensor, Scales]:
+        """The same with the scales of a cache in fp8, which vLLM has loaded or set to 1."""
+        keys, values, scales = self._caches(kv_cache)
+        return keys, values, (layer._k_scale_float, layer._v_scale_float, None, None) if self.fl_fp8 else scales
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -158,7 +168,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             tokens = slots.shape[0]
             if key.shape[0] != tokens:
                 key, value = key[:tokens], value[:tokens]
-            self.fl_write(key, value, *self._caches(kv_cache), slots, *self._scales(layer), may_skip=may_skip)
+            key_cache, value_cache, scales = self._of(layer, kv_cache)
+            self.fl_write(key, value, key_cache, value_cache, slots, *scales, may_skip=may_skip)
 
     def forward(
         self,
@@ -179,10 +190,9 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         out = output[:tokens]
         if self.encoder_only:
             key_cache, value_cache = key[:tokens].unsqueeze(1), value[:tokens].unsqueeze(1)
-            scales: Scales = (None, None)
+            scales = NO_SCALES
         else:
-            key_cache, value_cache = self._caches(kv_cache)
-            scales = self._scales(layer)
+            key_cache, value_cache, scales = self._of(layer, kv_cache)
         result = self.fl_attend(
             query[:tokens],
             key_cache,
@@ -215,7 +225,7 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*kv_layout.PLAIN_DTYPES, *kv_layout.QUANTIZED_DTYPES]
 
     @staticmethod
     def get_name() -> str:
@@ -236,6 +246,13 @@ class AttentionFLBackend(CacheQuestions, AttentionBackend):
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         return int(super().get_preferred_block_size(kv_layout.usual_block(default_block_size)))
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """A cache in int8 has room for a scale behind each head's key and behind its value."""
+        if spec.dtype is not torch.int8:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * kv_layout.SCALE_BYTES)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:

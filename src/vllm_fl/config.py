@@ -18,7 +18,6 @@ from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.ops.attention import SCALES
 from fl_dispatch.settings import Settings
 
 from . import compile, cores, delta_net, kv_layout, startup, state_space, states
@@ -162,7 +161,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     if compilation.cudagraph_mode == CUDAGraphMode.NONE:
         return
     latent = model is not None and model.use_mla
-    scales = SCALES if vllm_config.cache_config.cache_dtype in kv_layout.FP8_DTYPES else ()
+    scales = kv_layout.QUANTIZED_DTYPES.get(vllm_config.cache_config.cache_dtype, ())
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
     # Quantized experts whose first choice no graph can hold are refused; no graph has prompts of layers with a state.
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}

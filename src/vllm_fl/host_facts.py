@@ -757,6 +757,22 @@ OVERRIDDEN = (
         "The scales of a layer's keys and values in a quantized cache.",
     ),
     HostFact(
+        f"{_ATTENTION}:AttentionBackend",
+        ("customize_spec(spec)",),
+        "overrides",
+        "attention",
+        "Room for the scales of a cache in int8.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.v1.kv_cache_interface:AttentionSpec",
+        ("dtype", "head_size", "head_size_v", "state_content_bytes"),
+        "reads",
+        "attention",
+        "The same.",
+        since="0.32",
+    ),
+    HostFact(
         "vllm.config.cache:CacheConfig",
         ("cache_dtype", "kv_cache_dtype_skip_layers"),
         "reads",

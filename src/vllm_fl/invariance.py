@@ -38,7 +38,7 @@ def features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:
     settings, compilation = get_settings(), vllm_config.compilation_config
     rows = [row for row in LAYER_CLASSES if set(row.operators) & set(ROWS)]
     left = [row.name for row in rows if not any(settings.registers(row.name, op) for op in row.operators)]
-    quantized_cache = vllm_config.cache_config.cache_dtype in kv_layout.FP8_DTYPES
+    quantized_cache = vllm_config.cache_config.cache_dtype in kv_layout.QUANTIZED_DTYPES
     switched_off = [op for op in compilation.custom_ops if op == "none" or op.startswith("-")]
     found = [
         *((True, f"{ASKED} (no implementation of {op} declares batch_invariant)") for op in _lacking(vllm_config)),

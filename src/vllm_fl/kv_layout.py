@@ -7,13 +7,17 @@ views in any strides, share it with them. :mod:`fl_dispatch.hosting.kv_layout` h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fl_dispatch.hosting import kv_layout
-from fl_dispatch.hosting.kv_layout import KVLayout
+from fl_dispatch.hosting.kv_layout import KVLayout, Wish
 from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.ops.attention import SCALES, TOKEN_SCALES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +28,14 @@ logger = get_logger(__name__)
 PLAIN_DTYPES = ("auto", "float32", "bfloat16", "float16")
 FP8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's two names of float8_e4m3fn. It hands such a cache over as bytes."""
+INT8_DTYPE = "int8_per_token_head"
+"""vLLM's name of int8 with a scale for each token and head."""
+QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {**dict.fromkeys(FP8_DTYPES, SCALES), INT8_DTYPE: TOKEN_SCALES}
+)
+"""Names of quantized caches, each with the parameters of the operators that have its scales."""
+SCALE_BYTES = torch.float32.itemsize
+"""Bytes of a scale, which vLLM has behind each head's key and behind its value in int8."""
 DEFAULT = KVLayout.parse("NHD")
 HOST_ORDERS = {"N": ("LBNHC", (0, 2, 1, 3)), "H": ("LBHNC", (0, 1, 2, 3))}
 """First axis of the keys → vLLM's name of the order of its tensor in memory, and the same as a permutation.
@@ -58,10 +70,12 @@ def choose(vllm_config: VllmConfig) -> KVLayout:
     """Decide layout and block size, and state them to the dispatch core.
 
     The default layout stays where nobody needs another, and where blocks go elsewhere (to other instances, to other
-    memory), because who reads them there knows vLLM's own order. A block size that the user chose stays, too.
+    memory), because who reads them there knows vLLM's own order; and for a cache in int8, because its scales lie beside
+    each head's numbers. A block size that the user chose stays, too.
     """
     global _in_force, _multiple, _block
-    wish, cache = kv_layout.wish(), vllm_config.cache_config
+    cache = vllm_config.cache_config
+    wish = Wish() if cache.cache_dtype == INT8_DTYPE else kv_layout.wish()
     travel = vllm_config.kv_transfer_config is not None
     if travel and wish.layout is not None and not wish.optional:
         logger.warning("KV cache layout %s, not %s: blocks go elsewhere (KV transfer)", DEFAULT.name, wish.layout.name)
@@ -116,3 +130,8 @@ def split(layout: KVLayout, kv_cache: Tensor, head_size: int) -> tuple[Tensor, T
     """Keys and values of a layer as views ``[blocks, block_size, kv_heads, size]`` of vLLM's tensor."""
     _, heads, block_size, size = kv_cache.shape
     return layout.split(kv_cache, block_size, heads, head_size, size - head_size)
+
+
+def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values in int8 of such a view, and the scales behind them, ``[blocks, block_size, kv_heads]``."""
+    return rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].view(torch.float32).squeeze(-1)

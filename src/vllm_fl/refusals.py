@@ -9,7 +9,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.devices.triton import why_no_float8, why_unserved
 from fl_dispatch.hosting import collectives
-from fl_dispatch.hosting.first_choices import without_graphs
+from fl_dispatch.hosting.first_choices import has_kernel, without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
 
@@ -116,11 +116,13 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
 def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[bool, str]]:
     cache, model = vllm_config.cache_config, vllm_config.model_config
     cache_type = f"a KV cache of type {cache.cache_dtype}"
-    quantized, version = cache.cache_dtype in kv_layout.FP8_DTYPES, versions.host_version()
-    uncompiled = why_no_float8(device.capability(0)) if quantized else ""
+    quantized, version = cache.cache_dtype in kv_layout.QUANTIZED_DTYPES, versions.host_version()
+    fp8 = cache.cache_dtype in kv_layout.FP8_DTYPES
+    uncompiled = why_no_float8(device.capability(0)) if fp8 else ""
     return [
-        (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES), cache_type),
-        (quantized and not device.float8, cache_type),
+        (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.QUANTIZED_DTYPES), cache_type),
+        (fp8 and not device.float8, cache_type),
+        (cache.cache_dtype == kv_layout.INT8_DTYPE and not _attends_over_int8(device), cache_type),
         (bool(uncompiled), f"{cache_type} ({uncompiled})"),
         (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
@@ -128,6 +130,12 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
         (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),
     ]
+
+
+def _attends_over_int8(device: DeviceSpec) -> bool:
+    """Whether something but the reference, which on an accelerator waits for it in each layer, takes the scales."""
+    given = kv_layout.QUANTIZED_DTYPES[kv_layout.INT8_DTYPE]
+    return not device.accelerator or all(has_kernel(op, given) for op in config.ATTENTION_OPERATORS)
 
 
 def _transfer_features(vllm_config: VllmConfig) -> list[tuple[bool, str]]:

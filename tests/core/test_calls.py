@@ -289,6 +289,8 @@ def test_a_cache_write_settles_like_any_other_operator() -> None:
         slot_mapping: Any,
         key_scale: Any = None,
         value_scale: Any = None,
+        key_scales: Any = None,
+        value_scales: Any = None,
         may_skip: Any = None,
     ) -> None: ...
 

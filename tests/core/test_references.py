@@ -249,14 +249,21 @@ def exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, inpl
     return [rotate(x) for x in (query, key) if x is not None]
 
 
-def exact_kv_cache_write(key, value, key_cache, value_cache, slot_mapping, *scales) -> list[Tensor]:
-    caches, numbers = [key_cache.clone(), value_cache.clone()], numbers_of("float8_e4m3fn")
+def exact_kv_cache_write(
+    key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale, *token_scales
+) -> list[Tensor]:
+    numbers, block_size = numbers_of("float8_e4m3fn"), key_cache.shape[1]
+    caches, units = [key_cache.clone(), value_cache.clone()], [scale for scale in token_scales if scale is not None]
+    units = [unit.clone() for unit in units]
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            for cache, new, scale in zip(caches, (key, value), scales, strict=True):
-                stored = new[token] if scale is None else nearest(new[token] / scale, numbers)
-                cache[slot // cache.shape[1], slot % cache.shape[1]] = stored
-    return caches
+        place = (slot // block_size, slot % block_size)
+        for index, (new, scale) in enumerate(((key[token], key_scale), (value[token], value_scale))):
+            if slot >= 0 and units:
+                units[index][place] = (new.abs().amax(-1) / 127).float()
+                caches[index][place] = (new / (new.abs().amax(-1, keepdim=True) / 127)).round().to(torch.int8)
+            elif slot >= 0:
+                caches[index][place] = new if scale is None else nearest(new / scale, numbers)
+    return [*caches, *units]
 
 
 def exact_paged_attention(
@@ -275,12 +282,16 @@ def exact_paged_attention(
     softcap,
     slopes,
     sinks,
-    *units,
+    key_scale,
+    value_scale,
+    key_scales,
+    value_scales,
 ) -> list[Tensor]:
     """One query at a time, over the keys that it sees."""
-    key_cache, value_cache = (
-        cache * (1 if unit is None else unit) for cache, unit in zip((key_cache, value_cache), units, strict=True)
-    )
+    if key_scales is not None:
+        key_scale, value_scale = key_scales[..., None], value_scales[..., None]
+    if key_scale is not None:
+        key_cache, value_cache = key_cache * key_scale, value_cache * value_scale
     result = query.new_zeros(*query.shape[:2], value_cache.shape[-1]) if out is None else out.clone()
     block, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
     for request, length in enumerate(lengths.tolist()):
@@ -527,7 +538,7 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
         sums = (dtype,) if name == "rms_norm_quantize" and args[2] is not None else ()
         return (*sums, getattr(torch, args[1]), wide)[index]
     if name == "kv_cache_write":
-        return args[2].dtype
+        return args[2].dtype if index < 2 else torch.float32
     if OPERATORS[name].prototype.__module__.endswith(".routing"):
         return (torch.float32, torch.int32)[index]
     widened = {("mla_prefill", 1): wide, ("lora_shrink", 0): wide}

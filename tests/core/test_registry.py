@@ -275,4 +275,6 @@ def test_a_callable_that_nobody_can_look_into_lacks_what_was_declared_later() ->
     assert registry.convention(registry.get_implementations("kv_cache_write")[0]).left_out == (
         "key_scale",
         "value_scale",
+        "key_scales",
+        "value_scales",
     )

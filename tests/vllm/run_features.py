@@ -166,6 +166,11 @@ def kv_groups(llm: Any) -> list[list[Any]]:
     ]
 
 
+def blocks(llm: Any) -> int:
+    """The number of blocks of the KV cache."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.num_blocks
+
+
 def hashes(llm: Any) -> dict[str, Any]:
     """The prefix cache's hashes: how many stand for several blocks, and their bytes, without the group's."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -495,6 +500,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         metrics,
         default_sampling,
         kv_groups,
+        blocks,
         hashes,
         replays,
         sleep,

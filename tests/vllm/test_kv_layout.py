@@ -41,6 +41,7 @@ class Cache(SimpleNamespace):
 
     DEFAULT_BLOCK_SIZE = 16
     block_size = 16
+    cache_dtype = "auto"
     user_specified_block_size = False
 
 
@@ -107,6 +108,21 @@ def test_pages_that_other_instances_read_keep_the_default() -> None:
     assert choose(CONNECTED, prefer="vendor") == "NHD"
 
 
+def test_a_cache_in_int8_keeps_the_default_and_has_a_scale_beside_each_heads_numbers() -> None:
+    config: Any = SimpleNamespace(kv_transfer_config=None, cache_config=Cache(cache_dtype="int8_per_token_head"))
+    assert choose(config, prefer="vendor") == "NHD"
+    layer = AttentionFLImpl(4, SLOTS, 0.5, HEADS, kv_cache_dtype="int8_per_token_head")
+    numbers, scale = SLOTS, torch.float32.itemsize
+    memory = torch.zeros(BLOCKS, SLOTS, HEADS, 2 * (numbers + scale), dtype=torch.int8)
+    keys, values, (_, _, key_scales, value_scales) = layer._caches(memory.transpose(1, 2))
+    assert keys.shape == values.shape == (BLOCKS, SLOTS, HEADS, numbers)
+    keys[3, 5, 1], values[3, 5, 1], key_scales[3, 5, 1], value_scales[3, 5, 1] = 1, 2, 3.0, 4.0
+    written = memory[3, 5, 1].split((numbers, scale, numbers, scale))
+    assert [part.view(torch.float32).item() for part in written[1::2]] == [3.0, 4.0]
+    assert [part.unique().tolist() for part in written[::2]] == [[1], [2]]
+    assert memory.count_nonzero() == memory[3, 5, 1].count_nonzero()
+
+
 def test_the_host_is_told_the_order_that_the_layout_needs() -> None:
     for prefer, name in (("vendor", "LBHNC"), ("reference", "LBNHC")):
         choose(prefer=prefer)
@@ -119,7 +135,7 @@ def test_a_layer_takes_the_layout_that_was_decided_before_it() -> None:
     choose(prefer="vendor")
     layer = AttentionFLImpl(4, SLOTS, 0.5, HEADS)
     choose(prefer="reference")
-    keys, _ = layer._caches(torch.zeros(BLOCKS, HEADS, SLOTS, 2 * SLOTS))
+    keys, _, _ = layer._caches(torch.zeros(BLOCKS, HEADS, SLOTS, 2 * SLOTS))
     assert keys.stride()[1:] == (1, 2 * SLOTS * SLOTS, SLOTS)
 
 

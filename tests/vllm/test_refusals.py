@@ -31,6 +31,7 @@ from fl_dispatch import (
 from fl_dispatch.cli.checkpoints import FAMILIES, VOCABULARY
 from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
+from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, reset_settings
 from vllm_fl import config, invariance, refusals, startup
 from vllm_fl.compat import model_runner, versions
@@ -146,6 +147,12 @@ HOPPER, AMPERE = (
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
             "a KV cache of type fp8 for some layers only",
         ),
+        ("qwen3", {"kv_cache_dtype": "int4_per_token_head"}, "a KV cache of type int4_per_token_head"),
+        (
+            "deepseek_v2",
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "a KV cache of type int8_per_token_head for latent attention",
+        ),
         (
             "qwen3_moe",
             {"all2all_backend": "deepep_v2"},
@@ -255,6 +262,7 @@ def refused(why: str) -> Any:
         ("llama", {"speculative_config": {"method": "ngram", **SPECULATION}}, "with speculative decoding"),
         ("llama", {"enable_lora": True}, "with LoRA"),
         ("llama", {"kv_cache_dtype": "fp8"}, "with a quantized KV cache"),
+        ("llama", {"kv_cache_dtype": "int8_per_token_head"}, "with a quantized KV cache"),
         ("qwen3_next", {}, "with models whose layers keep a state"),
     ],
 )
@@ -364,6 +372,18 @@ def test_a_cache_in_fp8_is_served_where_kernels_for_it_compile(
     device: Any, refused: list[str], configure: Callable[..., Any]
 ) -> None:
     assert _asked(refusals._cache_features(configure(kv_cache_dtype="fp8"), device)) == refused
+
+
+def test_a_cache_in_int8_is_served_where_something_but_the_reference_takes_its_scales(
+    configure: Callable[..., Any],
+) -> None:
+    found = refusals._cache_features(configure(kv_cache_dtype="int8_per_token_head"), ASCEND)
+    assert _asked(found) == ["a KV cache of type int8_per_token_head"]
+    for op in config.ATTENTION_OPERATORS:
+        fn, vendor = OPERATORS[op].prototype, BackendImplKind.VENDOR
+        impl = OpImpl(op, "vendor.nimbus", vendor, fn, "nimbus", available=lambda: True)
+        get_default_manager().registry.register_impl(impl)
+    assert not _asked(refusals._cache_features(configure(kv_cache_dtype="int8_per_token_head"), ASCEND))
 
 
 def test_a_model_with_an_encoder_and_a_decoder_runs_eagerly_on_a_gpu_of_the_v2_runner(

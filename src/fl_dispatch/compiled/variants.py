@@ -77,11 +77,16 @@ def schema(operator: Operator, variant: Variant) -> str:
 
 
 def decider_of(operator: Operator) -> tuple[str, bool | None]:
-    """The parameter that decides whether arguments are written, and its value if not; empty if every call writes."""
+    """The parameter that decides whether arguments are written, and its value if not; empty if every call writes.
+
+    A call that writes one argument anyhow writes the optional ones that it is given.
+    """
     deciders = {
         write.given or (name if operator.parameters[name].default is None else "")
         for name, write in operator.writes.items()
     }
+    if "" in deciders:
+        return "", None
     if len(deciders) > 1:
         raise ValueError(f"operator {operator.name}: several parameters decide what is written: {sorted(deciders)}")
     decider = next(iter(deciders), "")

@@ -34,9 +34,12 @@ def without_graphs(operators: Iterable[str], given: Iterable[str] = ()) -> list[
     return [impl for impl in firsts if impl.properties.get(GRAPHS) is False]
 
 
-def has_kernel(op_name: str) -> bool:
-    """Whether the policy puts something before PyTorch's own, for some layer, under some condition at least."""
-    first = get_default_manager().first_choices(op_name, in_layers=True)
+def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
+    """Whether the policy puts something before PyTorch's own, for some layer, under some condition at least.
+
+    It is asked for calls with these optional parameters.
+    """
+    first = get_default_manager().first_choices(op_name, in_layers=True, given=given)
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get("batch_invariant") for impl in first)
 
 

@@ -26,6 +26,9 @@ from .inputs import paged, shapes
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
 STATE = Write(Access.STATE)
 SCALES = ("key_scale", "value_scale")
+"""Parameters that a call gives with a cache in fp8."""
+TOKEN_SCALES = ("key_scales", "value_scales")
+"""Those that it gives with a cache in int8."""
 # The result is a mean of values, so it shrinks with the number of keys: the standard absolute error of the half types
 # would accept anything for a long sequence, while the rounding of weights to the half type costs at most half a unit of
 # the mean magnitude. In float32 an error of a score is a relative error of its weight, and the weighted values cancel.
@@ -44,45 +47,73 @@ def _write_fake(*args: object) -> None:
 
 
 def _write_workload(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: object
 ) -> Workload:
     return Workload(key.dtype, slot_mapping.shape[0])
 
 
 def _write_work(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: object
 ) -> Work:
     slots = slot_mapping.shape[0]
-    elements = slots * key.shape[1] * (key.shape[2] + value.shape[2])
-    read = elements * key.element_size() + slots * slot_mapping.element_size()
-    return Work(read + elements * key_cache.element_size(), 0)
+    rows, dims = slots * key.shape[1], key.shape[2] + value.shape[2]
+    read = rows * dims * key.element_size() + slots * slot_mapping.element_size()
+    return Work(read + rows * (dims * key_cache.element_size() + _scale_bytes(key_cache)), 0)
+
+
+def _scale_bytes(key_cache: Tensor) -> int:
+    """Bytes of the scales of one token's key and value in one head."""
+    return 2 * torch.float32.itemsize if key_cache.dtype is torch.int8 else 0
 
 
 def _in_small_caches(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
+    *token_scales: Tensor | None,
 ) -> tuple[Any, ...]:
     """The same call on caches of as many slots as it has tokens, in their order."""
     tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
     blocks = -(-tokens // block_size)
-    caches = (cache.new_empty(blocks, *cache.shape[1:]) for cache in (key_cache, value_cache))
+    keys, values, *scales = (
+        None if cache is None else cache.new_empty(blocks, *cache.shape[1:])
+        for cache in (key_cache, value_cache, *token_scales)
+    )
     slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
-    return key, value, *caches, torch.where(slot_mapping < 0, slot_mapping, slots), *scales
+    slots = torch.where(slot_mapping < 0, slot_mapping, slots)
+    return key, value, keys, values, slots, key_scale, value_scale, *scales
 
 
 def _written_slots(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: float | None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in ``key``'s dtype; zeros where skipped."""
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
+    *token_scales: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Keys and values in the addressed slots, ``[tokens, kv_heads, dim]``, in ``key``'s dtype; zeros where skipped.
+
+    Scales of a cache in int8 follow, ``[tokens, kv_heads, 1]``.
+    """
     slots, block_size = slot_mapping.clamp(min=0), key_cache.shape[1]
     skipped = (slot_mapping < 0)[:, None, None]
-    keys, values = (cache[slots // block_size, slots % block_size].to(key.dtype) for cache in (key_cache, value_cache))
-    return keys.masked_fill(skipped, 0), values.masked_fill(skipped, 0)
+    scales = (scale[..., None] for scale in token_scales if scale is not None)
+    found = (cache[slots // block_size, slots % block_size].to(key.dtype) for cache in (key_cache, value_cache))
+    units = (scale[slots // block_size, slots % block_size] for scale in scales)
+    return tuple(one.masked_fill(skipped, 0) for one in (*found, *units))
 
 
 @operator(
     hints=("may_skip",),
-    later=SCALES,
-    writes={"key_cache": STATE, "value_cache": STATE},
+    later=(*SCALES, *TOKEN_SCALES),
+    writes=dict.fromkeys(("key_cache", "value_cache", *TOKEN_SCALES), STATE),
     small_state=SmallState(_in_small_caches, _written_slots),
     modes=MODES,
     fake=_write_fake,
@@ -101,13 +132,18 @@ def kv_cache_write(
     slot_mapping: Tensor,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     may_skip: bool | None = None,
 ) -> None:
     """Store keys and values of new tokens in a paged cache.
 
     Token ``t`` goes to block ``slot_mapping[t] // block_size`` at offset ``slot_mapping[t] % block_size``; a negative
-    slot is skipped. Non-negative slots are distinct. With scales the cache is quantized: it gets the numbers of
-    float8_e4m3fn nearest to ``key / key_scale`` and ``value / value_scale``, ties to even, those beyond 448 as 448.
+    slot is skipped. Non-negative slots are distinct.
+
+    A cache in float8_e4m3fn gets the numbers nearest to ``key / key_scale`` and ``value / value_scale``, ties to even,
+    those beyond 448 as 448. A cache in int8 gets what :data:`~fl_dispatch.ops.quantization.quantize` makes of each
+    head's key and of its value, and the scales that it finds.
 
     Args:
         key: ``[tokens, kv_heads, head_dim]``, floating point, any strides. Rows beyond ``slot_mapping`` are padding.
@@ -117,6 +153,8 @@ def kv_cache_write(
         value_cache: ``[blocks, block_size, kv_heads, value_dim]``, likewise.
         slot_mapping: ``[at most tokens]``, int64.
         key_scale, value_scale: of caches in float8_e4m3fn; ``None`` for caches of another dtype.
+        key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: of caches in int8;
+            ``None`` for others. The addressed slots are overwritten.
         may_skip: hint: ``False`` where the caller knows that no slot is negative.
     """
     raise NotImplementedError
@@ -140,6 +178,8 @@ def _fake(
     sinks: Tensor | None = None,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:2], value_cache.shape[-1])) if out is None else out
 
@@ -175,6 +215,8 @@ def _work(
     sinks: Tensor | None = None,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Work:
     pairs = keys = 0
     starts: list[int] = query_start_loc.tolist()
@@ -190,12 +232,13 @@ def _work(
             pairs += last - max(0, position - window + 1)
     heads, dims = query.shape[1], key_cache.shape[-1] + value_cache.shape[-1]
     queries = starts[-1] * heads * dims * query.element_size()
-    return Work(queries + keys * key_cache.shape[2] * dims * key_cache.element_size(), 2 * pairs * heads * dims)
+    stored = dims * key_cache.element_size() + _scale_bytes(key_cache)
+    return Work(queries + keys * key_cache.shape[2] * stored, 2 * pairs * heads * dims)
 
 
 @operator(
     hints=("query_start_loc_host", "seq_lens_host"),
-    later=SCALES,
+    later=(*SCALES, *TOKEN_SCALES),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_fake,
@@ -227,6 +270,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     query_start_loc_host: Sequence[int] | None = None,
     seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
@@ -259,6 +304,8 @@ def paged_attention(
             denominator only (Xiao et al., arXiv 2309.17453).
         key_scale, value_scale: of caches in float8_e4m3fn: ``k = key_scale * stored``, and values likewise; ``None``
             for caches of another dtype.
+        key_scales, value_scales: ``[blocks, block_size, kv_heads]``, float32, views in any strides: the same of caches
+            in int8, for each token and head; ``None`` for others.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 

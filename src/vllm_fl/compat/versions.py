@@ -29,7 +29,7 @@ STATE_HOSTS = ("0.32", "0.33")
 """Small models whose layers keep a state gave the right tokens on these."""
 
 QUANTIZING_HOSTS = ("0.32", "0.33")
-"""The tests of quantized models and of a KV cache in fp8 run on these."""
+"""The tests of quantized models and of a quantized KV cache run on these."""
 
 KEEPING_HOSTS = ("0.32", "0.33")
 """These back memory up that is neither the weights' nor the cache's while an engine sleeps on a GPU."""

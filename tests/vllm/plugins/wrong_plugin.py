@@ -25,7 +25,17 @@ def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=Fals
     return query, key
 
 
-def kv_cache_write(key, value, key_cache, value_cache, slot_mapping, key_scale=None, value_scale=None):
+def kv_cache_write(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_scale=None,
+    value_scale=None,
+    key_scales=None,
+    value_scales=None,
+):
     return None
 
 
@@ -47,6 +57,8 @@ def paged_attention(
     sinks=None,
     key_scale=None,
     value_scale=None,
+    key_scales=None,
+    value_scales=None,
 ):
     return (torch.empty_like(query) if out is None else out).copy_(query)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..declaration import Sample
-from ..quantization import FP8
+from ..quantization import FP8, LARGEST
 from .quantized import Settled
 from .source import Source, starts
 
@@ -19,7 +19,9 @@ HIDDEN_BLOCKS = 2
 because they are memory of the same tensor, and no right answer either.
 """
 SCALES = (0.03, 0.02)
-"""Scales of the keys and values of a quantized cache, with which its largest numbers are about 13 and 9."""
+"""Scales of the keys and values of a cache in fp8, with which its largest numbers are about 13 and 9."""
+BESIDE = torch.float32.itemsize
+"""Elements of a cache in int8 that a scale takes behind each head's numbers, as a host has it."""
 
 
 def caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layout: str) -> tuple[Tensor, Tensor]:
@@ -37,6 +39,32 @@ def caches(values: Tensor, kv_heads: int, head_dim: int, block_size: int, layout
     shaped = values.view(-1, kv_heads, block_size, values.shape[-1]).transpose(1, 2)
     key, value = torch.tensor_split(shaped, (head_dim,), dim=-1)
     return key, value
+
+
+def int8_caches(
+    source: Source, blocks: int, kv_heads: int, dims: tuple[int, int], block_size: int, layout: str
+) -> tuple[Tensor, ...]:
+    """Both caches in int8, then their scales: in the caches' memory, behind each head's numbers, or apart.
+
+    Numbers are as near to one as those of :meth:`Source.normal`.
+    """
+    beside = 0 if layout == "keys transposed" else BESIDE
+    shape = (blocks * kv_heads * block_size, sum(dims) + 2 * beside)
+    numbers = torch.randint(-127, 128, shape, generator=source.generator).to(source.device, torch.int8)
+    found, scales = [], []
+    for cache, dim in zip(caches(numbers, kv_heads, dims[0] + beside, block_size, layout), dims, strict=True):
+        drawn = (source.normal(blocks, block_size, kv_heads).abs().float() + 1) / 127
+        if beside:
+            inside = cache[..., dim:].view(torch.float32).squeeze(-1)
+            drawn = inside.copy_(drawn)
+        found.append(cache[..., :dim])
+        scales.append(drawn)
+    return *found, *scales
+
+
+def _given(scales: tuple[float, float] | None, token_scales: Sequence[Tensor]) -> tuple[object, ...]:
+    """The last arguments of a call."""
+    return (None, None, *token_scales) if token_scales else scales or ()
 
 
 class _Writes(Source):
@@ -58,12 +86,17 @@ class _Writes(Source):
         padding: int = 0,
         scales: tuple[float, float] | None = None,
         exact: bool = False,
+        int8: bool = False,
         serving: bool = True,
     ) -> Sample:
         value_dim = value_dim or head_dim
         # As hosts have it: key and value are views of one projection.
         rows = tokens + padding
-        if scales is None:
+        if int8:
+            rounded = Settled(self.dtype, self.device, self.generator, torch.int8, LARGEST["int8"])
+            parts = [rounded.rows(rows * kv_heads, dim) for dim in (head_dim, value_dim)]
+            projection = torch.cat(parts, -1).view(rows, kv_heads, head_dim + value_dim)
+        elif scales is None:
             projection = self.normal(rows, kv_heads, head_dim + value_dim)
         else:
             source = Settled(self.dtype, self.device, self.generator, FP8, torch.finfo(FP8).max)
@@ -71,15 +104,19 @@ class _Writes(Source):
             parts = [draw(rows * kv_heads, *of) for of in zip((head_dim, value_dim), scales, strict=True)]
             projection = torch.cat(parts, -1).view(rows, kv_heads, head_dim + value_dim)
         key, value = torch.tensor_split(projection, (head_dim,), dim=-1)
-        values = self.normal(blocks * kv_heads * block_size, head_dim + value_dim)
-        if scales is not None:
-            values = values.to(FP8)
-        key_cache, value_cache = caches(values, kv_heads, head_dim, block_size, layout)
+        token_scales: Sequence[Tensor] = ()
+        if int8:
+            stored = int8_caches(self, blocks, kv_heads, (head_dim, value_dim), block_size, layout)
+            key_cache, value_cache, *token_scales = stored
+        else:
+            values = self.normal(blocks * kv_heads * block_size, head_dim + value_dim)
+            values = values if scales is None else values.to(FP8)
+            key_cache, value_cache = caches(values, kv_heads, head_dim, block_size, layout)
         free = blocks * block_size
         slots = torch.arange(3, 3 + tokens) if consecutive else torch.randperm(free, generator=self.generator)[:tokens]
         slots[list(skip)] = -1
         args = (key, value, key_cache, value_cache, slots.to(self.device))
-        return Sample(label, args if scales is None else (*args, *scales), serving)
+        return Sample(label, (*args, *_given(scales, token_scales)), serving)
 
 
 def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
@@ -98,6 +135,11 @@ def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     yield sample("fp8 cache, value narrower than key", 9, 2, 96, 64, scales=SCALES, serving=False)
     yield sample("fp8 cache, nothing to round", 9, 2, 96, 64, skip=(1,), scales=(0.25, 0.5), exact=True, serving=False)
     yield sample("fp8 cache, empty batch", 0, 2, 64, scales=SCALES, serving=False)
+    yield sample("int8 cache, decode", 32, 8, 128, int8=True)
+    yield sample("int8 cache, token-major", 17, 2, 80, layout="token-major", skip=(3,), padding=2, int8=True)
+    yield sample("int8 cache, scales apart", 21, 2, 64, block_size=32, layout="keys transposed", int8=True)
+    yield sample("int8 cache, value narrower than key", 9, 3, 96, 64, skip=(1,), int8=True, serving=False)
+    yield sample("int8 cache, empty batch", 0, 2, 64, int8=True, serving=False)
     yield sample("value narrower than key", 9, 2, 96, 64, serving=False)
     yield sample("block size 1", 9, 2, 64, blocks=32, block_size=1, layout="token-major", serving=False)
     yield sample("one token", 1, 1, 64, serving=False)
@@ -132,6 +174,7 @@ class _Attention(Source):
         alibi: bool = False,
         sinks: bool = False,
         scales: tuple[float, float] | None = None,
+        int8: bool = False,
         spare: int = 0,
         hostile: bool = False,
         serving: bool = True,
@@ -139,7 +182,7 @@ class _Attention(Source):
         """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has so many rows more.
 
         With ``spare`` the maxima are larger than needed, by so many blocks. A ``hostile`` input has NaN in every slot
-        that holds no token, and table entries that no visible key needs point behind the cache.
+        that holds no token (of int8 in its scale), and table entries that no visible key needs point behind the cache.
         """
         value_dim = value_dim or head_dim
         queries, lengths = [new for new, _ in requests], [length for _, length in requests]
@@ -154,19 +197,23 @@ class _Attention(Source):
         ):
             row[: len(part)] = part
         tokens = sum(queries) + (padding or 0)
-        values = self.normal((free + hidden) * heads[1] * block_size, head_dim + value_dim)
-        if scales is not None:
-            split = torch.tensor([scales[0]] * head_dim + [scales[1]] * value_dim, device=self.device)
-            values = (values.float() / split).to(FP8)
-        key_cache, value_cache = caches(values, heads[1], head_dim, block_size, layout)
+        if int8:
+            stored = int8_caches(self, free + hidden, heads[1], (head_dim, value_dim), block_size, layout)
+        else:
+            values = self.normal((free + hidden) * heads[1] * block_size, head_dim + value_dim)
+            if scales is not None:
+                split = torch.tensor([scales[0]] * head_dim + [scales[1]] * value_dim, device=self.device)
+                values = (values.float() / split).to(FP8)
+            stored = caches(values, heads[1], head_dim, block_size, layout)
         if hostile:
             unused = ~used_slots(table, lengths, free + hidden, block_size).to(self.device)
-            nowhere = values.new_tensor(math.nan)
-            for cache in (key_cache, value_cache):
-                cache.index_put_(unused.nonzero(as_tuple=True), nowhere)
-            key_cache, value_cache = key_cache[:free], value_cache[:free]
+            for cache in stored:
+                if cache.dtype is not torch.int8:
+                    cache.index_put_(unused.nonzero(as_tuple=True), cache.new_tensor(math.nan))
+            stored = tuple(cache[:free] for cache in stored)
             for row, (new, length) in zip(table, requests, strict=True):  # blocks that the window has left
                 row[: max(0, length - new + 1 - (window or length + 1)) // block_size] = free
+        key_cache, value_cache, *token_scales = stored
         slopes = 2.0 ** (-8.0 * torch.arange(1, heads[0] + 1) / heads[0]) if alibi else None
         args = (
             self.normal(tokens, heads[0], head_dim),
@@ -184,7 +231,7 @@ class _Attention(Source):
             softcap,
             None if slopes is None else slopes.to(self.device),
             self.normal(heads[0]) if sinks else None,
-            *(scales or ()),
+            *_given(scales, token_scales),
         )
         return Sample(label, args, serving)
 
@@ -232,6 +279,13 @@ def attention_samples(dtype: torch.dtype, device: torch.device, generator: torch
     yield quantized("fp8 cache, sliding window 24, softcap 30", mixed, (8, 4), 64, window=24, softcap=30.0)
     yield quantized("fp8 cache, alibi, sinks", mixed[1:4], (6, 3), 64, alibi=True, sinks=True, serving=False)
     yield quantized("fp8 cache, value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
+    quantized = partial(sample, int8=True)
+    yield quantized("int8 cache, decode", decode, (32, 8), 128)
+    yield quantized("int8 cache, mixed batch", mixed, (16, 4), 64, layout="token-major", padding=0)
+    yield quantized("int8 cache, scales apart", decode[:5], (16, 4), 128, block_size=32, layout="keys transposed")
+    yield quantized("int8 cache, sliding window 24, softcap 30", mixed, (8, 4), 64, window=24, softcap=30.0)
+    yield quantized("int8 cache, alibi, sinks", mixed[1:4], (6, 3), 64, alibi=True, sinks=True, serving=False)
+    yield quantized("int8 cache, value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
     yield sample("not causal", [(20, 20), (7, 7)], (4, 2), 64, causal=False, serving=False)
     yield sample("not causal, sliding window 5", [(20, 20)], (4, 2), 64, causal=False, window=5, serving=False)
     yield sample("value narrower than key", mixed[1:], (4, 2), 96, 64, serving=False)
@@ -259,4 +313,6 @@ def attention_probes(dtype: torch.dtype, device: torch.device, generator: torch.
                  padding=0, hostile=True, serving=False)  # fmt: skip
     yield sample("fp8 cache, 4,100 keys, NaN in unused slots", [(1, 4100), (3, 9)], (4, 1), 64, hostile=True,
                  scales=SCALES, serving=False)  # fmt: skip
+    yield sample("int8 cache, 4,100 keys, NaN in unused slots", [(1, 4100), (3, 9)], (4, 1), 64, hostile=True,
+                 int8=True, serving=False)  # fmt: skip
     yield sample("sliding window 32, NaN in unused slots", MIXED, (8, 2), 64, window=32, hostile=True, serving=False)

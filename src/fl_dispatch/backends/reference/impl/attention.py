@@ -8,6 +8,8 @@ from torch import Tensor
 from fl_dispatch.devices import device_of
 from fl_dispatch.ops.quantization import FP8, LARGEST
 
+from .quantization import quantize
+
 SCORES_AT_ONCE = 1 << 25
 """Queries are taken in parts, so that about this many scores exist at a time."""
 
@@ -20,14 +22,23 @@ def kv_cache_write(
     slot_mapping: Tensor,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
     tokens = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[tokens]
     block_size = key_cache.shape[1]
     block, offset = slots // block_size, slots % block_size
-    key_cache[block, offset] = _stored(key[tokens], key_scale).to(key_cache.dtype)
-    value_cache[block, offset] = _stored(value[tokens], value_scale).to(value_cache.dtype)
+    for new, cache, scale, scales in (
+        (key, key_cache, key_scale, key_scales),
+        (value, value_cache, value_scale, value_scales),
+    ):
+        if scales is None:
+            cache[block, offset] = _stored(new[tokens], scale).to(cache.dtype)
+        else:
+            cache[block, offset], units = quantize(new[tokens], "int8")
+            scales[block, offset] = units.squeeze(-1).to(scales.dtype)
 
 
 def _stored(new: Tensor, scale: float | None) -> Tensor:
@@ -56,6 +67,8 @@ def paged_attention(
     sinks: Tensor | None = None,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Waits for the device once, to read the lengths."""
     if out is None:
@@ -72,9 +85,11 @@ def paged_attention(
         first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
         page = first // block_size
         blocks = block_table[request, page : -(-length // block_size)]
-        visible = slice(first - page * block_size, length - page * block_size)
-        keys = read(key_cache[blocks].flatten(0, 1)[visible], key_scale, query.dtype)
-        values = read(value_cache[blocks].flatten(0, 1)[visible], value_scale, query.dtype)
+        seen = slice(first - page * block_size, length - page * block_size)
+        key_unit = key_scale if key_scales is None else _slots(key_scales, blocks, seen)[..., None]
+        value_unit = value_scale if value_scales is None else _slots(value_scales, blocks, seen)[..., None]
+        keys = read(_slots(key_cache, blocks, seen), key_unit, query.dtype)
+        values = read(_slots(value_cache, blocks, seen), value_unit, query.dtype)
         if fused:
             out[begin:end] = _fused(query[begin:end], keys, values, scale)
             continue
@@ -88,8 +103,13 @@ def paged_attention(
     return out
 
 
-def read(stored: Tensor, scale: float | None, dtype: torch.dtype) -> Tensor:
-    """Keys or values of a cache with this scale, for queries of a dtype."""
+def _slots(cache: Tensor, blocks: Tensor, seen: slice) -> Tensor:
+    """Some of the slots of these blocks, one after the other."""
+    return cache[blocks].flatten(0, 1)[seen]
+
+
+def read(stored: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values of a cache with this scale, or with these, for queries of a dtype."""
     return stored if scale is None else stored.to(torch.promote_types(dtype, torch.float32)) * scale
 
 

@@ -21,6 +21,7 @@ from fl_dispatch.errors import NotSupported
 
 from . import hopper
 from .attention_kernels import _attention, _combine
+from .cache import scale_strides
 from .launch import INTERPRETED, Launcher, power_of_two
 
 LONG_TILE, LONG_TILE_LARGE = (128, 64, 8, 3), (64, 32, 4, 2)
@@ -101,6 +102,8 @@ def prepare(
     sinks: Tensor | None,
     key_scale: float | None,
     value_scale: float | None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Call:
     """Check a call's arguments, and put them in the kernel's order.
 
@@ -127,11 +130,13 @@ def prepare(
     common = (heads, group, dim, dim_v, block_size, causal, window, softcap > 0, alibi_slopes is not None)
     numbers = (
         *query.stride(), *key_strides, *value_strides, out.stride(0), out.stride(1), block_table.stride(0),
+        *scale_strides(key_scales), *scale_strides(value_scales),
         scale if key_scale is None else scale * key_scale, softcap, 1.0 if value_scale is None else value_scale,
-        *common, sinks is not None, value_scale is not None,
+        *common, sinks is not None, value_scale is not None, value_scales is not None,
     )  # fmt: skip
     slopes, sink = out if alibi_slopes is None else alibi_slopes, out if sinks is None else sinks
-    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, slopes, sink)
+    scales = (out if each is None else each for each in (key_scales, value_scales))
+    tensors = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, slopes, sink, *scales)
     return Call(out, tensors, numbers, tail, packed, large)
 
 
@@ -153,15 +158,17 @@ def paged_attention(
     sinks: Tensor | None = None,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.attention.paged_attention`. Declines float64, and an ``out`` with strided elements."""
     call = prepare(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens, scale, out, causal, sliding_window,
-        softcap, alibi_slopes, sinks, key_scale, value_scale,
+        softcap, alibi_slopes, sinks, key_scale, value_scale, key_scales, value_scales,
     )  # fmt: skip
     out, tensors, numbers, tail, packed, large = call
     heads, dim_v, kv_heads, requests = query.shape[1], out.shape[2], key_cache.shape[2], seq_lens.shape[0]
-    window, block_dv, sink, narrow = sliding_window or 0, tail[1], tensors[-1], tail[-1]
+    window, block_dv, sink, narrow = sliding_window or 0, tail[1], out if sinks is None else sinks, tail[-1]
     if not requests or not query.shape[0] or not max_query_len:
         return out
     most_new = max(SHORT_ROWS // packed, power_of_two(max_query_len))

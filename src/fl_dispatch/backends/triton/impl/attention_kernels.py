@@ -20,6 +20,8 @@ def _attention(
     out,
     slopes,
     sinks,
+    key_scales,
+    value_scales,
     partial,
     statistics,
     splits,
@@ -37,6 +39,12 @@ def _attention(
     OUT_TOKEN,
     OUT_HEAD,
     TABLE_ROW,
+    KEY_SCALES_BLOCK,
+    KEY_SCALES_SLOT,
+    KEY_SCALES_HEAD,
+    VALUE_SCALES_BLOCK,
+    VALUE_SCALES_SLOT,
+    VALUE_SCALES_HEAD,
     SCALE,
     SOFTCAP,
     VALUE_SCALE,
@@ -51,6 +59,7 @@ def _attention(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    SCALED: tl.constexpr,
     LEAST_NEW: tl.constexpr,
     MOST_NEW: tl.constexpr,
     SHORT: tl.constexpr,
@@ -108,6 +117,8 @@ def _attention(
             )
             key = key_cache + kv_head.to(tl.int64) * KEY_HEAD
             value = value_cache + kv_head.to(tl.int64) * VALUE_HEAD
+            key_units = key_scales + kv_head.to(tl.int64) * KEY_SCALES_HEAD
+            value_units = value_scales + kv_head.to(tl.int64) * VALUE_SCALES_HEAD
             table = block_table + request.to(tl.int64) * TABLE_ROW
             acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
             m_i = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
@@ -141,10 +152,11 @@ def _attention(
                 else:
                     span_start, span_stop = whole_stop, stop
                 acc, m_i, l_i = _tiles(
-                    acc, m_i, l_i, q, key, value, table, span_start, span_stop, first_seen, length, position, slope,
-                    SCALE, SOFTCAP, KEY_BLOCK, KEY_SLOT, KEY_DIM, VALUE_BLOCK, VALUE_SLOT, VALUE_DIM,
+                    acc, m_i, l_i, q, key, value, key_units, value_units, table, span_start, span_stop, first_seen,
+                    length, position, slope, SCALE, SOFTCAP, KEY_BLOCK, KEY_SLOT, KEY_DIM, VALUE_BLOCK, VALUE_SLOT,
+                    VALUE_DIM, KEY_SCALES_BLOCK, KEY_SCALES_SLOT, VALUE_SCALES_BLOCK, VALUE_SCALES_SLOT,
                     DIM, DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW,
-                    CAPPED, ALIBI, MASKED=span != 1, PRECISION=PRECISION, NARROW=NARROW,
+                    CAPPED, ALIBI, SCALED, MASKED=span != 1, PRECISION=PRECISION, NARROW=NARROW,
                 )  # fmt: skip
             if QUANTIZED:
                 acc *= VALUE_SCALE

@@ -56,6 +56,8 @@ def _tiles(
     q,
     key,
     value,
+    key_scales,
+    value_scales,
     table,
     start,
     stop,
@@ -71,6 +73,10 @@ def _tiles(
     VALUE_BLOCK,
     VALUE_SLOT,
     VALUE_DIM,
+    KEY_SCALES_BLOCK,
+    KEY_SCALES_SLOT,
+    VALUE_SCALES_BLOCK,
+    VALUE_SCALES_SLOT,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -81,12 +87,13 @@ def _tiles(
     WINDOW: tl.constexpr,
     CAPPED: tl.constexpr,
     ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     NARROW: tl.constexpr,
 ):
     """Attend to the keys from ``start``, a multiple of ``BLOCK_N``, up to ``stop``; all of them are seen by all queries
-    unless ``MASKED``.
+    unless ``MASKED``. ``SCALED``: each key and value has a scale of its own.
     """
     column = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
@@ -118,6 +125,15 @@ def _tiles(
             else:
                 v = tl.load(values, mask=dim_v[None, :] < DIM_V, other=0.0)
         qk = tl.dot(q, k.to(q.dtype), input_precision=PRECISION)
+        if SCALED:
+            key_unit = key_scales + page * KEY_SCALES_BLOCK + slot * KEY_SCALES_SLOT
+            value_unit = value_scales + page * VALUE_SCALES_BLOCK + slot * VALUE_SCALES_SLOT
+            if MASKED:
+                k_scale = tl.load(key_unit, mask=inside, other=0.0)
+                v_scale = tl.load(value_unit, mask=inside, other=0.0)
+            else:
+                k_scale, v_scale = tl.load(key_unit), tl.load(value_unit)
+            qk *= k_scale[None, :]
         qk_scale = LOG2E
         if CAPPED:
             qk = SOFTCAP * (2.0 * tl.sigmoid(qk * (2.0 * SCALE / SOFTCAP)) - 1.0)
@@ -137,5 +153,7 @@ def _tiles(
             if WINDOW > 0:
                 seen = seen & (tl.abs(distance) < WINDOW)
         p, m_i, l_i, alpha = update(qk, m_i, l_i, qk_scale, seen, MASKED)
+        if SCALED:
+            p *= v_scale[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_i, l_i

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fl_dispatch.ops.quantization import LARGEST
+from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE
 
 from .launch import Launcher, power_of_two
+from .quantize import quotient_of, unit_of
 
 
 @triton.jit
@@ -24,6 +27,8 @@ def _write(
     value,
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     slots,
     KEY_TOKEN,
     KEY_HEAD,
@@ -39,6 +44,12 @@ def _write(
     VALUE_SLOT,
     VALUE_CACHE_HEAD,
     VALUE_CACHE_DIM,
+    KEY_SCALES_BLOCK,
+    KEY_SCALES_SLOT,
+    KEY_SCALES_HEAD,
+    VALUE_SCALES_BLOCK,
+    VALUE_SCALES_SLOT,
+    VALUE_SCALES_HEAD,
     SLOT_STRIDE,
     KEY_SCALE,
     VALUE_SCALE,
@@ -50,17 +61,26 @@ def _write(
     BLOCK_DIM: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
     LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
-    """``LARGEST``: the largest number of a quantized cache, or 0 for another one."""
+    """``LARGEST``: the largest number of a quantized cache, or 0 for another one.
+
+    ``LEAST``: the least scale, if each token and head has its own, or 0.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
     column_v = tl.arange(0, BLOCK_DIM_V)[None, :]
     inside, inside_v = (head < HEADS) & (column < DIM), (head < HEADS) & (column_v < DIM_V)
     # All loads are under way before the slot is there, and only the stores depend on it.
-    new = tl.load(key + token * KEY_TOKEN + head * KEY_HEAD + column * KEY_DIM, mask=inside)
-    new_v = tl.load(value + token * VALUE_TOKEN + head * VALUE_HEAD + column_v * VALUE_DIM, mask=inside_v)
-    if LARGEST > 0:
+    new = tl.load(key + token * KEY_TOKEN + head * KEY_HEAD + column * KEY_DIM, mask=inside, other=0.0)
+    new_v = tl.load(value + token * VALUE_TOKEN + head * VALUE_HEAD + column_v * VALUE_DIM, mask=inside_v, other=0.0)
+    if LEAST > 0:
+        unit = unit_of(new.to(tl.float32), LARGEST, LEAST, 1)
+        unit_v = unit_of(new_v.to(tl.float32), LARGEST, LEAST, 1)
+        new = quotient_of(new.to(tl.float32), unit, LARGEST, True)
+        new_v = quotient_of(new_v.to(tl.float32), unit_v, LARGEST, True)
+    elif LARGEST > 0:
         new = _quantized(new, KEY_SCALE, LARGEST)
         new_v = _quantized(new_v, VALUE_SCALE, LARGEST)
     slot = tl.load(slots + token * SLOT_STRIDE).to(tl.int64)
@@ -71,9 +91,20 @@ def _write(
     inside, inside_v = inside & there, inside_v & there
     tl.store(target + column * KEY_CACHE_DIM, new.to(key_cache.dtype.element_ty), mask=inside)
     tl.store(target_v + column_v * VALUE_CACHE_DIM, new_v.to(value_cache.dtype.element_ty), mask=inside_v)
+    if LEAST > 0:
+        known = (head < HEADS) & there
+        target = key_scales + block * KEY_SCALES_BLOCK + place * KEY_SCALES_SLOT + head * KEY_SCALES_HEAD
+        target_v = value_scales + block * VALUE_SCALES_BLOCK + place * VALUE_SCALES_SLOT + head * VALUE_SCALES_HEAD
+        tl.store(target, unit, mask=known)
+        tl.store(target_v, unit_v, mask=known)
 
 
 _launch = Launcher(_write)
+
+
+def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """The strides of the scales of a cache in int8; zeros where there are none."""
+    return (0, 0, 0) if scales is None else scales.stride()
 
 
 def kv_cache_write(
@@ -84,21 +115,36 @@ def kv_cache_write(
     slot_mapping: Tensor,
     key_scale: float | None = None,
     value_scale: float | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
-    """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
+    """See :data:`fl_dispatch.ops.attention.kv_cache_write`. Declines float64 for a cache in int8."""
     tokens = slot_mapping.shape[0]
+    if key_scales is not None and key.dtype is torch.float64:
+        raise NotSupported("float64")
     if tokens == 0:
         return
+    largest = LARGEST["int8"] if key_scales is not None else 0.0 if key_scale is None else LARGEST["float8_e4m3fn"]
     _, heads, dim = key.shape
     dim_v = value.shape[2]
     _launch(
         (tokens, 1, 1),
-        (key, value, key_cache, value_cache, slot_mapping),
+        (
+            key,
+            value,
+            key_cache,
+            value_cache,
+            key if key_scales is None else key_scales,
+            value if value_scales is None else value_scales,
+            slot_mapping,
+        ),
         (
             *key.stride(),
             *value.stride(),
             *key_cache.stride(),
             *value_cache.stride(),
+            *scale_strides(key_scales),
+            *scale_strides(value_scales),
             slot_mapping.stride(0),
             1.0 if key_scale is None else key_scale,
             1.0 if value_scale is None else value_scale,
@@ -109,6 +155,7 @@ def kv_cache_write(
             power_of_two(heads),
             power_of_two(dim),
             power_of_two(dim_v),
-            0.0 if key_scale is None else LARGEST["float8_e4m3fn"],
+            largest,
+            0.0 if key_scales is None else LEAST_SCALE,
         ),
     )
