@@ -129,6 +129,7 @@ class OpRegistry:
                         f"Duplicate impl_id '{impl.impl_id}' for op '{impl.op_name}': it is registered already, "
                         f"by {holder.place}; this one is from {impl.place}"
                         + (f" (while loading {self._source})" if self._source else "")
+                        + f"; give one of them another id, such as '{impl.impl_id}.VARIANT'"
                     )
                 merged[impl.op_name] = (*present, impl)
             self._conventions.update(conventions)

@@ -25,7 +25,7 @@ class BackendImplKind(enum.Enum):
 
 
 class BackendPriority(enum.IntEnum):
-    """Rank of an implementation among those that match the same token; higher is preferred."""
+    """Priority of an implementation among those that match the same token; higher is preferred."""
 
     DEFAULT = 150
     VENDOR = 100
@@ -51,7 +51,7 @@ class OpImpl:
         fn: the implementation. Its parameters are those of the operator's declaration (optional ones may be left out),
             or, if the first one is named ``obj``, the declaration's layer form.
         vendor: the vendor's name; required for ``VENDOR``, and only there.
-        priority: rank among implementations that match the same token; ``None`` takes the kind's.
+        priority: comes first where higher, among implementations that match the same token; ``None`` takes the kind's.
         supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
@@ -142,8 +142,8 @@ class OpImpl:
         return module if code is None else f"{module} ({code.co_filename}:{code.co_firstlineno})"
 
     @property
-    def rank(self) -> int:
-        """The priority as a number."""
+    def effective_priority(self) -> int:
+        """The priority, its own or the kind's."""
         return self.priority if self.priority is not None else 0
 
     def takes_device(self, device_type: str) -> bool:

@@ -11,7 +11,7 @@ from ..types import BackendImplKind, OpImpl
 FLAGGEMS_ID = "default.flagos"
 
 
-def refusal(
+def why_excluded(
     op_name: str,
     impl: OpImpl,
     impls: Iterable[OpImpl],
