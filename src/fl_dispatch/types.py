@@ -39,6 +39,29 @@ _DEFAULT_PRIORITY = {
 }
 
 
+BATCH_INVARIANT = "batch_invariant"
+ONLY_BATCH_INVARIANT = "only_batch_invariant"
+GRAPHS = "graphs"
+DETERMINISTIC = "deterministic"
+INDUCTOR = "inductor"
+REFERENCE_FROM = "reference_from"
+CHUNK = "chunk"
+KV_LAYOUT = "kv_layout"
+KV_BLOCK = "kv_block"
+PROPERTIES = (
+    BATCH_INVARIANT,
+    ONLY_BATCH_INVARIANT,
+    GRAPHS,
+    DETERMINISTIC,
+    INDUCTOR,
+    REFERENCE_FROM,
+    CHUNK,
+    KV_LAYOUT,
+    KV_BLOCK,
+)
+"""The properties that something asks for; :class:`OpImpl` says what each means. A vendor may have others."""
+
+
 @dataclass(frozen=True, eq=False)
 class OpImpl:
     """One implementation of one operator.
@@ -60,7 +83,10 @@ class OpImpl:
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
             ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
             with the code around it, ``{"reference_from": 33}`` where it calls the reference itself for 33 tokens and
-            more, ``{"chunk": 256}`` where a scan keeps two states in float32 for each so many tokens while it runs.
+            more, ``{"chunk": 256}`` where a scan keeps two states in float32 for each so many tokens while it runs,
+            ``{"kv_layout": "NHD"}`` where it is merely faster with a layout of the cache, ``{"kv_block": 32}`` where
+            it is with blocks of so many tokens at least. A near miss of one of these is a WARNING at registration;
+            other keys are a vendor's own.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.

@@ -21,7 +21,7 @@ from ..ops import OPERATORS, Access, Sample, Tolerance
 from ..ops.results import broken_promise, flat
 from ..run.plan import direct_function, why_declined
 from ..state import State
-from ..types import OpImpl
+from ..types import DETERMINISTIC, OpImpl
 from .arguments import (
     UNTOUCHED,
     Arguments,
@@ -133,7 +133,7 @@ def verify(
     name = str(dtype).removeprefix("torch.")
     found = Verification(impl.op_name, impl.impl_id, name, tolerance, compiled or "direct", inputs.seed)
     direct = direct_function(manager.state, impl)
-    deterministic = bool(impl.properties.get("deterministic", True))
+    deterministic = bool(impl.properties.get(DETERMINISTIC, True))
     stable: list[tuple[Input, list[Tensor]]] = []
     for given in inputs:
         if not _takes(found, manager.state, impl, given):
