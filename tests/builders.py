@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry, SelectionPolicy, set_global_policy
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.run.plan import direct_function, direct_refusal
+from fl_dispatch.run.plan import direct_function, why_declined
 
 KINDS = {"default": BackendImplKind.DEFAULT, "vendor": BackendImplKind.VENDOR, "reference": BackendImplKind.REFERENCE}
 
@@ -38,7 +38,7 @@ def as_called(register: Callable[[OpRegistry], None], op_name: str, impl_id: str
     state, operator = OpManager(registry, register_builtins=False).state, OPERATORS[op_name]
 
     def supports(*args: Any, **kwargs: Any) -> bool | str:
-        return direct_refusal(state, found, operator.bind(args, kwargs)) or True
+        return why_declined(state, found, operator.bind(args, kwargs)) or True
 
     return replace(found, fn=direct_function(state, found), supports=supports)
 

@@ -135,7 +135,7 @@ def change_the_global_policy(choose: random.Random, counts: Counter[str]) -> Non
     choose.choice(
         [
             manager.clear_failed_impls,
-            manager.bump_policy_epoch,
+            manager.ask_again,
             lambda: manager.set_counting(choose.random() < 0.5),
             lambda: explain("demo", 1),
         ]

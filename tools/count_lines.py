@@ -73,8 +73,8 @@ PROMISES = {
     "choices can be frozen": (
         "fixed.py",
         "state.py:State.frozen State.choices State._choices_at",
-        "manager/op_manager.py:OpManager._fix_new OpManager._fixed OpManager._check OpManager.admit_registration",
-        "manager/op_manager.py:OpManager.frozen",
+        "manager/op_manager.py:OpManager._fix_new OpManager._fixed OpManager._require_unchanged OpManager.frozen",
+        "manager/op_manager.py:OpManager.admit_registration",
         "run/plan.py:frozen_function",
         "manager/process.py:freeze_dispatch thaw_dispatch admit_policy",
     ),

@@ -68,7 +68,10 @@ class NoImplementationError(DispatchError, RuntimeError):
     def __init__(self, op_name: str, reasons: Sequence[str] = ()) -> None:
         self.op_name, self.reasons = op_name, tuple(reasons)
         lines = "".join(f"\n  {reason}" for reason in self.reasons)
-        super().__init__(f"No available implementation for op='{op_name}'" + (f":{lines}" if lines else ""))
+        super().__init__(
+            f"No available implementation for op='{op_name}'{':' if lines else ''}{lines}\n"
+            f"`fl ops` lists what is registered, `fl explain {op_name}` says which settings decide"
+        )
 
     def __reduce__(self) -> tuple[type[NoImplementationError], tuple[str, tuple[str, ...]]]:
         return type(self), (self.op_name, self.reasons)

@@ -83,10 +83,10 @@ class FixedChoices:
             self._differences = {}  # a policy that was admitted may differ here
         return self._fixed[place]
 
-    def check(
+    def require_unchanged(
         self, change: str, policies: Iterable[SelectionPolicy], *, bans: bool = True, only: str | None = None
     ) -> None:
-        """Whether everything fixed would be decided the same after a change that is in place already.
+        """Refuse a change, which is in place already, if something fixed would be decided otherwise after it.
 
         Args:
             change: what changed, for the message.
@@ -95,7 +95,7 @@ class FixedChoices:
             only: the one operator that it may concern; all by default.
 
         Raises:
-            DispatchFrozenError: it would not.
+            DispatchFrozenError: something would.
         """
         for policy in dict.fromkeys(policies):
             if self._differences.get((policy, True)) or self._differences.get((policy, False)):
@@ -105,12 +105,16 @@ class FixedChoices:
                 raise DispatchFrozenError(change, different)
         self._differences = {key: found for key, found in self._differences.items() if not found}
 
-    def admits(self, policy: SelectionPolicy, *, bans: bool = True) -> bool:
+    def allows(self, policy: SelectionPolicy, *, bans: bool = True) -> bool:
         """Whether a policy makes the choices that are fixed."""
         return not self._remembered(policy, bans)
 
-    def admit(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
-        """The same; raises :class:`DispatchFrozenError` if it does not."""
+    def require_allowed(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
+        """Refuse a policy that makes other choices.
+
+        Raises:
+            DispatchFrozenError: it does.
+        """
         if different := self._remembered(policy, bans):
             raise DispatchFrozenError(change, different)
 

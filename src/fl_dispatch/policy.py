@@ -17,7 +17,7 @@ from .errors import ConfigError
 from .global_policy import GLOBAL
 from .locking import writers
 from .manager.process import ROOT, admit_policy, change_policy, reread_settings, table_for
-from .run.table import DispatchTable, scope_variable
+from .run.table import DispatchTable, context_table
 from .settings import load_config_file, peek_settings, reset_settings
 from .settings.origins import CODE
 from .settings.selection_policy import (
@@ -40,7 +40,7 @@ def policy_from_config(config_path: str | os.PathLike[str]) -> SelectionPolicy:
 
 def get_policy() -> SelectionPolicy:
     """The policy in force here: the innermost context's, else the global one."""
-    table = scope_variable.get(ROOT)
+    table = context_table.get(ROOT)
     return table.policy if table.of_context else GLOBAL.get()
 
 
@@ -124,16 +124,16 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     """
     _check_type(policy)
     admit_policy("a policy context", policy, bans=True)
-    ROOT.scope()
+    ROOT.note_context()
     entered = _Entered(table_for(policy))
     _open.set((*_open.get(), entered))
-    scope_variable.set(entered.table)
+    context_table.set(entered.table)
     try:
         yield policy
     finally:
         rest = tuple(other for other in _open.get() if other is not entered)  # in generators they end in any order
         _open.set(rest)
-        scope_variable.set(rest[-1].table if rest else ROOT)
+        context_table.set(rest[-1].table if rest else ROOT)
 
 
 def _changed(**changes: Any) -> SelectionPolicy:

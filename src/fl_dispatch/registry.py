@@ -13,9 +13,9 @@ from .locking import writers
 from .logger_manager import get_logger
 from .ops import OPERATORS
 from .replaced import AtenReplacement, refuse_taken_name, register_replacement
-from .settings.names import suggestion
+from .settings.names import near_miss, suggestion
 from .signatures import Convention, convention_of
-from .types import OpImpl
+from .types import PROPERTIES, OpImpl
 
 logger = get_logger(__name__)
 
@@ -87,6 +87,11 @@ class OpRegistry:
         for op_name in {impl.op_name for impl in new} - OPERATORS.keys():
             if meant := suggestion(op_name, cutoff=ALMOST_SURELY):
                 logger.warning("%s registers '%s', which nobody declared%s", self._source or "a plugin", op_name, meant)
+        for impl in new:
+            for key in map(str, impl.properties.keys() - PROPERTIES):
+                if known := near_miss(key, PROPERTIES):
+                    text = "'%s' of op '%s' has the property '%s', which nobody asks for; did you mean '%s'?"
+                    logger.warning(text, impl.impl_id, impl.op_name, key, known)
         conventions = {impl: convention_of(impl, OPERATORS[impl.op_name]) for impl in new if impl.op_name in OPERATORS}
         self._add(new, conventions, frozenset())
 
@@ -129,6 +134,7 @@ class OpRegistry:
                         f"Duplicate impl_id '{impl.impl_id}' for op '{impl.op_name}': it is registered already, "
                         f"by {holder.place}; this one is from {impl.place}"
                         + (f" (while loading {self._source})" if self._source else "")
+                        + f"; give one of them another id, such as '{impl.impl_id}.VARIANT'"
                     )
                 merged[impl.op_name] = (*present, impl)
             self._conventions.update(conventions)

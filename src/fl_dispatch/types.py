@@ -25,7 +25,7 @@ class BackendImplKind(enum.Enum):
 
 
 class BackendPriority(enum.IntEnum):
-    """Rank of an implementation among those that match the same token; higher is preferred."""
+    """Priority of an implementation among those that match the same token; higher is preferred."""
 
     DEFAULT = 150
     VENDOR = 100
@@ -37,6 +37,29 @@ _DEFAULT_PRIORITY = {
     BackendImplKind.VENDOR: BackendPriority.VENDOR,
     BackendImplKind.REFERENCE: BackendPriority.REFERENCE,
 }
+
+
+BATCH_INVARIANT = "batch_invariant"
+ONLY_BATCH_INVARIANT = "only_batch_invariant"
+GRAPHS = "graphs"
+DETERMINISTIC = "deterministic"
+INDUCTOR = "inductor"
+REFERENCE_FROM = "reference_from"
+CHUNK = "chunk"
+KV_LAYOUT = "kv_layout"
+KV_BLOCK = "kv_block"
+PROPERTIES = (
+    BATCH_INVARIANT,
+    ONLY_BATCH_INVARIANT,
+    GRAPHS,
+    DETERMINISTIC,
+    INDUCTOR,
+    REFERENCE_FROM,
+    CHUNK,
+    KV_LAYOUT,
+    KV_BLOCK,
+)
+"""The properties that something asks for; :class:`OpImpl` says what each means. A vendor may have others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +74,7 @@ class OpImpl:
         fn: the implementation. Its parameters are those of the operator's declaration (optional ones may be left out),
             or, if the first one is named ``obj``, the declaration's layer form.
         vendor: the vendor's name; required for ``VENDOR``, and only there.
-        priority: rank among implementations that match the same token; ``None`` takes the kind's.
+        priority: comes first where higher, among implementations that match the same token; ``None`` takes the kind's.
         supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
@@ -60,7 +83,10 @@ class OpImpl:
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
             ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
             with the code around it, ``{"reference_from": 33}`` where it calls the reference itself for 33 tokens and
-            more, ``{"chunk": 256}`` where a scan keeps two states in float32 for each so many tokens while it runs.
+            more, ``{"chunk": 256}`` where a scan keeps two states in float32 for each so many tokens while it runs,
+            ``{"kv_layout": "NHD"}`` where it is merely faster with a layout of the cache, ``{"kv_block": 32}`` where
+            it is with blocks of so many tokens at least. A near miss of one of these is a WARNING at registration;
+            other keys are a vendor's own.
         requires: facts about the process that it needs, such as ``{"kv_layout": "NHD"}``. The host states facts at
             start; a fact that differs skips the implementation, so that operators which share a layout cannot be chosen
             apart.
@@ -142,8 +168,8 @@ class OpImpl:
         return module if code is None else f"{module} ({code.co_filename}:{code.co_firstlineno})"
 
     @property
-    def rank(self) -> int:
-        """The priority as a number."""
+    def effective_priority(self) -> int:
+        """The priority, its own or the kind's."""
         return self.priority if self.priority is not None else 0
 
     def takes_device(self, device_type: str) -> bool:

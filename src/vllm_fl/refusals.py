@@ -100,7 +100,7 @@ def _engine_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[
             vllm_config.lora_config is not None
             and device.accelerator
             and getattr(vllm_config.model_config, "enable_sleep_mode", False)
-            and versions.host_version() not in versions.KEEPING_HOSTS,
+            and versions.host_version() not in versions.SLEEP_BACKUP_HOSTS,
             f"LoRA with sleep mode with vLLM {versions.host_version()}",
         ),
         (speculation is not None and _has_states(vllm_config.model_config), f"speculative decoding by {STATES}"),

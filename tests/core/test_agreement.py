@@ -145,7 +145,7 @@ def test_all_ways_of_asking_agree_at_every_step(script: list[tuple[Any, ...]]) -
                 set_global_policy(SelectionPolicy(prefer=prefer, strict=strict))
             case "be available", name, available:
                 world.available[name] = available
-                world.manager.bump_policy_epoch()
+                world.manager.ask_again()
             case "register", (name, priority):
                 if world.manager.registry.get_implementation(OPS[0], name) is None:
                     world.manager.registry.register_many([world.make(op, name, priority=priority) for op in OPS])

@@ -49,7 +49,7 @@ def implementations_of_chip(**options: Any) -> list[OpImpl]:
 def test_every_method_named_like_an_operator_is_an_implementation_in_the_order_of_the_catalogue() -> None:
     found = implementations_of_chip()
     assert [impl.op_name for impl in found] == ["silu_and_mul", "attention_backend"]
-    assert {(impl.impl_id, impl.vendor, impl.rank) for impl in found} == {("vendor.chip", "chip", 100)}
+    assert {(impl.impl_id, impl.vendor, impl.effective_priority) for impl in found} == {("vendor.chip", "chip", 100)}
 
 
 def test_an_implementation_is_available_when_its_backend_is() -> None:
@@ -60,7 +60,7 @@ def test_an_implementation_is_available_when_its_backend_is() -> None:
 
 def test_priority_and_supports_reach_the_implementation() -> None:
     (silu, attention) = implementations_of_chip(priority=7, supports={"silu_and_mul": lambda x: "never"})
-    assert (silu.rank, attention.rank) == (7, 7)
+    assert (silu.effective_priority, attention.effective_priority) == (7, 7)
     assert silu.supports is not None
     assert silu.supports(None) == "never"
     assert attention.supports is None
@@ -86,7 +86,7 @@ def test_the_reference_covers_every_operator_that_computes() -> None:
     assert registry.list_operators() == [name for name, op in OPERATORS.items() if not op.selection]
     impl = registry.get_implementation("rms_norm", "reference.torch")
     assert impl is not None
-    assert (impl.kind, impl.rank, impl.is_available()) == (BackendImplKind.REFERENCE, 50, True)
+    assert (impl.kind, impl.effective_priority, impl.is_available()) == (BackendImplKind.REFERENCE, 50, True)
 
 
 def test_the_template_never_runs_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:

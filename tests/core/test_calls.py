@@ -49,8 +49,8 @@ def test_the_settled_entry_is_the_bare_implementation() -> None:
     bound = manager.bind("rms_norm")
     manager.call("rms_norm", ones(1), ones(1))
     bound(ones(1))
-    assert manager.tables.root.entries["rms_norm"] is rms
-    assert manager.tables.root.entries["rms_norm@"] is rms
+    assert manager.table_keeper.root.entries["rms_norm"] is rms
+    assert manager.table_keeper.root.entries["rms_norm@"] is rms
     assert manager.resolve("rms_norm") is rms
 
 
@@ -297,7 +297,7 @@ def test_a_cache_write_settles_like_any_other_operator() -> None:
     manager = manager_of(impl("default.a", write, op="kv_cache_write"))
     t = ones(1, 1, 1)
     manager.call("kv_cache_write", t, t, t, t, t)
-    assert manager.tables.root.entries["kv_cache_write"] is write
+    assert manager.table_keeper.root.entries["kv_cache_write"] is write
 
 
 def test_an_undeclared_operator_settles_too() -> None:
@@ -306,7 +306,7 @@ def test_an_undeclared_operator_settles_too() -> None:
 
     manager = manager_of(impl("default.a", fn))
     manager.call("demo", 1)
-    assert manager.tables.root.entries["demo"] is fn
+    assert manager.table_keeper.root.entries["demo"] is fn
 
 
 def positional_only(x: Tensor, residual: Any, weight: Any, epsilon: float, /) -> Any:

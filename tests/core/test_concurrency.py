@@ -265,10 +265,10 @@ def test_declining_a_thousand_times_rebuilds_nothing() -> None:
     )
     x = torch.ones(1, 2)
     manager.call("silu_and_mul", x)
-    entries = manager.tables.root.entries
+    entries = manager.table_keeper.root.entries
     for _ in range(1000):
         manager.call("silu_and_mul", x)
-    assert manager.tables.root.entries is entries
+    assert manager.table_keeper.root.entries is entries
 
 
 # ---- what goes on while an availability check or a plugin takes its time
@@ -287,7 +287,7 @@ def test_an_explanation_meanwhile_does_not_hide_an_implementation() -> None:
     manager = manager_of(impl("default.a", available=check), impl("reference.b"))
     assert manager.call("demo", 1) == "default.a"
     with ThreadPoolExecutor(1) as threads:
-        bumped = threads.submit(manager.bump_policy_epoch)
+        bumped = threads.submit(manager.ask_again)
         assert asked_again.wait(10)
         meanwhile = manager.explain("demo").chosen
         go_on.set()

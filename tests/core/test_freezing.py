@@ -121,7 +121,7 @@ def test_a_change_that_alters_no_choice_passes() -> None:
     assert call_op("an_operator_of_its_own") == "default.new"
     get_default_manager().clear_failed_impls()
     get_default_manager().set_facts(unrelated=1)
-    get_default_manager().bump_policy_epoch()
+    get_default_manager().ask_again()
     reset_global_policy()
     assert run() == 1
     assert freeze_dispatch() is frozen
@@ -155,7 +155,7 @@ def test_facts_and_availability_that_would_change_a_choice_are_refused() -> None
         manager.set_facts(kv_layout="B")
     here["available"] = False
     with pytest.raises(DispatchFrozenError, match="anew|again"):
-        manager.bump_policy_epoch()
+        manager.ask_again()
     assert run() == 1
 
 

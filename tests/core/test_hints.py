@@ -93,7 +93,8 @@ def test_an_implementation_that_takes_a_hint_gets_it_and_stays_bare() -> None:
         for _ in range(3):
             assert call(X, lengths=[1]) == call(X, R, [1]) == ("takes", [1])
             assert call(X) == ("takes", None)
-    assert manager.tables.root.entries[OP] is manager.tables.root.entries[f"{OP}@"] is manager.resolve(OP) is takes
+    entries = manager.table_keeper.root.entries
+    assert entries[OP] is entries[f"{OP}@"] is manager.resolve(OP) is takes
 
 
 def test_a_later_policy_may_pick_an_implementation_that_lacks_the_hint() -> None:

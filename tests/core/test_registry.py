@@ -38,7 +38,9 @@ def test_an_id_is_unique_within_its_operator() -> None:
     registry = OpRegistry()
     registry.register_impl(impl("default.a"))
     registry.register_impl(impl("default.a", op="other"))
-    with pytest.raises(ValueError, match="Duplicate impl_id 'default.a' for op 'demo'"):
+    with pytest.raises(
+        ValueError, match=r"Duplicate impl_id 'default\.a' for op 'demo'.*id, such as 'default\.a\.VARIANT'"
+    ):
         registry.register_impl(impl("default.a"))
 
 
@@ -232,6 +234,21 @@ def test_an_operator_that_is_almost_a_declared_one_is_a_warning_when_it_is_regis
         registry.register_many([impl("default.a", op="RMSNorm"), impl("default.a", op="my_own_norm")])
     assert "acme registers 'RMSNorm', which nobody declared; did you mean 'rms_norm'?" in caplog.text
     assert "my_own_norm" not in caplog.text
+
+
+def test_a_property_that_is_almost_a_known_one_is_a_warning_when_it_is_registered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    misspelt = {"batch_invarant": True, "kv_block": 32, "acme_clusters": 4}
+    with caplog.at_level("WARNING", logger="fl_dispatch"):
+        registry = OpRegistry()
+        registry.register_impl(impl("default.a", properties=misspelt))
+    assert registry.get_implementation("demo", "default.a") is not None
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "'default.a' of op 'demo' has the property 'batch_invarant', which nobody asks for; "
+        "did you mean 'batch_invariant'?"
+    )
 
 
 def test_a_predicate_may_lack_the_last_parameters_that_its_implementation_lacks() -> None:

@@ -89,7 +89,8 @@ def test_earlier_tokens_come_first_and_priority_ranks_inside_one(impls: list[OpI
     decision = select("demo", impls, policy)
 
     def place(i: OpImpl) -> tuple[int, int, str]:
-        return next(n for n, token in enumerate(decision.order) if match_token(i, token)), -i.rank, i.impl_id
+        token = next(n for n, token in enumerate(decision.order) if match_token(i, token))
+        return token, -i.effective_priority, i.impl_id
 
     assert [place(i) for i in decision.candidates] == sorted(place(i) for i in decision.candidates)
 
@@ -211,6 +212,7 @@ def test_no_implementation_says_why_for_each() -> None:
     with pytest.raises(NoImplementationError, match="No available implementation for op='demo'") as caught:
         manager.call("demo", 1)
     assert "vendor.a" in str(caught.value)
+    assert "`fl explain demo` says which settings decide" in str(caught.value)
     with pytest.raises(RuntimeError, match="No available implementation"):
         manager.resolve("nobody")
 

@@ -87,7 +87,7 @@ SMALL, LARGE = torch.linspace(-2, 2, 16).reshape(2, 8), torch.linspace(-2, 2, 40
 def test_off_nothing_stands_in_the_table() -> None:
     manager = manager_of(impl("vendor.mine", silu_and_mul, op="silu_and_mul"))
     proven(manager, SMALL)
-    assert manager.tables.root.entries["silu_and_mul"] is silu_and_mul
+    assert manager.table_keeper.root.entries["silu_and_mul"] is silu_and_mul
 
 
 def test_a_drawn_call_does_not_wait_for_who_changes_something() -> None:
@@ -311,7 +311,7 @@ def _other_second(manager: OpManager) -> None:
     other = impl("default.triton", silu_and_mul, op="silu_and_mul")
     manager.registry.register_impl(other)
     manager.shadow.sampling = Sampling(Wish(1.0, None, "impl:default.triton", True, 1.0), Clock())
-    manager.bump_policy_epoch()
+    manager.ask_again()
 
 
 @pytest.mark.parametrize(
@@ -435,13 +435,13 @@ def test_an_idle_hour_saves_no_hour_of_comparing() -> None:
 def test_only_the_operators_asked_for_are_watched() -> None:
     wish = Wish(1.0, frozenset({"rms_norm"}), "reference", False, 1.0)
     manager = proven(gated(silu_and_mul, wish), SMALL)
-    assert manager.tables.root.entries["silu_and_mul"] is silu_and_mul
+    assert manager.table_keeper.root.entries["silu_and_mul"] is silu_and_mul
 
 
 def test_the_second_implementation_itself_is_not_watched() -> None:
     manager = watching(impl("reference.torch", silu_and_mul, op="silu_and_mul"))
     proven(manager, SMALL)
-    assert manager.tables.root.entries["silu_and_mul"] is silu_and_mul
+    assert manager.table_keeper.root.entries["silu_and_mul"] is silu_and_mul
 
 
 @pytest.mark.parametrize("opaque", [True, False])

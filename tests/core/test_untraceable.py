@@ -211,7 +211,7 @@ def test_nothing_is_tried_without_compiled_code_nor_of_what_says_so_itself(monke
 def test_a_call_costs_what_it_did_because_callers_get_the_function_itself_or_a_copy() -> None:
     register(ones_by_ctypes)
     call_op("silu_and_mul", torch.ones(2, 8))
-    table = get_default_manager().tables.root
+    table = get_default_manager().table_keeper.root
     assert table.entries["silu_and_mul"].__code__ is ones_by_ctypes.__code__
 
 

@@ -18,7 +18,7 @@ from ..devices import detect_device
 from ..errors import text_of
 from ..manager import OpManager
 from ..ops import OPERATORS
-from ..run.plan import direct_function, direct_refusal
+from ..run.plan import direct_function, why_declined
 from ..types import OpImpl
 from .arguments import Arguments, copied
 from .cases import Case
@@ -104,7 +104,7 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
     work = operator.work(*args)
     note = ""
     try:
-        note = direct_refusal(manager.state, impl, args)
+        note = why_declined(manager.state, impl, args)
         if not note:
             calls = calls_of(function, rotated(args, work.bytes_moved, clock), clock)
             device = clock.time(calls)

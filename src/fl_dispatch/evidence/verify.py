@@ -19,9 +19,9 @@ from ..errors import DispatchError, text_of
 from ..manager import OpManager
 from ..ops import OPERATORS, Access, Sample, Tolerance
 from ..ops.results import broken_promise, flat
-from ..run.plan import direct_function, direct_refusal
+from ..run.plan import direct_function, why_declined
 from ..state import State
-from ..types import OpImpl
+from ..types import DETERMINISTIC, OpImpl
 from .arguments import (
     UNTOUCHED,
     Arguments,
@@ -133,7 +133,7 @@ def verify(
     name = str(dtype).removeprefix("torch.")
     found = Verification(impl.op_name, impl.impl_id, name, tolerance, compiled or "direct", inputs.seed)
     direct = direct_function(manager.state, impl)
-    deterministic = bool(impl.properties.get("deterministic", True))
+    deterministic = bool(impl.properties.get(DETERMINISTIC, True))
     stable: list[tuple[Input, list[Tensor]]] = []
     for given in inputs:
         if not _takes(found, manager.state, impl, given):
@@ -153,7 +153,7 @@ def verify(
 def _takes(found: Verification, state: State, impl: OpImpl, given: Input) -> bool:
     """Whether the implementation takes an input; if not, the reason is recorded."""
     try:
-        refusal = direct_refusal(state, impl, copied(given.args))
+        refusal = why_declined(state, impl, copied(given.args))
     except Exception as error:  # a stranger's code: whatever it raises is the finding
         found.blame(given, f"its 'supports' raised {text_of(error)}")
         return False

@@ -6,18 +6,10 @@ from collections.abc import Iterable
 
 from .. import get_default_manager
 from ..compiled.manifest import Manifest
-from ..types import BackendImplKind, OpImpl
+from ..types import BATCH_INVARIANT, CHUNK, GRAPHS, REFERENCE_FROM, BackendImplKind, OpImpl
 
-GRAPHS = "graphs"
-"""The property that is ``False`` for an implementation that no graph can hold."""
-
-REFERENCE_FROM = "reference_from"
-"""The property that is the number of tokens from which on an implementation does what the reference does."""
-
-CHUNK = "chunk"
-"""The property that is the number of tokens for each of which an implementation keeps states while it runs."""
 STATES = 2
-"""The number of those states: before a chunk is added to them, and behind it."""
+"""The states that an implementation with a ``chunk`` keeps for each: one before it is added to them, one behind it."""
 
 
 def states_kept(op_name: str, tokens: int) -> int:
@@ -40,7 +32,7 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     It is asked for calls with these optional parameters.
     """
     first = get_default_manager().first_choices(op_name, in_layers=True, given=given)
-    return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get("batch_invariant") for impl in first)
+    return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get(BATCH_INVARIANT) for impl in first)
 
 
 def boundary(op_name: str) -> int | None:

@@ -88,7 +88,7 @@ def _choices() -> tuple[Choices, Choices]:
     manager = get_default_manager()
     operators: Choices = {}
     layers: Choices = {f"{op} failed": sorted(ids) for op, ids in manager.get_failed_impls().items()}
-    for key, plan in manager.tables.root.plans.items():
+    for key, plan in manager.table_keeper.root.plans.items():
         chosen = [[impl.impl_id for impl in branch.candidates] for branch in plan.decision.branches]
         (layers if "@" in key else operators)[key] = chosen
     return operators, layers

@@ -67,7 +67,7 @@ def run_report() -> Choices:
 
 
 def _layers_apart(manager: OpManager) -> dict[str, Any]:
-    plans, apart = dict(manager.tables.root.plans), {}
+    plans, apart = dict(manager.table_keeper.root.plans), {}
     for key, plan in plans.items():
         common = plans.get(plan.op_name)
         if plan.scope is None or common is None or plan.decision is common.decision:

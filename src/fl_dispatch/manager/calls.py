@@ -42,7 +42,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     """
     table = ROOT
     if not table.plain:
-        if not table.settled:
+        if table.stale:
             table.start()
         table = table.current
     try:

@@ -47,7 +47,7 @@ class OpManager:
 
     Attributes:
         state: what it knows.
-        tables: what calls read, kept up to date.
+        table_keeper: what calls read, kept up to date.
         freezer: freezes dispatch.
         shadow: compares live calls, while it is wanted.
     """
@@ -62,10 +62,10 @@ class OpManager:
     ) -> None:
         self.state = State(OpRegistry() if registry is None else registry, self.republish, view)
         self._resolved: dict[OpImpl, Callable[..., Any]] = {}
-        self.tables = TableKeeper(self.state, PrivateTable(self.ensure_initialized) if root is None else root)
-        self.freezer = Freezer(self.state, self.tables)
+        self.table_keeper = TableKeeper(self.state, PrivateTable(self.ensure_initialized) if root is None else root)
+        self.freezer = Freezer(self.state, self.table_keeper)
         self.shadow = Shadow(self.state)
-        self._start = Start(self.state, self.tables, self.shadow, register_builtins)
+        self._start = Start(self.state, self.table_keeper, self.shadow, register_builtins)
         self.registry.tell(self)
         with writers:
             managers.add(self)
@@ -74,14 +74,14 @@ class OpManager:
 
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run an operator; see :func:`fl_dispatch.call_op`."""
-        return call_through(self.tables.root, op_name, args, kwargs)
+        return call_through(self.table_keeper.root, op_name, args, kwargs)
 
     def bind(self, op_name: str, scope: str | None = None) -> Callable[..., Any]:
         """A function that runs an operator; see :func:`fl_dispatch.bind_op`."""
         self.ensure_initialized()
-        key = self.tables.bind(op_name, scope or "")
+        key = self.table_keeper.bind(op_name, scope or "")
         operator = OPERATORS.get(op_name)
-        root = self.tables.root
+        root = self.table_keeper.root
         if operator is None:
             return lambda *args, **kwargs: call_through(root, op_name, args, kwargs, key)
         plan = root.plans.get(key)
@@ -128,11 +128,11 @@ class OpManager:
             NoImplementationError: nobody registered the operator.
         """
         self.ensure_initialized()
-        decision = self.state.decide(op_name, scope, self.tables.policy_of(self._current()))
+        decision = self.state.decide(op_name, scope, self.table_keeper.policy_of(self._current()))
         if not args and not kwargs:
             return decision
         call = Call.of(op_name, scope, args, kwargs)
-        return decision.for_call(call.branch(decision), lambda impl: recovery.refusal(self.state, impl, call))
+        return decision.for_call(call.branch(decision), lambda impl: recovery.why_not_for_call(self.state, impl, call))
 
     def first_choices(self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = ()) -> list[OpImpl]:
         """The implementations that the policy in force puts first, one for each condition of its rules.
@@ -147,7 +147,7 @@ class OpManager:
         self.ensure_initialized()
         if not self.registry.get_implementations(op_name):
             return []
-        policy = self.tables.policy_of(self._current())
+        policy = self.table_keeper.policy_of(self._current())
         scopes: list[str | None] = [None, *(policy.scopes_of(op_name) if in_layers else ())]
         decisions = [self.state.decide(op_name, scope, policy, bans=False, facts=False) for scope in scopes]
         branches = [branch.candidates for decision in decisions for branch in decision.branches]
@@ -199,20 +199,20 @@ class OpManager:
             PluginLoadError: a plugin module that the user named does not load.
             RegistrationError: two implementations have one id, or a signature does not fit.
         """
-        if not self.tables.root.settled:
+        if self.table_keeper.root.stale:
             self._start.run()
 
-    def bump_policy_epoch(self) -> None:
-        """Ask everything again: availability, bans, tables.
+    def ask_again(self) -> None:
+        """Ask all implementations again whether they are available, lift all bans, and rebuild the tables.
 
         Raises:
             DispatchFrozenError: the answers would change what is frozen.
         """
         with writers:
             with self.state.availability.asked_again():
-                self._check("asking everything again", bans=False)
+                self._require_unchanged("asking everything again", bans=False)
             self.state.failures.clear()
-            self._republish_if_settled(None)
+            self._republish_unless_stale(None)
 
     def clear_failed_impls(self, op_name: str | None = None) -> None:
         """Lift the bans of one operator, or all.
@@ -221,9 +221,9 @@ class OpManager:
             DispatchFrozenError: a banned implementation would run again where another one is frozen.
         """
         with writers:
-            self._check("lifting bans", bans=False, only=op_name)
+            self._require_unchanged("lifting bans", bans=False, only=op_name)
             self.state.failures.clear(op_name)
-            self._republish_if_settled(None if op_name is None else {op_name})
+            self._republish_unless_stale(None if op_name is None else {op_name})
 
     def set_facts(self, **facts: Any) -> None:
         """State facts about the process that implementations may require, such as ``kv_layout="NHD"``.
@@ -236,11 +236,11 @@ class OpManager:
         with writers:
             before, self.state.facts = self.state.facts, {**self.state.facts, **facts}
             try:
-                self._check("stating facts")
-                self._republish_if_settled(None)
+                self._require_unchanged("stating facts")
+                self._republish_unless_stale(None)
             except BaseException:  # refused, or interrupted in an availability check: it has not happened
                 self.state.facts = before
-                self.tables.unsettle()
+                self.table_keeper.mark_stale()
                 raise
 
     def keep_whole(self, op_names: Iterable[str]) -> frozenset[str]:
@@ -254,7 +254,7 @@ class OpManager:
         with writers:
             if not self.frozen and (whole := frozenset(op_names)) != self.state.whole:
                 self.state.whole = whole
-                self._republish_if_settled(None)
+                self._republish_unless_stale(None)
             return self.state.whole
 
     def unmatched_scopes(self) -> dict[str, list[str]]:
@@ -277,7 +277,7 @@ class OpManager:
         """
         with writers:
             self.state.counter.on = on
-            self._republish_if_settled(None)
+            self._republish_unless_stale(None)
 
     def reset_counts(self) -> None:
         """Start counting from zero."""
@@ -289,7 +289,7 @@ class OpManager:
         self.ensure_initialized()
         table = self._current()
         plan = table.plans.get(op_name)
-        decision = plan.decision if plan else self.state.decide(op_name, None, self.tables.policy_of(table))
+        decision = plan.decision if plan else self.state.decide(op_name, None, self.table_keeper.policy_of(table))
         if not args and not kwargs:
             if decision.chosen is None:
                 raise NoImplementationError(op_name, decision.reasons())
@@ -297,7 +297,7 @@ class OpManager:
         call = Call.of(op_name, None, args, kwargs)
         reasons = []
         for impl in call.branch(decision).candidates:
-            reason = recovery.refusal(self.state, impl, call)
+            reason = recovery.why_not_for_call(self.state, impl, call)
             if not reason:
                 return impl
             reasons.append(f"{impl.impl_id}: {reason}")
@@ -305,18 +305,18 @@ class OpManager:
 
     def _current(self) -> DispatchTable:
         """The table that a call here reads."""
-        root: DispatchTable = self.tables.root
+        root: DispatchTable = self.table_keeper.root
         current: DispatchTable = root if root.plain else root.current
         return current
 
     def republish(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table; if frozen, fix what is new."""
-        self.tables.rebuild(op_names)
+        self.table_keeper.rebuild(op_names)
         self._fix_new()
 
     def _fix_new(self) -> None:
         if self.frozen:
-            for plan in self.tables.root.plans.values():
+            for plan in self.table_keeper.root.plans.values():
                 self._fixed(plan)
 
     def _fixed(self, plan: Plan) -> Choices:
@@ -325,19 +325,19 @@ class OpManager:
 
     # ---- changes from elsewhere
 
-    def _check(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
-        """Whether everything fixed would be decided the same after a change that is in place already."""
+    def _require_unchanged(self, change: str, *, bans: bool = True, only: str | None = None) -> None:
+        """Refuse a change, which is in place already, if something fixed would be decided otherwise after it."""
         if self.frozen:
-            contexts = [table.policy for table in self.tables.tables()]
-            self.state.fixed.check(change, [self.tables.root.policy, *contexts], bans=bans, only=only)
+            contexts = [table.policy for table in self.table_keeper.context_tables()]
+            self.state.fixed.require_unchanged(change, [self.table_keeper.root.policy, *contexts], bans=bans, only=only)
 
     def admit_registration(self) -> None:
-        """Whether a registration that is in place leaves what is frozen as it is."""
-        self._check("a registration")
+        """Refuse a registration, which is in place already, if it changes what is frozen."""
+        self._require_unchanged("a registration")
 
     def on_registration(self, op_names: frozenset[str]) -> None:
         """Some operators have other implementations: rebuild their entries."""
-        self._republish_if_settled(op_names)
+        self._republish_unless_stale(op_names)
 
     def on_policy_change(self) -> Callable[[], None]:
         """The global policy is another one: lift the bans and rebuild. Returns what takes that back."""
@@ -346,13 +346,13 @@ class OpManager:
 
             def take_back() -> None:
                 self.state.failures.restore(before)
-                self.tables.unsettle()
+                self.table_keeper.mark_stale()
 
             try:
                 if before:
-                    self._republish_if_settled(None)
-                elif self.tables.root.settled:
-                    self.tables.rebuild_root()
+                    self._republish_unless_stale(None)
+                elif not self.table_keeper.root.stale:
+                    self.table_keeper.rebuild_root()
                     self._fix_new()
             except BaseException:
                 take_back()
@@ -363,8 +363,8 @@ class OpManager:
         """Start anew what another thread of the parent was doing: it does not exist here."""
         self._start.after_fork_in_child()
         self.state.availability.forget_who_asks()
-        self.tables.unsettle()
+        self.table_keeper.mark_stale()
 
-    def _republish_if_settled(self, op_names: Iterable[str] | None) -> None:
-        if self.tables.root.settled:
+    def _republish_unless_stale(self, op_names: Iterable[str] | None) -> None:
+        if not self.table_keeper.root.stale:
             self.republish(op_names)

@@ -24,7 +24,7 @@ def _start_root() -> None:
     while True:
         manager = get_default_manager()
         manager.ensure_initialized()
-        if manager.tables.root is ROOT:  # else another manager took over meanwhile
+        if manager.table_keeper.root is ROOT:  # else another manager took over meanwhile
             return
 
 
@@ -46,7 +46,7 @@ def get_default_manager() -> OpManager:
 def table_for(policy: SelectionPolicy) -> DispatchTable:
     """The table of the process's manager for a context with this policy."""
     while True:
-        tables = get_default_manager().tables
+        tables = get_default_manager().table_keeper
         table = tables.table_for(policy)
         if tables.root is ROOT:  # else another manager took over meanwhile
             return table
@@ -68,8 +68,8 @@ def reset_default_manager() -> None:
         reread_settings()
         new = get_default_manager()
         if old is not None:
-            old.tables.retire(new.tables, PrivateTable(old.ensure_initialized))
-        new.tables.unsettle()
+            old.table_keeper.retire(new.table_keeper, PrivateTable(old.ensure_initialized))
+        new.table_keeper.mark_stale()
         for manager in list(managers):
             manager.on_policy_change()
 
@@ -108,7 +108,7 @@ def thaw_dispatch() -> None:
 def admit_policy(change: str, policy: SelectionPolicy, *, bans: bool = False) -> None:
     """Raise :class:`DispatchFrozenError` if a policy would change what is frozen anywhere."""
     for state in frozen_states():
-        state.fixed.admit(change, policy, bans=bans)
+        state.fixed.require_allowed(change, policy, bans=bans)
 
 
 def change_policy(policy: SelectionPolicy | None) -> None:

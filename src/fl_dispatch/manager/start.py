@@ -27,7 +27,7 @@ class Start:
 
     Args:
         state: the manager's knowledge, whose registry gets the backends.
-        tables: its tables, which are settled once it has started.
+        tables: its tables, which are stale until it has started.
         shadow: its shadow mode, which the settings may switch on.
         backends: whether there are backends to register; else the registry is complete as it is.
     """
@@ -57,12 +57,12 @@ class Start:
                 else:
                     logger.warning("A backend has been loading for %.0f s; a call does without it", WAIT_SECONDS)
         with writers:
-            if self._tables.root.settled and self._done:
+            if not self._tables.root.stale and self._done:
                 return  # another thread did
             self._done = self._done or complete
             self._state.changed(None)
             if not self._done:
-                self._tables.root.unsettle()
+                self._tables.root.mark_stale()
 
     def after_fork_in_child(self) -> None:
         """Forget what other threads of the parent were doing: they do not exist here."""

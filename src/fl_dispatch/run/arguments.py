@@ -66,7 +66,7 @@ class Call:
         layer = stand_in(self.operator, values) if self.layer is None else self.layer
         return fn(layer, *taken)
 
-    def refusal(self, impl: OpImpl, convention: Convention | None) -> str:
+    def why_declined(self, impl: OpImpl, convention: Convention | None) -> str:
         """Why an implementation declines these arguments; empty when it takes them.
 
         Raises:

@@ -14,7 +14,7 @@ def call_through(
     root: DispatchTable, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], key: str = ""
 ) -> Any:
     """Run an operator; ``key`` is that of a bound one."""
-    if not root.settled:
+    if root.stale:
         root.start()
     table = root if root.plain else root.current
     key = key or key_of(op_name, args)

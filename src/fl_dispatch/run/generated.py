@@ -91,7 +91,7 @@ def dispatched(operator: Operator, args: str, key: Sequence[str], take: str = "_
     return [
         "    _table = _root",
         "    if not _table.plain:",
-        "        if not _table.settled:",
+        "        if _table.stale:",
         "            _table.start()",
         "        _table = _table.current",
         *key,

@@ -11,7 +11,7 @@ from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 from .keys import Key, bound_key, keys_of
 from .plan import build
-from .table import DispatchTable, Plan, scope_variable
+from .table import DispatchTable, Plan, context_table
 
 KEPT_TABLES = 64
 """Policies whose tables are kept for the next context with the same policy."""
@@ -23,12 +23,16 @@ class TableKeeper:
     Args:
         state: what the entries are made from.
         root: the table for the global policy.
+
+    Attributes:
+        _live: the tables of policy contexts, as long as somebody has them.
+        _by_policy: those of the last policies, for the next context that has one of them.
     """
 
     def __init__(self, state: State, root: DispatchTable) -> None:
         self._state = state
-        self._kept: dict[object, DispatchTable] = {}
-        self._used: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
+        self._by_policy: dict[object, DispatchTable] = {}
+        self._live: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
         self._take(root)
 
     def bind(self, op_name: str, scope: str) -> str:
@@ -39,60 +43,60 @@ class TableKeeper:
             if scope not in scopes:
                 scopes.add(scope)
                 for table in self._all():
-                    if table.settled:
+                    if not table.stale:
                         table.add(build(self._state, self.policy_of(table), [key], table.recipes))
         return key.text
 
     def table_for(self, policy: SelectionPolicy) -> DispatchTable:
         """The table for a context with this policy. Takes a lock only where the policy is new."""
         key = policy, tuple(sorted((name, str(origin)) for name, origin in policy.origins.items()))
-        table = self._kept.get(key)
+        table = self._by_policy.get(key)
         if table is None:
             with writers:
-                table = self._kept.get(key)
+                table = self._by_policy.get(key)
                 if table is None:
                     table = DispatchTable(self.root.start, policy)
                     self.adopt(table)
-                    while len(self._kept) >= KEPT_TABLES:
-                        del self._kept[next(iter(self._kept))]
-                    self._kept[key] = table
+                    while len(self._by_policy) >= KEPT_TABLES:
+                        del self._by_policy[next(iter(self._by_policy))]
+                    self._by_policy[key] = table
         return table
 
     def adopt(self, table: DispatchTable) -> None:
         """Fill a context's table, and keep it up to date as long as it lives."""
         with writers:
             table.state = self._state
-            self._used.add(table)
-            if self.root.settled:
+            self._live.add(table)
+            if not self.root.stale:
                 self._fill(table)
 
-    def tables(self) -> list[DispatchTable]:
+    def context_tables(self) -> list[DispatchTable]:
         """The contexts' tables that live."""
         with writers:
-            return list(self._used)
+            return list(self._live)
 
     def retire(self, successor: TableKeeper, root: DispatchTable) -> None:
         """Another manager takes over bound scopes, root table and contexts' tables; this one goes on with ``root``."""
         successor._state.scopes = {op: set(scopes) for op, scopes in self._state.scopes.items()}
-        for table in self.tables():
+        for table in self.context_tables():
             successor.adopt(table)
-        successor._kept, self._kept = self._kept, {}
-        self._used = weakref.WeakSet()
+        successor._by_policy, self._by_policy = self._by_policy, {}
+        self._live = weakref.WeakSet()
         self._take(root)
 
     def rebuild(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
         with writers:
             if op_names is None:
-                self._kept = {}  # those that nobody uses are made anew when they are wanted
+                self._by_policy = {}  # those that nobody uses are made anew when they are wanted
             try:
                 for table in self._all():
-                    if op_names is None or not table.settled:
+                    if op_names is None or table.stale:
                         self._fill(table)
                     else:
                         self._refresh(table, [key for op in op_names for key in self._keys(op)])
             except BaseException:  # a user's interrupt in an availability check, say
-                self.unsettle()
+                self.mark_stale()
                 raise
 
     def rebuild_root(self) -> None:
@@ -100,25 +104,25 @@ class TableKeeper:
         with writers:
             self._fill(self.root)
 
-    def unsettle(self) -> None:
+    def mark_stale(self) -> None:
         """Have all tables rebuilt at the next call."""
         for table in self._all():
-            table.unsettle()
+            table.mark_stale()
 
     def policy_of(self, table: DispatchTable) -> SelectionPolicy:
         """The policy that a table's entries are made for: while dispatch is frozen, one that is admitted."""
-        admitted = table is self.root or self._state.fixed.admits(table.policy)
+        admitted = table is self.root or self._state.fixed.allows(table.policy)
         return table.policy if admitted else self.root.policy
 
     def _take(self, root: DispatchTable) -> None:
         root.state = self._state
         if isinstance(root, PrivateTable):
             root.keeper = self
-        root.unsettle()
+        root.mark_stale()
         self.root = root
 
     def _all(self) -> list[DispatchTable]:
-        return [*self._used, self.root]  # the root last: once it is settled, all are
+        return [*self._live, self.root]  # the root last: once it is not stale, none is
 
     def _keys(self, op_name: str) -> list[Key]:
         return keys_of(op_name, self._state.scopes.get(op_name, ()))
@@ -150,10 +154,10 @@ class PrivateTable(DispatchTable):
 
     def __init__(self, start: Callable[[], None]) -> None:
         super().__init__(start)
-        self.scoped = True  # contexts are entered at the process's root, and this one is not told
+        self.contexts_used = True  # contexts are entered at the process's root, and this one is not told
 
     @property
     def current(self) -> DispatchTable:
         """The table that a call here reads."""
-        in_force = scope_variable.get(self)
+        in_force = context_table.get(self)
         return self.keeper.table_for(in_force.policy) if in_force.of_context else self

@@ -22,7 +22,7 @@ from ..types import OpImpl
 from . import generated, recovery
 from .arguments import Call
 from .keys import BOUND, CALL, LAYER, Key
-from .recovery import Settled
+from .recovery import FinalError
 from .table import MADE_FROM, Plan
 from .traced import Site, undeclared, untried, with_other_trace
 
@@ -60,14 +60,14 @@ def direct_function(state: State, impl: OpImpl) -> Function:
     return generated.direct(operator, impl, convention, CALL, impl.fn, otherwise, ask=False)
 
 
-def direct_refusal(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
+def why_declined(state: State, impl: OpImpl, args: Sequence[Any]) -> str:
     """Why an implementation declines the operator's arguments, as a call finds it; empty when it takes them.
 
     Raises:
         Exception: whatever its ``supports`` raises.
     """
     call = Call(impl.op_name, None, tuple(args), {})
-    return call.refusal(impl, state.registry.convention(impl))
+    return call.why_declined(impl, state.registry.convention(impl))
 
 
 def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -> Function:
@@ -228,10 +228,10 @@ def _careful(recipe: _Recipe, scope: str | None) -> Function:
         try:
             return recovery.run(state, policy, decision, call)
         except Exception as error:
-            settled = Settled(error)
+            final = FinalError(error)
         try:
-            raise settled
+            raise final
         finally:
-            del settled, call, args, kwargs  # the error's traceback holds this frame
+            del final, call, args, kwargs  # the error's traceback holds this frame
 
     return careful

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
-class Settled(Exception):  # noqa: N818
+class FinalError(Exception):
     """Carries a final error out of a table entry, past the caller's recovery."""
 
     def __init__(self, error: BaseException) -> None:
@@ -68,7 +68,7 @@ def recover(
         raise error
     call = None
     try:
-        if type(error) is Settled:
+        if type(error) is FinalError:
             raise error.error
         plan = table.plans.get(key)
         if plan is None:
@@ -96,10 +96,10 @@ def _after_fast_path(
     candidates = call.branch(decision).candidates
     try:
         # Tensors on another device are declined, not failed: the fast path does not look at devices.
-        unasked = isinstance(error, NotSupported) and not (state.frozen or failed.takes_device(call.kind.device))
-        if not unasked and must_raise(state, error, policy):
+        wrong_device = isinstance(error, NotSupported) and not (state.frozen or failed.takes_device(call.kind.device))
+        if not wrong_device and must_raise(state, error, policy):
             raise error
-        if not isinstance(error, NotSupported) and (call.updated() or call.holds_state()):
+        if not _has_old_values(call, error):
             state.watch(failed)
             add_note(
                 error,
@@ -110,7 +110,7 @@ def _after_fast_path(
             raise error
         _warn(failed, call, error)
         attempts = _Attempts(state, policy, decision, call)
-        if unasked:
+        if wrong_device:
             return attempts.run(candidates)
         attempts.failures.append((failed, error))
         return attempts.run([impl for impl in candidates if impl is not failed])
@@ -118,7 +118,23 @@ def _after_fast_path(
         del error  # its traceback holds this frame, and with it the arguments
 
 
-def refusal(state: State, impl: OpImpl, call: Call) -> str:
+def _has_old_values(
+    call: Call, error: Exception, parts: Sequence[Any] | None = None, copies: Sequence[Any] | None = None
+) -> bool:
+    """Whether another implementation can run on the call's original arguments after one raised.
+
+    Args:
+        call: the call.
+        error: what was raised.
+        parts: what gets its old values from the copies; by default all that may be overwritten.
+        copies: the old values, if they were kept.
+    """
+    if isinstance(error, NotSupported):
+        return True  # which promises that nothing was written
+    return not call.holds_state() and put_back(call.updated() if parts is None else parts, copies)
+
+
+def why_not_for_call(state: State, impl: OpImpl, call: Call) -> str:
     """Why an implementation does not run for these arguments; empty when it does."""
     banned = state.failures.for_kind(impl, call.kind)
     if banned:
@@ -126,7 +142,7 @@ def refusal(state: State, impl: OpImpl, call: Call) -> str:
     if not impl.takes_device(call.kind.device):
         return f"it takes tensors on {', '.join(impl.device_types or ())}, not on {call.kind.device}"
     try:
-        return call.refusal(impl, state.registry.convention(impl))
+        return call.why_declined(impl, state.registry.convention(impl))
     except Exception as error:  # of a stranger's 'supports'
         reason = f"its 'supports' raised {text_of(error)}"
         if state.failures.tell_once(impl, type(error).__name__):
@@ -154,7 +170,7 @@ class _Attempts:
         reasons: list[str] = []
         try:
             for index, impl in enumerate(impls):
-                if reason := refusal(state, impl, call):
+                if reason := why_not_for_call(state, impl, call):
                     reasons.append(f"{impl.impl_id}: {reason}")
                     continue
                 self._may_fall_back()
@@ -165,7 +181,7 @@ class _Attempts:
                 try:
                     result = call.run(state.counter.function(impl), state.registry.convention(impl))
                     if not state.proofs.holds(impl, wrote=wrote):
-                        self._keeps_promise(impl, result)
+                        self._check_result(impl, result)
                 except Exception as error:
                     self.failures.append((impl, error))
                 else:
@@ -185,15 +201,21 @@ class _Attempts:
             if not declines(error):  # all ranks decline alike
                 raise RankDivergenceError(
                     f"'{impl.impl_id}' of '{self.call.op_name}' failed ({text_of(error)}), and this rank runs in "
-                    "lockstep with others that did not fall back; the step is aborted"
+                    "lockstep with others that did not fall back; the step is aborted. To leave it out on all ranks: "
+                    f"{self._order_without(impl)}"
                 ) from error
+
+    def _order_without(self, impl: OpImpl) -> str:
+        """An operator's order of all candidates but one, as a user sets it."""
+        others = "|".join(f"impl:{other.impl_id}" for other in self.decision.candidates if other is not impl)
+        return f"VLLM_FL_PER_OP='{self.call.op_name}={others}'"
 
     def _needs_copies(self, impl: OpImpl) -> bool:
         """Whether what it overwrites is copied; never in a capture, because a copy would be recorded into the graph."""
         proofs = self.state.proofs
         return (not proofs.holds(impl, wrote=True) or proofs.watches(impl)) and not is_capturing()
 
-    def _keeps_promise(self, impl: OpImpl, result: Any) -> None:
+    def _check_result(self, impl: OpImpl, result: Any) -> None:
         """Compare a first result with the declaration, because the next layer would fail by it, or read it wrongly.
 
         Raises:
@@ -222,10 +244,9 @@ class _Attempts:
         """Put the arguments back for the next candidate, or raise the last failure if that cannot be done."""
         impl, error = self.failures[-1]
         try:
-            wrote_nothing = isinstance(error, NotSupported)
-            if must_raise(self.state, error, self.policy) or (not wrote_nothing and self.call.holds_state()):
+            if must_raise(self.state, error, self.policy):
                 raise error
-            if not (wrote_nothing or last) and not put_back(updated, copies):
+            if not _has_old_values(self.call, error, () if last else updated, copies):
                 raise error
             _warn(impl, self.call, error)
         finally:

@@ -3,7 +3,7 @@
 ``entries`` never changes what a key (see :mod:`.keys`) means; writers replace it as a whole, or add a key, so readers
 take no lock.
 
-A *root table* is a manager's table for the global policy. A policy context puts another table into ``scope_variable``,
+A *root table* is a manager's table for the global policy. A policy context puts another table into ``context_table``,
 and ``DispatchTable.current`` reads it: a property whose getter is ``ContextVar.get`` itself, called with the table as
 its default. That is one attribute read, and one that Dynamo can trace and guard.
 """
@@ -18,7 +18,8 @@ from ..selection.decision import Decision
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 
-scope_variable: ContextVar[DispatchTable] = ContextVar("fl_dispatch_scope")
+context_table: ContextVar[DispatchTable] = ContextVar("fl_dispatch_context_table")
+"""The table of the policy context that is open here; unset where none was."""
 
 
 MADE_FROM = "fl_decision"
@@ -47,7 +48,7 @@ class DispatchTable:
     """The functions that calls run under one policy.
 
     Args:
-        start: brings the table's manager up; called when a root table is not settled.
+        start: brings the table's manager up; called when a root table is stale.
         policy: the policy of a context's table.
 
     Attributes:
@@ -55,22 +56,23 @@ class DispatchTable:
         entries: key → function.
         plans: key → what the function was made from.
         recipes: what entries that are added have in common with others, see :func:`~fl_dispatch.run.plan.build`.
-        settled: the entries are complete and up to date.
+        stale: the entries are not complete, or out of date.
         of_context: it is a policy context's, and no root.
-        plain: settled, and no policy context was ever entered in this process, so that ``current`` need not be read.
+        contexts_used: callers read ``current``, because there may be a policy context.
+        plain: not stale, and no policy context was ever entered in this process, so that ``current`` need not be read.
         state: of the manager that fills it.
     """
 
     __slots__ = (
         "__weakref__",
+        "contexts_used",
         "entries",
         "of_context",
         "plain",
         "plans",
         "policy",
         "recipes",
-        "scoped",
-        "settled",
+        "stale",
         "start",
         "state",
     )
@@ -86,31 +88,31 @@ class DispatchTable:
         self.entries: dict[str, Callable[..., Any]] = {}
         self.plans: dict[str, Plan] = {}
         self.recipes: dict[Any, Any] = {}
-        self.settled = False
-        self.scoped = False
+        self.stale = True
+        self.contexts_used = False
         self.plain = False
 
-    current = property(scope_variable.get)
+    current = property(context_table.get)
 
     def publish(self, plans: dict[str, Plan]) -> None:
         """Make a complete set of entries visible to callers."""
         entries = {key: plan.entry for key, plan in plans.items()}
         self.plans, self.recipes = plans, {}
         self.entries = entries
-        self.settled = True
-        self.plain = not self.scoped
+        self.stale = False
+        self.plain = not self.contexts_used
 
     def add(self, plans: dict[str, Plan]) -> None:
         """Make entries visible that had none before."""
         self.plans.update(plans)
         self.entries.update({key: plan.entry for key, plan in plans.items()})
 
-    def unsettle(self) -> None:
+    def mark_stale(self) -> None:
         """The entries are out of date: the next call has them rebuilt first."""
         self.plain = False
-        self.settled = False
+        self.stale = True
 
-    def scope(self) -> None:
+    def note_context(self) -> None:
         """A policy context is about to be entered: from now on callers read ``current``."""
-        self.scoped = True
+        self.contexts_used = True
         self.plain = False

@@ -19,7 +19,7 @@ from ..ops import Workload
 from ..settings.origins import Origin
 from ..settings.selection_policy import SelectionPolicy, TunedRule
 from ..types import OpImpl, match_token
-from .refusals import refusal
+from .refusals import why_excluded
 
 CHOSEN, FALLBACK, SKIPPED = "chosen", "fallback", "skipped"
 
@@ -47,7 +47,7 @@ class Considered:
             "impl_id": impl.impl_id,
             "kind": str(impl.kind),
             "vendor": impl.vendor,
-            "priority": impl.rank,
+            "priority": impl.effective_priority,
             "rank": self.rank,
             "status": self.status,
             "reason": self.reason,
@@ -93,7 +93,7 @@ class Branch:
         if rank == 1:
             return f"first in the order {', '.join(self.order)} that can run ({self.source}, {self.origin})"
         token = next(token for token in self.order if match_token(impl, token))
-        return f"number {rank} that can run: '{token}', priority {impl.rank}"
+        return f"number {rank} that can run: '{token}', priority {impl.effective_priority}"
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,9 @@ class Decision:
         """The branch that a call with this workload takes."""
         return next(branch for branch in self.branches if branch.rule is None or admits(branch.rule, workload))
 
-    def for_call(self, branch: Branch, refusal: Callable[[OpImpl], str]) -> Decision:
+    def for_call(self, branch: Branch, why_not: Callable[[OpImpl], str]) -> Decision:
         """The decision for one call on this branch: its candidates, less those that refuse the call's arguments."""
-        refusals = {impl: refusal(impl) for impl in branch.candidates}
+        refusals = {impl: why_not(impl) for impl in branch.candidates}
         fit = tuple(impl for impl in branch.candidates if not refusals[impl])
         only = replace(branch, rule=None, candidates=fit)
         return replace(self, branches=(only,), refusals={**self.refusals, **refusals})
@@ -224,7 +224,7 @@ def select(
         facts: what the host stated about the process; compared with what implementations require.
         untraceable: implementations that Dynamo was found not to trace, and why; they are told, and decide nothing.
     """
-    refusals = {impl: refusal(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
+    refusals = {impl: why_excluded(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
     fit = [impl for impl in impls if not refusals[impl]]
     key = policy.per_op_key(op_name, scope)
     if key is not None:
@@ -268,7 +268,7 @@ def _is_unconditional(rule: TunedRule) -> bool:
 
 
 def _rank(fit: Iterable[OpImpl], order: Iterable[str]) -> tuple[OpImpl, ...]:
-    by_priority = sorted(fit, key=lambda impl: (-impl.rank, impl.impl_id))
+    by_priority = sorted(fit, key=lambda impl: (-impl.effective_priority, impl.impl_id))
     ranked: dict[OpImpl, None] = {}
     for token in order:
         ranked.update(dict.fromkeys(impl for impl in by_priority if match_token(impl, token)))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from fl_dispatch.logger_manager import set_log_level
 
 from .items import ITEMS, Item, Variable, variable_names
-from .load import load_config_file, load_settings
+from .load import PREFIX, load_config_file, load_settings
 from .model import Settings
 from .names import register_layers
 from .origins import Origin
 from .selection_policy import TunedRule
 
-_DEFAULT_PREFIXES = ("VLLM_FL_",)
+_DEFAULT_PREFIXES = (PREFIX,)
 
 _settings: Settings | None = None
 _prefixes: tuple[str, ...] = _DEFAULT_PREFIXES

@@ -16,6 +16,7 @@ from fl_dispatch.logger_manager import LEVELS
 from . import names, values
 from .document import read_json
 from .place import Place, shorten
+from .selection_policy import PREFERENCES
 from .values import Plain
 
 
@@ -100,7 +101,7 @@ ITEMS: tuple[Item, ...] = (
     ),
     _item("platform", "VLLM_FL_PLATFORM", values.text, str, values.platform, "whose YAML file gives the defaults"),
     _item(
-        "prefer", "VLLM_FL_PREFER", values.text, str, partial(values.choice, "prefer", values.PREFERENCES),
+        "prefer", "VLLM_FL_PREFER", values.text, str, partial(values.choice, "prefer", PREFERENCES),
         "the kind of implementation that is tried first; it orders, it never excludes", yaml="prefer",
     ),
     _flag("strict", "VLLM_FL_STRICT", "an implementation's error is raised, and nothing else is tried", yaml="strict"),

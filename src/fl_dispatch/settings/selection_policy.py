@@ -19,13 +19,14 @@ from .origins import CODE, Origin
 PREFER_DEFAULT = BackendImplKind.DEFAULT.value
 PREFER_VENDOR = BackendImplKind.VENDOR.value
 PREFER_REFERENCE = BackendImplKind.REFERENCE.value
-VALID_PREFER_VALUES = frozenset({PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE})
+PREFERENCES = (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE)
+VALID_PREFER_VALUES = frozenset(PREFERENCES)
 
 _DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        PREFER_DEFAULT: ("flagos", "vendor", "reference"),
-        PREFER_VENDOR: ("vendor", "flagos", "reference"),
-        PREFER_REFERENCE: ("reference", "flagos", "vendor"),
+        PREFER_DEFAULT: (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE),
+        PREFER_VENDOR: (PREFER_VENDOR, PREFER_DEFAULT, PREFER_REFERENCE),
+        PREFER_REFERENCE: (PREFER_REFERENCE, PREFER_DEFAULT, PREFER_VENDOR),
     }
 )
 
@@ -104,7 +105,7 @@ class SelectionPolicy:
                 if isinstance(order, str) or not all(isinstance(one, kind) for one in order):
                     raise ValueError(f"{name} of '{op}' is a sequence of {called}, not {order!r}")
             object.__setattr__(self, name, pairs)
-            if len({op for op, _ in pairs}) != len(self.__getattribute__(name)):
+            if len({op for op, _ in pairs}) != len(pairs):
                 raise ValueError(f"{name} names an operator twice: {[op for op, _ in pairs]}")
         for op, order in self.per_op_order:
             if not order:
@@ -127,7 +128,7 @@ class SelectionPolicy:
         return cls(
             prefer=prefer,
             strict=strict,
-            per_op_order=tuple((per_op_order or {}).items()),  # type: ignore[arg-type]  # likewise
+            per_op_order=tuple((per_op_order or {}).items()),  # type: ignore[arg-type]  # made tuples, and checked
             deny_vendors=deny_vendors or frozenset(),  # type: ignore[arg-type]  # made a frozenset, and checked
             allow_vendors=allow_vendors,  # type: ignore[arg-type]
         )

@@ -16,10 +16,9 @@ from fl_dispatch.errors import ConfigError
 
 from . import names, platforms
 from .place import Place, show
-from .selection_policy import TunedRule
+from .selection_policy import PREFERENCES, TunedRule
 
 Plain = Any
-PREFERENCES = ("flagos", "vendor", "reference")
 TOKENS = ("flagos", "impl:IMPL_ID", "reference", "vendor", "vendor:NAME")
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int32", "int64", "bool")
 PHASES = ("prefill", "decode")

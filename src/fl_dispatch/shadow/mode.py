@@ -21,7 +21,7 @@ from ..logger_manager import get_logger
 from ..ops import OPERATORS, Access, Operator
 from ..run.arguments import Call
 from ..run.layer_form import read_from
-from ..run.recovery import refusal
+from ..run.recovery import why_not_for_call
 from ..run.table import MADE_FROM
 from ..selection.decision import Decision
 from ..signatures import Convention
@@ -154,7 +154,7 @@ class _Watch:
             if other is self.impl or not self.sampling.is_second(other):
                 continue
             available, why = self.state.availability.of(other)
-            reason = ("" if available else why) or refusal(self.state, other, call)
+            reason = ("" if available else why) or why_not_for_call(self.state, other, call)
             if not reason:
                 return other
             reasons.append(f"{other.impl_id}: {reason}")
@@ -194,7 +194,7 @@ class _Watch:
         if self.state.lockstep or _several_ranks():
             return "ranks run in step and this one alone must not choose anew"
         others = [other for other in call.branch(self.decision).candidates if other is not self.impl]
-        if all(refusal(self.state, other, call) for other in others):
+        if all(why_not_for_call(self.state, other, call) for other in others):
             return "the policy leaves no other implementation for these arguments"
         return ""
 

@@ -9,6 +9,8 @@ imports the module that it needs:
 ``accelerator``      ``torch.accelerator`` without an accelerator
 ``kernels``          the Triton kernels that the V1 model runner launches, on a CPU
 ``model_runner``     which of vLLM's model runners a device without Triton gets
+``device_memory``    vLLM's allocator for sleep mode, on a GPU that is not vLLM's own platform
+``p2p``              our KV connector in vLLM's factory, under its own name and the one that vLLM's had
 ``streams``          ``torch.cuda``'s streams, events and graphs on a device whose PyTorch module is another
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class

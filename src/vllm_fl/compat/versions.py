@@ -20,18 +20,18 @@ def host_version() -> str:
 
 
 TESTED_HOSTS = ("0.32", "0.33")
-"""All engine tests run on these, each on the PyTorch that it asks for."""
+"""All engine tests run on these, each on the PyTorch that it asks for. Features below are served on the same."""
 
 SMOKE_TESTED_HOSTS = ("0.26",)
 """On these small models ran on a CPU, eagerly and in one process, with right tokens; few other tests."""
 
-STATE_HOSTS = ("0.32", "0.33")
+STATE_HOSTS = TESTED_HOSTS
 """Small models whose layers keep a state gave the right tokens on these."""
 
-QUANTIZING_HOSTS = ("0.32", "0.33")
+QUANTIZING_HOSTS = TESTED_HOSTS
 """The tests of quantized models and of a quantized KV cache run on these."""
 
-KEEPING_HOSTS = ("0.32", "0.33")
+SLEEP_BACKUP_HOSTS = TESTED_HOSTS
 """These back memory up that is neither the weights' nor the cache's while an engine sleeps on a GPU."""
 
 

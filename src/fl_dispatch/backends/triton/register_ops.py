@@ -1,4 +1,13 @@
-"""Registers the Triton kernels."""
+"""Registers the Triton kernels.
+
+One more kernel is a function in ``impl``, and its operator's name at these places:
+
+- always: an attribute of ``TritonBackend`` (``triton.py``), and :data:`IMPLEMENTED`;
+- if Dynamo must not look into it: :data:`NOT_TRACED`;
+- if its tiles are the same in every batch: :data:`INVARIANT`; if another form's are: an attribute of
+  ``InvariantTritonBackend`` (``invariant.py``), and :data:`INVARIANT_FORMS`;
+- if it declines some arguments before it is called: ``supports`` in :func:`register_builtins`.
+"""
 
 from __future__ import annotations
 

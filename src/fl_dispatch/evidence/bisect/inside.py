@@ -46,7 +46,7 @@ def sites(model: nn.Module | None) -> list[dict[str, Any]]:
     found = []
     for op_name in manager.registry.list_operators():
         manager.explain(op_name)  # has the table filled
-    for key, plan in list(manager.tables.root.plans.items()):
+    for key, plan in list(manager.table_keeper.root.plans.items()):
         if plan.scope is None and key != plan.op_name:
             continue  # the same choice for another form of call
         branches = [

@@ -15,7 +15,7 @@ from ...errors import NotSupported, text_of
 from ...hosting.kv_layout import LAYOUT, KVLayout
 from ...manager import OpManager
 from ...ops import OPERATORS, Sample
-from ...run.plan import direct_function, direct_refusal
+from ...run.plan import direct_function, why_declined
 from ...state import State
 from ...types import OpImpl
 from ..arguments import Arguments
@@ -181,7 +181,7 @@ def accepted(state: State, impl: OpImpl, args: Arguments) -> Arguments:
         NotSupported: it declines them. It must not be called then: a compiled kernel may write anywhere.
     """
     given = laid_out(args, impl.op_name, required_layout(impl))
-    if refusal := direct_refusal(state, impl, given):
+    if refusal := why_declined(state, impl, given):
         raise NotSupported(refusal)
     return given
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import explain
-from ..first_choices import GRAPHS
+from ...types import GRAPHS
 from . import orders
 from .layers import QuantizedKernel
 
