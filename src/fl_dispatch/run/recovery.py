@@ -99,7 +99,7 @@ def _after_fast_path(
         wrong_device = isinstance(error, NotSupported) and not (state.frozen or failed.takes_device(call.kind.device))
         if not wrong_device and must_raise(state, error, policy):
             raise error
-        if not _has_old_values(call, error):
+        if not _restored(call, error):
             state.watch(failed)
             add_note(
                 error,
@@ -118,10 +118,10 @@ def _after_fast_path(
         del error  # its traceback holds this frame, and with it the arguments
 
 
-def _has_old_values(
+def _restored(
     call: Call, error: Exception, parts: Sequence[Any] | None = None, copies: Sequence[Any] | None = None
 ) -> bool:
-    """Whether another implementation can run on the call's original arguments after one raised.
+    """Give a call its original arguments back after an implementation raised; returns whether it has them.
 
     Args:
         call: the call.
@@ -246,7 +246,7 @@ class _Attempts:
         try:
             if must_raise(self.state, error, self.policy):
                 raise error
-            if not _has_old_values(self.call, error, () if last else updated, copies):
+            if not _restored(self.call, error, () if last else updated, copies):
                 raise error
             _warn(impl, self.call, error)
         finally:
