@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 
 from fl_dispatch.cli import small_model
 
@@ -55,9 +56,11 @@ def eight_bits(kind: torch.dtype, per: str, rows: float | None = None, scale_nam
     def write(weight: Tensor) -> Written:
         largest = 127.0 if kind is torch.int8 else 448.0
         if per == "block":
-            blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [down, 128, across, 128]
+            columns, inner = weight.shape
+            whole = functional.pad(weight, (0, -inner % 128, 0, -columns % 128))
+            blocks = whole.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [down, 128, across, 128]
             scale = blocks.abs().amax((1, 3)) / largest
-            full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:columns, :inner]
         else:
             scale = symmetric(weight, largest, -1 if per == "channel" else None)
             full = scale
@@ -252,7 +255,7 @@ def layered(*names: str) -> Scheme:
 
 def is_product(name: str) -> bool:
     """Whether a tensor of a checkpoint is the weight of a product that schemes quantize."""
-    return name.endswith("_proj.weight")
+    return name.endswith(("_proj.weight", "kv_a_proj_with_mqa.weight"))
 
 
 CACHE_SCALES = ((0.011, 0.0023), (0.017, 0.0031), (0.023, 0.0041), (0.029, 0.0053))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ BOTH_KINDS = ("compressed-tensors W8A8 int8", "awq")
 def mixture(folder: Path, **sizes: Any) -> Path:
     """Write the checkpoint, not quantized; ``sizes`` differ from :data:`SHAPE`."""
     return build_checkpoint("qwen3_moe", folder, **{**SHAPE, **sizes})
+
+
+LATENT: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,  # all, because rounding turns near choices
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,  # with the latent part a block and a half, as DeepSeek has it
+    "v_head_dim": 64,
+    "qk_head_dim": 128,
+    "head_dim": 64,
+}
+"""Sizes of a DeepSeek-V3 that two ranks divide into whole blocks of 128."""
+LATENT_LAYERS, LATENT_PRODUCTS = 3, 3 * 6
+"""Its layers, all but one of which have experts, and its products, merged as hosts do."""
+
+
+def latent(folder: Path) -> Path:
+    """Write a checkpoint with latent attention, experts and a shared expert, not quantized."""
+    return build_checkpoint("deepseek_v3", folder, **LATENT)
 
 
 def operator(scheme: Scheme) -> str:

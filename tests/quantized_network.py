@@ -27,7 +27,7 @@ import scoring
 from fl_dispatch.cli import small_model
 from fl_dispatch.evidence.perplexity import TOLERANCE, perplexity
 from quantized_checkpoints import Scheme, is_product, nearest
-from running import reference_network
+from running import MAX_TOKENS, reference_network
 from variants import ALPHA, RANK
 
 DRAWS = 8
@@ -39,17 +39,19 @@ DIVIDED = ("o_proj", "down_proj")
 
 
 class _Mixture(nn.Module):
-    """A mixture of experts of Hugging Face's Qwen3-MoE whose experts are layers: each computes all tokens."""
+    """A mixture of experts of Hugging Face's whose experts are layers: each computes all tokens."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
         self.gate, fused = block.gate, block.experts
+        self.shared_experts = getattr(block, "shared_experts", None)
         self.experts = nn.ModuleList(_Expert(*parts) for parts in zip(fused.gate_up_proj, fused.down_proj, strict=True))
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, chosen = self.gate(x)
         every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights).view(*x.shape[:-1], -1)
-        return sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts))
+        mixed = sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts))
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
 
 class _Expert(nn.Module):
@@ -80,7 +82,9 @@ def network(
     for name, module in _products(made):
         own = scheme.of(name)
         module.weight.data = own.write(module.weight.data.float())[1].to(dtype)
-        if own.rows is not None:
+        if own.rows is not None and name.endswith("kv_b_proj"):
+            _read_by_prompts(made.get_submodule(name.removesuffix(".kv_b_proj")), own.rows)
+        elif own.rows is not None:
             parts = ranks if name.endswith(DIVIDED) else 1
             module.register_forward_pre_hook(_quantizes_input(own.rows, parts))
     return made
@@ -150,6 +154,25 @@ def _quantizes_input(change: Any, parts: int) -> Any:
         return (changed.to(given[0].dtype),)
 
     return hook
+
+
+def _read_by_prompts(attention: Any, change: Any) -> None:
+    """Quantize what ``kv_b_proj`` makes keys and values of, as far as steps of several tokens of a request read them.
+
+    A step of one token, such as those after the prompt, multiplies queries with the weights instead.
+    """
+    forward = attention.forward
+
+    def both(past_key_values: Any = None, **given: Any) -> tuple[Tensor, Any]:
+        absorbed, rest = forward(**given)
+        hook = attention.kv_b_proj.register_forward_pre_hook(_quantizes_input(change, 1))
+        split, _ = forward(**given)
+        hook.remove()
+        prompt = absorbed.shape[1] - MAX_TOKENS
+        prompt = prompt if prompt > 1 else 0
+        return torch.cat((split[:, :prompt], absorbed[:, prompt:]), 1), rest
+
+    attention.forward = both
 
 
 def _adds_rounding(generator: torch.Generator) -> Any:

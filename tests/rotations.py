@@ -41,6 +41,7 @@ ROTATIONS = {
             "tests/vllm/test_quantized_experts.py",
             "tests/vllm/test_quantized_cache.py",
             "tests/vllm/test_compressed_tensors.py",
+            "tests/vllm/test_quantized_latent.py",
             "tests/vllm/test_quantized_lora.py",
             "tests/vllm/test_quantized_perplexity.py",
             "tests/vllm/test_joined.py",

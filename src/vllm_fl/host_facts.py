@@ -826,6 +826,13 @@ OVERRIDDEN = (
         "A layer's latent attention is three operators.",
     ),
     HostFact(
+        f"{_MLA}:MLACommonImpl",
+        ("process_weights_after_loading(act_dtype)",),
+        "overrides",
+        "mla",
+        "vLLM then asks for the weight of `kv_b_proj`, which not every quantized layer can give.",
+    ),
+    HostFact(
         f"{_MLA}:MLACommonBackend",
         (*_ATTENTION_CLASS, "get_supported_head_sizes()"),
         "overrides",

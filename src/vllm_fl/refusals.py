@@ -233,7 +233,7 @@ def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple
         return []
     name = quantization.SERVED[model.quantization]
     return [
-        (model.use_mla, f"latent attention quantized by '{name}'"),
+        (model.use_mla and device.accelerator, f"latent attention quantized by '{name}'"),
         (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),
         (_has_states(model), f"{STATES} quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),

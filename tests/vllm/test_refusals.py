@@ -158,7 +158,6 @@ HOPPER, AMPERE = (
             {"all2all_backend": "deepep_v2"},
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",
         ),
-        ("deepseek_v2", {"hf_overrides": {"quantization_config": FP8}}, "latent attention quantized by 'fp8'"),
         ("qwen3", {"quantization": "fp8", "dtype": "bfloat16"}, "'fp8' for a checkpoint that is not quantized"),
         ("qwen3_moe", {"enable_lora": True}, "LoRA on mixture-of-experts models"),
         (
@@ -572,6 +571,13 @@ def test_quantized_experts_are_refused_on_accelerators(configure: Callable[..., 
     vllm_config = configure("qwen3_moe")
     vllm_config.model_config.quantization = "auto_gptq"
     with pytest.raises(ValueError, match="does not support experts quantized by 'gptq' on cuda yet"):
+        refusals.refuse_unsupported(vllm_config, CUDA)
+
+
+def test_quantized_latent_attention_is_refused_on_an_accelerator(configure: Callable[..., Any]) -> None:
+    vllm_config = configure("deepseek_v2")
+    vllm_config.model_config.quantization = "fp8"
+    with pytest.raises(ValueError, match="latent attention quantized by 'fp8' on cuda yet"):
         refusals.refuse_unsupported(vllm_config, CUDA)
 
 

@@ -63,6 +63,8 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.fp8_linear.process_weights_after_loading(layer)
+        # Latent attention asks for a weight without blocks by a product; otherwise vLLM expects it transposed.
+        self.use_marlin = not self.block_quant
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         result: torch.Tensor = self.fp8_linear.apply_weights(layer, x, bias)

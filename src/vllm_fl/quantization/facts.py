@@ -129,6 +129,14 @@ FACTS = (
         "Weights stay as they are loaded, so vLLM's own product of invariant batches does not know them.",
         since="0.32",
     ),
+    HostFact(
+        f"{_QUANTIZATION}.fp8:Fp8LinearMethod",
+        ("use_marlin", "block_quant"),
+        "replaces",
+        _CONFIGS,
+        "It says in which form latent attention finds a weight.",
+        since="0.32",
+    ),
     *(
         HostFact(
             owner,
