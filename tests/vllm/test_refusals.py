@@ -154,6 +154,11 @@ HOPPER, AMPERE = (
             "a KV cache of type int8_per_token_head for latent attention",
         ),
         (
+            "qwen3",
+            {"kv_cache_dtype": "int8_per_token_head", "hf_overrides": {"head_dim": 18}},
+            "a KV cache of type int8_per_token_head for heads of 18 elements",
+        ),
+        (
             "qwen3_moe",
             {"all2all_backend": "deepep_v2"},
             "the all-to-all backend deepep_v2 (only allgather_reducescatter)",

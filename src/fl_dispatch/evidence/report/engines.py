@@ -74,7 +74,7 @@ def _compared(data: Mapping[str, Any]) -> Iterable[tuple[str, str, Workloads]]:
     formats = data.get("formats")
     for name, found in formats.items() if isinstance(formats, Mapping) else ():
         machine = data["machine"]
-        baseline = next(cell for cells in found["rates"].values() for cell in cells if cell.startswith("vanilla"))
+        (baseline, *_) = (cell for cells in found["rates"].values() for cell in cells if cell.startswith("vanilla"))
         layers, rounds = f"{machine['layers']} layers", f"{machine['rounds']} rounds"
         workloads = {workload: _by_round(cells, baseline) for workload, cells in found["rates"].items()}
         yield ", ".join((name, str(machine["shape"]), layers, rounds)), f"{baseline} of the round", workloads

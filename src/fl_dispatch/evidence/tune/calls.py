@@ -112,6 +112,7 @@ def _product_calls(weights: Weights | None, name: str, columns: int, inner: int,
         product = shapes.multiply_scaled(columns, weights.kind, weights.block)
         yield Call(weights.operator, name, times, _wide(product, inner), inner)
     else:
+        weights = weights.of_rows(inner)
         product = shapes.multiply_weight_only(columns, weights.kind, weights.group, weights.zeros)
         yield Call(weights.operator, name, times, _wide(product, inner), inner)
 
@@ -167,6 +168,7 @@ def _mixture(model: Dimensions) -> tuple[str, shapes.Make]:
         return "fused_moe", shapes.mix(*sizes)
     if weights.inputs:
         return weights.expert_operator, shapes.mix_scaled(*sizes, weights.kind, weights.block)
+    weights = weights.of_rows(model.hidden).of_rows(model.expert_inner)
     return weights.expert_operator, shapes.mix_weight_only(*sizes, weights.kind, weights.group, weights.zeros)
 
 

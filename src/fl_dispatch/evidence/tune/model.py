@@ -99,7 +99,7 @@ def dimensions(config: Mapping[str, Any], tensor_parallel: int = 1, source: str 
         tensor_parallel: ranks that share each layer.
         source: what an error names.
     """
-    text: Mapping[str, Any] = {**config, **config.get("text_config", {})}
+    text: Mapping[str, Any] = {**config, **(config.get("text_config") or {})}
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:

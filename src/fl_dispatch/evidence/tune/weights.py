@@ -39,6 +39,16 @@ class Weights:
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
+    def of_rows(self, inner: int) -> Weights:
+        """These, for rows of so many elements.
+
+        Raises:
+            DispatchError: they are not whole groups.
+        """
+        if self.group and inner % self.group:
+            raise DispatchError(f"{inner} elements of a weight's row on a rank are not whole groups of {self.group}")
+        return self
+
     @property
     def operator(self) -> str:
         """The operator of a linear layer."""
@@ -60,7 +70,7 @@ def read_weights(config: Mapping[str, Any], source: str) -> Weights | None:
     Raises:
         DispatchError: the method or its parameters are none of those that are served.
     """
-    given = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if given is None:
         return None
     method = given.get("quant_method") if isinstance(given, Mapping) else None
@@ -70,39 +80,59 @@ def read_weights(config: Mapping[str, Any], source: str) -> Weights | None:
         raise DispatchError(f"{source}: quant_method is {method!r}; fl tune knows the products of {known}")
     try:
         return read(given)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DispatchError(f"{source}: this quantization_config of {method} is not served: {error!r}") from error
 
 
 def _fp8(given: Mapping[str, Any]) -> Weights:
-    down, across = given.get("weight_block_size") or (0, 0)
-    if down != across:
-        raise ValueError(f"weight_block_size {down} x {across}")
-    return Weights(FP8, inputs=True, block=int(down), static=given.get("activation_scheme") == "static")
+    return Weights(
+        FP8, True, block=_block(given.get("weight_block_size")), static=given.get("activation_scheme") == "static"
+    )
 
 
 def _compressed(given: Mapping[str, Any]) -> Weights:
     first, *_ = given["config_groups"].values()
     weights, inputs = first["weights"], first.get("input_activations")
-    dtype = FP8 if weights["type"] == "float" else _of_bits(weights["num_bits"])
-    if inputs is not None:
-        down, _ = weights.get("block_structure") or (0, 0)
-        return Weights(dtype, inputs=True, block=int(down), static=not inputs.get("dynamic", False))
-    zeros = not weights.get("symmetric", True)
-    return Weights(dtype, inputs=False, group=max(0, int(weights.get("group_size") or 0)), zeros=zeros)
+    dtype, symmetric = _dtype(weights), weights.get("symmetric", True)
+    if inputs is None:
+        return Weights(dtype, False, _group(weights.get("group_size")), zeros=not symmetric)
+    if dtype == FOUR_BITS or dtype != _dtype(inputs) or not (symmetric and inputs.get("symmetric", True)):
+        raise ValueError("inputs and weights are not both symmetric numbers of 8 bits of one type")
+    return Weights(dtype, True, block=_block(weights.get("block_structure")), static=not inputs.get("dynamic", False))
 
 
 def _in_groups(given: Mapping[str, Any]) -> Weights:
-    """GPTQ's and AWQ's; -1 is a whole row to both."""
+    """GPTQ's and AWQ's."""
     bits, zeros = given.get("bits", given.get("w_bit")), given.get("zero_point", not given.get("sym", True))
-    group = int(given.get("group_size", given.get("q_group_size", -1)))
-    return Weights(_of_bits(bits), inputs=False, group=max(0, group), zeros=bool(zeros))
+    group = given.get("group_size", given.get("q_group_size"))
+    return Weights(_integers(bits), False, _group(group), zeros=bool(zeros))
 
 
-def _of_bits(bits: Any) -> str:
+def _dtype(numbers: Mapping[str, Any]) -> str:
+    bits = numbers.get("num_bits", 8)
+    if numbers.get("type", "int") != "float":
+        return _integers(bits)
+    if bits != 8:
+        raise ValueError(f"floating point of {bits} bits")
+    return FP8
+
+
+def _integers(bits: Any) -> str:
     if bits not in (4, 8):
         raise ValueError(f"{bits} bits")
     return FOUR_BITS if bits == 4 else INT8
+
+
+def _group(size: Any) -> int:
+    """A size of groups; 0 for a whole row, which checkpoints call -1 or nothing."""
+    return max(0, int(size or 0))
+
+
+def _block(sizes: Any) -> int:
+    down, across = sizes or (0, 0)
+    if down != across or int(down) < 0:
+        raise ValueError(f"blocks of {down} x {across}")
+    return int(down)
 
 
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Weights]] = {

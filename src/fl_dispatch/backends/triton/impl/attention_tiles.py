@@ -134,6 +134,8 @@ def _tiles(
             else:
                 k_scale, v_scale = tl.load(key_unit), tl.load(value_unit)
             qk *= k_scale[None, :]
+            # Not into the weights: a small scale would take them below the least normal number of float16.
+            v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
         qk_scale = LOG2E
         if CAPPED:
             qk = SOFTCAP * (2.0 * tl.sigmoid(qk * (2.0 * SCALE / SOFTCAP)) - 1.0)
@@ -153,7 +155,5 @@ def _tiles(
             if WINDOW > 0:
                 seen = seen & (tl.abs(distance) < WINDOW)
         p, m_i, l_i, alpha = update(qk, m_i, l_i, qk_scale, seen, MASKED)
-        if SCALED:
-            p *= v_scale[None, :]
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision=PRECISION)
     return acc, m_i, l_i

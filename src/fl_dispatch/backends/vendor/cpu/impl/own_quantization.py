@@ -51,7 +51,9 @@ def supports_scaled_linear(
         return "int8 without scales of blocks only"
     if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
         return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
-    return _limits(MANY_INT8, x, weight) or True
+    if x_scale.shape != (*x.shape[:-1], 1) or weight_scale.shape not in ((len(weight), 1), (1, 1)):
+        return f"scales are {tuple(x_scale.shape)} and {tuple(weight_scale.shape)}, not one a row and a column"
+    return _mismatch(x, weight, len(weight), bias) or _limits(MANY_INT8, x, weight) or True
 
 
 def scaled_linear(
@@ -78,8 +80,14 @@ def supports_weight_only_linear(
         return f"weights are {weight.dtype}, not integers of 4 or 8 bits"
     if why := problem(x=x, scale=scale):
         return why
+    if scale.dim() != 2 or not scale.shape[1] or x.shape[-1] % scale.shape[1]:
+        return f"{x.shape[-1]} elements of a row are not whole groups of scales of shape {tuple(scale.shape)}"
     if weight.dtype is torch.uint8 and x.shape[-1] // scale.shape[1] % 2:
         return "a byte of two numbers lies in two groups"
+    if zero is not None and (zero.dtype is not torch.int8 or zero.shape != scale.shape):
+        return f"zero is {zero.dtype} of shape {tuple(zero.shape)}, not int8 in the scales' shape"
+    if why := _mismatch(x, weight, len(scale), bias):
+        return why
     given = (weight, scale) if zero is None else (weight, scale, zero)
     return _limits(MANY, x, *given) or True
 
@@ -92,6 +100,16 @@ def weight_only_linear(
     if bias is not None:
         product += bias
     return product.to(x.dtype)
+
+
+def _mismatch(x: Tensor, weight: Tensor, columns: int, bias: Tensor | None) -> str:
+    """Why these do not belong together, or an empty string."""
+    inner = x.shape[-1] // 2 if weight.dtype is torch.uint8 else x.shape[-1]
+    if weight.shape != (columns, inner):
+        return f"weight has shape {tuple(weight.shape)}, not {(columns, inner)}"
+    if bias is not None and bias.shape != (columns,):
+        return f"bias has shape {tuple(bias.shape)}, not {(columns,)}"
+    return ""
 
 
 def _limits(many: int, x: Tensor, *weights: Tensor) -> str:

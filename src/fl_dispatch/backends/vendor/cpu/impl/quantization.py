@@ -5,6 +5,8 @@ Weights of 4 bits are kept as PyTorch's kernel wants them (:mod:`fl_dispatch.pre
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,14 @@ GROUPS = (32, 64, 128, 256)
 COLUMNS = 32
 """It takes columns so many at a time."""
 INT8 = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Instructions for products of int8. Without one of them PyTorch's takes 30 times as long as that of float32."""
+"""Instructions of x86 for products of int8, without which PyTorch's is far slower than that of float32."""
+
+
+@cache
+def _multiplies_int8() -> bool:
+    """Whether this processor does; one that is not x86 names other flags, or none."""
+    flags = library.processor_flags()
+    return not flags or bool(INT8 & flags)
 
 
 def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> bool | str:
@@ -55,7 +64,7 @@ def supports_scaled_linear(
         return "the kernel multiplies int8, without scales of blocks"
     if x_scale.dtype is not torch.float32:
         return f"x_scale is {x_scale.dtype}, not float32"
-    if not INT8 & library.processor_flags():
+    if not _multiplies_int8():
         return "the processor has no instructions for products of int8"
     return True if x.is_cpu else f"x is on {x.device}, not on the CPU"
 
