@@ -24,6 +24,8 @@ from quantized_checkpoints import SCHEMES, Scheme
 from quantized_network import distance, network, scores
 from running import reference_network
 
+FEW = 4
+"""Tokens that an engine with a wrong kernel generates for each prompt."""
 HEADS: Mapping[str, Any] = {"head_dim": 128}
 LATENT: Mapping[str, Any] = {
     "kv_lora_rank": 512,

@@ -199,6 +199,12 @@ def test_the_results_of_this_project_are_shown() -> None:
     assert "Perplexities of quantized checkpoints" in html
 
 
+WITHOUT_VANILLA = {
+    "machine": {"shape": "llama-3.1-8b", "layers": 32, "rounds": 1},
+    "formats": {"fp8": {"rates": {"decode": {"shipped": [1.0]}}}},
+}
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -207,6 +213,7 @@ def test_the_results_of_this_project_are_shown() -> None:
         ('{"some": "thing"}', "is none of the files that a report is made of"),
         (json.dumps({**BENCHED, "dtype": 1, "results": [{"share_of_floor": 1.0}]}), "not as `fl bench --json"),
         (json.dumps({**SERVED, "compared": {"decode": {"plugin": {"ratio": "fast"}}}}), "not as `python benchmarks"),
+        (json.dumps(WITHOUT_VANILLA), "not as `python benchmarks"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_one_error_that_names_it(

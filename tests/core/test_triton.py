@@ -412,6 +412,27 @@ def test_a_kernel_is_right_in_the_interpreter(interpreted: list[Any], name: str,
     assert all_ran
 
 
+SMALL_VALUES = """
+import torch
+from fl_dispatch.backends.reference.impl import attention as reference
+from fl_dispatch.backends.triton.impl import attention
+generator = torch.Generator().manual_seed(0)
+keys, values = (torch.randint(-127, 128, (4, 16, 1, 32), generator=generator).to(torch.int8) for _ in range(2))
+key_scales, value_scales = torch.full((4, 16, 1), 1 / 127), torch.full((4, 16, 1), 1e-3 / 127)
+query = torch.randn(1, 2, 32, generator=generator).half()
+table, starts, lengths = torch.arange(4)[None].int(), torch.tensor([0, 1]).int(), torch.tensor([64]).int()
+rest = (table, starts, lengths, 1, 64, 0.1)
+scales = {"key_scales": key_scales, "value_scales": value_scales}
+found, right = (m.paged_attention(query, keys, values, *rest, **scales).float() for m in (attention, reference))
+print(float((found - right).norm() / right.norm()))
+"""
+
+
+@needs_triton
+def test_a_cache_in_int8_keeps_small_values_in_float16() -> None:
+    assert 0 < float(run(SMALL_VALUES, TRITON_INTERPRET="1")) < 2e-3
+
+
 OLDER_GPU = """
 import json, torch
 from fl_dispatch import call_op, freeze_dispatch, get_default_manager

@@ -13,13 +13,13 @@ from builders import as_called
 from fl_dispatch import prepared
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.impl.quantization import INT8
+from fl_dispatch.backends.vendor.cpu.impl import quantization
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
 
 MISSING = library.why_unavailable()
-FAST = bool(INT8 & library.processor_flags())
+FAST = quantization._multiplies_int8()
 HALF, DTYPES = [torch.bfloat16], [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = [
     pytest.param("quantize", "vendor.cpu", DTYPES, marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
@@ -75,6 +75,50 @@ def test_what_is_not_supported_says_why(name: str, implementation: str, dtypes: 
     answers = {impl.supports(*OPERATORS[name].bind(s.args, {})) for s in samples(name, torch.float64)}
     assert answers
     assert all(isinstance(answer, str) for answer in answers), "float64 is the references'"
+
+
+def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+ONES = torch.ones
+NOT_TOGETHER = {
+    "a weight of shorter rows": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 32), ONES(4, 2))),
+    "more scales than columns": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 64), ONES(8, 2))),
+    "groups that are not whole": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 64), ONES(4, 7))),
+    "zero points of another type": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 64), ONES(4, 2), ONES(4, 2).int())),
+    "too few zero points": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 64), ONES(4, 2), bytes_of(4, 1))),
+    "a bias of other columns": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 64), ONES(4, 2), None, ONES(3))),
+    "whole bytes for 4 bits": (
+        "weight_only_linear",
+        (ONES(1, 64), bytes_of(4, 64, dtype=torch.uint8), ONES(4, 2)),
+    ),
+    "int8 of shorter rows": ("scaled_linear", (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 32), ONES(4, 1))),
+    "int8 with scales of other columns": ("scaled_linear", (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 64), ONES(3, 1))),
+    "int8 with scales of other rows": ("scaled_linear", (bytes_of(2, 64), ONES(1, 1), bytes_of(4, 64), ONES(4, 1))),
+}
+
+
+@pytest.mark.parametrize("what", NOT_TOGETHER)
+def test_tensors_that_do_not_belong_together_are_declined_before_their_memory_is_read(what: str) -> None:
+    name, args = NOT_TOGETHER[what]
+    assert isinstance(found(name, "vendor.cpu.cpp").supports(*args), str)
+
+
+def test_the_processor_is_asked_once_whether_it_multiplies_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[frozenset[str]] = []
+
+    def flags() -> frozenset[str]:
+        asked.append(frozenset({"avx2"}))
+        return asked[-1]
+
+    monkeypatch.setattr(library, "processor_flags", flags)
+    quantization._multiplies_int8.cache_clear()
+    args = (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 64), ONES(4, 1))
+    answers = {quantization.supports_scaled_linear(*args) for _ in range(3)}
+    quantization._multiplies_int8.cache_clear()
+    assert answers == {"the processor has no instructions for products of int8"}
+    assert len(asked) == 1
 
 
 def test_weights_of_4_bits_are_kept_for_the_kernel() -> None:

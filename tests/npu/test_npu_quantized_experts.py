@@ -14,7 +14,7 @@ import pytest
 from chip_engines import LLAMA, STEP, counts, start
 
 import quantized_checkpoints as checkpoints
-from half_on_npu import EXPERTS, HEADS, REFUSED_EXPERTS, as_near_as_dequantized, expert_kernels
+from half_on_npu import EXPERTS, FEW, HEADS, REFUSED_EXPERTS, as_near_as_dequantized, expert_kernels
 from processes import Runs
 from quantized_checkpoints import SCHEMES
 from quantized_mixture import LAYERS, mixture, operator
@@ -24,8 +24,6 @@ from sampling import drawn
 
 DRAWN = drawn(EXPERTS, 1, "quantized experts on the NPU")
 REFUSED = drawn(list(REFUSED_EXPERTS), 1, "quantized experts that the NPU refuses")
-FEW = 4
-"""Tokens that an engine with a wrong kernel generates for each prompt."""
 each_scheme = pytest.mark.parametrize("name", DRAWN)
 WRONG = [(name, kernel) for name in DRAWN for kernel in expert_kernels(name)]
 

@@ -15,7 +15,7 @@ import torch
 from engines import run
 
 import quantized_checkpoints as checkpoints
-from half_on_npu import EXPERTS, HEADS, REFUSED_EXPERTS, as_near_as_dequantized, expert_kernels
+from half_on_npu import EXPERTS, FEW, HEADS, REFUSED_EXPERTS, as_near_as_dequantized, expert_kernels
 from processes import Runs, pool
 from quantized_checkpoints import SCHEMES
 from quantized_mixture import LAYERS, mixture, operator
@@ -27,8 +27,6 @@ OTHERS = {"rms_norm", "rotary_embedding", "kv_cache_write", "paged_attention", "
 REASONS = {**REFUSED_EXPERTS, "compressed-tensors W8A8 int8, static": "scales of rows are given"}
 DRAWN = drawn(EXPERTS, 1, "quantized experts of SGLang on the NPU")
 REFUSED = drawn(list(REASONS), 1, "quantized experts that SGLang refuses on the NPU")
-FEW = 4
-"""Tokens that an engine with a wrong kernel generates for each prompt."""
 each_scheme = pytest.mark.parametrize("name", DRAWN)
 WRONG = [(name, kernel) for name in DRAWN for kernel in expert_kernels(name)]
 

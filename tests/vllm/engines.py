@@ -28,6 +28,14 @@ PLUGINS = HERE / "plugins"
 READY_WITHIN = 240.0
 """Seconds within which a server answers."""
 STEP = {"prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+SCORED_STEP: Mapping[str, Any] = {
+    "do": "generate",
+    "prompts": PROMPTS,
+    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
+}
+"""A step of ``run_features`` that gives the log-probability of each token of prompts and answers."""
+WRONG_IF_ASKED = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
+"""Variables of engines with wrong implementations, which a step's policy chooses."""
 
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}
 """vLLM's model runners, and the variables that ask for each."""

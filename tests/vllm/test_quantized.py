@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from engines import PROMPTS, SCORED_STEP, WRONG_IF_ASKED, ran, start_features
 from torch import Tensor
 
 import quantized_checkpoints as checkpoints
@@ -24,12 +24,6 @@ from quantized_network import Comparison, answered
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
-PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
-ASKED: Mapping[str, Any] = {
-    "do": "generate",
-    "prompts": PROMPTS,
-    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
-}
 PRODUCTS = 4 * 4
 """Those of a layer, merged as vLLM does, in all layers of either model."""
 
@@ -45,10 +39,10 @@ each_operator = pytest.mark.parametrize(
 
 def steps(run: Run) -> list[Mapping[str, Any]]:
     """A right pass; and where choices are not frozen, one for each operator with a wrong implementation of it."""
-    made = [ASKED]
+    made = [SCORED_STEP]
     for operator in run.made.operators if run in EAGER else ():
         wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator: ["impl:vendor.wrong"]}}
-        made += [{"do": "reset_prefix_cache"}, wrong, ASKED]
+        made += [{"do": "reset_prefix_cache"}, wrong, SCORED_STEP]
     return made
 
 
@@ -67,7 +61,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, divided: Path) -> dict[Run
         return checkpoints.write_checkpoint(place, SCHEMES[name], model=model)
 
     def start(runs: Sequence[Run], model: Path = small_model.CHECKPOINT) -> Future[dict[str, Any]]:
-        return start_features(*((checkpoint(run.scheme, model), steps(run), run.engine) for run in runs), **PLUGIN)
+        return start_features(
+            *((checkpoint(run.scheme, model), steps(run), run.engine) for run in runs), **WRONG_IF_ASKED
+        )
 
     kinds = [start(EAGER), start(COMPILED), start(RANKS, divided)]
     return dict(zip(RUNS, (found for kind in kinds for found in kind.result()["runs"]), strict=True))

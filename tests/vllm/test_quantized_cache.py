@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from engines import MAX_TOKENS, PROMPTS, SCORED_STEP, WRONG_IF_ASKED, ran, start_features
 from torch import Tensor
 
 from quantized_cache import COMPRESSED, FP8, INT8, OPERATORS, PLAIN, Cache
@@ -19,9 +19,7 @@ from quantized_network import Computed, answered, distance
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
-PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
 SAMPLING = {"max_tokens": MAX_TOKENS, "logprobs": 0}
-ASKED: Mapping[str, Any] = {"do": "generate", "prompts": PROMPTS, "sampling": {**SAMPLING, "prompt_logprobs": 0}}
 AGAIN: Mapping[str, Any] = {"do": "generate", "prompts": PROMPTS, "sampling": SAMPLING}
 """Prompts whose log-probabilities are asked for are computed anew; these are found."""
 HEAD, SCALE = 128, 4
@@ -57,10 +55,10 @@ each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 
 def steps(run: Run) -> list[Mapping[str, Any]]:
     """A right pass, one that finds its prompts in the cache; and one for each operator with a wrong implementation."""
-    made = [ASKED, AGAIN, {"do": "blocks"}]
+    made = [SCORED_STEP, AGAIN, {"do": "blocks"}]
     for operator in OPERATORS if run in (EAGER, TOKENS) else ():
         wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator: ["impl:vendor.wrong"]}}
-        made += [{"do": "reset_prefix_cache"}, wrong, ASKED]
+        made += [{"do": "reset_prefix_cache"}, wrong, SCORED_STEP]
     return made
 
 
@@ -68,7 +66,9 @@ def steps(run: Run) -> list[Mapping[str, Any]]:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Any]:
     folder = tmp_path_factory.mktemp("cache")
     made = ((run.cache.checkpoint(folder / run.name.replace(" ", "-")), steps(run), run.engine) for run in RUNS)
-    found = start_features(*made, (PLAIN.checkpoint(folder), [{"do": "blocks"}], FLOAT.engine), **PLUGIN).result()
+    found = start_features(
+        *made, (PLAIN.checkpoint(folder), [{"do": "blocks"}], FLOAT.engine), **WRONG_IF_ASKED
+    ).result()
     return dict(zip([*RUNS, FLOAT], found["runs"], strict=True))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from engines import PROMPTS, SCORED_STEP, WRONG_IF_ASKED, ran, start_features
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES
@@ -21,12 +21,6 @@ from quantized_network import Comparison, answered
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
-PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
-ASKED: Mapping[str, Any] = {
-    "do": "generate",
-    "prompts": PROMPTS,
-    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
-}
 
 
 TWO = {"tensor_parallel_size": 2}
@@ -48,7 +42,7 @@ each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 def steps(run: Run) -> list[Mapping[str, Any]]:
     """A right pass; and where choices are not frozen, one with a wrong implementation of the experts."""
     wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator(run.made): ["impl:vendor.wrong"]}}
-    return [ASKED, *(({"do": "reset_prefix_cache"}, wrong, ASKED) if run in EAGER else ())]
+    return [SCORED_STEP, *(({"do": "reset_prefix_cache"}, wrong, SCORED_STEP) if run in EAGER else ())]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +58,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[Run, 
     def checkpoint(name: str) -> Path:
         return checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name], model=model)
 
-    found = start_features(*((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
+    found = start_features(
+        *((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **WRONG_IF_ASKED
+    ).result()
     return dict(zip(RUNS, found["runs"], strict=True))
 
 

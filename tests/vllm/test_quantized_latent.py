@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from engines import PROMPTS, SCORED_STEP, WRONG_IF_ASKED, ran, start_features
 
 import quantized_checkpoints as checkpoints
 from quantized_checkpoints import SCHEMES
@@ -22,19 +22,16 @@ from quantized_network import Comparison, answered
 from sampling import drawn
 
 pytestmark = pytest.mark.engine
-PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "wrong_plugin", "VLLM_FL_DENY_VENDORS": "wrong"}
-ASKED: Mapping[str, Any] = {
-    "do": "generate",
-    "prompts": PROMPTS,
-    "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0, "prompt_logprobs": 0},
-}
 LATENT = ("kv_cache_write", "mla_decode", "mla_prefill")
 BLOCKS = "fp8, blocks of 128"
 STATIC = "fp8, static"
 
+FINE = [name for name in EXPERTS if "weight_only_linear" in SCHEMES[name].operators]
+"""Schemes that leave inputs as they are, so that engine and network are so near that a small mistake shows."""
+OTHERS = [name for name in EXPERTS if name not in (*FINE, BLOCKS, STATIC)]
+
 EAGER = [
-    Run(BLOCKS, kind="eager"),
-    *(Run(name, kind="eager") for name in drawn([n for n in EXPERTS if n not in (BLOCKS, STATIC)], 1, "latent")),
+    Run(name, kind="eager") for name in (BLOCKS, *drawn(FINE, 1, "latent, fine"), *drawn(OTHERS, 0, "latent, others"))
 ]
 COMPILED = [Run(BLOCKS, {"enforce_eager": False}, "compiled")]
 RANKS = [Run(BLOCKS, {"tensor_parallel_size": 2}, "two ranks")]
@@ -45,7 +42,7 @@ each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 def steps(run: Run) -> list[Mapping[str, Any]]:
     """A right pass; and where choices are not frozen, one with a wrong implementation of the products."""
     wrong = {"do": "policy", "prefer": "reference", "per_op_order": {run.made.operators[-1]: ["impl:vendor.wrong"]}}
-    return [ASKED, *(({"do": "reset_prefix_cache"}, wrong, ASKED) if run in EAGER else ())]
+    return [SCORED_STEP, *(({"do": "reset_prefix_cache"}, wrong, SCORED_STEP) if run in EAGER else ())]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +58,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callabl
 
 @pytest.fixture(scope="module")
 def answers(checkpoint: Callable[[str], Path]) -> dict[Run, Any]:
-    found = start_features(*((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **PLUGIN).result()
+    found = start_features(
+        *((checkpoint(run.scheme), steps(run), run.engine) for run in RUNS), **WRONG_IF_ASKED
+    ).result()
     return dict(zip(RUNS, found["runs"], strict=True))
 
 
@@ -96,4 +95,4 @@ def test_a_wrong_product_changes_what_it_computes(run: Run, answers: dict[Run, A
 def test_scales_for_inputs_are_refused(checkpoint: Callable[[str], Path]) -> None:
     """vLLM finds the weight of ``kv_b_proj`` by a product, whose input such a scale would round."""
     with pytest.raises(AssertionError, match="latent attention with scales for inputs in the checkpoint yet"):
-        start_features((checkpoint(STATIC), [ASKED], {})).result()
+        start_features((checkpoint(STATIC), [SCORED_STEP], {})).result()
