@@ -1,10 +1,9 @@
 """Hooks of SGLang's runner of prompts' graphs, whose pieces hold our operators; attention runs eagerly between them.
 
 A graph of prompts is as many pieces as a model has attention layers, and one more: SGLang ends a piece in
-``RadixAttention``, calls the attention backend for the tokens that are no padding, and begins the next piece. What
-comes after the last layer is eager, too. So a batch is described as one of an eager step is, and the operators of
-attention may do what no graph can hold. SGLang asks no platform for the class of this runner, so its methods are
-hooked.
+``RadixAttention``, calls the attention backend for the tokens that are no padding, and begins the next piece. The step
+is eager again behind the last layer. So a batch is described as one of an eager step is, and operators of attention may
+do what no graph can hold. SGLang asks no platform for the class of this runner, so its methods are hooked.
 
 SGLang captures these graphs before those of decoding, and no step is eager before them. So the choices of both are
 fixed here, and a batch of ours is the first forward pass, which is watched.
