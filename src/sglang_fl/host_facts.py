@@ -370,11 +370,19 @@ READ = (
     ),
     HostFact(
         "sglang.srt.model_executor.runner.base_runner:BaseRunner",
-        ("_dummy_run", "model_context", "_widest_decode_rows", "_alloc_dummy_decode_buffers"),
+        ("_dummy_run", "_widest_decode_rows", "_alloc_dummy_decode_buffers"),
         "reads",
         "graph_choices",
         "Batches that decode before graphs are captured.",
         since="0.5.20",
+    ),
+    HostFact(
+        "sglang.srt.model_executor.runner.base_runner:BaseRunner",
+        ("model_context",),
+        "reads",
+        "graph_choices",
+        "A router reads there whether its shared experts are among the others.",
+        since="0.5.22",
     ),
     HostFact(
         PROMPT_GRAPHS,
