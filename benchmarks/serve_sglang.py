@@ -3,8 +3,8 @@
 Each cell is an engine in a process of its own. They are started one after the other, live at once, and take turns,
 workload by workload, as in ``serve_vllm.py``, whose workloads, comparison and table are used here. The model has a
 published shape (``--shape``) and random weights, in bfloat16. Decode graphs are on for batches up to the largest of the
-workloads; the radix cache is off. Vanilla engines capture graphs of prompts too, as SGLang does by itself; the plugin
-captures none of those. ``plugin_host_triton`` leaves every operator to SGLang under the plugin,
+workloads; the radix cache is off. All but ``plugin_eager_prefill`` capture graphs of prompts too, as SGLang does by
+itself. ``plugin_host_triton`` leaves every operator to SGLang under the plugin,
 ``plugin_hosts_products`` the products with weights.
 
     python benchmarks/serve_sglang.py [--cells vanilla_fa3,plugin_neutral,plugin_shipped] [--rounds 5]
@@ -66,6 +66,7 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_shipped": Cell({}),
         "plugin_hosts_products": Cell({"SGLANG_FL_OOT_BLACKLIST": "linear"}),
+        "plugin_eager_prefill": Cell({}, {"cuda_graph_backend_prefill": "disabled"}),
         "plugin_untuned": Cell({"SGLANG_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
     }
 
@@ -107,6 +108,7 @@ def _report(engine: Any) -> dict[str, Any] | None:
 
     found = report.collect(engine)[0]
     names = ("layers", "native_layers", "attention_backend", "fallen_through", "undispatched", "failed", "graphs")
+    names += ("prompt_graphs",)
     manifest = found["manifest"]
     return {name: found[name] for name in names} | {"chosen": None if manifest is None else manifest["choices"]}
 

@@ -18,7 +18,7 @@ from . import own_kernels
 from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
-from .host_facts import ADAPTERS, BATCH, DUAL_PRODUCT, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, RUNNER
+from .host_facts import ADAPTERS, BATCH, DUAL_PRODUCT, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, PROMPT_GRAPHS, RUNNER
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 logger = get_logger(__name__)
@@ -80,7 +80,7 @@ def all_hooks() -> tuple[Hook, ...]:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
+    from . import data_parallel, distributed, layers, lora, metrics, own_choice, prefill_graphs, runner
     from .speculation import hooked
 
     return (
@@ -88,6 +88,9 @@ def _hooks() -> tuple[Hook, ...]:
         _hook("sglang.kernels.fused_op.set_fused_op_backend", own_choice.force, "around"),
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
+        _hook(f"{PROMPT_GRAPHS}.capture", prefill_graphs.capture, "around"),
+        _hook(f"{PROMPT_GRAPHS}.can_run_graph", prefill_graphs.can_run_graph, "around"),
+        _hook(f"{PROMPT_GRAPHS}.execute", prefill_graphs.execute, "around"),
         _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
         _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
         _hook("sglang.srt.utils.common.support_triton", _supports_triton, "around"),

@@ -206,25 +206,44 @@ def _take_back_attention(args: ServerArgs, host: str) -> None:
 
 
 def _adapt_graphs(args: ServerArgs, device: DeviceSpec) -> None:
-    """Whole graphs of decoding where SGLang's own runner captures them, and no others.
+    """The graphs that SGLang's own runners capture of our operators, and no others.
 
     SGLang has read its flags about graphs when it asks us, and reads this.
     """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     graphs = args.cuda_graph_config
-    drafts = args.speculative_algorithm is not None
-    decodes = device.graphs and HOST.name in device.host_kernels and not drafts
-    none_yet = "sglang_fl makes and checks drafts eagerly" if drafts else "sglang_fl captures none yet"
-    no_graphs = none_yet if device.graphs else f"{device.name} has no graphs to capture"
     for phase in Phase.ALL:
         before = graphs[phase].backend
-        wanted = Backend.FULL if decodes and phase == Phase.DECODE else Backend.DISABLED
+        wanted, reason = _graphs_of(phase, args, device)
         if before not in (wanted, Backend.DISABLED):
-            reason = "sglang_fl captures decoding as a whole" if wanted == Backend.FULL else no_graphs
             logger.info("graphs of %s: '%s' instead of '%s', because %s", phase, wanted, before, reason)
             graphs = with_phase(graphs, phase, backend=wanted)
     args.cuda_graph_config = graphs
+
+
+def _graphs_of(phase: str, args: ServerArgs, device: DeviceSpec) -> tuple[str, str]:
+    """The kind of graphs that is captured of a phase, and why it is no other."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
+
+    for absent, reason in (
+        (not device.graphs, f"{device.name} has no graphs to capture"),
+        (HOST.name not in device.host_kernels, "sglang_fl captures none yet"),
+        (args.speculative_algorithm is not None, "sglang_fl makes and checks drafts eagerly"),
+    ):
+        if absent:
+            return Backend.DISABLED, reason
+    if phase == Phase.DECODE:
+        return Backend.FULL, "sglang_fl captures decoding as a whole"
+    version = host_version()
+    for absent, reason in (
+        (version not in TESTED_HOSTS, f"sglang_fl does not know those of SGLang {version}"),
+        (args.enable_lora or args.lora_paths, "sglang_fl reads prompts for adapters eagerly"),
+        (args.pp_size > 1, "sglang_fl reads prompts eagerly in stages of a pipeline"),
+    ):
+        if absent:
+            return Backend.DISABLED, reason
+    return Backend.BREAKABLE, "sglang_fl leaves attention of prompts out of graphs"
 
 
 def _cpu_defaults(args: ServerArgs) -> None:

@@ -17,6 +17,7 @@ FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
 DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner"
+PROMPT_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:PrefillCudaGraphRunner"
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
@@ -67,6 +68,14 @@ HOOKED = (
         "replaces",
         "runner",
         "nobody would see that an operator is never dispatched",
+    ),
+    HostFact(
+        PROMPT_GRAPHS,
+        ("capture()", "can_run_graph(forward_batch)", "execute(*args, **kwargs)"),
+        "replaces",
+        "prefill_graphs",
+        "graphs of prompts would hold choices that have proven nothing and may change",
+        since="0.5.20",
     ),
     HostFact(
         "sglang.srt.utils.common",
@@ -353,13 +362,51 @@ READ = (
     ),
     HostFact(
         DECODE_GRAPHS,
-        ("_dummy_run", "capture_bs", "max_bs", "buffers", "attn_backend", "seq_len_fill_value"),
+        ("capture_bs", "max_bs", "buffers", "attn_backend", "seq_len_fill_value"),
         "reads",
         "graphs",
         "Batches of every size before graphs are captured, and which those are.",
         since="0.5.20",
     ),
-    HostFact(RUNNER, ("decode_cuda_graph_runner",), "reads", "graphs", "The report counts replays."),
+    HostFact(
+        "sglang.srt.model_executor.runner.base_runner:BaseRunner",
+        ("_dummy_run", "_widest_decode_rows", "_alloc_dummy_decode_buffers"),
+        "reads",
+        "graph_choices",
+        "Batches that decode before graphs are captured.",
+        since="0.5.20",
+    ),
+    HostFact(
+        "sglang.srt.model_executor.runner.base_runner:BaseRunner",
+        ("model_context",),
+        "reads",
+        "graph_choices",
+        "A router reads there whether its shared experts are among the others.",
+        since="0.5.22",
+    ),
+    HostFact(
+        PROMPT_GRAPHS,
+        ("_run_dummy_forward", "capture_num_tokens", "max_num_tokens", "layer_model"),
+        "reads",
+        "prefill_graphs",
+        "Prompts of every length before graphs are captured, and which those are.",
+        since="0.5.20",
+    ),
+    HostFact(
+        f"{_LAYERS}.radix_attention:RadixAttention",
+        ("_eager_attention",),
+        "reads",
+        "prefill_graphs",
+        "Between pieces of a graph it calls attention for the tokens that are no padding.",
+        since="0.5.22",
+    ),
+    HostFact(
+        RUNNER,
+        ("decode_cuda_graph_runner", "prefill_cuda_graph_runner"),
+        "reads",
+        "report",
+        "The report counts replays.",
+    ),
 )
 
 OVERRIDDEN = (

@@ -204,8 +204,11 @@ class FirstPass:
     _handles: list[Any] = field(default_factory=list)
 
     @classmethod
-    def watch(cls, model: nn.Module, backend: AttentionBackend) -> FirstPass:
-        """Start counting, and notice which modules that contain a claimed layer are entered."""
+    def watch(cls, model: nn.Module, backend: AttentionBackend, inside: nn.Module | None = None) -> FirstPass:
+        """Start counting, and notice which modules that contain a claimed layer are entered.
+
+        The model is, and so is ``inside``: a module whose forward the pass calls, which nobody notices.
+        """
         modules = dict(model.named_modules())
         claims = {
             prefix: found.fl_operator for prefix, layer in modules.items() if (found := BRIDGE.find(layer)) is not None
@@ -213,7 +216,8 @@ class FirstPass:
         claims |= {prefix: kernel.fl_operator for prefix, _, kernel in kernels(model)}
         if (ours := attention.ours(backend)) is not None:
             claims.update(dict.fromkeys(dict(attention_layers.layers(model)), ours.operator))
-        watch, manager = cls(claims, _entered={""}), get_default_manager()  # SGLang calls the model's forward itself
+        entered = {"", *(prefix for prefix, module in modules.items() if module is inside)}
+        watch, manager = cls(claims, _entered=entered), get_default_manager()  # SGLang calls the model's forward itself
         watch._was_counting = manager.state.counter.on
         manager.set_counting(True)
         watch._before = watch._calls()

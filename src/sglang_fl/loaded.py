@@ -1,4 +1,4 @@
-"""The package's knowledge of the model that a runner of SGLang's has loaded."""
+"""The package's knowledge of what SGLang's runners have: a loaded model, and graphs of prompts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,25 @@ class LoadedModel:
     Args:
         survey: which of its layers are ours.
         undispatched: operator → layers that the first forward pass missed; ``None`` before it.
+        served: whether a batch of SGLang's scheduler has been run.
     """
 
     survey: Survey
     undispatched: dict[str, list[str]] | None = None
+    served: bool = False
 
 
 LOADED = Attached[LoadedModel]("fl_loaded")
 """The loaded model of a model runner."""
+
+
+@dataclass
+class PromptGraphs:
+    """Graphs of prompts: whether they were captured, and how many steps replayed one."""
+
+    captured: bool = False
+    replays: int = 0
+
+
+PROMPT_GRAPHS = Attached[PromptGraphs]("fl_prompt_graphs")
+"""Those of SGLang's runner of them."""

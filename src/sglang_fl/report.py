@@ -15,7 +15,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.report import dispatch_report
 
 from .bridge import fallen_through
-from .loaded import LOADED
+from .loaded import LOADED, PROMPT_GRAPHS
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -46,6 +46,15 @@ def graphs_of(runner: ModelRunner) -> dict[str, Any] | None:
     return {"requests": list(found.capture_bs), "replays": found.fl_replays}
 
 
+def graphs_of_prompts(runner: ModelRunner) -> dict[str, Any] | None:
+    """Numbers of tokens for which a model runner has captured graphs of prompts, and how many steps replayed one."""
+    found: Any = getattr(runner, "prefill_cuda_graph_runner", None)
+    graphs = None if found is None else PROMPT_GRAPHS.find(found)
+    if graphs is None or not graphs.captured:
+        return None
+    return {"tokens": list(found.capture_num_tokens), "replays": graphs.replays}
+
+
 def _drafter(worker: Any) -> dict[str, Any] | None:
     """The same of the model that drafts, ``None`` without one."""
     for runner in () if worker is None else worker._draft_model_runners():
@@ -59,8 +68,9 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
 
     ``layers`` and ``native_layers`` are class name → how many run a bridge, and SGLang's own code; ``fallen_through``
     is ``"class: reason"`` → calls; ``graphs`` has the sizes of batches whose decoding was captured, and how many steps
-    replayed it, ``None`` without graphs; ``undispatched`` is operator → layers that the first pass missed, ``None``
-    before it. ``drafter`` has the layers of a model that drafts, and what its first pass missed.
+    replayed it, ``None`` without graphs; ``prompt_graphs`` has the same of prompts, with numbers of tokens;
+    ``undispatched`` is operator → layers that the first pass missed, ``None`` before it. ``drafter`` has the layers of
+    a model that drafts, and what its first pass missed.
     """
     loaded = LOADED.of(runner)
     return {
@@ -69,6 +79,7 @@ def worker_report(runner: ModelRunner) -> dict[str, Any]:
         **loaded.survey.as_data(),
         "attention_backend": type(runner.attn_backend).__name__,
         "graphs": graphs_of(runner),
+        "prompt_graphs": graphs_of_prompts(runner),
         "fallen_through": {f"{name}: {reason}": calls for (name, reason), calls in fallen_through.items()},
         "undispatched": loaded.undispatched,
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_parallel
+from torch import nn
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
@@ -50,20 +51,37 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
 def forward(
     original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
-    """SGLang's forward pass; the first one of a batch that is not empty is watched."""
+    """SGLang's forward pass; the first one of a batch that is not empty ends the start."""
     loaded = LOADED.of(runner)
-    if loaded.undispatched is not None or forward_batch.forward_mode.is_idle():
+    if loaded.served or forward_batch.forward_mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
-    watch = layers.FirstPass.watch(runner.model, runner.attn_backend)
-    try:
-        result = original(runner, forward_batch, *args, **kwargs)
-    finally:
-        missed = watch.finish()
-    loaded.undispatched = missed
+    unseen = loaded.undispatched is None
+    result = watched(runner, lambda: original(runner, forward_batch, *args, **kwargs))
+    loaded.served = True
     aten.seal()
-    _leave_record(runner, missed)
-    layers.judge(missed, get_settings().policy.strict)
+    _leave_record(runner, missed(runner))
+    if unseen:
+        layers.judge(missed(runner), get_settings().policy.strict)
     return result
+
+
+def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:
+    """Run a forward pass, and see what the first one misses; ``inside`` is the module whose forward it calls itself."""
+    loaded = LOADED.of(runner)
+    if loaded.undispatched is not None:
+        return run()
+    watch = layers.FirstPass.watch(runner.model, runner.attn_backend, inside)
+    try:
+        result = run()
+    finally:
+        found = watch.finish()
+    loaded.undispatched = found
+    return result
+
+
+def missed(runner: ModelRunner) -> dict[str, list[str]]:
+    """Operator → layers that the first pass missed."""
+    return LOADED.of(runner).undispatched or {}
 
 
 def _leave_record(runner: ModelRunner, undispatched: dict[str, list[str]]) -> None:

@@ -48,7 +48,7 @@ def test_tokens_equal_hugging_face_twice(
 def test_log_probabilities_are_hugging_faces(
     family: str, result: Callable[[str], dict[str, Any]], checkpoint: Callable[[str], Path]
 ) -> None:
-    """Those of prompts, which are read eagerly and in chunks, and of the tokens that graphs give."""
+    """Those of prompts, which are read in chunks, and of the tokens that graphs give."""
     texts, got = answered(PROMPTS, result(family)["steps"][0])
     network, right = reference_network(checkpoint(family), torch.float32), []
     for text in texts:

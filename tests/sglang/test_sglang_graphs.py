@@ -1,4 +1,7 @@
-"""Captured decode graphs: all that they rely on and a CPU can run; with a GPU ``tests/gpu/test_sglang_gpu.py`` does."""
+"""Captured graphs: all that they rely on and a CPU can run; with a GPU ``tests/gpu/test_sglang_gpu.py`` does.
+
+``test_sglang_prefill_graphs.py`` has engines whose graphs of prompts are recorded by a stand-in.
+"""
 
 from __future__ import annotations
 
@@ -170,18 +173,72 @@ def test_warming_up_latent_attention_leaves_out_the_layers_that_are_not_absorbed
 
 def test_nothing_is_captured_of_what_no_graph_can_hold(caplog: pytest.LogCaptureFixture) -> None:
     from fl_dispatch import get_default_manager
-    from fl_dispatch.hosting.survey import Survey
     from sglang_fl.graphs import GraphRunnerFL
-    from sglang_fl.loaded import LOADED, LoadedModel
 
     runner = object.__new__(GraphRunnerFL)  # SGLang's constructor needs a GPU
-    runner.model_runner, runner.attn_backend = nn.Module(), SimpleNamespace()  # type: ignore[assignment]
-    LOADED.give(runner.model_runner, LoadedModel(Survey("SGLang", {"FusedMoE": ("fused_moe", 1)}, {}, {}, ())))
+    runner.model_runner = with_operators("fused_moe")
+    runner.attn_backend = runner.model_runner.attn_backend
     with policy_context(SelectionPolicy.from_dict(prefer="reference")):
         runner.capture()
-    assert "no graphs are captured, because none can hold 'reference.torch' of 'fused_moe'" in caplog.text
+    assert "no graphs of decoding are captured, because none can hold 'reference.torch' of 'fused_moe'" in caplog.text
     assert not runner.can_run_graph(SimpleNamespace())  # type: ignore[arg-type]
     assert not get_default_manager().frozen
+
+
+def prompts_of(model_runner: Any) -> Any:
+    """SGLang's runner of prompts' graphs, whose constructor needs a GPU."""
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    prompts = object.__new__(PrefillCudaGraphRunner)
+    prompts.model_runner = model_runner
+    return prompts
+
+
+def with_operators(*operators: str) -> Any:
+    """A model runner with a loaded model that has layers of ours."""
+    from fl_dispatch.hosting.survey import Survey
+    from sglang_fl.loaded import LOADED, LoadedModel
+
+    runner: Any = SimpleNamespace(attn_backend=SimpleNamespace())
+    LOADED.give(runner, LoadedModel(Survey("SGLang", {name: (name, 1) for name in operators}, {}, {}, ())))
+    return runner
+
+
+def test_graphs_of_prompts_hold_what_decoding_could_not_but_no_layer_that_waits(
+    backend: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention is called between pieces, so its references may be."""
+    from sglang_fl import graph_choices, prefill_graphs
+    from sglang_fl.loaded import PROMPT_GRAPHS
+
+    done: list[str] = []
+    monkeypatch.setattr(prefill_graphs, "_warm_up", lambda prompts: done.append("warmed up"))
+    monkeypatch.setattr(graph_choices, "freeze_dispatch", lambda compiling: done.append("frozen"))
+    monkeypatch.setattr(graph_choices.distributed, "check_manifest", lambda manifest: done.append("compared"))
+    batch: Any = SimpleNamespace()
+    with policy_context(SelectionPolicy.from_dict(prefer="reference")):
+        for operators, captured in (("rms_norm",), True), (("rms_norm", "fused_moe"), False):
+            model_runner, order = with_operators(*operators), ["warmed up", "frozen", "compared", "captured"]
+            model_runner.attn_backend = backend
+            prompts = prompts_of(model_runner)
+            done.clear()
+            prefill_graphs.capture(lambda _: done.append("captured"), prompts)
+            assert done == (order if captured else [])
+            assert prefill_graphs.can_run_graph(lambda *_: True, prompts, batch) == captured
+            prefill_graphs.execute(lambda *_: None, prompts, batch)
+            assert PROMPT_GRAPHS.of(prompts).replays == 1
+    assert caplog.messages == [
+        "no graphs of prompts are captured, because none can hold 'reference.torch' of 'fused_moe'"
+    ]
+
+
+def test_choices_that_are_frozen_for_prompts_are_not_made_again_for_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch import get_default_manager
+    from sglang_fl import graph_choices
+
+    monkeypatch.setattr(type(get_default_manager()), "frozen", property(lambda manager: True))
+    monkeypatch.setattr(graph_choices, "freeze_dispatch", lambda compiling: pytest.fail("frozen twice"))
+    assert graph_choices.fix({"rms_norm"}, "none", "", lambda: pytest.fail("warmed up twice"))
 
 
 @pytest.mark.parametrize("share", [None, 0.1])
@@ -190,40 +247,74 @@ def test_shadow_mode_says_that_it_compares_no_step_of_a_graph(
 ) -> None:
     from fl_dispatch import get_default_manager
     from fl_dispatch.shadow.sampling import Sampling, Wish
-    from sglang_fl import distributed, graphs
+    from sglang_fl import graph_choices, graphs, prefill_graphs
 
     wish = None if share is None else Sampling(Wish(share, None, "reference", ban=False, budget=0.01))
     monkeypatch.setattr(get_default_manager().shadow, "_sampling", wish)
     monkeypatch.setattr(graphs.DecodeCudaGraphRunner, "capture", lambda runner: None)
-    monkeypatch.setattr(distributed, "check_manifest", lambda manifest: None)
-    monkeypatch.setattr(graphs, "freeze_dispatch", lambda compiling: None)
-    for step, answer in (("_can_be_held", True), ("_warm_up", None)):
-        monkeypatch.setattr(graphs.GraphRunnerFL, step, lambda runner, answer=answer: answer)
-    object.__new__(graphs.GraphRunnerFL).capture()  # SGLang's constructor needs a GPU
-    assert caplog.messages == ([] if share is None else [graphs.NOT_COMPARED])
+    monkeypatch.setattr(graph_choices.distributed, "check_manifest", lambda manifest: None)
+    monkeypatch.setattr(graph_choices, "freeze_dispatch", lambda compiling: None)
+    monkeypatch.setattr(graphs.GraphRunnerFL, "_warm_up", lambda runner: None)
+    monkeypatch.setattr(prefill_graphs, "_warm_up", lambda prompts: None)
+    decoding = object.__new__(graphs.GraphRunnerFL)  # SGLang's constructor needs a GPU
+    decoding.model_runner = with_operators()
+    decoding.attn_backend = decoding.model_runner.attn_backend
+    prefill_graphs.capture(lambda _: None, prompts_of(decoding.model_runner))
+    decoding.capture()
+    assert caplog.messages == ([] if share is None else [prefill_graphs.NOT_COMPARED, graphs.NOT_COMPARED])
 
 
-def graphs_of(device: Any, algorithm: str | None = None, **asked: str) -> dict[str, str]:
-    """The kinds of graphs that are left of those asked for; ``algorithm`` drafts."""
+def graphs_of(device: Any, before: dict[str, str], **args: Any) -> dict[str, str]:
+    """The kinds of graphs that are left of those asked for."""
     from sglang.srt.model_executor.cuda_graph_config import Phase, default_cuda_graph_config, with_phase
 
     from sglang_fl import config
 
     graphs = default_cuda_graph_config()
-    for phase, kind in asked.items():
+    for phase, kind in before.items():
         graphs = with_phase(graphs, phase, backend=kind)
-    args: Any = SimpleNamespace(cuda_graph_config=graphs, speculative_algorithm=algorithm)
-    config._adapt_graphs(args, device)
-    return {phase: args.cuda_graph_config[phase].backend for phase in Phase.ALL}
+    usual = {"speculative_algorithm": None, "enable_lora": None, "lora_paths": None, "pp_size": 1}
+    given: Any = SimpleNamespace(cuda_graph_config=graphs, **{**usual, **args})
+    config._adapt_graphs(given, device)
+    return {phase: given.cuda_graph_config[phase].backend for phase in Phase.ALL}
 
 
-def test_decoding_is_captured_where_sglang_has_a_runner_for_it() -> None:
-    assert graphs_of(CUDA, decode="full", prefill="breakable") == {"decode": "full", "prefill": "disabled"}
-    assert graphs_of(CUDA, decode="breakable") == {"decode": "full", "prefill": "disabled"}
-    assert graphs_of(CUDA, decode="disabled") == {"decode": "disabled", "prefill": "disabled"}
+BOTH = {"decode": "full", "prefill": "breakable"}
+NEITHER = {"decode": "disabled", "prefill": "disabled"}
+
+
+@pytest.mark.parametrize("asked", [BOTH, {"decode": "breakable", "prefill": "full"}])
+def test_graphs_are_of_the_kind_that_holds_our_operators(asked: dict[str, str]) -> None:
+    assert graphs_of(CUDA, asked) == BOTH
+    for phase in BOTH:
+        assert graphs_of(CUDA, {**asked, phase: "disabled"}) == {**BOTH, phase: "disabled"}
+
+
+def test_nothing_is_captured_where_sglang_has_no_runner_for_it_or_drafts() -> None:
     for other in (CPU, replace(CUDA, host_kernels={}), replace(CUDA, graphs=False)):
-        assert graphs_of(other, decode="full") == {"decode": "disabled", "prefill": "disabled"}
-    assert graphs_of(CUDA, "EAGLE", decode="full") == {"decode": "disabled", "prefill": "disabled"}
+        assert graphs_of(other, BOTH) == NEITHER
+    assert graphs_of(CUDA, BOTH, speculative_algorithm="EAGLE") == NEITHER
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"enable_lora": True}, "sglang_fl reads prompts for adapters eagerly"),
+        ({"lora_paths": ["one"]}, "sglang_fl reads prompts for adapters eagerly"),
+        ({"pp_size": 2}, "sglang_fl reads prompts eagerly in stages of a pipeline"),
+        ({}, "sglang_fl does not know those of SGLang 0.5.21"),
+    ],
+)
+def test_prompts_are_read_eagerly_beside_what_nobody_has_tried_and_the_log_says_why(
+    asked: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_fl import config
+
+    if not asked:
+        monkeypatch.setattr(config, "host_version", lambda: "0.5.21")
+    with caplog.at_level("INFO", logger="sglang_fl.config"):
+        assert graphs_of(CUDA, BOTH, **asked) == {**BOTH, "prefill": "disabled"}
+    assert caplog.messages == [f"graphs of prefill: 'disabled' instead of 'breakable', because {why}"]
 
 
 def test_sglangs_own_kernels_run_where_its_spec_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
