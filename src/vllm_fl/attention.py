@@ -67,17 +67,20 @@ def register_backend(registry: OpRegistry) -> None:
 
 
 class Rotation(NamedTuple):
-    """A rotation's tables, but for their numbers."""
+    """The form of a rotation: the number of pairs, how tables lie, and dtypes."""
 
     half: int
     row_stride: int
-    dtype: torch.dtype
+    table: torch.dtype
+    positions: torch.dtype
     interleaved: bool
 
-    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of one position."""
-        table = torch.zeros(1, self.row_stride, dtype=self.dtype, device=device)
-        return table[:, : self.half], table[:, : self.half]
+    def of_nothing(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Cosines and sines of one position, all zeros, and that position for each token."""
+        table = torch.zeros(1, self.row_stride, dtype=self.table, device=device)
+        begin = self.half if self.row_stride >= 2 * self.half else 0
+        cos, sin = table[:, : self.half], table[:, begin : begin + self.half]
+        return cos, sin, torch.zeros(tokens, dtype=self.positions, device=device)
 
 
 class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
@@ -165,10 +168,11 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         slots = torch.full((tokens,), -1, device=device)
         self.fl_write(key, value, key_cache, value_cache, slots, *scales)
         if self.fl_rotation is not None:
-            tables, positions = self.fl_rotation.tables(device), torch.zeros_like(slots)
-            rotated = query, key, value, *tables, positions
-            place = (key_cache, value_cache, slots, self.fl_rotation.interleaved)
-            self.fl_rotate_and_write(*rotated, *place, *scales[:2])
+            sizes = [one[0].numel() for one in (query, key, value)]
+            parts = query.new_zeros(tokens, sum(sizes)).split_with_sizes(sizes, -1)  # a projection has all three
+            parts = [part.view(one.shape) for part, one in zip(parts, (query, key, value), strict=True)]
+            rotation, caches = self.fl_rotation.of_nothing(tokens, device), (key_cache, value_cache)
+            self.fl_rotate_and_write(*parts, *rotation, *caches, slots, self.fl_rotation.interleaved, *scales[:2])
         rest = (max(queries), longest, self.scale, query.new_empty(*query.shape[:2], value.shape[-1]), True)
         bounds = (self.sliding_window, self.softcap, self.alibi_slopes, self.sinks)
         self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds, *scales)
@@ -219,15 +223,15 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         slot_mapping: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys, and write this step's keys and values, in one."""
+        rotated: tuple[Tensor, Tensor]
         if slot_mapping is None:  # vLLM measures memory before there is a cache
-            self.fl_rotation = Rotation(cos.shape[1], cos.stride(0), cos.dtype, interleaved)
-            rotated: tuple[Tensor, Tensor] = self.fl_rotate(query, key, cos, sin, positions, interleaved, False)
-            return rotated
-        slots, may_skip = real(slot_mapping)
-        *caches, scales = self._of(layer, kv_cache)
-        rotated = self.fl_rotate_and_write(
-            query, key, value, cos, sin, positions, *caches, slots, interleaved, *scales[:2], may_skip=may_skip
-        )
+            self.fl_rotation = Rotation(cos.shape[1], cos.stride(0), cos.dtype, positions.dtype, interleaved)
+            rotated = self.fl_rotate(query, key, cos, sin, positions, interleaved, False)
+        else:
+            slots, may_skip = real(slot_mapping)
+            *caches, scales = self._of(layer, kv_cache)
+            rest = (*caches, slots, interleaved, *scales[:2])
+            rotated = self.fl_rotate_and_write(query, key, value, cos, sin, positions, *rest, may_skip=may_skip)
         return rotated
 
     def forward(

@@ -23,6 +23,7 @@ from fl_dispatch.hosting.quantized.layers import ScaledLayer
 from fl_dispatch.logger_manager import get_logger
 
 from . import compile, rotary_cache
+from .attention import ROTATION
 
 if TYPE_CHECKING:
     from vllm.config import PassConfig, VllmConfig
@@ -58,8 +59,8 @@ def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
     found = get_default_manager().keep_whole(wanted)
     if joins := found & set(JOINED):
         logger.info("%s: joined with the quantization of their results, in compiled graphs", ", ".join(sorted(joins)))
-    if rotary_cache.ROTATION in found:
-        logger.info("%s: joined with the write of keys and values, in compiled graphs", rotary_cache.ROTATION)
+    if ROTATION in found:
+        logger.info("%s: joined with the write of keys and values, in compiled graphs", ROTATION)
 
 
 def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:

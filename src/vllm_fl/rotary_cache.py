@@ -1,6 +1,6 @@
 """Rotations of queries and keys: compiled graphs call one operator for them and the write into the cache.
 
-vLLM cuts its graphs at that write unless it is told not to (``compile.adapt``). Where it does not, Dynamo leaves the
+vLLM cuts its graphs at that write unless it is told not to (``compile.keep_write_in_pieces``). Dynamo leaves the
 rotation whole, as a view, and a pass finds each write whose keys such a view returns. The switch is that of vLLM's own
 pass, ``pass_config.fuse_rope_kvcache``, which joins rotations of its CUDA library and runs on AMD's chips only.
 """
@@ -74,7 +74,7 @@ def _define() -> None:
 
     global _library
     if _library is None:
-        _library = torch.library.Library("vllm_fl", "FRAGMENT")  # type: ignore[no-untyped-call]
+        _library = torch.library.Library("vllm_fl", "FRAGMENT")
         _rotate_and_cache.__annotations__["layer"] = LayerNameType
         direct_register_custom_op(NAME, _rotate_and_cache, fake_impl=_fake, target_lib=_library)
 
@@ -131,7 +131,7 @@ def _rotation_of(key: Any) -> Node | None:
 
 
 def _between(graph: Graph, rotation: Node, value: Any) -> list[Node] | None:
-    """What computes a value and stands behind the rotation, in order; ``None`` if it needs that or writes something."""
+    """The nodes behind the rotation that make a value, in order; ``None`` if it needs that or they write something."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     found, left = set(), [value]
     while left:

@@ -190,6 +190,25 @@ def test_for_hopper_rows_lie_in_registers_as_the_norms_own_kernel_has_them(tmp_p
     assert found[GATE][1] <= 128
 
 
+ACCESSES = r"""
+import json, re, sys
+sys.path.insert(0, sys.argv[1])
+import kernel_cases
+kernel_cases.triton.runtime.driver.set_active(kernel_cases.CompilingDriver())
+(case,) = [case for case in kernel_cases.CASES if case.name == sys.argv[2]]
+(kernel,) = kernel_cases.compile_case(case)
+print(json.dumps(sorted(set(re.findall(r"(?:ld|st)\.global[\w.:]*?((?:\.v\d)?\.b\d+)\b", kernel.asm["ptx"])))))
+"""
+
+
+def test_for_hopper_a_rotation_and_the_write_move_16_bytes_at_once(tmp_path: Path) -> None:
+    """All but the position and the slot of a token."""
+    variables = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", ACCESSES, str(BENCHMARKS), "rotation and write, 128"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [".b64", ".v4.b32"]
+
+
 def test_a_row_that_no_program_holds_is_declined_before_the_sum_is_written() -> None:
     x, residual = torch.ones(1, 33000), torch.ones(1, 33000)
     with pytest.raises(NotSupported, match="33000 elements with one scale"):

@@ -1,6 +1,6 @@
 """Operators that do at once what two others do one after the other, with the same results.
 
-What a norm or a gated activation computes is quantized, so that it never lies in memory; it has been rounded to its
+The result of a norm or a gated activation is quantized, so that it never lies in memory; it has been rounded to its
 dtype before. Keys that are rotated are written into the cache.
 """
 
@@ -277,7 +277,7 @@ def rotary_embedding_kv_cache_write(
         key: ``[tokens, kv_heads, head_dim]``, dtype of ``query``, only read.
         value: ``[tokens, kv_heads, value_dim]``, dtype of ``query``, any strides.
         cos, sin, position_ids, rotary_interleaved: as ``rotary_embedding`` has them.
-        key_cache, value_cache: as ``kv_cache_write`` has them. The addressed slots are overwritten.
+        key_cache, value_cache: as ``kv_cache_write`` has them, but not in int8. The addressed slots are overwritten.
         slot_mapping: ``[at most tokens]``, int64. Tokens beyond it are padding, which is rotated and not written.
         key_scale, value_scale, may_skip: as ``kv_cache_write`` has them.
 

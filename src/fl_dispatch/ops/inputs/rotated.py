@@ -49,7 +49,7 @@ class _Rotated:
         projection = torch.cat((self.rotations.normal(rows, heads[0] * head_dim), key.flatten(1), value.flatten(1)), -1)
         sizes = [heads[0] * head_dim, heads[1] * head_dim, value[0].numel() if rows else heads[1] * value.shape[2]]
         shapes = ((rows, heads[0], head_dim), key.shape, value.shape)
-        parts = [part.view(shape) for part, shape in zip(projection.split(sizes, -1), shapes, strict=True)]
+        parts = [part.view(shape) for part, shape in zip(projection.split_with_sizes(sizes, -1), shapes, strict=True)]
         positions = self.rotations.positions(rows, index)
         if scales is not None:  # keys that are not turned, so that all right implementations quantize them alike
             positions.zero_()

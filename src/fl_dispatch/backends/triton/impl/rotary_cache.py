@@ -16,6 +16,9 @@ from fl_dispatch.ops.quantization import LARGEST
 from . import cache, rotary
 from .launch import Launcher, power_of_two
 
+LEAST = 16
+"""Key-value heads of a tile, if only to be masked: with fewer a thread would have less than 16 bytes of a head."""
+
 
 @triton.jit(do_not_specialize=["written"])
 def _rotate_and_write(
@@ -142,7 +145,7 @@ def rotary_embedding_kv_cache_write(
     half = cos.shape[1]
     block_half = power_of_two(half)
     most = max(1, rotary.TILE // block_half)
-    block_heads, block_kv_heads = min(power_of_two(heads), most), min(power_of_two(kv_heads), most)
+    block_heads, block_kv_heads = min(power_of_two(heads), most), min(max(power_of_two(kv_heads), LEAST), most)
     parts = -(-heads // block_heads) - (-kv_heads // block_kv_heads)
     _launch(
         (tokens * parts, 1, 1),
