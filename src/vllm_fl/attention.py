@@ -169,8 +169,8 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.fl_write(key, value, key_cache, value_cache, slots, *scales)
         if self.fl_rotation is not None:
             sizes = [one[0].numel() for one in (query, key, value)]
-            parts = query.new_zeros(tokens, sum(sizes)).split_with_sizes(sizes, -1)  # a projection has all three
-            parts = [part.view(one.shape) for part, one in zip(parts, (query, key, value), strict=True)]
+            cut = query.new_zeros(tokens, sum(sizes)).split_with_sizes(sizes, -1)  # a projection has all three
+            parts = [part.view(one.shape) for part, one in zip(cut, (query, key, value), strict=True)]
             rotation, caches = self.fl_rotation.of_nothing(tokens, device), (key_cache, value_cache)
             self.fl_rotate_and_write(*parts, *rotation, *caches, slots, self.fl_rotation.interleaved, *scales[:2])
         rest = (max(queries), longest, self.scale, query.new_empty(*query.shape[:2], value.shape[-1]), True)
