@@ -26,6 +26,7 @@ from fl_dispatch.settings import get_settings
 from fl_dispatch.settings.origins import Origin
 
 from . import kv_layout
+from .compat import versions
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
@@ -183,7 +184,8 @@ def _joins_rotations(vllm_config: VllmConfig) -> bool:
     scales = SCALES if cache_dtype in kv_layout.FP8_DTYPES else ()
     return (
         has_passes(compilation)
-        and getattr(torch_utils, "_USE_LAYERNAME", False)
+        and versions.host_version() in versions.JOINING_HOSTS
+        and torch_utils._USE_LAYERNAME
         and not compilation.use_inductor_graph_partition
         and vllm_config.speculative_config is None
         and not vllm_config.parallel_config.use_ubatching

@@ -9,6 +9,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,56 @@ def test_they_stay_apart_if_the_user_says_so_or_nothing_is_faster(
     assert not ran(results[name], JOINED)
     assert ran(results[name], WRITE)
     assert results[name]["tokens"] == expected(DENSE)
+
+
+# -- configuration, without an engine ---------------------------------------------------------------------------------
+
+REFUSALS: Mapping[str, Mapping[str, Any]] = {
+    "nothing": {},
+    "drafts": {"speculative_config": object()},
+    "batches in two": {"parallel_config": SimpleNamespace(use_ubatching=True)},
+    "latent attention": {"model_config": SimpleNamespace(use_mla=True)},
+    "no model": {"model_config": None},
+    "a cache in int8": {"cache_config": SimpleNamespace(cache_dtype="int8_per_token_head")},
+}
+
+
+@pytest.mark.parametrize("refused", [*REFUSALS, "Inductor divides", "names are constants", "no graph holds the write"])
+def test_graphs_are_cut_at_the_write_unless_it_can_be_joined(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CompilationConfig
+    from vllm.utils import torch_utils
+
+    from vllm_fl import compile
+
+    compilation = CompilationConfig(mode="VLLM_COMPILE", backend="inductor", cudagraph_mode="FULL")
+    compilation.use_inductor_graph_partition = refused == "Inductor divides"
+    config = SimpleNamespace(
+        **{
+            "compilation_config": compilation,
+            "model_config": SimpleNamespace(use_mla=False),
+            "cache_config": SimpleNamespace(cache_dtype="auto"),
+            "scheduler_config": SimpleNamespace(max_num_batched_tokens=8192),
+            "parallel_config": SimpleNamespace(use_ubatching=False),
+            "speculative_config": None,
+            "optimization_level": 2,
+            **REFUSALS.get(refused, {}),
+        }
+    )
+    monkeypatch.setattr(compile, "joins", lambda joined, parts: True)
+    monkeypatch.setattr(
+        compile, "without_graphs", lambda *_: [refused] if refused == "no graph holds the write" else []
+    )
+    monkeypatch.setattr(torch_utils, "_USE_LAYERNAME", refused != "names are constants")
+    compile.join_rotations(config)
+    assert compilation.pass_config.fuse_rope_kvcache, "the user chose nothing"
+    compile.keep_write_in_pieces(config)
+    joined = refused == "nothing"
+    assert compilation.pass_config.fuse_rope_kvcache == joined
+    assert (compilation.splitting_ops is None) != joined
+    compilation.set_splitting_ops_for_v1("naive")
+    assert (compile.WRITE in compilation.splitting_ops) == (not joined and refused != "Inductor divides")
+    assert compile.LATENT_WRITE in compilation.splitting_ops or refused == "Inductor divides"
+    assert set(compilation._attention_ops) <= set(compilation.splitting_ops)
 
 
 # -- layers, without an engine ----------------------------------------------------------------------------------------
