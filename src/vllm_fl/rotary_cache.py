@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 aten = torch.ops.aten
-RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+RESHAPES = (aten.view.default, aten.reshape.default)
 WRITE = "unified_kv_cache_update"
 NAME = "rotate_and_cache"
 # A reload must not drop the library: compiled graphs hold its operators.
@@ -138,11 +138,7 @@ def _between(graph: Graph, rotation: Node, value: Any) -> list[Node] | None:
         node = left.pop()
         if places[node] < places[rotation] or node in found:
             continue
-        if (
-            node is rotation
-            or node.is_impure()
-            or not isinstance(node.target, torch._ops.OpOverload | type(operator.getitem))
-        ):
+        if node is rotation or node.op != "call_function" or node.is_impure():
             return None
         found.add(node)
         left += node.all_input_nodes
