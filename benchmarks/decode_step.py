@@ -1,7 +1,8 @@
 """One decoding step of one request as one CUDA graph of our Triton kernels, without an engine: what a step can reach.
 
 A step is every layer of Llama-3.1-8B's shape with random weights, and the head. The floor reads every weight once at
-the rate of a large copy. Steps with other launch constants of the products are captured too, and replays take turns.
+the rate of a large copy. The same step with a kernel for the rotation and another one for the write of keys and values
+is captured too, and so are steps with other launch constants of the products; replays take turns.
 
     python benchmarks/decode_step.py [--layers N] [--formats bfloat16,fp8] [--context 1024] [--rounds 15]
         [--constants] [--json FILE]
@@ -35,6 +36,7 @@ from fl_dispatch.backends.triton.impl import (
     normalization,
     quantize,
     rotary,
+    rotary_cache,
     scaled,
 )
 from fl_dispatch.cli.output import print_table
@@ -43,7 +45,7 @@ from fl_dispatch.evidence.rates import Yardstick
 from fl_dispatch.evidence.timing import Clock
 
 SHAPE = "llama-3.1-8b"
-AS_IT_IS = "as it is"
+AS_IT_IS, APART = "as it is", "rotation and write apart"
 FP8, BLOCK_SIZE = "float8_e4m3fn", 16
 EPSILON = 1e-5
 REPLAYS = 20
@@ -67,12 +69,14 @@ Patches = tuple[tuple[Any, str, Any], ...]
 
 
 class Step:
-    """Weights of a model, and a step of it.
+    """Weights of a model, and a step of it; ``at_once``: one kernel rotates and writes.
 
     Args:
         shape: as in ``shapes.py``, of a dense model.
         quantized: whether the weights of layers are fp8, with a scale a column.
     """
+
+    at_once = True
 
     def __init__(self, shape: Mapping[str, Any], layers: int, context: int, quantized: bool) -> None:
         self.hidden, self.inner = shape["hidden_size"], shape["intermediate_size"]
@@ -133,9 +137,15 @@ class Step:
             residual, argument = self._normalized(x, residual, first)
             qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
             query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-            query, rotated = rotary.rotary_embedding(query, key, self.cos, self.sin, self.position)
-            assert rotated is not None
-            cache.kv_cache_write(rotated, value, keys, values, self.slot)
+            tables = self.cos, self.sin, self.position
+            if self.at_once:
+                query, _ = rotary_cache.rotary_embedding_kv_cache_write(
+                    query, key, value, *tables, keys, values, self.slot
+                )
+            else:
+                query, rotated = rotary.rotary_embedding(query, key, *tables)
+                assert rotated is not None
+                cache.kv_cache_write(rotated, value, keys, values, self.slot)
             seen = attention.paged_attention(
                 query, keys, values, self.table, self.starts, self.lengths, 1, self.context + 1, self.dim**-0.5
             ).view(1, -1)
@@ -148,10 +158,10 @@ class Step:
         return linear.linear(found[0] if isinstance(found, tuple) else found, self.head)
 
 
-def ways(quantized: bool) -> dict[str, Patches]:
+def ways(quantized: bool, constants: bool) -> dict[str, Patches]:
     """Names of ways to launch a step, and what is patched for each."""
-    found: dict[str, Patches] = {AS_IT_IS: ()}
-    for values in CONSTANTS[quantized]:
+    found: dict[str, Patches] = {AS_IT_IS: (), APART: ((Step, "at_once", False),)}
+    for values in CONSTANTS[quantized] if constants else ():
         label = ", ".join(f"{name} {value}" for name, value in values.items())
         found[label] = tuple((scaled if quantized else linear, name, value) for name, value in values.items())
     return found
@@ -215,7 +225,7 @@ def main() -> None:
     for name in options.formats:
         step = Step(shape, layers, options.context, name == "fp8")
         floor = step.bytes_of_weights() / rate * 1e6
-        times = compare(step, ways(step.quantized) if options.constants else {AS_IT_IS: ()}, options.rounds)
+        times = compare(step, ways(step.quantized, options.constants), options.rounds)
         del step
         torch.cuda.empty_cache()
         first = times[AS_IT_IS]

@@ -38,6 +38,7 @@ from fl_dispatch.backends.triton.impl import (
 with contextlib.suppress(ImportError):  # older trees have no cases for it
     from fl_dispatch.backends.triton.impl import (
         activation,
+        cache,
         convolution,
         delta_rule,
         gated_norm,
@@ -45,6 +46,8 @@ with contextlib.suppress(ImportError):  # older trees have no cases for it
         lora,
         normalization,
         quantized_moe,
+        rotary,
+        rotary_cache,
         state_space,
     )
 
@@ -193,6 +196,22 @@ def _joined_norm(rows: int, add: bool, group: int = 0, scale: Tensor | None = No
     joined.rms_norm_quantize(_empty(rows, 4096), FP8_NAME, residual, _empty(4096), 1e-6, group, scale)
 
 
+def _rotated(
+    at_once: bool, dim: int = 128, part: int = 128, *, kind: torch.dtype = torch.bfloat16, interleaved: bool = False
+) -> None:
+    """32 tokens of a projection as vLLM has it, with its cache."""
+    heads, kv_heads = 32, 8
+    parts = _empty(32, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], 1)
+    tables = *_empty(4096, part).chunk(2, -1), _empty(32, dtype=torch.int64)
+    caches = _empty(512, kv_heads, 16, 2 * dim, dtype=kind).transpose(1, 2).chunk(2, -1)
+    slots, scales = _empty(32, dtype=torch.int64), (0.5, 0.5) if kind is FP8 else ()
+    if at_once:
+        rotary_cache.rotary_embedding_kv_cache_write(*parts, *tables, *caches, slots, interleaved, *scales)
+    else:
+        rotary.rotary_embedding(*parts[:2], *tables, interleaved, False)
+        cache.kv_cache_write(parts[1], parts[2], *caches, slots, *scales)
+
+
 def _scaled(rows: int, kind: torch.dtype, block: int = 0, columns: int = 4096) -> None:
     inner = 4096
     x, weight = (_empty(count, inner, dtype=kind) for count in (rows, columns))
@@ -331,6 +350,11 @@ CASES = (
     Case("gate to fp8, 14336, in groups of 128", lambda: joined.silu_and_mul_quantize(
         _empty(64, 28672), FP8_NAME, 128
     ), hopper=False),
+    Case("rotation and write, 128", lambda: _rotated(True), hopper=False),
+    Case("rotation and write, 128, interleaved", lambda: _rotated(True, interleaved=True), hopper=False),
+    Case("rotation and write, 64 of 128, fp8", lambda: _rotated(True, part=64, kind=FP8), hopper=False),
+    Case("rotation, then write, 128", lambda: _rotated(False), hopper=False),
+    Case("rotation, then write, 64 of 128, fp8", lambda: _rotated(False, part=64, kind=FP8), hopper=False),
     Case("int8 product, 1 row", lambda: _scaled(1, torch.int8), hopper=False),
     Case("int8 product, 4096 rows", lambda: _scaled(4096, torch.int8), hopper=False),
     Case("fp8 product, 1 row", lambda: _scaled(1, FP8), hopper=False),

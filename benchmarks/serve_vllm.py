@@ -91,6 +91,9 @@ NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda"}
 FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 """The batches of the workloads: FlagGems tunes its matrix products for minutes, and for each size anew."""
 
+APART = {"fuse_rope_kvcache": False}
+"""Rotations and the write of keys and values stay two operators in compiled graphs."""
+
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
     """The cells that can be compared for a shape. Latent attention is the plugin's own in all of its cells."""
@@ -117,6 +120,7 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
+        "plugin_apart": Cell({}, {"compilation_config": {"pass_config": APART}}),
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 OPERATORS = ("kv_cache_write", "paged_attention")
+ROTATION, ROTATE_AND_WRITE = "rotary_embedding", "rotary_embedding_kv_cache_write"
 Scales = tuple[float | None, float | None, Tensor | None, Tensor | None]
 """One of a layer's keys and one of its values, or one for each token and head of these."""
 NO_SCALES: Scales = (None, None, None, None)
@@ -63,6 +64,23 @@ def register_backend(registry: OpRegistry) -> None:
             registry.register_impl(
                 OpImpl(operator, f"vendor.cuda.{name}", vendor, function, vendor="cuda", available=_is_native_cuda)
             )
+
+
+class Rotation(NamedTuple):
+    """The form of a rotation: the number of pairs, how tables lie, and dtypes."""
+
+    half: int
+    row_stride: int
+    table: torch.dtype
+    positions: torch.dtype
+    interleaved: bool
+
+    def of_nothing(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Cosines and sines of one position, all zeros, and that position for each token."""
+        table = torch.zeros(1, self.row_stride, dtype=self.table, device=device)
+        begin = self.half if self.row_stride >= 2 * self.half else 0
+        cos, sin = table[:, : self.half], table[:, begin : begin + self.half]
+        return cos, sin, torch.zeros(tokens, dtype=self.positions, device=device)
 
 
 class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
@@ -101,13 +119,26 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
         self.kv_layout = kv_layout.in_force()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.fl_rotates = False
+        self.fl_rotation: Rotation | None = None
         self.fl_bind(None)
 
     def fl_bind(self, scope: str | None) -> None:
-        """Bind both operators for the layer with this prefix."""
+        """Bind the operators for the layer with this prefix."""
         self.fl_scope = scope
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_attend = bind_op("paged_attention", scope)
+        if self.fl_rotates:
+            self.fl_rotate = bind_op(ROTATION)
+            self.fl_rotate_and_write = bind_op(ROTATE_AND_WRITE, scope)
+
+    def fl_join(self) -> bool:
+        """Prepare for :meth:`rotate_and_cache`; returns whether the layer writes what its own tokens have."""
+        if self.kv_sharing_target_layer_name is not None or self.encoder_only or self.crosses:
+            return False
+        self.fl_rotates = True
+        self.fl_bind(self.fl_scope)
+        return True
 
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
@@ -116,7 +147,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         return (self.num_heads, self.num_kv_heads, self.head_size, *rules, *given)
 
     def fl_try(self, kv_cache: Tensor, queries: Sequence[int], longest: int) -> None:
-        """Call both operators on a batch of requests with so many new tokens; the cache keeps its contents.
+        """Call the operators on a batch of requests with so many new tokens; the cache keeps its contents.
 
         Args:
             kv_cache: of a layer.
@@ -134,7 +165,14 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         query = torch.zeros(tokens, self.num_heads, self.head_size, dtype=dtype, device=device)
         key = query.new_zeros(tokens, self.num_kv_heads, self.head_size)
         value = query.new_zeros(tokens, self.num_kv_heads, value_cache.shape[-1])
-        self.fl_write(key, value, key_cache, value_cache, torch.full((tokens,), -1, device=device), *scales)
+        slots = torch.full((tokens,), -1, device=device)
+        self.fl_write(key, value, key_cache, value_cache, slots, *scales)
+        if self.fl_rotation is not None:
+            sizes = [one[0].numel() for one in (query, key, value)]
+            cut = query.new_zeros(tokens, sum(sizes)).split_with_sizes(sizes, -1)  # a projection has all three
+            parts = [part.view(one.shape) for part, one in zip(cut, (query, key, value), strict=True)]
+            rotation, caches = self.fl_rotation.of_nothing(tokens, device), (key_cache, value_cache)
+            self.fl_rotate_and_write(*parts, *rotation, *caches, slots, self.fl_rotation.interleaved, *scales[:2])
         rest = (max(queries), longest, self.scale, query.new_empty(*query.shape[:2], value.shape[-1]), True)
         bounds = (self.sliding_window, self.softcap, self.alibi_slopes, self.sinks)
         self.fl_attend(query, key_cache, value_cache, table, starts, starts.diff(), *rest, *bounds, *scales)
@@ -170,6 +208,31 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
                 key, value = key[:tokens], value[:tokens]
             key_cache, value_cache, scales = self._of(layer, kv_cache)
             self.fl_write(key, value, key_cache, value_cache, slots, *scales, may_skip=may_skip)
+
+    def rotate_and_cache(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        interleaved: bool,
+        kv_cache: Tensor,
+        slot_mapping: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys, and write this step's keys and values, in one."""
+        rotated: tuple[Tensor, Tensor]
+        if slot_mapping is None:  # vLLM measures memory before there is a cache
+            self.fl_rotation = Rotation(cos.shape[1], cos.stride(0), cos.dtype, positions.dtype, interleaved)
+            rotated = self.fl_rotate(query, key, cos, sin, positions, interleaved, False)
+        else:
+            slots, may_skip = real(slot_mapping)
+            *caches, scales = self._of(layer, kv_cache)
+            rest = (*caches, slots, interleaved, *scales[:2])
+            rotated = self.fl_rotate_and_write(query, key, value, cos, sin, positions, *rest, may_skip=may_skip)
+        return rotated
 
     def forward(
         self,

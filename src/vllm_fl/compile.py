@@ -18,11 +18,15 @@ from torch import nn
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
 from fl_dispatch.hosting import inductor, kernel_numbers
-from fl_dispatch.hosting.first_choices import boundary
+from fl_dispatch.hosting.first_choices import boundary, joins, without_graphs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.attention import SCALES
 from fl_dispatch.settings import get_settings
 from fl_dispatch.settings.origins import Origin
+
+from . import kv_layout
+from .compat import versions
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, CompilationMode, VllmConfig
@@ -39,8 +43,19 @@ CPP_OPTIONS = {
     "cpp.dynamic_threads": True,
 }
 """Inductor's options for C++, those of vLLM's own CPU platform: the number of threads is the process's, at run time."""
-JOINED_BY_US: Mapping[str, str] = {"rms_norm": "fuse_norm_quant", "silu_and_mul": "fuse_act_quant"}
-"""Operator that a pass of ours joins with the quantization of its result (:mod:`.joined`) → vLLM's switch for that."""
+JOINED_BY_US: Mapping[str, str] = {
+    "rms_norm": "fuse_norm_quant",
+    "silu_and_mul": "fuse_act_quant",
+    "rotary_embedding": "fuse_rope_kvcache",
+}
+"""Operator that a pass of ours joins with what takes its result (:mod:`.joined`, :mod:`.rotary_cache`) → vLLM's switch
+for that.
+"""
+ROTATIONS = JOINED_BY_US["rotary_embedding"]
+ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
+"""The operator that joins a rotation with the write of keys and values into the cache."""
+WRITE, LATENT_WRITE = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"
+"""vLLM's own operators that write the cache, at which it cuts its graphs by default."""
 MANIFEST_KEY = "fl_dispatch_manifest"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
@@ -115,10 +130,71 @@ def refuse_missing_compiler(vllm_config: VllmConfig, device: DeviceSpec) -> None
 def has_passes(compilation: CompilationConfig) -> bool:
     """Whether our passes run over the model's graphs."""
     from vllm.config import CompilationMode
+
+    return (
+        _is_our_pass_manager()
+        and compilation.mode == CompilationMode.VLLM_COMPILE
+        and compilation.backend == DEFAULT_BACKEND
+    )
+
+
+def _is_our_pass_manager() -> bool:
     from vllm.platforms import current_platform
 
-    ours = current_platform.get_pass_manager_cls() == PASS_MANAGER
-    return ours and compilation.mode == CompilationMode.VLLM_COMPILE and compilation.backend == DEFAULT_BACKEND
+    return bool(current_platform.get_pass_manager_cls() == PASS_MANAGER)
+
+
+def join_rotations(vllm_config: VllmConfig) -> None:
+    """Have rotations joined with the write into the cache where the user chose nothing; vLLM's default is not to."""
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    if getattr(compilation.pass_config, ROTATIONS, False) is not None or not _is_our_pass_manager():
+        return
+    unless_asked = compilation.mode is None and vllm_config.optimization_level > 0
+    if unless_asked or compilation.mode == CompilationMode.VLLM_COMPILE:
+        setattr(compilation.pass_config, ROTATIONS, True)
+
+
+def keep_write_in_pieces(vllm_config: VllmConfig) -> None:
+    """Have vLLM not cut its graphs between a rotation and the write of keys, where both are to be joined and can be."""
+    compilation = vllm_config.compilation_config
+    if not getattr(compilation.pass_config, ROTATIONS, False):
+        return
+    joined = _joins_rotations(vllm_config)
+    if joined and compilation.splitting_ops is None:
+        compilation.splitting_ops = [*compilation._attention_ops, LATENT_WRITE]
+        logger.info("CompilationConfig.splitting_ops: without '%s', which is joined with rotations", WRITE)
+    setattr(compilation.pass_config, ROTATIONS, joined and WRITE not in (compilation.splitting_ops or ()))
+    # In batches of any size, so that nothing is compiled once more for those of more than 256 tokens.
+    compilation.pass_config.rope_kvcache_fusion_max_token_num = vllm_config.scheduler_config.max_num_batched_tokens
+
+
+def _joins_rotations(vllm_config: VllmConfig) -> bool:
+    """Whether nothing speaks against joining rotations with the write.
+
+    Captured pieces then hold the write, so that graphs must be able to. The name of a layer has to be an input of a
+    piece, or no two layers would be alike; and the slots of a draft's batches are not those of the model's. The joined
+    operator does not take the scales of a cache in int8.
+    """
+    from vllm.utils import torch_utils
+
+    compilation, model = vllm_config.compilation_config, vllm_config.model_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    scales = SCALES if cache_dtype in kv_layout.FP8_DTYPES else ()
+    return (
+        has_passes(compilation)
+        and versions.host_version() in versions.JOINING_HOSTS
+        and torch_utils._USE_LAYERNAME
+        and not compilation.use_inductor_graph_partition
+        and vllm_config.speculative_config is None
+        and not vllm_config.parallel_config.use_ubatching
+        and model is not None
+        and not model.use_mla
+        and cache_dtype != kv_layout.INT8_DTYPE
+        and joins(ROTATE_AND_WRITE, ("rotary_embedding", "kv_cache_write"))
+        and not (is_captured(vllm_config) and without_graphs(("kv_cache_write", ROTATE_AND_WRITE), scales))
+    )
 
 
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:

@@ -108,6 +108,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         graphs = compilation.cudagraph_mode
         pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
         compilation.mode = CompilationMode.VLLM_COMPILE if pieces else compile.default_mode(vllm_config, device)
+    compile.join_rotations(vllm_config)
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
@@ -127,6 +128,7 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
+        compile.keep_write_in_pieces(vllm_config)
     if device.accelerator and get_policy().batch_invariant:
         logger.warning("VLLM_BATCH_INVARIANT=1: of accelerators, engines were seen to keep to it on an H100 alone")
     if not device.forks or _fork_waits(device):  # a fork loses a device's context, and OpenMP's threads
@@ -165,6 +167,7 @@ def _adapt_graphs(vllm_config: VllmConfig, native: bool = False) -> None:
     attention = without_graphs(LATENT_OPERATORS if latent else ATTENTION_OPERATORS, scales)
     # Quantized experts whose first choice no graph can hold are refused; no graph has prompts of layers with a state.
     elsewhere = {*quantized_experts.OPERATORS, *states.PROMPTS, *ATTENTION_OPERATORS, *LATENT_OPERATORS}
+    elsewhere.add(compile.ROTATE_AND_WRITE)
     keeps_states = model is not None and (model.is_hybrid or model.is_attention_free)
     if not keeps_states:
         elsewhere |= {*delta_net.OPERATORS, *state_space.OPERATORS}

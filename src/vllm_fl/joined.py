@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from fl_dispatch import get_default_manager, get_policy
+from fl_dispatch import get_default_manager
+from fl_dispatch.hosting import first_choices
 from fl_dispatch.hosting.layer_kernels import kernels
 from fl_dispatch.hosting.quantized.layers import ScaledLayer
 from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.types import BackendImplKind
 
-from . import compile
+from . import compile, rotary_cache
+from .attention import ROTATION
 
 if TYPE_CHECKING:
     from vllm.config import PassConfig, VllmConfig
@@ -54,27 +55,22 @@ def without_hosts_passes(config: PassConfig) -> Iterator[None]:
 
 def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Have graphs hold the calls that the pass may join, before dispatch is frozen."""
-    joins = get_default_manager().keep_whole(_to_join(model, vllm_config)) & set(JOINED)
-    if joins:
+    wanted = {*_to_join(model, vllm_config), *rotary_cache.to_join(model, vllm_config)}
+    found = get_default_manager().keep_whole(wanted)
+    if joins := found & set(JOINED):
         logger.info("%s: joined with the quantization of their results, in compiled graphs", ", ".join(sorted(joins)))
+    if ROTATION in found:
+        logger.info("%s: joined with the write of keys and values, in compiled graphs", ROTATION)
 
 
 def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
-    """Operators, if the model quantizes rows, the user asks for no implementation of a part, and the joined operator
-    is more than its reference.
-    """
-    compilation, manager = vllm_config.compilation_config, get_default_manager()
+    """Operators, if the model quantizes rows and the policy lets them be joined."""
+    compilation = vllm_config.compilation_config
     if not compile.has_passes(compilation) or not any(isinstance(one, ScaledLayer) for _, _, one in kernels(model)):
         return
-    ruled = {key.partition("@")[0] for key, _ in get_policy().per_op_order}
     for part, joined in JOINED.items():
-        first = manager.first_choices(joined)
-        better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
-        if (
-            better
-            and not ruled & {part, QUANTIZE}
-            and getattr(compilation.pass_config, compile.JOINED_BY_US[part], False)
-        ):
+        wanted = getattr(compilation.pass_config, compile.JOINED_BY_US[part], False)
+        if wanted and first_choices.joins(joined, (part, QUANTIZE)):
             yield part
 
 

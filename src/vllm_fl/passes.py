@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.first_choices import reference_from
 
-from . import joined
+from . import joined, rotary_cache
 
 aten = torch.ops.aten
 PRODUCT = "linear"
@@ -58,6 +58,14 @@ class JoinQuantization(VllmInductorPass):
         joined.join(graph)
 
 
+class JoinRotation(VllmInductorPass):
+    """Joins rotations with the write of keys and values, see :mod:`.rotary_cache`."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Replace the calls."""
+        rotary_cache.join(graph)
+
+
 class KeepFunctional(VllmInductorPass):
     """Takes the place of vLLM's last pass, which saves copies around its own compiled operators.
 
@@ -75,5 +83,5 @@ class PassManagerFL(PostGradPassManager):
     def configure(self, config: VllmConfig) -> None:
         with joined.without_hosts_passes(config.compilation_config.pass_config):
             super().configure(config)
-        self.passes += [ReferenceProducts(config), JoinQuantization(config)]
+        self.passes += [ReferenceProducts(config), JoinQuantization(config), JoinRotation(config)]
         self.fix_functionalization = KeepFunctional(config)

@@ -266,6 +266,13 @@ def exact_kv_cache_write(
     return [*caches, *units]
 
 
+def exact_rotary_embedding_kv_cache_write(
+    query, key, value, cos, sin, position_ids, key_cache, value_cache, slot_mapping, interleaved, *scales
+) -> list[Tensor]:
+    turned = exact_rotary_embedding(query, key, cos, sin, position_ids, interleaved, False)
+    return [*turned, *exact_kv_cache_write(turned[1], value, key_cache, value_cache, slot_mapping, *scales)]
+
+
 def exact_paged_attention(
     query,
     key_cache,
@@ -539,6 +546,8 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
         return (*sums, getattr(torch, args[1]), wide)[index]
     if name == "kv_cache_write":
         return args[2].dtype if index < 2 else torch.float32
+    if name == "rotary_embedding_kv_cache_write":
+        return dtype if index < 2 else args[6].dtype
     if OPERATORS[name].prototype.__module__.endswith(".routing"):
         return (torch.float32, torch.int32)[index]
     widened = {("mla_prefill", 1): wide, ("lora_shrink", 0): wide}

@@ -1,9 +1,9 @@
-"""Norms and gated activations that quantize their results, on a GPU: at a model's sizes, in a graph, and in engines."""
+"""Operators that do at once what two others do, on a GPU: at a model's sizes, in a graph, and in engines."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("vllm")
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
-from engines import MAX_TOKENS, PROMPTS, ran, start_features
+from engines import MAX_TOKENS, PROMPTS, STEP, ran, start, start_features
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch import get_default_manager
@@ -27,7 +27,10 @@ from quantized_network import answered, computed, distance, network
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+OURS = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
+"""Variables of engines with our kernels."""
 JOINED = ("rms_norm_quantize", "silu_and_mul_quantize")
+ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
 TYPES = ("int8", "float8_e4m3fn")
 
 
@@ -39,7 +42,7 @@ def ours(name: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", JOINED)
+@pytest.mark.parametrize("name", [*JOINED, ROTATE_AND_WRITE])
 def test_a_kernel_is_right(name: str, dtype: torch.dtype) -> None:
     found = verify(get_default_manager(), ours(name), dtype, CUDA)
     assert found.problems == []
@@ -133,6 +136,109 @@ def test_a_graph_holds_them() -> None:
     )
 
 
+# -- rotations and the write of keys and values -----------------------------------------------------------------------
+
+BATCHES = (1, 3, 32, 256, 4097)
+SHAPES = {"Llama": (32, 8, 128, 128), "part of a head": (16, 2, 128, 64), "one of each": (1, 1, 64, 64)}
+"""Heads of queries and keys, their size, and how much of it is rotated."""
+
+
+def rotated(
+    tokens: int, shape: str, dtype: torch.dtype, interleaved: bool, quantized: bool
+) -> tuple[list[Any], list[Any], list[Tensor]]:
+    """Arguments as a model has them, those with caches of their own, and the memory of both caches; a slot is -1."""
+    heads, kv_heads, size, part = SHAPES[shape]
+    generator = torch.Generator(CUDA).manual_seed(tokens)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=CUDA, dtype=torch.float32).to(dtype)
+
+    projection = normal(tokens, (heads + 2 * kv_heads) * size)
+    query, key, value = projection.split([heads * size, kv_heads * size, kv_heads * size], -1)
+    parts = [query.view(tokens, heads, size), key.view(tokens, kv_heads, size), value.view(tokens, kv_heads, size)]
+    tables = torch.rand(4096, part, generator=generator, device=CUDA).mul(2).sub(1).to(dtype).chunk(2, -1)
+    positions = torch.randint(0, 4096, (tokens,), generator=generator, device=CUDA)
+    blocks = tokens // 16 + 2
+    stored = normal(blocks, kv_heads, 16, 2 * size)
+    stored = stored.to(torch.float8_e4m3fn) if quantized else stored
+    slots = torch.randperm(16 * blocks, generator=generator, device=CUDA)[:tokens]
+    slots[tokens // 2] = -1
+    memory = [stored.clone(), stored.clone()]
+    rest = [slots, interleaved, *((0.03, 0.02) if quantized else ())]
+    found = [[*parts, *tables, positions, *one.transpose(1, 2).chunk(2, -1), *rest] for one in memory]
+    return found[0], found[1], memory
+
+
+def rotate_apart(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The results of the joined operator, by two kernels."""
+    keys, values, slots, interleaved, *scales = rest
+    turned = ours("rotary_embedding").fn(query, key, cos, sin, positions, interleaved, False)
+    ours("kv_cache_write").fn(turned[1], value, keys, values, slots, *scales)
+    return turned[0], turned[1]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_joined_with_the_write_is_the_two_bit_by_bit(
+    dtype: torch.dtype, shape: str, interleaved: bool, quantized: bool
+) -> None:
+    for tokens in BATCHES:
+        one, other, memory = rotated(tokens, shape, dtype, interleaved, quantized)
+        pairs = zip(ours(ROTATE_AND_WRITE).fn(*one), rotate_apart(*other), strict=True)
+        assert all(torch.equal(bits(found), bits(expected)) for found, expected in pairs)
+        assert torch.equal(bits(memory[0]), bits(memory[1]))
+
+
+def test_a_graph_holds_the_rotation_and_the_write() -> None:
+    """Replays rotate and write what lies in the arguments then."""
+    one, other, memory = rotated(4, "Llama", torch.bfloat16, interleaved=False, quantized=False)
+    before = memory[0].clone()
+    ours(ROTATE_AND_WRITE).fn(*one)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ours(ROTATE_AND_WRITE).fn(*one)
+    memory[0].copy_(before)
+    for changed in (5, 8):  # positions and slots, which both share
+        one[changed].copy_(one[changed].flip(0))
+    graph.replay()
+    assert all(torch.equal(found, right) for found, right in zip(captured, rotate_apart(*other), strict=True))
+    assert torch.equal(memory[0], memory[1])
+
+
+FAMILIES = ("llama", "qwen3")
+WHOLE: Mapping[str, Any] = {
+    "dtype": "float32",
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enforce_eager": False,
+    "enable_prefix_caching": False,
+}
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "PIECEWISE"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_rotate_and_write_at_once_and_answer_as_hugging_face(
+    family: str, mode: str, checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> None:
+    """Graphs hold decoding, and pieces of short prompts; outside of them, where calls count, are longer ones."""
+    compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    engine = {**WHOLE, "compilation_config": compilation}
+    found = start(checkpoint(family), STEP, engine=engine, variables=OURS).result()
+    assert found["steps"][0]["tokens"] == expected(family)
+    assert ran(found, ROTATE_AND_WRITE) == {"default.triton"}
+    assert not ran(found, "kv_cache_write")
+    assert found["report"]["manifest"]["whole"] == ["rotary_embedding"]
+    assert found["report"]["failed"] == {}
+
+
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 ASKED: Mapping[str, Any] = {
@@ -159,7 +265,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         (checkpoints.write_checkpoint(folder / name.replace(" ", "-"), SCHEMES[name]), [ASKED], arguments)
         for name in CHECKPOINTS
     )
-    found = start_features(*runs, VLLM_FL_DENY_VENDORS="cuda", USE_FLAGGEMS="0").result()
+    found = start_features(*runs, **OURS).result()
     return dict(zip(CHECKPOINTS, found["runs"], strict=True))
 
 

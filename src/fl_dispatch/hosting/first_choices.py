@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .. import get_default_manager
+from .. import get_default_manager, get_policy
 from ..compiled.manifest import Manifest
 from ..types import BATCH_INVARIANT, CHUNK, GRAPHS, REFERENCE_FROM, BackendImplKind, OpImpl
 
@@ -33,6 +33,16 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     """
     first = get_default_manager().first_choices(op_name, in_layers=True, given=given)
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get(BATCH_INVARIANT) for impl in first)
+
+
+def joins(joined: str, parts: Iterable[str]) -> bool:
+    """Whether calls of the parts may become calls of an operator that joins them.
+
+    It has to be more than its reference, and the user to ask for no implementation of a part.
+    """
+    first = get_default_manager().first_choices(joined)
+    better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
+    return better and not {key.partition("@")[0] for key, _ in get_policy().per_op_order} & {*parts}
 
 
 def boundary(op_name: str) -> int | None:

@@ -66,6 +66,20 @@ def _scale_bytes(key_cache: Tensor) -> int:
     return 2 * torch.float32.itemsize if key_cache.dtype is torch.int8 else 0
 
 
+def small_caches(
+    key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *token_scales: Tensor | None
+) -> tuple[Any, ...]:
+    """Caches of as many slots as there are tokens, slots in their order, and scales of such caches."""
+    tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
+    blocks = -(-tokens // block_size)
+    keys, values, *scales = (
+        None if cache is None else cache.new_empty(blocks, *cache.shape[1:])
+        for cache in (key_cache, value_cache, *token_scales)
+    )
+    slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
+    return keys, values, torch.where(slot_mapping < 0, slot_mapping, slots), *scales
+
+
 def _in_small_caches(
     key: Tensor,
     value: Tensor,
@@ -77,18 +91,11 @@ def _in_small_caches(
     *token_scales: Tensor | None,
 ) -> tuple[Any, ...]:
     """The same call on caches of as many slots as it has tokens, in their order."""
-    tokens, block_size = slot_mapping.shape[0], key_cache.shape[1]
-    blocks = -(-tokens // block_size)
-    keys, values, *scales = (
-        None if cache is None else cache.new_empty(blocks, *cache.shape[1:])
-        for cache in (key_cache, value_cache, *token_scales)
-    )
-    slots = torch.arange(tokens, device=slot_mapping.device, dtype=slot_mapping.dtype)
-    slots = torch.where(slot_mapping < 0, slot_mapping, slots)
+    keys, values, slots, *scales = small_caches(key_cache, value_cache, slot_mapping, *token_scales)
     return key, value, keys, values, slots, key_scale, value_scale, *scales
 
 
-def _written_slots(
+def written_slots(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -114,7 +121,7 @@ def _written_slots(
     hints=("may_skip",),
     later=(*SCALES, *TOKEN_SCALES),
     writes=dict.fromkeys(("key_cache", "value_cache", *TOKEN_SCALES), STATE),
-    small_state=SmallState(_in_small_caches, _written_slots),
+    small_state=SmallState(_in_small_caches, written_slots),
     modes=MODES,
     fake=_write_fake,
     samples=paged.write_samples,

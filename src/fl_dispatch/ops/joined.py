@@ -1,18 +1,33 @@
-"""Operators that quantize what another operator computes, so that it never lies in memory.
+"""Operators that do at once what two others do one after the other, with the same results.
 
-Their results are those of the two operators one after the other: what is quantized has been rounded to its dtype.
+The result of a norm or a gated activation is quantized, so that it never lies in memory; it has been rounded to its
+dtype before. Keys that are rotated are written into the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .declaration import Access, Mode, Sample, Tolerance, Work, Write, operator
-from .inputs import quantized, shapes
+from .attention import STATE, small_caches, written_slots
+from .declaration import (
+    SEVERAL_ROUNDINGS,
+    Access,
+    Mode,
+    Sample,
+    SmallState,
+    Tolerance,
+    Work,
+    Workload,
+    Write,
+    operator,
+)
+from .inputs import quantized, rotated, shapes
 from .quantization import LARGEST, ROW, TENSOR, groups
+from .rotary import TOLERANCES
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
 SETTLED = {
@@ -182,5 +197,91 @@ def silu_and_mul_quantize(
 
     Returns:
         ``q``, ``[..., width]``, contiguous; and its scales, see ``quantize``.
+    """
+    raise NotImplementedError
+
+
+# -- rotation and cache -----------------------------------------------------------------------------------------------
+
+
+def _rotation_fake(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+def _rotation_workload(query: Tensor, *rest: object) -> Workload:
+    return Workload(query.dtype, query.shape[0])
+
+
+def _rotation_work(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *rest: object,
+) -> Work:
+    tokens, heads = query.shape[0], query.shape[1] + key.shape[1]
+    both, kept = query.numel() + key.numel(), key.numel() + value.numel()
+    table = tokens * 2 * cos.shape[-1] * cos.element_size()
+    indices = sum(one.numel() * one.element_size() for one in (position_ids, slot_mapping))
+    moved = 2 * both * query.element_size() + value.numel() * value.element_size() + kept * key_cache.element_size()
+    return Work(moved + table + indices, 3 * tokens * heads * 2 * cos.shape[-1])
+
+
+def _in_small_caches(*args: Any) -> tuple[Any, ...]:
+    return *args[:6], *small_caches(*args[6:9]), *args[9:]
+
+
+def _written_slots(*args: Any) -> tuple[Tensor, ...]:
+    return written_slots(*args[1:3], *args[6:9])
+
+
+@operator(
+    hints=("may_skip",),
+    writes={"key_cache": STATE, "value_cache": STATE},
+    small_state=SmallState(_in_small_caches, _written_slots),
+    modes=frozenset({Mode.EAGER}),  # a view's first results are what it writes
+    fake=_rotation_fake,
+    samples=rotated.samples,
+    probes=rotated.probes,
+    shapes=shapes.rotated_writes,
+    tolerances=TOLERANCES,
+    mean_error=SEVERAL_ROUNDINGS,
+    aliases=("fused_rope_and_unified_kv_cache_update", "rope_and_reshape_and_cache", "fused_qk_rope_reshape_and_cache"),
+    workload=_rotation_workload,
+    work=_rotation_work,
+)
+def rotary_embedding_kv_cache_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    rotary_interleaved: bool = False,
+    key_scale: float | None = None,
+    value_scale: float | None = None,
+    may_skip: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``rotary_embedding``, not in place, and then ``kv_cache_write`` of the rotated keys.
+
+    Args:
+        query: ``[tokens, heads, head_dim]``, floating point, only read.
+        key: ``[tokens, kv_heads, head_dim]``, dtype of ``query``, only read.
+        value: ``[tokens, kv_heads, value_dim]``, dtype of ``query``, any strides.
+        cos, sin, position_ids, rotary_interleaved: as ``rotary_embedding`` has them.
+        key_cache, value_cache: as ``kv_cache_write`` has them, but not in int8. The addressed slots are overwritten.
+        slot_mapping: ``[at most tokens]``, int64. Tokens beyond it are padding, which is rotated and not written.
+        key_scale, value_scale, may_skip: as ``kv_cache_write`` has them.
+
+    Returns:
+        ``(query, key)`` rotated, shapes and dtypes of the inputs, contiguous.
     """
     raise NotImplementedError

@@ -67,8 +67,19 @@ def _work(
     return Work(2 * moved * query.element_size() + rows + positions, 3 * rotated)
 
 
-class _Inputs(Source):
-    """Makes inputs of ``rotary_embedding``."""
+class Rotations(Source):
+    """Makes inputs of operators that rotate."""
+
+    def tables(self, rotary_dim: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of 512 positions, in one table as hosts have it."""
+        frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+        angles = torch.outer(torch.arange(512, dtype=torch.float64), frequencies)
+        cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(self.device, dtype or self.dtype).chunk(2, -1)
+        return cos, sin
+
+    def positions(self, tokens: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """A position for each token."""
+        return torch.randint(0, 512, (tokens,), generator=self.generator).to(device=self.device, dtype=dtype)
 
     def sample(
         self,
@@ -86,22 +97,18 @@ class _Inputs(Source):
         before: int = 0,
         serving: bool = True,
     ) -> Sample:
-        rotary_dim = rotary_dim or head_dim
-        # As hosts have it: one projection holds query, key and value, one table holds cosines and sines.
+        # As hosts have it: one projection holds query, key and value.
         total = heads[0] + 2 * heads[1]
         projection = self.normal(tokens, total, before + head_dim)
         query, key, _ = torch.tensor_split(projection[..., before:], (heads[0], sum(heads)), dim=1)
         if not fused:
             query, key = query.contiguous(), key.contiguous()
-        frequencies = 10000.0 ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
-        angles = torch.outer(torch.arange(512, dtype=torch.float64), frequencies)
-        cos, sin = torch.cat((angles.cos(), angles.sin()), -1).to(self.device, table or self.dtype).chunk(2, -1)
-        positions = torch.randint(0, 512, (tokens,), generator=self.generator).to(device=self.device, dtype=index)
-        return Sample(label, (query, key if heads[1] else None, cos, sin, positions, interleaved, inplace), serving)
+        tables, positions = self.tables(rotary_dim or head_dim, table), self.positions(tokens, index)
+        return Sample(label, (query, key if heads[1] else None, *tables, positions, interleaved, inplace), serving)
 
 
 def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    sample = _Inputs(dtype, device, generator).sample
+    sample = Rotations(dtype, device, generator).sample
     yield sample("decode, 32 tokens", 32, (32, 8), 128)
     yield sample("prefill, 128 tokens", 128, (16, 4), 64)
     yield sample("half of the head, 16 tokens", 16, (32, 2), 80, 32)
@@ -122,7 +129,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
 
 
 def _probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
-    sample = _Inputs(dtype, device, generator).sample
+    sample = Rotations(dtype, device, generator).sample
     yield sample("4100 tokens", 4100, (2, 1), 16, serving=False)
     yield sample("8200 tokens, not in place", 8200, (1, 1), 16, inplace=False, serving=False)
     yield sample("66000 tokens", 66000, (1, 0), 8, serving=False)

@@ -34,6 +34,9 @@ QUANTIZING_HOSTS = TESTED_HOSTS
 SLEEP_BACKUP_HOSTS = TESTED_HOSTS
 """These back memory up that is neither the weights' nor the cache's while an engine sleeps on a GPU."""
 
+JOINING_HOSTS = TESTED_HOSTS
+"""Small models whose rotations are joined with the write of keys and values gave the right tokens on these."""
+
 
 @cache
 def warn_of_untested_host() -> None:

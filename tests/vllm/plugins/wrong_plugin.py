@@ -169,6 +169,23 @@ def silu_and_mul_quantize(x, dtype, group_size=0, scale=None):
     return quantize(silu_and_mul(x), dtype, group_size)
 
 
+def rotary_embedding_kv_cache_write(
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    position_ids,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    rotary_interleaved=False,
+    key_scale=None,
+    value_scale=None,
+):
+    return query.clone(memory_format=torch.contiguous_format), key.clone(memory_format=torch.contiguous_format)
+
+
 def scaled_linear(x, x_scale, weight, weight_scale, bias=None, dtype="bfloat16", block_size=0):
     return torch.zeros((*x.shape[:-1], weight.shape[0]), dtype=getattr(torch, dtype), device=x.device)
 
@@ -257,6 +274,7 @@ WRONG = {
     "quantize": quantize,
     "rms_norm_quantize": rms_norm_quantize,
     "silu_and_mul_quantize": silu_and_mul_quantize,
+    "rotary_embedding_kv_cache_write": rotary_embedding_kv_cache_write,
     "scaled_linear": scaled_linear,
     "weight_only_linear": weight_only_linear,
     "scaled_moe": scaled_moe,

@@ -32,6 +32,7 @@ class ReferenceBackend(Backend):
     weight_only_linear = staticmethod(quantization.weight_only_linear)
     rms_norm_quantize = staticmethod(joined.rms_norm_quantize)
     silu_and_mul_quantize = staticmethod(joined.silu_and_mul_quantize)
+    rotary_embedding_kv_cache_write = staticmethod(joined.rotary_embedding_kv_cache_write)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     mul_and_silu = staticmethod(activation.mul_and_silu)

@@ -15,6 +15,7 @@ from .reference import ReferenceBackend
 
 WAITS = (
     "kv_cache_write",
+    "rotary_embedding_kv_cache_write",
     "paged_attention",
     "mla_decode",
     "mla_prefill",

@@ -21,6 +21,7 @@ from .impl import (
     quantize,
     quantized_moe,
     rotary,
+    rotary_cache,
     routing,
     scaled,
     state_space,
@@ -54,6 +55,7 @@ class TritonBackend(Backend):
     scaled_moe = staticmethod(quantized_moe.scaled_moe)
     weight_only_moe = staticmethod(quantized_moe.weight_only_moe)
     kv_cache_write = staticmethod(cache.kv_cache_write)
+    rotary_embedding_kv_cache_write = staticmethod(rotary_cache.rotary_embedding_kv_cache_write)
     paged_attention = staticmethod(attention.paged_attention)
     mla_decode = staticmethod(mla.mla_decode)
     mla_prefill = staticmethod(mla.mla_prefill)

@@ -67,7 +67,7 @@ def _given(scales: tuple[float, float] | None, token_scales: Sequence[Tensor]) -
     return (None, None, *token_scales) if token_scales else scales or ()
 
 
-class _Writes(Source):
+class Writes(Source):
     """Makes inputs of ``kv_cache_write``."""
 
     def sample(
@@ -121,7 +121,7 @@ class _Writes(Source):
 
 def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``kv_cache_write``."""
-    sample = _Writes(dtype, device, generator).sample
+    sample = Writes(dtype, device, generator).sample
     yield sample("decode, 32 tokens", 32, 8, 128)
     yield sample("prefill, 200 tokens", 200, 4, 64, consecutive=True)
     yield sample("token-major cache", 33, 2, 80, layout="token-major")
@@ -149,7 +149,7 @@ def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
 
 def write_probes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     """Inputs of ``kv_cache_write``: many tokens and many blocks."""
-    sample = _Writes(dtype, device, generator).sample
+    sample = Writes(dtype, device, generator).sample
     yield sample("8,200 tokens", 8200, 1, 32, blocks=520, consecutive=True, serving=False)
     yield sample("5,000 tokens, block size 128", 5000, 2, 16, blocks=48, block_size=128, serving=False)
 

@@ -190,6 +190,16 @@ def cache_writes(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape
     yield from _each("", tokens, (KV_HEADS * HEAD_DIM,), write)
 
 
+def rotate_and_write(place: Place, tokens: int, hidden: int) -> tuple[Any, ...]:
+    """Queries, keys and values cut out of one projection, and a cache that has room for them."""
+    query, key, cos, sin, positions = rotate(place, tokens, hidden)
+    _, value, *caches, slots = write(place, tokens, KV_HEADS * HEAD_DIM)
+    return query, key, value, cos, sin, positions, *caches, slots
+
+
+rotated_writes = rows(_=rotate_and_write)
+
+
 def _pages(place: Place, requests: int, context: int, block_size: int) -> Tensor:
     blocks = -(-context // block_size)
     return torch.randperm(requests * blocks, device=place.index_device).to(torch.int32).view(requests, blocks)

@@ -22,6 +22,15 @@ def _quantized(new, SCALE, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def stored(new, SCALE, LARGEST: tl.constexpr):
+    """Numbers as a cache has them, but for the rounding; ``LARGEST``: of a quantized cache, or 0 for another one."""
+    if LARGEST > 0:
+        return _quantized(new, SCALE, LARGEST)
+    else:
+        return new
+
+
+@triton.jit
 def _write(
     key,
     value,
@@ -80,9 +89,8 @@ def _write(
         unit_v = unit_of(new_v.to(tl.float32), LARGEST, LEAST, 1)
         new = quotient_of(new.to(tl.float32), unit, LARGEST, True)
         new_v = quotient_of(new_v.to(tl.float32), unit_v, LARGEST, True)
-    elif LARGEST > 0:
-        new = _quantized(new, KEY_SCALE, LARGEST)
-        new_v = _quantized(new_v, VALUE_SCALE, LARGEST)
+    else:
+        new, new_v = stored(new, KEY_SCALE, LARGEST), stored(new_v, VALUE_SCALE, LARGEST)
     slot = tl.load(slots + token * SLOT_STRIDE).to(tl.int64)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     target = key_cache + block * KEY_BLOCK + place * KEY_SLOT + head * KEY_CACHE_HEAD

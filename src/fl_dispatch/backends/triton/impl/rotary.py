@@ -15,7 +15,67 @@ TILE = 1024
 
 
 @triton.jit
-def _rotate(
+def turned(
+    read,
+    cos,
+    sin,
+    position,
+    head,
+    COS_ROW,
+    SIN_ROW,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """First and second elements of the rotated pairs of a token's heads ``[BLOCK_HEADS, 1]``, which begin at ``read``.
+
+    The position, which the table waits for, is loaded last.
+    """
+    wide: tl.constexpr = tl.float64 if read.dtype.element_ty == tl.float64 else tl.float32
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        inside_both = (head < HEADS) & (column < 2 * HALF)
+        both = tl.load(read + column, mask=inside_both, other=0.0, eviction_policy="evict_last").to(wide)
+        a, b = tl.split(tl.reshape(both, (BLOCK_HEADS, BLOCK_HALF, 2)))
+    else:
+        inside = (head < HEADS) & (pair < HALF)
+        a = tl.load(read + pair, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
+        b = tl.load(read + HALF + pair, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
+    place = tl.load(position).to(tl.int64)
+    c = tl.load(cos + place * COS_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
+    s = tl.load(sin + place * SIN_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def put(
+    write,
+    DIM_STRIDE,
+    x,
+    y,
+    inside,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Store the elements of pairs where heads begin at ``write``; ``inside`` ``[BLOCK_HEADS, 1]``: which heads."""
+    kind = write.dtype.element_ty
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        both = tl.reshape(tl.join(x, y), (BLOCK_HEADS, 2 * BLOCK_HALF))
+        tl.store(write + column * DIM_STRIDE, both.to(kind), mask=inside & (column < 2 * HALF))
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        tl.store(write + pair * DIM_STRIDE, x.to(kind), mask=inside & (pair < HALF))
+        tl.store(write + (HALF + pair) * DIM_STRIDE, y.to(kind), mask=inside & (pair < HALF))
+
+
+@triton.jit
+def rotate(
     source,
     target,
     cos,
@@ -35,30 +95,13 @@ def _rotate(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Rotate the heads of a token from ``first_head`` on. The position, which the table waits for, is loaded last."""
+    """Rotate the heads of a token from ``first_head`` on."""
     head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     read, write = source + head * SOURCE_STRIDE, target + head * TARGET_STRIDE
-    kind = target.dtype.element_ty
-    wide: tl.constexpr = tl.float64 if source.dtype.element_ty == tl.float64 else tl.float32
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (head < HEADS) & (pair < HALF)
-    if INTERLEAVED:
-        column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        inside_both = (head < HEADS) & (column < 2 * HALF)
-        both = tl.load(read + column, mask=inside_both, other=0.0, eviction_policy="evict_last").to(wide)
-        a, b = tl.split(tl.reshape(both, (BLOCK_HEADS, BLOCK_HALF, 2)))
-    else:
-        a = tl.load(read + pair, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
-        b = tl.load(read + HALF + pair, mask=inside, other=0.0, eviction_policy="evict_last").to(wide)
-    place = tl.load(position).to(tl.int64)
-    c = tl.load(cos + place * COS_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
-    s = tl.load(sin + place * SIN_ROW + pair, mask=pair < HALF, other=0.0).to(wide)
-    if INTERLEAVED:
-        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (BLOCK_HEADS, 2 * BLOCK_HALF))
-        tl.store(write + column, turned.to(kind), mask=inside_both)
-    else:
-        tl.store(write + pair, (a * c - b * s).to(kind), mask=inside)
-        tl.store(write + HALF + pair, (b * c + a * s).to(kind), mask=inside)
+    x, y = turned(
+        read, cos, sin, position, head, COS_ROW, SIN_ROW, HEADS, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF
+    )  # fmt: skip
+    put(write, 1, x, y, head < HEADS, HALF, INTERLEAVED, BLOCK_HEADS, BLOCK_HALF)
     if COPY and DIM > 2 * HALF:
         column = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
         inside = (head < HEADS) & (column < DIM)
@@ -101,13 +144,13 @@ def _rotary(
     head = tl.program_id(0) % blocks * BLOCK_HEADS
     position = positions + token * POSITION_STRIDE
     if head < query_heads:
-        _rotate(
+        rotate(
             query + token * QUERY_TOKEN, query_out + token * QUERY_OUT_TOKEN, cos, sin, position,
             head, COS_ROW, SIN_ROW,
             QUERY_HEAD, QUERY_OUT_HEAD, HEADS, DIM, HALF, INTERLEAVED, COPY, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
-        _rotate(
+        rotate(
             key + token * KEY_TOKEN, key_out + token * KEY_OUT_TOKEN, cos, sin, position,
             head - query_heads, COS_ROW, SIN_ROW,
             KEY_HEAD, KEY_OUT_HEAD, KV_HEADS, DIM, HALF, INTERLEAVED, COPY, BLOCK_HEADS, BLOCK_HALF, BLOCK_REST,
