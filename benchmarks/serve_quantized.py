@@ -40,7 +40,7 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
     "int8": compressed("int-quantized", whole("int", "channel"), TOKEN8),
 }
 """Name → ``quantization_config``."""
-PRODUCTS = ("scaled_linear", "weight_only_linear")
+PRODUCTS = ("scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
 APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
@@ -104,10 +104,6 @@ def main() -> None:
         parser.error(f"no format {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
     if unknown := set(given.cells or ()) - set(cells_of(shape, Path())):
         parser.error(f"no cell {', '.join(sorted(unknown))}; there are {', '.join(cells_of(shape, Path()))}")
-    if shape.latent:
-        parser.error("the plugin refuses quantized latent attention")
-    if shape.experts:
-        parser.error("the plugin serves quantized experts, but this benchmark fills quantized linear layers only")
     given.layers = given.layers or (QUICK_LAYERS if given.quick else shape.layers)
     given.rounds = given.rounds or (QUICK_ROUNDS if given.quick else 5)
     texts = [text for text in given.workloads.split(",") if text]

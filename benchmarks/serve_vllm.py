@@ -160,14 +160,14 @@ def serve(arguments: dict[str, Any]) -> None:
     begun = time.perf_counter()
     from vllm import LLM, SamplingParams
 
-    change, adapter = arguments.pop("change"), arguments.pop("adapter", None)
+    changes, adapter = arguments.pop("changes"), arguments.pop("adapter", None)
     llm = LLM(**arguments)
     asked: dict[str, Any] = {}
     if adapter is not None:
         from vllm.lora.request import LoRARequest
 
         asked["lora_request"] = LoRARequest("adapter", 1, adapter)
-    if change:
+    for change in changes:
         llm.apply_model(CHANGES[change])
     report = llm.collective_rpc("fl_report")[0] if "fl_dispatch" in sys.modules else None
     answers.write(json.dumps({"start_s": time.perf_counter() - begun, "report": _essence(report)}) + "\n")
@@ -271,7 +271,7 @@ class Engine:
         }
         caches = {"VLLM_CACHE_ROOT": str(model / f"cache-{name}"), "TRITON_CACHE_DIR": str(model / f"triton-{name}")}
         arguments = {**COMMON, "model": str(model), **sizes, **cell.engine}
-        arguments["change"] = "spread_routing" if experts else cell.change
+        arguments["changes"] = [change for change in (cell.change, experts and "spread_routing") if change]
         if parallel > 1:
             arguments["tensor_parallel_size"] = parallel
         if profiled:
