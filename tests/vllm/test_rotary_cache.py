@@ -219,7 +219,7 @@ def pieces() -> Iterator[Callable[..., tuple[Graph, bool]]]:
     manager.ensure_initialized()
     before = manager.state.whole
     manager.keep_whole({ROTATION})
-    view(manager.tables.root, OPERATORS[ROTATION])
+    view(manager.table_keeper.root, OPERATORS[ROTATION])
     rotary_cache._define()
 
     def joined(change: Callable[[Graph, Node, Node], tuple[Node, Node]]) -> tuple[Graph, bool]:
