@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -24,21 +25,24 @@ _recorded: list[Tensor] | None = None
 
 
 @contextmanager
-def recorded() -> Iterator[list[Tensor]]:
-    """Have the weights of a step in their order, which is known from then on."""
+def recorded() -> Iterator[None]:
+    """Run a step whose order of weights is known afterwards, in place of any that was recorded before."""
     global _recorded
-    for address in [address for address, found in _next.items() if found() is None]:
-        del _next[address]
     weights: list[Tensor] = []
     _recorded = weights
     try:
-        yield weights
+        yield
     finally:
         _recorded = None
-    addresses = [weight.data_ptr() for weight in weights]
-    for address, weight in zip(addresses, weights[1:], strict=False):
-        if weight.data_ptr() != address:  # a first call may be tried twice
-            _next[address] = weakref.ref(weight)
+    _next.clear()
+    for weight, other in pairwise(weights):
+        if other.data_ptr() != weight.data_ptr():  # a first call may be tried twice
+            _next[weight.data_ptr()] = weakref.ref(other)
+
+
+def known() -> int:
+    """The number of weights of which it is known which one follows."""
+    return len(_next)
 
 
 def after(weight: Tensor) -> Tensor | None:
