@@ -2,12 +2,14 @@
 
 A step is every layer of Llama-3.1-8B's shape with random weights, and the head. The floor reads every weight once at
 the rate of a large copy. The same step with a kernel for the rotation and another one for the write of keys and values
-is captured too, and so are steps with other launch constants of the products; replays take turns.
+is captured too, and so are steps whose products ask for nothing of the next weight, and with other launch constants;
+replays take turns. ``same bits``: whether the logits are those of the step as it is.
 
     python benchmarks/decode_step.py [--layers N] [--formats bfloat16,fp8] [--context 1024] [--rounds 15]
-        [--constants] [--json FILE]
+        [--constants] [--ahead] [--json FILE]
 
-Needs a GPU, and this package. ``--constants``: the other constants, too.
+Needs a GPU, and this package. ``--constants``: other constants of the products, too. ``--ahead``: other amounts that
+are asked for, by other programs, before they multiply.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ import triton
 from shapes import SHAPES
 from torch import Tensor
 
+from fl_dispatch import following
 from fl_dispatch.backends.triton.impl import (
     activation,
+    ahead,
     attention,
     cache,
     joined,
@@ -45,7 +49,7 @@ from fl_dispatch.evidence.rates import Yardstick
 from fl_dispatch.evidence.timing import Clock
 
 SHAPE = "llama-3.1-8b"
-AS_IT_IS, APART = "as it is", "rotation and write apart"
+AS_IT_IS, APART, NOTHING = "as it is", "rotation and write apart", "nothing asked for"
 FP8, BLOCK_SIZE = "float8_e4m3fn", 16
 EPSILON = 1e-5
 REPLAYS = 20
@@ -64,12 +68,24 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
     ),
 }
 """Quantized or not → launch constants of products of one row."""
+ALL, MIB = 1 << 20, 1 << 20
+AHEAD: tuple[Mapping[str, int], ...] = (
+    *({"BYTES": size * MIB} for size in (4, 8, 16, 24)),
+    *({"BYTES": size * MIB, "EARLY": True} for size in (8, 16)),
+    *({"BYTES": size * MIB, "ASKING": ALL} for size in (8, 16)),
+    *({"BYTES": 16 * MIB, "ASKING": asking} for asking in (1, 2, 8)),
+    {"BYTES": 8 * MIB, "after_qkv": 24 * MIB},
+)
+"""Constants of ``ahead``, and bytes that the first product of a layer asks for."""
 
 Patches = tuple[tuple[Any, str, Any], ...]
 
 
 class Step:
-    """Weights of a model, and a step of it; ``at_once``: one kernel rotates and writes.
+    """Weights of a model, and a step of it.
+
+    ``at_once``: one kernel rotates and writes. ``after_qkv``: bytes that the product before attention asks for, where
+    it is not as much as others do.
 
     Args:
         shape: as in ``shapes.py``, of a dense model.
@@ -77,6 +93,7 @@ class Step:
     """
 
     at_once = True
+    after_qkv = 0
 
     def __init__(self, shape: Mapping[str, Any], layers: int, context: int, quantized: bool) -> None:
         self.hidden, self.inner = shape["hidden_size"], shape["intermediate_size"]
@@ -135,7 +152,8 @@ class Step:
         x, residual = self.token.clone(), None
         for weights, (first, second), (keys, values) in zip(self.layers, self.norms, self.caches, strict=False):
             residual, argument = self._normalized(x, residual, first)
-            qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
+            with patched(((ahead, "BYTES", self.after_qkv or ahead.BYTES),)):
+                qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
             query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             tables = self.cos, self.sin, self.position
             if self.at_once:
@@ -158,12 +176,16 @@ class Step:
         return linear.linear(found[0] if isinstance(found, tuple) else found, self.head)
 
 
-def ways(quantized: bool, constants: bool) -> dict[str, Patches]:
+def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     """Names of ways to launch a step, and what is patched for each."""
-    found: dict[str, Patches] = {AS_IT_IS: (), APART: ((Step, "at_once", False),)}
-    for values in CONSTANTS[quantized] if constants else ():
-        label = ", ".join(f"{name} {value}" for name, value in values.items())
-        found[label] = tuple((scaled if quantized else linear, name, value) for name, value in values.items())
+    found: dict[str, Patches] = {AS_IT_IS: (), APART: ((Step, "at_once", False),), NOTHING: ((ahead, "BYTES", 0),)}
+    products = scaled if quantized else linear
+    for target, each in ((products, CONSTANTS[quantized] if constants else ()), (ahead, AHEAD if amounts else ())):
+        for values in each:
+            label = ", ".join(f"{name} {value}" for name, value in values.items())
+            found[label] = tuple(
+                (target if hasattr(target, name) else Step, name, value) for name, value in values.items()
+            )
     return found
 
 
@@ -175,21 +197,23 @@ def patched(patches: Patches) -> Iterator[None]:
         yield
 
 
-def captured(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """A graph of a step."""
+def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a step, and where it writes the logits."""
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        logits = step()
+    return graph, logits
+
+
+def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> tuple[dict[str, list[float]], dict[str, bool]]:
+    """Microseconds of a step in each way, by round; whether its logits are those of the first way."""
+    with following.recorded():
         step()
-    return graph
-
-
-def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a step in each way, by round."""
-    graphs = {}
+    graphs, logits = {}, {}
     for name, patches in chosen.items():
         with patched(patches):
-            graphs[name] = captured(step)
+            graphs[name], logits[name] = captured(step)
         print(f"captured: {name}", flush=True)
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(rounds):
@@ -203,7 +227,7 @@ def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> dict[str,
             end.record()
             torch.cuda.synchronize()
             times[name].append(begin.elapsed_time(end) / REPLAYS * 1e3)
-    return times
+    return times, {name: torch.equal(found, logits[AS_IT_IS]) for name, found in logits.items()}
 
 
 def main() -> None:
@@ -213,6 +237,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--constants", action="store_true")
+    parser.add_argument("--ahead", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     shape = SHAPES[SHAPE].config
@@ -225,7 +250,8 @@ def main() -> None:
     for name in options.formats:
         step = Step(shape, layers, options.context, name == "fp8")
         floor = step.bytes_of_weights() / rate * 1e6
-        times = compare(step, ways(step.quantized, options.constants), options.rounds)
+        chosen = ways(step.quantized, options.constants, options.ahead)
+        times, same = compare(step, chosen, options.rounds)
         del step
         torch.cuda.empty_cache()
         first = times[AS_IT_IS]
@@ -234,10 +260,12 @@ def main() -> None:
             ratios = [one / other for one, other in zip(first, found, strict=True)]
             low, high = interval(ratios)
             median, faster = statistics.median(found), statistics.median(ratios)
-            rows.append([way, f"{median:.0f}", f"{floor / median:.3f}", f"{faster:.3f} [{low:.3f}, {high:.3f}]"])
+            rows.append(
+                [way, f"{median:.0f}", f"{floor / median:.3f}", f"{faster:.3f} [{low:.3f}, {high:.3f}]", same[way]]
+            )
         title = f"{name}, {layers} layers; reading the weights at {rate / 1e12:.2f} TB/s takes {floor:.0f} us"
-        print_table(title, ["way", "us", "floor / time", "times as fast"], rows)
-        result["steps"][name] = {"floor_us": floor, "times_us": times}
+        print_table(title, ["way", "us", "floor / time", "times as fast", "same bits"], rows)
+        result["steps"][name] = {"floor_us": floor, "times_us": times, "same_bits": same}
         if options.json:
             options.json.write_text(json.dumps(result, indent=1))
 

@@ -4,8 +4,9 @@ The model has the shape of ``serve_vllm.py`` and random weights in a quantized f
 engines, its turns and its comparison are that benchmark's. ``vanilla_*`` chooses its own kernels for the format;
 ``ours`` takes the Triton kernels of this project for quantized rows and products, ``vendor`` the vendor's where they
 run, and both the shipped choices for everything else; ``shipped`` takes those for all; ``apart`` does too, but
-quantizes the results of norms and gated activations by kernels of their own, as ``ours`` and ``vendor`` do; ``bf16`` is
-the plugin with weights that are not quantized.
+quantizes the results of norms and gated activations by kernels of their own, as ``ours`` and ``vendor`` do;
+``no_prefetch`` does too, but its products of one row ask for nothing of the next weight, and its prompts are read by
+other kernels of attention; ``bf16`` is the plugin with weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
         [--quick] [--json FILE] [--profile FILE] [--logs FOLDER]
@@ -26,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_vllm import NAMED, VANILLA, WORKLOADS, Cell, compare, measure, table
+from serve_vllm import NAMED, NO_PREFETCH, VANILLA, WORKLOADS, Cell, compare, measure, table
 from shapes import SHAPES, Shape
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -63,6 +64,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "ours": Cell(_chosen("impl:default.triton"), change=change),
         "vendor": Cell(_chosen("vendor"), change=change),
         "shipped": Cell({}, change=change),
+        "no_prefetch": Cell(NO_PREFETCH, change=change),
         "apart": Cell({}, {"compilation_config": {"pass_config": APART}}, change),
         "bf16": Cell({}, {"model": str(unquantized)}),
     }

@@ -15,9 +15,17 @@ from torch import Tensor
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch.cli import small_model
-from fl_dispatch.cli.half_precision import LARGEST, MEAN
 from quantized_checkpoints import CACHE_SCALES, CACHE_SCHEME, SCHEMES, Scheme
-from quantized_network import Computed, computed, distance, network, scores, with_fp8_cache, with_int8_cache
+from quantized_network import (
+    Computed,
+    computed,
+    distance,
+    is_as_near,
+    network,
+    scores,
+    with_fp8_cache,
+    with_int8_cache,
+)
 
 OPERATORS = ("kv_cache_write", "paged_attention")
 ONES = ((1.0, 1.0),) * len(CACHE_SCALES)
@@ -76,12 +84,9 @@ class Cache:
         It must also be nearer to it than to the network that rounds no keys and values; int8 rounds them by about as
         little as bfloat16 does, so it tells nothing there.
         """
-        exact = self.computed(texts).scores
-        theirs, ours = scores(self.right(self.scales, torch.bfloat16), texts), distance(got, exact)
-        mean = (got - exact).abs().mean() <= MEAN * (theirs - exact).abs().mean()
-        largest = ours <= LARGEST * distance(theirs, exact)
-        told_apart = self.int8 or ours < distance(got, scores(network(self.scheme), texts))
-        return bool(mean) and largest and told_apart
+        exact, half = self.computed(texts).scores, scores(self.right(self.scales, torch.bfloat16), texts)
+        told_apart = self.int8 or distance(got, exact) < distance(got, scores(network(self.scheme), texts))
+        return is_as_near(got, exact, half) and told_apart
 
 
 PLAIN = Cache()

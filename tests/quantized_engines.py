@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_dispatch.cli import small_model
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from quantized_checkpoints import SCHEMES, Scheme
-from quantized_network import Comparison
+from quantized_network import UNIT, Comparison
 from running import MAX_TOKENS, PROMPTS
 
 FAMILIES = (
@@ -58,10 +58,18 @@ def divisible(folder: Path) -> Path:
 
 
 def comparisons(
-    answered: Callable[[Run], tuple[Sequence[Sequence[int]], Tensor]], model: Path = small_model.CHECKPOINT
+    answered: Callable[[Run], tuple[Sequence[Sequence[int]], Tensor]],
+    model: Path = small_model.CHECKPOINT,
+    unit: float = UNIT,
 ) -> Callable[[Run], Comparison]:
-    """Each run beside the network that its checkpoint of a model stands for; ``answered``: its texts and scores."""
-    return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model))
+    """Each run beside the network that its checkpoint of a model stands for.
+
+    Args:
+        answered: its texts and scores.
+        model: the checkpoint, not quantized.
+        unit: the rounding of a sum on its device.
+    """
+    return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model, unit))
 
 
 class Rules:

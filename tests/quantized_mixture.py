@@ -59,13 +59,20 @@ LATENT: Mapping[str, Any] = {
     "head_dim": 64,
 }
 """Sizes of a DeepSeek-V3 that two ranks divide into whole blocks of 128."""
+DEEPSEEK_HEADS: Mapping[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "qk_head_dim": 192,
+}
+"""Sizes of the heads of DeepSeek-V3 itself, for which some kernels are made."""
 LATENT_LAYERS, LATENT_PRODUCTS = 3, 3 * 6
 """Its layers, all but one of which have experts, and its products, merged as hosts do."""
 
 
-def latent(folder: Path) -> Path:
-    """Write a checkpoint with latent attention, experts and a shared expert, not quantized."""
-    return build_checkpoint("deepseek_v3", folder, **LATENT)
+def latent(folder: Path, **sizes: Any) -> Path:
+    """Write a checkpoint with latent attention, experts and a shared expert, not quantized; ``sizes``: other ones."""
+    return build_checkpoint("deepseek_v3", folder, **{**LATENT, **sizes})
 
 
 def operator(scheme: Scheme) -> str:

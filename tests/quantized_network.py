@@ -25,6 +25,7 @@ from transformers import DynamicCache
 
 import scoring
 from fl_dispatch.cli import small_model
+from fl_dispatch.cli.half_precision import LARGEST, MEAN
 from fl_dispatch.evidence.perplexity import TOLERANCE, perplexity
 from quantized_checkpoints import Scheme, is_product, nearest
 from running import MAX_TOKENS, reference_network
@@ -49,7 +50,8 @@ class _Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, chosen = self.gate(x)
-        every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights).view(*x.shape[:-1], -1)
+        every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights.to(x.dtype))
+        every = every.view(*x.shape[:-1], -1)
         mixed = sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts))
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
@@ -175,12 +177,12 @@ def _read_by_prompts(attention: Any, change: Any) -> None:
     attention.forward = both
 
 
-def _adds_rounding(generator: torch.Generator) -> Any:
+def _adds_rounding(generator: torch.Generator, unit: float) -> Any:
     """A hook that moves the products of all rows of a batch but the first."""
 
     def hook(module: Any, given: tuple[Tensor], result: Tensor) -> Tensor:
         (x,) = given
-        size = functional.linear(x[1:].abs(), module.weight.abs()) * (x.shape[-1] ** 0.5 * UNIT)
+        size = functional.linear(x[1:].abs(), module.weight.abs()) * (x.shape[-1] ** 0.5 * unit)
         moved = result[1:] + size * torch.randn(size.shape, generator=generator)
         return torch.cat((result[:1], moved))
 
@@ -210,11 +212,11 @@ class Computed:
         return float(behind.max()) <= 2 * self.largest
 
 
-def computed(made: Any, texts: Sequence[Sequence[int]]) -> Computed:
-    """The network's answers for texts, each token given those before it."""
+def computed(made: Any, texts: Sequence[Sequence[int]], unit: float = UNIT) -> Computed:
+    """The network's answers for texts, each token given those before it; ``unit``: of a sum's rounding."""
     generator = torch.Generator().manual_seed(0)
     for _, module in _products(made):
-        module.register_forward_hook(_adds_rounding(generator))
+        module.register_forward_hook(_adds_rounding(generator, unit))
     scores, best = _scores(made, texts, 1 + DRAWS)
     moved = scores[1:] - scores[0]
     sizes = moved.square().mean(1).sqrt()
@@ -230,6 +232,12 @@ def scores(made: Any, texts: Sequence[Sequence[int]]) -> Tensor:
 def distance(scores: Tensor, others: Tensor) -> float:
     """The root mean square of their differences."""
     return float((scores - others).square().mean().sqrt())
+
+
+def is_as_near(got: Tensor, exact: Tensor, half: Tensor) -> bool:
+    """Whether log-probabilities are about as near to those of float32 as Hugging Face's in a half type, ``half``."""
+    mean = (got - exact).abs().mean() <= MEAN * (half - exact).abs().mean()
+    return bool(mean) and distance(got, exact) <= LARGEST * distance(half, exact)
 
 
 def _scores(made: Any, texts: Sequence[Sequence[int]], copies: int) -> tuple[Tensor, Tensor]:
@@ -266,9 +274,10 @@ class Comparison:
         scheme: Scheme,
         ranks: int,
         model: Path = small_model.CHECKPOINT,
+        unit: float = UNIT,
     ) -> Comparison:
         """From an engine's texts, and its log-probabilities of every token after the first of each."""
-        right = computed(network(scheme, ranks, model=model), texts)
+        right = computed(network(scheme, ranks, model=model), texts, unit)
         return cls(right, distance(got, right.scores), distance(got, scores(network(None, model=model), texts)))
 
     @property

@@ -83,6 +83,7 @@ ON_OTHER_VERSIONS = (
     "runner_kernels",
     "quantized",
     "quantized_experts",
+    "quantized_latent",
     "quantized_cache",
     "quantized_layers",
     "expert_methods",

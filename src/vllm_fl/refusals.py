@@ -15,6 +15,7 @@ from fl_dispatch.settings import get_settings
 
 from . import compile, config, delta_net, invariance, kv_layout, quantization, short_conv, state_space, states
 from .compat import model_runner, models, p2p, versions
+from .host import HOST
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -235,7 +236,7 @@ def _quantization_features(model: ModelConfig, device: DeviceSpec) -> list[tuple
         return []
     name = quantization.SERVED[model.quantization]
     return [
-        (model.use_mla and device.accelerator, f"latent attention quantized by '{name}'"),
+        (model.use_mla and HOST.name not in device.quantized_latent, f"latent attention quantized by '{name}'"),
         (model.is_moe and device.accelerator and _experts_wait(), f"experts quantized by '{name}'"),
         (_has_states(model), f"{STATES} quantized by '{name}'"),
         (model.model_arch_config.quantization_config is None, f"'{name}' for a checkpoint that is not quantized"),

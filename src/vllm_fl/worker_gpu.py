@@ -9,6 +9,7 @@ ends the start.
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -20,11 +21,12 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from fl_dispatch import following
 from fl_dispatch.devices import DeviceSpec, detect_device
 from fl_dispatch.hosting import aten
 from fl_dispatch.logger_manager import get_logger
 
-from . import compile, warm_up
+from . import compile, config, warm_up
 from .compat import determinism, device_memory, library, streams
 from .worker import WorkerFL
 
@@ -78,7 +80,14 @@ class GPUWorkerFL(WorkerFL):
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, as vLLM measures them; compiles the model."""
         with compile.uncompiled(self.fl_models()):
-            for tokens in warm_up.token_counts(self.vllm_config):
+            single, *others = warm_up.token_counts(self.vllm_config)
+            # Experts read so many weights that nothing of what the product before them asked for would be left.
+            with nullcontext() if config.has_experts(self.vllm_config) else following.recorded():
+                self._run_batch_without_cache(single)
+            if following.known():
+                logger.info("%d products know the weight that the next one reads", following.known())
+                others.append(single)  # now they ask for it, in kernels that are compiled before a graph holds them
+            for tokens in others:
                 self._run_batch_without_cache(tokens)
         self._compare_ranks()
         captured = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE

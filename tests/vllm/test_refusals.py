@@ -579,10 +579,15 @@ def test_quantized_experts_are_refused_on_accelerators(configure: Callable[..., 
         refusals.refuse_unsupported(vllm_config, CUDA)
 
 
-def test_quantized_latent_attention_is_refused_on_an_accelerator(configure: Callable[..., Any]) -> None:
+def test_quantized_latent_attention_is_refused_where_nobody_ran_it(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     vllm_config = configure("deepseek_v2")
-    vllm_config.model_config.quantization = "fp8"
-    with pytest.raises(ValueError, match="latent attention quantized by 'fp8' on cuda yet"):
+    vllm_config.model_config.quantization = "auto_gptq"
+    with pytest.raises(ValueError, match="latent attention quantized by 'gptq' on ascend yet"):
+        refusals.refuse_unsupported(vllm_config, ASCEND)
+    monkeypatch.setattr(refusals, "without_graphs", lambda operators: [])  # kernels come first, as on a GPU
+    with pytest.raises(ValueError, match="'gptq' for a checkpoint that is not quantized on cuda yet"):
         refusals.refuse_unsupported(vllm_config, CUDA)
 
 

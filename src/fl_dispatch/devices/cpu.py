@@ -79,6 +79,7 @@ CPU = DeviceSpec(
     float64=True,
     float8=True,
     quantized=("vLLM", "SGLang"),
+    quantized_latent=("vLLM",),
     flagcx_stream=lambda: None,
     triton=False,
     inductor=CPP,

@@ -83,6 +83,7 @@ CUDA = DeviceSpec(
     forks=True,
     float8=True,
     quantized=("vLLM", "SGLang"),
+    quantized_latent=("vLLM",),
     float64=True,
     pin_memory=True,
     inductor=TRITON,

@@ -63,6 +63,7 @@ class DeviceSpec:
         float64: whether it computes in float64.
         float8: whether PyTorch has float8_e4m3fn on it; such weights and caches are refused elsewhere.
         quantized: hosts whose plugin serves quantized checkpoints on it.
+        quantized_latent: those of them that serve models with latent attention from such checkpoints, too.
         pin_memory: whether pinned host memory helps.
         dist_backend: the ``torch.distributed`` backend of its collectives.
         flagcx_stream: the handle of the current stream in the device's own runtime, such as an ``aclrtStream``, which
@@ -132,6 +133,7 @@ class DeviceSpec:
     float64: bool = False
     float8: bool = False
     quantized: tuple[str, ...] = ()
+    quantized_latent: tuple[str, ...] = ()
     pin_memory: bool = False
     flagcx_stream: Callable[[], int | None] | None = None
     triton: bool = True

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fl_dispatch.ops.declaration import HALF_TYPES
 
+from .ahead import after, ask
 from .launch import Launcher, fitting, power_of_two, shared_memory
 
 COLUMNS = 4
@@ -39,6 +40,10 @@ def _row(
     weight,
     bias,
     out,
+    next_weight,
+    SIZE,
+    SLICE,
+    FIRST,
     inner,
     columns,
     WEIGHT_ROW,
@@ -46,7 +51,12 @@ def _row(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ASKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    """``SIZE`` to ``FIRST``, ``ASKS``, ``EARLY``: see :mod:`.ahead`."""
+    if ASKS and EARLY:
+        ask(next_weight, SIZE, SLICE, FIRST)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1)
     element = tl.arange(0, BLOCK)
@@ -65,6 +75,8 @@ def _row(
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+    if ASKS and not EARLY:
+        ask(next_weight, SIZE, SLICE, FIRST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -148,10 +160,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if single:
         at_once = COLUMNS if columns >= COLUMNS * ENOUGH else 1
         block = fitting(inner, AT_ONCE // x.element_size())
+        programs = -(-columns // at_once)
+        upcoming, where, when = after(weight, programs)
         _launch_row(
-            (-(-columns // at_once), 1, 1),
-            tensors,
-            (inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once),
+            (programs, 1, 1),
+            (*tensors, upcoming),
+            (*where, inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once, *when),
         )
         return out
     if x.dim() != 2:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fl_dispatch.errors import NotSupported
 
+from .ahead import after, ask
 from .launch import Launcher, compiles, fitting, power_of_two, processors, shared_memory, stages_that_fit
 
 FEW_ROWS = 16
@@ -69,6 +70,10 @@ def _row(
     weight_scale,
     bias,
     out,
+    next_weight,
+    SIZE,
+    SLICE,
+    FIRST,
     inner,
     columns,
     WEIGHT_ROW,
@@ -81,11 +86,15 @@ def _row(
     UNIT: tl.constexpr,
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ASKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
 
-    ``UNIT`` elements are multiplied before a scale is.
+    ``UNIT`` elements are multiplied before a scale is. ``SIZE`` to ``FIRST``, ``ASKS``, ``EARLY``: see :mod:`.ahead`.
     """
+    if ASKS and EARLY:
+        ask(next_weight, SIZE, SLICE, FIRST)
     UNITS: tl.constexpr = INNER // UNIT
     first = tl.program_id(0) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
@@ -117,6 +126,8 @@ def _row(
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+    if ASKS and not EARLY:
+        ask(next_weight, SIZE, SLICE, FIRST)
 
 
 @triton.jit
@@ -352,17 +363,13 @@ def scaled_linear(
     if rows == 1:
         at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
         block = fitting(inner, ROW_INNER)
+        programs = -(-columns // at_once)
+        upcoming, where, when = after(weight, programs)
         numbers: tuple[Any, ...] = (
-            inner,
-            columns,
-            weight.stride(0),
-            *scales,
-            inner % block == 0,
-            min(UNIT, block),
-            block,
-            at_once,
-        )
-        _launch_row((-(-columns // at_once), 1, 1), tensors, numbers)
+            *where, inner, columns, weight.stride(0), *scales, inner % block == 0, min(UNIT, block), block, at_once,
+            *when,
+        )  # fmt: skip
+        _launch_row((programs, 1, 1), (*tensors, upcoming), numbers)
         return out
     tile = _tile(rows, columns, x.device, block_size)
     at_once = min(tile.inner, block_size or tile.inner)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 
+from .ahead import after, ask
 from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
@@ -44,6 +45,10 @@ def _row(
     zero,
     bias,
     out,
+    next_weight,
+    SIZE,
+    SLICE,
+    FIRST,
     stored,
     columns,
     WEIGHT_ROW,
@@ -55,8 +60,15 @@ def _row(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ASKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it."""
+    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it.
+
+    ``SIZE`` to ``FIRST``, ``ASKS``, ``EARLY``: see :mod:`.ahead`.
+    """
+    if ASKS and EARLY:
+        ask(next_weight, SIZE, SLICE, FIRST)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
     UNITS: tl.constexpr = BLOCK * PACKED // UNIT
@@ -86,6 +98,8 @@ def _row(
     if HAS_BIAS:
         y += tl.load(bias + tl.minimum(column, columns - 1)).to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+    if ASKS and not EARLY:
+        ask(next_weight, SIZE, SLICE, FIRST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -269,12 +283,14 @@ def weight_only_linear(
         at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_STORED, power_of_two(stored))
         group = stored * packed // groups
         unit = min(UNIT, divisor(group), block * packed)
+        programs = -(-columns // at_once)
+        upcoming, where, when = after(weight, programs)
         _launch_row(
-            (-(-columns // at_once), 1, 1),
-            tensors,
+            (programs, 1, 1),
+            (*tensors, upcoming),
             (
-                stored, columns, weight.stride(0), group, groups, zero is not None, bias is not None, packed, unit,
-                block, at_once,
+                *where, stored, columns, weight.stride(0), group, groups, zero is not None, bias is not None, packed,
+                unit, block, at_once, *when,
             ),
         )  # fmt: skip
         return out

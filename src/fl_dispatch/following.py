@@ -1,0 +1,54 @@
+"""Which weight a step multiplies with after another one, so that a kernel can ask for it in time.
+
+A host records one eager step, after it has loaded a model. Products of one row say which weight they have, and learn
+which one follows. That is a hint: no result depends on it.
+
+Only weights of the recorded step follow others, so what a product asks for is multiplied with a moment later, by the
+same step. A graph keeps the address, as it keeps that of its own products' weights: it is as long valid as they are.
+So whoever moves weights has to capture graphs anew in any case; vLLM's sleep mode maps memory at the same addresses
+before a step runs, and new weights are written into the old ones' memory. Outside graphs the tensor is asked for its
+address in every call, and one that is gone is not found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+from torch import Tensor
+
+_next: dict[int, weakref.ref[Tensor]] = {}
+"""A weight's address → the weight that follows."""
+_recorded: list[Tensor] | None = None
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Run a step whose order of weights is known afterwards, in place of any that was recorded before."""
+    global _recorded
+    weights: list[Tensor] = []
+    _recorded = weights
+    try:
+        yield
+    finally:
+        _recorded = None
+    _next.clear()
+    for weight, other in pairwise(weights):
+        if other.data_ptr() != weight.data_ptr():  # a first call may be tried twice
+            _next[weight.data_ptr()] = weakref.ref(other)
+
+
+def known() -> int:
+    """The number of weights of which it is known which one follows."""
+    return len(_next)
+
+
+def after(weight: Tensor) -> Tensor | None:
+    """The weight that follows, if it is known and still there; called for each product of one row."""
+    if _recorded is not None:
+        _recorded.append(weight)
+        return None
+    found = _next.get(weight.data_ptr())
+    return None if found is None else found()

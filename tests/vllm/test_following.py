@@ -1,0 +1,61 @@
+"""The order of a model's products: a start records it, in one eager step of one token, before kernels are compiled."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import start_features
+from vllm.v1.worker.gpu_worker import Worker
+
+from fl_dispatch import following
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from vllm_fl import compile, config, warm_up, worker_gpu
+
+EXTENSION = {"worker_extension_cls": "worker_extension.TrainerExtension", "enforce_eager": True}
+NOTING = {"VLLM_FL_PLUGIN_MODULES": "noting_plugin", "VLLM_FL_PER_OP": "linear=vendor:noting"}
+PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_order_is_that_of_the_products_in_a_forward(family: str, tmp_path: Path) -> None:
+    model = build_checkpoint(family, tmp_path / "model")
+    steps = [{"do": "rpc", "method": "record_step", "args": []}]
+    (run,) = start_features((model, steps, EXTENSION), **NOTING).result()["runs"]
+    ((order,),) = run["steps"]
+    layers = len(order) // 4
+    assert layers > 1
+    assert order == [f"model.layers.{layer}.{name}.weight" for layer in range(layers) for name in PRODUCTS]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
+    experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with experts: they read so much that nothing of it would be left."""
+    first, second = torch.zeros(4), torch.zeros(4)
+    batches: list[tuple[int, bool]] = []
+
+    def run(tokens: int) -> None:
+        after = [following.after(weight) for weight in (first, second)]
+        batches.append((tokens, after[0] is second))
+
+    worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=worker_gpu.CUDAGraphMode.NONE)
+    for name, answer in (("fl_models", None), ("_compare_ranks", None)):
+        monkeypatch.setattr(worker, name, lambda answer=answer: answer)
+    monkeypatch.setattr(worker, "_run_batch_without_cache", run)
+    monkeypatch.setattr(compile, "uncompiled", lambda model: nullcontext())
+    monkeypatch.setattr(compile, "is_compiled", lambda config: False)
+    monkeypatch.setattr(config, "has_experts", lambda vllm_config: experts)
+    monkeypatch.setattr(warm_up, "token_counts", lambda vllm_config: [1, 2, 4])
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 7, raising=False)
+    with following.recorded():
+        pass  # forgets what other tests have recorded
+    assert worker.determine_available_memory() == 7
+    expected = [(1, False), (2, False), (4, False)] if experts else [(1, False), (2, True), (4, True), (1, True)]
+    assert batches == expected
