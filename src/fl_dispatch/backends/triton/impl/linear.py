@@ -41,12 +41,12 @@ def _row(
     bias,
     out,
     next_weight,
-    SIZE,
-    SLICE,
-    FIRST,
     inner,
     columns,
     WEIGHT_ROW,
+    SIZE,
+    SLICE,
+    FIRST,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -165,7 +165,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         _launch_row(
             (programs, 1, 1),
             (*tensors, upcoming),
-            (*where, inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once, *when),
+            (inner, columns, weight.stride(0), *where, has_bias, inner % block == 0, block, at_once, *when),
         )
         return out
     if x.dim() != 2:

@@ -71,12 +71,12 @@ def _row(
     bias,
     out,
     next_weight,
-    SIZE,
-    SLICE,
-    FIRST,
     inner,
     columns,
     WEIGHT_ROW,
+    SIZE,
+    SLICE,
+    FIRST,
     SCALES,
     COLUMN_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -366,7 +366,7 @@ def scaled_linear(
         programs = -(-columns // at_once)
         upcoming, where, when = after(weight, programs)
         numbers: tuple[Any, ...] = (
-            *where, inner, columns, weight.stride(0), *scales, inner % block == 0, min(UNIT, block), block, at_once,
+            inner, columns, weight.stride(0), *where, *scales, inner % block == 0, min(UNIT, block), block, at_once,
             *when,
         )  # fmt: skip
         _launch_row((programs, 1, 1), (*tensors, upcoming), numbers)
