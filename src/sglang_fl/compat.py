@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from fl_dispatch.devices.triton import why_unserved
-from fl_dispatch.hosting.checked_host import findings
-from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.hosting import checked_host
 
 from . import own_kernels
 from .config import ATTENTION
@@ -21,17 +20,11 @@ from .host import HOST
 from .host_facts import ADAPTERS, BATCH, DUAL_PRODUCT, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, PROMPT_GRAPHS, RUNNER
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
-logger = get_logger(__name__)
-
 
 @cache
 def warn_of_untested_host() -> None:
     """One WARNING on an SGLang that the tests did not run on, with what does not hold there of what we rely on."""
-    version, tested = host_version(), ", ".join(TESTED_HOSTS)
-    if version not in TESTED_HOSTS:
-        found = findings(HOST.facts, ("sglang",), version)
-        how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
-        logger.warning("SGLang %s is %s (tested: %s): %s", version, how, tested, found)
+    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, SMOKE_TESTED_HOSTS)
 
 
 def _supports_triton(original: Any, backend: str) -> bool:

@@ -149,11 +149,11 @@ class PlatformFL(OlderPlatform, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """The parent's last step before processes start: raises what is wrong, sets defaults, leaves our settings."""
         startup.activate()
-        startup.warn_of_unverified_device()
+        startup.START.warn_of_unverified_device()
         config.apply_defaults(server_args, DEVICE)
         config.refuse_unsupported(server_args, DEVICE)
         config.hand_over()
 
     def init_backend(self) -> None:
         """SGLang's model runner is imported: raise what an entry point found wrong in this process."""
-        startup.raise_stored()
+        startup.START.raise_kept()

@@ -1,49 +1,30 @@
-"""From SGLang's entry points to an active platform: detection, errors kept for later, the hand-over to child processes.
+"""From SGLang's entry points to an active platform, and the settings of a parent process.
 
-SGLang calls both entry points in every process and swallows what they raise. So an error is kept, and raised by
-:func:`activate`, which runs where SGLang does not wrap: in the parent when it completes its server arguments, in a
-scheduler process when it imports the model runner. Both are before a model loads.
+An error that is kept is raised where SGLang does not wrap: in the parent when it completes its server arguments
+(:func:`activate`), in a scheduler process when it imports the model runner. Both are before a model loads.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import cache
-from importlib.metadata import entry_points
 
 from fl_dispatch import ConfigError, get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import handover
-from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.hosting.startup import Startup
 from fl_dispatch.policy import PolicyManager
-from fl_dispatch.settings import get_settings, register_layers, reset_settings
+from fl_dispatch.settings import Settings, register_layers, reset_settings
 
 from . import own_branches
 from .host import HOST
 
-logger = get_logger(__name__)
-
+START = Startup("sglang_fl", HOST, "sglang.srt.platforms")
 PLATFORM = "sglang_fl.platform.PlatformFL"
-PLATFORM_GROUP = "sglang.srt.platforms"
 PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
 """Under SGLang a variable of ours may begin with either; the first is read first."""
 
-_stored: Exception | None = None
-
 register_layers(HOST.name, HOST.layers.names)
-
-
-def _keep(error: Exception) -> None:
-    global _stored
-    if _stored is None:
-        _stored = error
-
-
-def raise_stored() -> None:
-    """Raise what an entry point found wrong."""
-    if _stored is not None:
-        raise _stored.with_traceback(None)
 
 
 @cache
@@ -53,36 +34,22 @@ def detect() -> str | None:
         reset_settings(prefixes=PREFIXES)
         PolicyManager.get_instance().reread_settings()  # a policy that was set in code stays
         handover.adopt()
-        active, reason = _judge()
-        if active:
-            own_branches.leave(detect_device())
+        if not START.decide(_judge):
+            return None
+        own_branches.leave(detect_device())
     except Exception as error:  # SGLang would swallow it: kept, and raised by activate()
-        _keep(error)
+        START.keep(error)
         # Said at once, because SGLang may stop for a reason of its own before activate() runs.
-        logger.error("start-up will stop, because of %s: %s", type(error).__name__, error)
-        return PLATFORM
-    level = logging.INFO if active or not _stepped_aside() else logging.WARNING
-    logger.log(level, "sglang_fl is %s: %s", "active" if active else "not active", reason)
-    return PLATFORM if active else None
+        START.logger.error("start-up will stop, because of %s: %s", type(error).__name__, error)
+    return PLATFORM
 
 
-def _stepped_aside() -> bool:
-    """Whether the device, and not the user, keeps the plugin from running."""
-    return HOST.name in detect_device().left_to_host
+def _judge(settings: Settings) -> tuple[bool, str]:
+    """That it runs, and why.
 
-
-@cache
-def warn_of_unverified_device() -> None:
-    """One WARNING where nobody has verified this machine's device under SGLang."""
-    if reason := detect_device().unverified(HOST.name):
-        logger.warning("%s: compare tokens before you rely on it (docs/chips.md)", reason)
-
-
-def _judge() -> tuple[bool, str]:
-    """Whether to activate, and why."""
-    device, settings = detect_device(), get_settings()
-    if _stepped_aside():
-        return False, f"device '{device.name}' is not served: {device.left_to_host[HOST.name]}"
+    Raises:
+        ConfigError: a variable would have SGLang go around the operators.
+    """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         raise ConfigError(
             "environment variable SGLANG_USE_CPU_ENGINE", None, "selects SGLang's compiled CPU kernels, which "
@@ -94,15 +61,14 @@ def _judge() -> tuple[bool, str]:
             "the place of the operators that sglang_fl chooses; unset it, and choose with SGLANG_FL_PREFER or "
             "SGLANG_FL_PER_OP"
         )  # fmt: skip
-    others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("sglang_fl:")]
-    beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
     state = "" if settings.policy.enabled else "; dispatch is switched off, so operators run their references"
-    return True, f"device '{device.name}' ({device.device_name(0)}){state}{beside}"
+    return True, START.reason(state)
 
 
 def register_hooks() -> None:
     """SGLang's general entry point: registers our hooks unless another platform runs. Never raises."""
-    if detect() is None or _stored is not None:  # SGLang would log the same error again for hooks it cannot apply
+    # After an error SGLang would log the same one again for hooks that it cannot apply.
+    if detect() is None or START.error is not None:
         return
     try:
         from . import compat, hooks
@@ -111,12 +77,12 @@ def register_hooks() -> None:
         hooks.register(compat.all_hooks())
         compat.extend_host()
     except Exception as error:
-        _keep(error)
+        START.keep(error)
 
 
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with settings, plugins and hooks. Idempotent."""
-    raise_stored()
+    START.raise_kept()
     from . import hooks
 
     hooks.refuse_unhooked()

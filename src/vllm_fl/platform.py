@@ -86,7 +86,7 @@ class Dispatching:
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         startup.activate()
         if not config.is_packed(vllm_config):  # else a parent process has said it
-            startup.warn_of_unverified_device()
+            startup.START.warn_of_unverified_device()
         refusals.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE, native=cls.native)
         config.pack_settings(vllm_config)

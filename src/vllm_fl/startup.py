@@ -1,93 +1,56 @@
-"""From vLLM's entry points to an active platform: detection, errors kept for later, the hand-over to child processes.
+"""From vLLM's entry points to an active platform, and the hand-over to child processes.
 
-vLLM calls the platform's entry point in every process, twice when it wins, and swallows what it raises. So detection
-keeps an error instead, and :func:`activate`, which runs where vLLM does not wrap, raises it before a model loads.
+vLLM calls the platform's entry point twice when it wins. :func:`activate`, which runs where vLLM does not wrap, raises
+what detection has kept, before a model loads.
 """
 
 from __future__ import annotations
 
-import logging
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import handover
-from fl_dispatch.logger_manager import get_logger
-from fl_dispatch.settings import get_settings, register_layers
+from fl_dispatch.hosting.startup import Startup
+from fl_dispatch.settings import Settings, get_settings, register_layers
 
 from .compat import detection, model_runner, versions
 from .host import HOST
 
-logger = get_logger(__name__)
-
+START = Startup("vllm_fl", HOST, "vllm.platform_plugins")
 PLATFORM = "vllm_fl.platform.PlatformFL"
 DISPATCHING = "vllm_fl.platform.Dispatching"
-PLATFORM_GROUP = "vllm.platform_plugins"
 CONFIG_KEY = "fl_dispatch"
 """The key under which vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
-
-_stored: Exception | None = None
 
 register_layers(HOST.name, HOST.layers.names)
 
 
+@cache
 def detect() -> str | None:
     """The platform's class path, or ``None`` where vLLM's own platform should run. Never raises."""
-    return _decide()
-
-
-@cache
-def _decide() -> str | None:
-    global _stored
     try:
         detection.declare_variables()
-        active, reason = _judge()
+        if not START.decide(_judge):
+            return None
+        if get_settings().native_platform:
+            return detect_device().native_platforms.get(HOST.name, PLATFORM)
     except Exception as error:  # vLLM would swallow it: kept, and raised by activate()
-        _stored = error
-        active, reason = True, f"start-up will stop, because of {type(error).__name__}: {error}"
-    level = logging.INFO if active or not _stepped_aside() else logging.WARNING
-    logger.log(level, "vllm_fl is %s: %s", "active" if active else "not active", reason)
-    if not active:
-        return None
-    if _stored is None and get_settings().native_platform:
-        return detect_device().native_platforms.get(HOST.name, PLATFORM)
+        START.keep(error)
+        START.logger.info("vllm_fl is active: start-up will stop, because of %s: %s", type(error).__name__, error)
     return PLATFORM
 
 
-def _stepped_aside() -> bool:
-    """Whether the device, and not the user, keeps the plugin from running."""
-    return HOST.name in detect_device().left_to_host
-
-
-def _judge() -> tuple[bool, str]:
+def _judge(settings: Settings) -> tuple[bool, str]:
     """Whether to activate, and why."""
-    device, settings = detect_device(), get_settings()
-    if _stepped_aside():
-        return False, f"device '{device.name}' is not served: {device.left_to_host[HOST.name]}"
-    if not settings.policy.enabled:
-        in_tree = detection.in_tree_platform()
-        if in_tree is not None:
-            return False, f"dispatch is switched off, and vLLM's own platform '{in_tree}' covers this machine"
-        return True, f"dispatch is switched off, but no platform of vLLM's own covers device '{device.name}'"
-    others = [entry.name for entry in entry_points(group=PLATFORM_GROUP) if not entry.value.startswith("vllm_fl:")]
-    beside = f"; also installed, and only one may be active: {', '.join(others)}" if others else ""
-    return True, f"device '{device.name}' ({device.device_name(0)}){beside}"
-
-
-@cache
-def warn_of_unverified_device() -> None:
-    """One WARNING where nobody has verified this machine's device under vLLM."""
-    if reason := detect_device().unverified(HOST.name):
-        logger.warning("%s: compare tokens before you rely on it (docs/chips.md)", reason)
-
-
-def raise_stored() -> None:
-    """Raise what detection found wrong."""
-    if _stored is not None:
-        raise _stored.with_traceback(None)
+    if settings.policy.enabled:
+        return True, START.reason()
+    in_tree = detection.in_tree_platform()
+    if in_tree is not None:
+        return False, f"dispatch is switched off, and vLLM's own platform '{in_tree}' covers this machine"
+    return True, f"dispatch is switched off, but no platform of vLLM's own covers device '{detect_device().name}'"
 
 
 def is_active() -> bool:
@@ -99,8 +62,8 @@ def is_active() -> bool:
 
 def register_ops() -> None:
     """vLLM's general entry point: does nothing unless the platform is ours, and says so if it should be."""
-    wanted = _decide()
-    raise_stored()
+    wanted = detect()
+    START.raise_kept()
     if is_active():
         from . import layers
         from .compat import metrics, p2p, weight_transfer
@@ -113,7 +76,7 @@ def register_ops() -> None:
     elif wanted is not None:
         from vllm.platforms import current_platform
 
-        logger.warning(
+        START.logger.warning(
             "vllm_fl is installed, but vLLM runs %s and no operator is dispatched; VLLM_TARGET_DEVICE=cpu and a "
             "VLLM_PLUGINS without 'fl' have that effect",
             type(current_platform).__name__,
@@ -128,7 +91,7 @@ def _prepare_host() -> None:
 
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
-    raise_stored()
+    START.raise_kept()
     versions.warn_of_untested_host()
     _prepare_host()
     from .attention import register_backend

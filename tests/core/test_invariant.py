@@ -19,8 +19,7 @@ from torch import Tensor
 import invariance
 from fl_dispatch import SelectionPolicy
 from fl_dispatch.backends.reference.impl import invariant
-from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_FORMS, INVARIANT_ID
-from fl_dispatch.backends.triton.register_ops import INVARIANT as INVARIANT_KERNELS
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, INVARIANT_ID, KERNELS
 from fl_dispatch.backends.vendor.cpu.impl import own_attention
 from fl_dispatch.devices.triton import why_unavailable
 from fl_dispatch.selection.decision import select
@@ -29,6 +28,7 @@ from sampling import drawn
 CPU = torch.device("cpu")
 REFERENCES = ("reference.torch", "reference.invariant")
 TRITON = (IMPL_ID, INVARIANT_ID)
+INVARIANT_KERNELS = {(kernel.op_name, kernel.impl_id) for kernel in KERNELS if kernel.invariant}
 CPP = "vendor.cpu.cpp"
 OF_A_MODEL = {*invariance.CASES} - {"layer_norm"}
 """Operators of dense models and of mixtures."""
@@ -44,10 +44,7 @@ def test_whoever_declares_it_is_tested_here() -> None:
     assert {impl.impl_id for impl in ours} <= {*REFERENCES, *TRITON, CPP}
     if not why_unavailable():
         kernels = {(impl.op_name, impl.impl_id) for impl in ours} - {(op, one) for op, one in _of(*REFERENCES, CPP)}
-        assert kernels == {
-            *((op, IMPL_ID) for op in INVARIANT_KERNELS),
-            *((op, INVARIANT_ID) for op in INVARIANT_FORMS),
-        }
+        assert kernels == INVARIANT_KERNELS
 
 
 def _of(*impl_ids: str) -> list[tuple[str, str]]:
@@ -56,7 +53,7 @@ def _of(*impl_ids: str) -> list[tuple[str, str]]:
 
 def test_every_operator_of_a_dense_model_and_of_a_mixture_has_an_invariant_reference() -> None:
     assert {op for op, _ in _of(*REFERENCES)} == {*invariance.CASES}
-    assert {*INVARIANT_KERNELS, *INVARIANT_FORMS} == OF_A_MODEL
+    assert {op for op, _ in INVARIANT_KERNELS} == OF_A_MODEL
 
 
 @each_dtype
@@ -83,7 +80,7 @@ def test_a_kernels_rows_do_not_depend_on_the_batch() -> None:
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert ran.returncode == 0, ran.stderr[-4000:]
     found: dict[str, list[str]] = json.loads(ran.stdout.splitlines()[-1])
-    assert len(found) == len(types) * len({*INVARIANT_KERNELS, *INVARIANT_FORMS})
+    assert len(found) == len(types) * len(INVARIANT_KERNELS)
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 

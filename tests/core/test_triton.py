@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.register_ops import IMPL_ID, IMPLEMENTED, PRIORITY
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, KERNELS, PRIORITY
 from fl_dispatch.devices import CPU
 from fl_dispatch.devices.triton import why_unavailable
 
@@ -490,8 +490,8 @@ def test_fp8_is_left_to_others_where_it_does_not_compile() -> None:
 def test_every_kernel_is_registered_below_flaggems_whether_or_not_it_can_run() -> None:
     manager = get_default_manager()
     manager.ensure_initialized()
-    for name in IMPLEMENTED:
-        found = manager.registry.get_implementation(name, IMPL_ID)
+    for kernel in KERNELS:
+        found = manager.registry.get_implementation(kernel.op_name, kernel.impl_id)
         assert found is not None
         assert found.priority == PRIORITY < 150
 

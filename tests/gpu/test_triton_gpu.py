@@ -16,17 +16,18 @@ pytest.importorskip("triton")
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.backends.triton.impl import activation, attention, hopper, launch, mla
-from fl_dispatch.backends.triton.register_ops import IMPLEMENTED, NOT_TRACED
-from fl_dispatch.backends.triton.triton import TritonBackend
+from fl_dispatch.backends.triton.register_ops import IMPL_ID, KERNELS
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+OURS = {kernel.op_name: kernel.traced for kernel in KERNELS if kernel.impl_id == IMPL_ID}
+"""Operator → whether Dynamo traces its kernel."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", IMPLEMENTED)
+@pytest.mark.parametrize("name", OURS)
 def test_a_kernel_is_right(name: str, dtype: torch.dtype) -> None:
     manager = get_default_manager()
     (impl,) = implementations(manager, [name], ["default.triton"])
@@ -55,12 +56,11 @@ def test_the_short_launch_is_taken_where_it_is_tested() -> None:
     assert activation._launch._short == launch._short_way()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in IMPLEMENTED if name not in NOT_TRACED and name != "rotary_embedding"]
-)
+@pytest.mark.parametrize("name", [name for name in OURS if OURS[name] and name != "rotary_embedding"])
 def test_dynamo_traces_a_kernel_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
-    fn: Any = getattr(TritonBackend(), name)
+    (impl,) = implementations(get_default_manager(), [name], ["default.triton"])
+    fn: Any = impl.fn
     (first, *_) = OPERATORS[name].samples(torch.bfloat16, CUDA, torch.Generator().manual_seed(0))
     compiled, eager = torch.compile(fn, fullgraph=True)(*first.args), fn(*first.args)
     torch.testing.assert_close(compiled, eager, rtol=0, atol=0)

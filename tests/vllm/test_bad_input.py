@@ -28,7 +28,7 @@ for name, variables in json.loads(sys.argv[1]).items():
         os.environ.update(variables)
         try:
             assert vllm_fl.register_platform() == vllm_fl.register_platform() == startup.PLATFORM
-            startup.raise_stored()
+            startup.START.raise_kept()
             startup.activate()
         except BaseException:
             traceback.print_exc()

@@ -13,6 +13,7 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.utils import system_utils
 
 from fl_dispatch import devices
+from fl_dispatch.hosting import startup as hosting
 from vllm_fl import compile, config, startup
 from vllm_fl.compat import streams
 
@@ -162,11 +163,10 @@ def test_inductor_where_it_writes_nothing_is_refused() -> None:
 
 
 def test_one_warning_says_that_nobody_verified_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    startup.warn_of_unverified_device.cache_clear()
-    monkeypatch.setattr(startup, "detect_device", lambda: replace(NIMBUS, verified={"SGLang": "served on a Nimbus X2"}))
+    start = replace(startup.START, warned=False)
+    monkeypatch.setattr(hosting, "detect_device", lambda: replace(NIMBUS, verified={"SGLang": "served on a Nimbus X2"}))
     for _ in range(2):
-        startup.warn_of_unverified_device()
-    startup.warn_of_unverified_device.cache_clear()
+        start.warn_of_unverified_device()
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith(
         "device 'nimbus' was never verified under vLLM (under SGLang served on a Nimbus X2): compare"

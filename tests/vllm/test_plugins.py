@@ -12,6 +12,7 @@ import pytest
 from engines import Finished, Runs, background, python, start
 
 from fl_dispatch.devices import CPU
+from fl_dispatch.hosting import startup as hosting
 from vllm_fl import startup
 from vllm_fl.compat import detection
 
@@ -113,16 +114,16 @@ def test_where_it_steps_aside_it_says_so_and_its_variables_are_known(
     from vllm import envs
 
     left = replace(CPU, name="nimbus", left_to_host={"vLLM": "it has no graphs, so vLLM's own platform runs"})
-    monkeypatch.setattr(startup, "detect_device", lambda: left)
+    monkeypatch.setattr(hosting, "detect_device", lambda: left)
     monkeypatch.setattr(envs, "environment_variables", {})
-    startup._decide.cache_clear()
+    startup.detect.cache_clear()
     try:
         assert startup.detect() is None
         said = "vllm_fl is not active: device 'nimbus' is not served: it has no graphs, so vLLM's own platform runs"
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [said]
         assert "VLLM_FL_PREFER" in envs.environment_variables
     finally:
-        startup._decide.cache_clear()
+        startup.detect.cache_clear()
 
 
 def test_switched_off_it_leaves_a_machine_to_vllm_that_vllm_covers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +131,6 @@ def test_switched_off_it_leaves_a_machine_to_vllm_that_vllm_covers(monkeypatch: 
     from fl_dispatch.settings import get_settings
 
     off = replace(get_settings(), policy=SelectionPolicy(enabled=False))
-    monkeypatch.setattr(startup, "get_settings", lambda: off)
     for in_tree, active in (("cpu", False), (None, True)):
         monkeypatch.setattr(detection, "in_tree_platform", lambda found=in_tree: found)
-        assert startup._judge()[0] is active
+        assert startup._judge(off)[0] is active

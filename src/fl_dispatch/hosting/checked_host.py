@@ -16,10 +16,26 @@ from ..errors import DispatchError
 from ..logger_manager import get_logger
 from ..version import __version__
 from .host_facts import HostFact, check
+from .host_layers import Host
 from .host_source import SourceTree
 from .private_file import write_private
 
 logger = get_logger(__name__)
+
+
+def warn_if_untested(host: Host, version: str, tested: Sequence[str], smoke_tested: Sequence[str], *also: str) -> None:
+    """One WARNING on a host that not all tests ran on, with what does not hold there of what we rely on.
+
+    Args:
+        host: the host.
+        version: its version.
+        tested, smoke_tested: versions that all tests ran on, and some.
+        also: packages beside the host's own that facts are about.
+    """
+    if version not in tested:
+        how = "only smoke-tested" if version in smoke_tested else "not a tested version"
+        found = findings(host.facts, (host.package, *also), version)
+        logger.warning("%s %s is %s (tested: %s): %s", host.name, version, how, ", ".join(tested), found)
 
 
 def findings(facts: Iterable[HostFact], packages: Sequence[str], version: str) -> str:

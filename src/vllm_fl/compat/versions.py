@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from fl_dispatch.hosting.checked_host import findings
-from fl_dispatch.logger_manager import get_logger
+from fl_dispatch.hosting import checked_host
 
 from ..host import HOST
-
-logger = get_logger(__name__)
 
 
 def host_version() -> str:
@@ -41,11 +38,7 @@ JOINING_HOSTS = TESTED_HOSTS
 @cache
 def warn_of_untested_host() -> None:
     """One WARNING on a vLLM that not all tests ran on, with what does not hold there of what we rely on."""
-    version, tested = host_version(), ", ".join(TESTED_HOSTS)
-    if version not in TESTED_HOSTS:
-        found = findings(HOST.facts, ("vllm", "torch"), version)
-        how = "only smoke-tested" if version in SMOKE_TESTED_HOSTS else "not a tested version"
-        logger.warning("vLLM %s is %s (tested: %s): %s", version, how, tested, found)
+    checked_host.warn_if_untested(HOST, host_version(), TESTED_HOSTS, SMOKE_TESTED_HOSTS, "torch")
 
 
 def adapt() -> None:

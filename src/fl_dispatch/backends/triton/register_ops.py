@@ -1,163 +1,136 @@
-"""Registers the Triton kernels.
-
-One more kernel is a function in ``impl``, and its operator's name at these places:
-
-- always: an attribute of ``TritonBackend`` (``triton.py``), and :data:`IMPLEMENTED`;
-- if Dynamo must not look into it: :data:`NOT_TRACED`;
-- if its tiles are the same in every batch: :data:`INVARIANT`; if another form's are: an attribute of
-  ``InvariantTritonBackend`` (``invariant.py``), and :data:`INVARIANT_FORMS`;
-- if it declines some arguments before it is called: ``supports`` in :func:`register_builtins`.
-"""
+"""Registers the Triton kernels: one more is a function in ``impl``, named like its operator, and a row of the table."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_dispatch.backends.base import Backend, Registry
 from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import interpreted, why_unavailable
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.types import BackendImplKind, OpImpl
+from fl_dispatch.types import BATCH_INVARIANT, ONLY_BATCH_INVARIANT, REFERENCE_FROM, BackendImplKind, OpImpl
 
 IMPL_ID = "default.triton"
+INVARIANT_ID = "default.triton.invariant"
 PRIORITY = 140
 """Below FlagGems, which has its kind's priority."""
-IMPLEMENTED = (
-    "linear",
-    "lora_shrink",
-    "lora_expand",
-    "quantize",
-    "rms_norm_quantize",
-    "silu_and_mul_quantize",
-    "scaled_linear",
-    "weight_only_linear",
-    "silu_and_mul",
-    "gelu_and_mul",
-    "rms_norm",
-    "gemma_rms_norm",
-    "rms_norm_gated",
-    "rotary_embedding",
-    "topk_softmax",
-    "topk_sigmoid",
-    "grouped_topk",
-    "moe_align_block_size",
-    "moe_sum",
-    "fused_moe",
-    "scaled_moe",
-    "weight_only_moe",
-    "kv_cache_write",
-    "rotary_embedding_kv_cache_write",
-    "paged_attention",
-    "mla_decode",
-    "mla_prefill",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "gated_delta_rule",
-    "gated_delta_rule_update",
-    "selective_scan",
-    "selective_state_update",
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of ``impl``, whose modules are imported only where Triton can run.
+
+    Args:
+        op_name: the operator, and the function.
+        module: it is in.
+        traced: Dynamo traces it, and Inductor compiles around it.
+        invariant: its tiles are the same in every batch.
+        supports: the module's predicate for arguments that it declines before it is called.
+        most_rows: the module's constant; for more tokens it calls the reference itself.
+    """
+
+    op_name: str
+    module: str
+    traced: bool = False
+    invariant: bool = False
+    supports: str = ""
+    most_rows: str = ""
+
+    @property
+    def impl_id(self) -> str:
+        """The id; the forms in ``invariant``, of kernels whose tiles depend on the batch, have one of their own."""
+        return INVARIANT_ID if self.module == "invariant" else IMPL_ID
+
+
+KERNELS = (
+    Kernel("linear", "linear", most_rows="MOST_ROWS"),
+    Kernel("linear", "invariant", invariant=True),
+    Kernel("lora_shrink", "lora"),
+    Kernel("lora_expand", "lora"),
+    Kernel("quantize", "quantize", supports="supports"),
+    Kernel("rms_norm_quantize", "joined", supports="supports"),
+    Kernel("silu_and_mul_quantize", "joined", supports="supports"),
+    Kernel("scaled_linear", "scaled", supports="supports"),
+    Kernel("weight_only_linear", "weight_only", supports="supports"),
+    Kernel("silu_and_mul", "activation", traced=True, invariant=True),
+    Kernel("gelu_and_mul", "activation", traced=True, invariant=True),
+    Kernel("rms_norm", "normalization", traced=True, invariant=True),
+    Kernel("gemma_rms_norm", "normalization", traced=True, invariant=True),
+    Kernel("rms_norm_gated", "gated_norm", traced=True),
+    Kernel("rotary_embedding", "rotary", traced=True, invariant=True),
+    Kernel("topk_softmax", "routing", traced=True),
+    Kernel("topk_softmax", "invariant", traced=True, invariant=True),
+    Kernel("topk_sigmoid", "routing", traced=True),
+    Kernel("topk_sigmoid", "invariant", traced=True, invariant=True),
+    Kernel("grouped_topk", "routing", traced=True),
+    Kernel("grouped_topk", "invariant", traced=True, invariant=True),
+    Kernel("moe_align_block_size", "alignment"),
+    Kernel("moe_sum", "moe", traced=True),
+    Kernel("fused_moe", "moe"),
+    Kernel("fused_moe", "invariant", invariant=True),
+    Kernel("scaled_moe", "quantized_moe", supports="supports_scaled"),
+    Kernel("weight_only_moe", "quantized_moe", supports="supports_packed"),
+    Kernel("kv_cache_write", "cache", invariant=True),
+    Kernel("rotary_embedding_kv_cache_write", "rotary_cache"),
+    Kernel("paged_attention", "attention"),
+    Kernel("paged_attention", "invariant", invariant=True),
+    Kernel("mla_decode", "mla"),
+    Kernel("mla_prefill", "mla_prefill"),
+    Kernel("causal_conv1d", "convolution"),
+    Kernel("causal_conv1d_update", "convolution"),
+    Kernel("gated_delta_rule", "delta_rule"),
+    Kernel("gated_delta_rule_update", "delta_rule"),
+    Kernel("selective_scan", "state_space"),
+    Kernel("selective_state_update", "state_space"),
 )
 
-NOT_TRACED = (
-    "linear",
-    "lora_shrink",
-    "lora_expand",
-    "quantize",
-    "rms_norm_quantize",
-    "silu_and_mul_quantize",
-    "scaled_linear",
-    "weight_only_linear",
-    "moe_align_block_size",
-    "fused_moe",
-    "scaled_moe",
-    "weight_only_moe",
-    "kv_cache_write",
-    "rotary_embedding_kv_cache_write",
-    "paged_attention",
-    "mla_decode",
-    "mla_prefill",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "gated_delta_rule",
-    "gated_delta_rule_update",
-    "selective_scan",
-    "selective_state_update",
-)
-"""Dynamo traces the other kernels, and Inductor compiles around them."""
 
-INVARIANT = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding", "kv_cache_write")
-"""The kernels whose tiles are the same in every batch; more have a form for that, ``INVARIANT_ID``."""
-INVARIANT_ID = "default.triton.invariant"
-INVARIANT_FORMS = ("linear", "topk_softmax", "topk_sigmoid", "grouped_topk", "fused_moe", "paged_attention")
-DECLARED = {"batch_invariant": True}
-ONLY = {**DECLARED, "only_batch_invariant": True}
-
-
-class _Absent(Backend):
-    """Stands in where Triton cannot run, so that decisions can say why."""
+class TritonBackend(Backend):
+    """Plain Triton, for every chip that it serves."""
 
     name = "triton"
 
     def is_available(self) -> bool:
-        return False
+        """Whether Triton can run here."""
+        return not why_unavailable()
 
     def why_unavailable(self) -> str:
+        """Why not."""
         return why_unavailable()
 
 
 def register_builtins(registry: Registry) -> None:
-    """Register ``default.triton`` for every operator that has a kernel. Triton is imported only where it can run."""
+    """Register every row of the table."""
+    backend = TritonBackend()
+    registry.register_many([_implementation(kernel, backend) for kernel in KERNELS])
+
+
+def _implementation(kernel: Kernel, backend: Backend) -> OpImpl:
+    """A kernel as the registry has it: the operator's prototype where Triton cannot run, so that decisions say why."""
+    absent = OpImpl(
+        kernel.op_name,
+        kernel.impl_id,
+        BackendImplKind.DEFAULT,
+        OPERATORS[kernel.op_name].prototype,
+        priority=PRIORITY,
+        available=backend.is_available,
+    )
     if why_unavailable():
-        absent = _Absent()
-        impls = [
-            OpImpl(
-                name,
-                impl_id,
-                BackendImplKind.DEFAULT,
-                OPERATORS[name].prototype,
-                priority=PRIORITY,
-                available=absent.is_available,
-            )
-            for impl_id, names in ((IMPL_ID, IMPLEMENTED), (INVARIANT_ID, INVARIANT_FORMS))
-            for name in names
-        ]
-    else:
-        from .impl import joined, quantize, quantized_moe, scaled, weight_only
-        from .invariant import InvariantTritonBackend
-        from .triton import TritonBackend
-
+        return absent
+    module = importlib.import_module(f".impl.{kernel.module}", __package__)
+    properties: dict[str, Any] = {BATCH_INVARIANT: True} if kernel.invariant else {}
+    if kernel.impl_id == INVARIANT_ID:
+        properties[ONLY_BATCH_INVARIANT] = True
+    if kernel.most_rows:
+        properties[REFERENCE_FROM] = getattr(module, kernel.most_rows) + 1
+    return replace(
+        absent,
+        fn=getattr(module, kernel.op_name),
+        supports=getattr(module, kernel.supports) if kernel.supports else None,
+        properties=properties,
         # In host memory the launch declines, so that a call need not look where its tensors are.
-        device_types = None if interpreted() else (detect_device().torch_type,)
-        made = [
-            *TritonBackend().implementations(
-                BackendImplKind.DEFAULT,
-                IMPL_ID,
-                PRIORITY,
-                supports={
-                    "quantize": quantize.supports,
-                    "rms_norm_quantize": joined.supports,
-                    "silu_and_mul_quantize": joined.supports,
-                    "scaled_linear": scaled.supports,
-                    "weight_only_linear": weight_only.supports,
-                    "scaled_moe": quantized_moe.supports_scaled,
-                    "weight_only_moe": quantized_moe.supports_packed,
-                },
-                device_types=device_types,
-            ),
-            *InvariantTritonBackend().implementations(
-                BackendImplKind.DEFAULT, INVARIANT_ID, PRIORITY, device_types=device_types
-            ),
-        ]
-        impls = [replace(impl, opaque=impl.op_name in NOT_TRACED, properties=_properties(impl)) for impl in made]
-    registry.register_many(impls)
-
-
-def _properties(impl: OpImpl) -> dict[str, Any]:
-    if impl.impl_id == INVARIANT_ID:
-        return ONLY
-    if impl.op_name == "linear":
-        from .impl.linear import MOST_ROWS
-
-        return {"reference_from": MOST_ROWS + 1}
-    return DECLARED if impl.op_name in INVARIANT else {}
+        device_types=None if interpreted() else (detect_device().torch_type,),
+        opaque=not kernel.traced,
+    )
