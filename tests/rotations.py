@@ -22,7 +22,7 @@ class Rotation:
 
 ROTATIONS = {
     "what takes minutes": Rotation(
-        2,
+        1,
         (
             "tests/core/test_invariant.py",
             "tests/core/test_planted_faults.py",
@@ -35,7 +35,7 @@ ROTATIONS = {
         ),
     ),
     "quantized models": Rotation(
-        3,
+        2,
         (
             "tests/vllm/test_quantized.py",
             "tests/vllm/test_quantized_experts.py",
@@ -64,7 +64,7 @@ ROTATIONS = {
         ),
     ),
     "engines of vLLM": Rotation(
-        6,
+        4,
         (
             "tests/vllm/test_aten_engine.py",
             "tests/vllm/test_architectures.py",
@@ -94,7 +94,7 @@ ROTATIONS = {
         ),
     ),
     "ways to serve with SGLang": Rotation(
-        3,
+        2,
         (
             "tests/sglang/test_sglang_bisect.py",
             "tests/sglang/test_sglang_lora.py",
@@ -111,7 +111,7 @@ ROTATIONS = {
         ),
     ),
     "the emulated chip": Rotation(
-        3,
+        2,
         (
             "tests/npu/test_npu_vllm.py",
             "tests/npu/test_npu_ways.py",

@@ -33,8 +33,8 @@ def test_only_files_of_one_subject_that_an_environment_has_rotate() -> None:
     assert len(ROTATING) == sum(len(rotation.files) for rotation in ROTATIONS.values())
 
 
-def test_every_rotating_file_runs_in_one_of_forty_commits_and_rests_in_another(commit: pytest.MonkeyPatch) -> None:
-    draws = [rests(commit, f"commit {number}") for number in range(40)]
+def test_every_rotating_file_runs_in_one_of_eighty_commits_and_rests_in_another(commit: pytest.MonkeyPatch) -> None:
+    draws = [rests(commit, f"commit {number}") for number in range(80)]
     assert set.union(*draws) == ROTATING
     assert set.intersection(*draws) == set()
 
