@@ -61,6 +61,7 @@ def comparisons(
     answered: Callable[[Run], tuple[Sequence[Sequence[int]], Tensor]],
     model: Path = small_model.CHECKPOINT,
     unit: float = UNIT,
+    absorbed: bool = False,
 ) -> Callable[[Run], Comparison]:
     """Each run beside the network that its checkpoint of a model stands for.
 
@@ -68,8 +69,9 @@ def comparisons(
         answered: its texts and scores.
         model: the checkpoint, not quantized.
         unit: the rounding of a sum on its device.
+        absorbed: whether latent attention is, for prompts too.
     """
-    return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model, unit))
+    return cache(lambda run: Comparison.of(*answered(run), run.made, run.ranks, model, unit, absorbed))
 
 
 class Rules:

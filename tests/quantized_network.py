@@ -69,11 +69,16 @@ class _Expert(nn.Module):
 
 
 def network(
-    scheme: Scheme | None, ranks: int = 1, dtype: torch.dtype = torch.float32, model: Path = small_model.CHECKPOINT
+    scheme: Scheme | None,
+    ranks: int = 1,
+    dtype: torch.dtype = torch.float32,
+    model: Path = small_model.CHECKPOINT,
+    absorbed: bool = False,
 ) -> Any:
     """The network of a model, as a scheme makes it; ``None``: as the model was trained.
 
-    With a narrower ``dtype`` than float32 the dequantized weights and inputs are rounded to it.
+    With a narrower ``dtype`` than float32 the dequantized weights and inputs are rounded to it. If latent attention is
+    ``absorbed`` for prompts too, nothing quantizes the input of ``kv_b_proj``.
     """
     made = reference_network(model, dtype)
     for layer in made.model.layers:
@@ -85,7 +90,8 @@ def network(
         own = scheme.of(name)
         module.weight.data = own.write(module.weight.data.float())[1].to(dtype)
         if own.rows is not None and name.endswith("kv_b_proj"):
-            _read_by_prompts(made.get_submodule(name.removesuffix(".kv_b_proj")), own.rows)
+            if not absorbed:
+                _read_by_prompts(made.get_submodule(name.removesuffix(".kv_b_proj")), own.rows)
         elif own.rows is not None:
             parts = ranks if name.endswith(DIVIDED) else 1
             module.register_forward_pre_hook(_quantizes_input(own.rows, parts))
@@ -275,9 +281,10 @@ class Comparison:
         ranks: int,
         model: Path = small_model.CHECKPOINT,
         unit: float = UNIT,
+        absorbed: bool = False,
     ) -> Comparison:
         """From an engine's texts, and its log-probabilities of every token after the first of each."""
-        right = computed(network(scheme, ranks, model=model), texts, unit)
+        right = computed(network(scheme, ranks, model=model, absorbed=absorbed), texts, unit)
         return cls(right, distance(got, right.scores), distance(got, scores(network(None, model=model), texts)))
 
     @property

@@ -17,7 +17,19 @@ from . import own_kernels
 from .config import ATTENTION
 from .hooks import Hook, Kind
 from .host import HOST
-from .host_facts import ADAPTERS, BATCH, DUAL_PRODUCT, FUSED_OP, GROUP, HOOKED, NORMS, OLDER_OP, PROMPT_GRAPHS, RUNNER
+from .host_facts import (
+    ADAPTERS,
+    BATCH,
+    DUAL_PRODUCT,
+    FUSED_OP,
+    GROUP,
+    HOOKED,
+    LATENT,
+    NORMS,
+    OLDER_OP,
+    PROMPT_GRAPHS,
+    RUNNER,
+)
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
 
@@ -74,6 +86,7 @@ def all_hooks() -> tuple[Hook, ...]:
 
 def _hooks() -> tuple[Hook, ...]:
     from . import data_parallel, distributed, layers, lora, metrics, own_choice, prefill_graphs, runner
+    from .quantization import latent
     from .speculation import hooked
 
     return (
@@ -96,6 +109,7 @@ def _hooks() -> tuple[Hook, ...]:
         _hook(f"{NORMS}.can_use_fused_inplace_qknorm", own_kernels.norm_queries_and_keys, "around"),
         _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
         _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
+        _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
         *(_hook(target, call, "around") for target, call in hooked.HOOKED if host_version() in TESTED_HOSTS),
     )

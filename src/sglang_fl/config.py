@@ -141,12 +141,17 @@ def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]
     if method is None:
         return []
     said = (getattr(model.hf_config, name, None) for name in ("quantization_config", "compression_config"))
+    latent = bool(runner.use_mla_backend)
     unquantized = method in ("fp8", "compressed-tensors") and not any(said)
     return [
         (unquantized, f"'{method}' for a checkpoint that is not quantized"),
         (method not in quantization.SERVED or HOST.name not in device.quantized, f"quantization '{method}'"),
         (version not in TESTED_HOSTS, f"quantization '{method}' under SGLang {version}"),
-        (bool(runner.use_mla_backend), f"latent attention quantized by '{method}'"),
+        (latent and HOST.name not in device.quantized_latent, f"latent attention quantized by '{method}'"),
+        (
+            latent and model.hf_config.architectures[0] not in quantization.LATENT_MODELS,
+            f"latent attention of {model.hf_config.architectures[0]} quantized by '{method}'",
+        ),
     ]
 
 

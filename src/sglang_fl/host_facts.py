@@ -21,6 +21,7 @@ PROMPT_GRAPHS = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner:Pref
 BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
+LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 _LAYERS = "sglang.srt.layers"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
@@ -185,6 +186,14 @@ HOOKED = (
         "replaces",
         "distributed",
         _VARIABLE,
+    ),
+    HostFact(
+        LATENT,
+        ("post_load_weights(is_nextn=False, weight_names=None)",),
+        "replaces",
+        "quantization.latent",
+        "SGLang would split a quantized weight of latent attention by code for the formats of its own kernels",
+        since="0.5.23",
     ),
     *speculation.HOOKED,
 )

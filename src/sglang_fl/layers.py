@@ -30,6 +30,7 @@ from fl_dispatch.settings import Settings, get_settings
 from . import attention, attention_layers, linear, own_choice
 from .bridge import BRIDGES, Bridge, Unbridged, find
 from .bridge.mixture import MIXTURE
+from .quantization import latent
 
 logger = get_logger(__name__)
 
@@ -174,6 +175,7 @@ def prepare(model: nn.Module) -> Survey:
             mixture.place(model, prefix)
         name = kernel.fl_name(layer)
         ours[name] = (kernel.fl_operator, ours.get(name, ("", 0))[1] + 1)
+    latent.split(model)
     for layer, parameter in weights(model):
         prepared.declare(getattr(layer, parameter))
     said = tuple(replace(choice, count=count) for choice, count in choices.items())

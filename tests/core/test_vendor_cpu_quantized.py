@@ -70,6 +70,24 @@ def test_every_supported_sample_agrees_with_float64(name: str, implementation: s
 
 
 @each_kernel
+def test_rows_that_are_a_part_of_wider_ones_give_the_same(
+    name: str, implementation: str, dtypes: list[torch.dtype]
+) -> None:
+    """As latent attention has them, whose latents lie beside their rotary part; else a kernel declines them."""
+    impl, operator, ran = found(name, implementation), OPERATORS[name], 0
+    for sample in samples(name, dtypes[-1]):
+        x, *rest = operator.bind(sample.args, {})
+        wide = torch.cat((x, x), -1)[..., : x.shape[-1]]
+        if impl.supports(x, *rest) is True:
+            prepared.declare_all(operator.stay((x, *rest)))
+            ran += 1
+            if impl.supports(wide, *rest) is True:
+                for got, right in zip(tensors(impl.fn(wide, *rest)), tensors(impl.fn(x, *rest)), strict=True):
+                    assert torch.equal(got, right), sample.label
+    assert ran
+
+
+@each_kernel
 def test_what_is_not_supported_says_why(name: str, implementation: str, dtypes: list[torch.dtype]) -> None:
     impl = found(name, implementation)
     answers = {impl.supports(*OPERATORS[name].bind(s.args, {})) for s in samples(name, torch.float64)}

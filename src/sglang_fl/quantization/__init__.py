@@ -25,6 +25,8 @@ SERVED: Mapping[str, str] = MappingProxyType(
 
 CONVERTED: Mapping[str, str] = MappingProxyType({"awq_marlin": "awq", "gptq_marlin": "gptq"})
 """SGLang's methods for NVIDIA GPUs, which it takes for checkpoints of others → those. They run kernels of its own."""
+LATENT_MODELS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Models with latent attention that are served: SGLang's loader of others splits a weight by code of its own."""
 FP8_CACHE = "fp8_e4m3"
 """SGLang's name of the one type of quantized cache that is served."""
 

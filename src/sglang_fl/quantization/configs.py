@@ -25,7 +25,7 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 
-from . import FP8_CACHE, experts, refused, schemes
+from . import FP8_CACHE, experts, latent, refused, schemes
 from .cache import CacheScales
 from .experts import QuantizedExpertsMethod
 from .schemes import CHANNEL, TENSOR, QuantizedMethod
@@ -115,6 +115,8 @@ class Served:
         scheme = self._bound(self.fl_kind(layer, prefix, LINEAR), prefix)
         if scheme is None:
             return UnquantizedLinearMethod()
+        if why := latent.refusal(scheme, prefix.rpartition(".")[2]):
+            raise refused(f"{why} ({prefix})")
         layer.scheme = scheme
         return QuantizedMethod(scheme, self)
 

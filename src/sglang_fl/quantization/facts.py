@@ -13,6 +13,22 @@ _SINCE = "0.5.23"
 
 FACTS = (
     HostFact(
+        "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA",
+        ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "w_kc", "w_vc"),
+        "reads",
+        "quantization.latent",
+        "The absorbed form of latent attention multiplies with the two parts of a weight.",
+        since=_SINCE,
+    ),
+    HostFact(
+        "sglang.srt.models.deepseek_v2:DeepseekV2AttentionMLA",
+        ("_use_min_latency_fused_a_gemm",),
+        "replaces",
+        "quantization.latent",
+        "SGLang would ask packed layers for a weight in bfloat16.",
+        since=_SINCE,
+    ),
+    HostFact(
         _QUANTIZATION,
         ("QUANTIZATION_METHODS",),
         "reads",

@@ -34,6 +34,10 @@ class Scheme(layers.QuantizedLayer):
     """The part that all kinds share."""
 
     requires_weight_loader_v2 = True
+    fl_given = False
+    """Whether the checkpoint has scales of inputs."""
+    fl_joins = True
+    """Whether SGLang's loader of DeepSeek joins two layers of this kind to one, as they lie in a checkpoint."""
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -63,7 +67,8 @@ class _EightBits(Scheme):
 
     def __init__(self, per: str, given: bool) -> None:
         super().__init__()
-        self._per, self._given = per, given
+        self._per, self.fl_given = per, given
+        self.fl_joins = per != TENSOR and not given
 
     def create_weights(
         self, layer: Any, inner: int, parts: list[int], all_inner: int, dtype: torch.dtype, loader: Loader
@@ -73,7 +78,7 @@ class _EightBits(Scheme):
         weight = ModelWeightParameter(data=stored, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)
         self._create_scale(layer, inner, parts, all_inner, loader)
-        if self._given:
+        if self.fl_given:
             layer.register_parameter("input_scale", _scales_of_layers(parts, loader))
 
     def _create_scale(self, layer: Any, inner: int, parts: list[int], all_inner: int, loader: Loader) -> None:
@@ -82,6 +87,10 @@ class _EightBits(Scheme):
         else:
             scale = ChannelQuantScaleParameter(data=unset(sum(parts), 1), output_dim=0, weight_loader=loader)
         layer.register_parameter("weight_scale", scale)
+
+
+def _unread(*_: Any) -> None:
+    """The loader of what a checkpoint says and nobody asks; of layers that SGLang joins it has two."""
 
 
 def _scales_of_layers(parts: list[int], loader: Loader) -> Any:
@@ -191,7 +200,7 @@ class PackedLayer(_Packed):
         layer.register_parameter("weight_scale", self._scales(shape, 0, dtype, loader))
         if self.fl_zero_points:
             layer.register_parameter("weight_zero_point", self._words(shape, 0, 0, loader, of_groups=True))
-        size = BasevLLMParameter(data=torch.empty(2, dtype=torch.int64), weight_loader=loader)
+        size = BasevLLMParameter(data=torch.empty(2, dtype=torch.int64), weight_loader=_unread)
         layer.register_parameter("weight_shape", size)
 
 
@@ -199,6 +208,7 @@ class GptqLayer(_Packed):
     """As ``gptq`` packs them, transposed. Its zero points are all in the middle."""
 
     fl_weights = ("qweight", "scales", "qzeros")
+    fl_joins = False  # it knows of AWQ alone that columns are the second dimension
 
     def _create(self, layer: Any, inner: int, columns: int, group: int, dtype: torch.dtype, loader: Loader) -> None:
         shape = inner // group, columns
@@ -254,6 +264,8 @@ class QuantizedMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.scheme.process_weights_after_loading(layer)
+        if "weight" in layer._parameters and hasattr(layer, "weight_packed"):
+            del layer.weight  # DeepSeek's second name of packed weights, as they were loaded
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.scheme.apply_weights(layer, x, bias)

@@ -106,7 +106,7 @@ def weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # rows of latents are a part of wider ones
     out: Tensor
     if weight.dtype is torch.int8:
         out = torch.ops.aten._weight_int8pack_mm(rows, weight, scale.view(-1))

@@ -1,0 +1,68 @@
+"""Latent attention of quantized models: the weight of ``kv_b_proj``, dequantized once for the absorbed form.
+
+That form multiplies queries and results with the weight itself. SGLang splits it as soon as a checkpoint is read, by
+code for the formats that its own kernels have; here it is split when the layers are in our form, by a product with
+ones, which every kind of weights answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fl_dispatch.hosting.layer_kernels import kernels
+from fl_dispatch.hosting.quantized.layers import QuantizedLayer
+
+if TYPE_CHECKING:
+    from .schemes import Scheme
+
+WEIGHT, JOINED = "kv_b_proj", "fused_qkv_a_proj_with_mqa"
+"""SGLang's names of layers: the one whose weight is split, and the one that its loader joins of two."""
+
+
+def refusal(scheme: Scheme, name: str) -> str:
+    """Why a layer with this name cannot have these weights, or an empty string."""
+    if name in (WEIGHT, JOINED) and scheme.fl_given:
+        return "latent attention with scales for inputs in the checkpoint"
+    if name == JOINED and not scheme.fl_joins:
+        return "latent attention with compressed queries whose weights SGLang's loader cannot join"
+    return ""
+
+
+def _scheme(layer: Any) -> Any:
+    return getattr(layer.quant_method, "scheme", None)
+
+
+def split_plain(
+    original: Callable[..., None], model: Any, is_nextn: bool = False, weight_names: Iterable[str] | None = None
+) -> None:
+    """SGLang's splitting, for the layers whose weight is not quantized."""
+    found = {name: module for name, module in model.named_modules() if name.rpartition(".")[2] == WEIGHT}
+    ours = {name for name, module in found.items() if isinstance(_scheme(module), QuantizedLayer)}
+    if not ours:
+        original(model, is_nextn=is_nextn, weight_names=weight_names)
+    elif not is_nextn:
+        names = [f"{name}.weight" for name in found] if weight_names is None else weight_names
+        original(model, weight_names=[name for name in names if name.rpartition(".")[0] not in ours])
+
+
+def split(model: nn.Module) -> None:
+    """Give each layer of latent attention the two parts of its quantized weight, in the model's dtype."""
+    for prefix, layer, kernel in kernels(model):
+        above, _, name = prefix.rpartition(".")
+        if name not in (WEIGHT, JOINED) or not isinstance(kernel, QuantizedLayer):
+            continue
+        attention: Any = model.get_submodule(above)
+        if name == JOINED:
+            attention._use_min_latency_fused_a_gemm = False  # else SGLang asks for a weight that packed layers lack
+            continue
+        dtype, device = attention.kv_b_proj.params_dtype, next(layer.parameters()).device
+        ones = torch.eye(attention.kv_lora_rank, dtype=dtype, device=device)
+        weight = kernel.apply_weights(layer, ones).t()
+        sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
+        key, value = weight.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1)
+        attention.w_kc = key.transpose(1, 2).contiguous().transpose(1, 2)
+        attention.w_vc = value.contiguous().transpose(1, 2)
