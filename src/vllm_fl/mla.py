@@ -5,8 +5,8 @@ longer ones the multi-head form (``forward_mha``), which attends over the new to
 chunks of a bounded size, and merges the parts by their log-sum-exp. vLLM's own classes supply the layer, the split and
 the plan of the chunks; what they do with compiled or Triton kernels (reading the cache, merging) is plain PyTorch here.
 
-A cache in fp8 has one scale in a layer, for latents and rotary parts, as vLLM writes it. The queries stay as they are, as
-in vLLM's Triton class, and so do the new tokens' own latents in the multi-head form, as in all of vLLM's.
+A cache in fp8 has one scale in a layer, for latents and rotary parts, as vLLM writes it. The queries stay as they are,
+as in vLLM's Triton class, and so do the new tokens' own latents in the multi-head form, as in all of vLLM's.
 """
 
 from __future__ import annotations

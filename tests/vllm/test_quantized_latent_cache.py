@@ -13,23 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from engines import MAX_TOKENS, PROMPTS, SCORED_STEP, WRONG_IF_ASKED, ran, start_features
 from torch import Tensor
 
+from latent_cache import ALL_ONE, BLOCK, ENGINE, OPERATORS, PLANTED, SCALES, behind, others, rounded
 from quantized_mixture import LATENT_LAYERS, latent
-from quantized_network import Computed, answered, computed, distance, network, scores, with_fp8_latents
+from quantized_network import Computed, answered, computed, distance, network, scores
 
 pytestmark = pytest.mark.engine
-OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
-CHUNK, BLOCK = 64, 16
-"""Tokens of a step at most, and of a block."""
-SCALES = (0.011, 0.017, 0.023)
-PLANTED = 1.1
-"""A factor by which scales are wrong."""
 AGAIN: Mapping[str, Any] = {**SCORED_STEP, "sampling": {"max_tokens": MAX_TOKENS, "logprobs": 0}}
 """Prompts whose log-probabilities are asked for are computed anew; these are found."""
-ENGINE = {"kv_cache_dtype": "fp8", "max_num_seqs": 1, "max_num_batched_tokens": CHUNK}
 EXTENDED = {**ENGINE, "worker_extension_cls": "worker_extension.TrainerExtension"}
 
 
@@ -42,10 +35,10 @@ class Run(NamedTuple):
 
 ONES, SCALED, COMPILED, HALF = "scales of 1", "a scale for each layer", "compiled", "bfloat16"
 RUNS = {
-    ONES: Run((1.0,) * LATENT_LAYERS, ENGINE),
+    ONES: Run(ALL_ONE, ENGINE),
     SCALED: Run(SCALES, EXTENDED),
     COMPILED: Run(SCALES, {**EXTENDED, "enforce_eager": False}),
-    HALF: Run((1.0,) * LATENT_LAYERS, {**ENGINE, "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}),
+    HALF: Run(ALL_ONE, {**ENGINE, "kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"}),
 }
 SINGLE = [ONES, SCALED, COMPILED]
 single = pytest.mark.parametrize("name", SINGLE)
@@ -66,18 +59,6 @@ def steps(name: str) -> list[Mapping[str, Any]]:
         wrong = {"do": "policy", "prefer": "reference", "per_op_order": {operator: ["impl:vendor.wrong"]}}
         made += [{"do": "reset_prefix_cache"}, wrong, SCORED_STEP]
     return made
-
-
-def own(tokens: int, cached: int = 0) -> list[int]:
-    """For each token of a text, the first one whose latents its step reads as they are."""
-    prompt = tokens - MAX_TOKENS
-    chunks = range(0, cached, CHUNK), range(cached, prompt, CHUNK)
-    ends = [*chunks[0][1:], cached, *chunks[1][1:], prompt][not cached :]
-    firsts: list[int] = []
-    for end in ends:
-        begin = len(firsts)
-        firsts += [begin if end - begin > 1 else end] * (end - begin)
-    return [*firsts, *range(prompt + 1, tokens + 1)]
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +85,9 @@ def right(model: Path, passes: Callable[[str], Any]) -> Callable[[str], tuple[li
     @cache
     def of(name: str) -> tuple[list[list[int]], Tensor, Computed]:
         texts, got = answered(PROMPTS, passes(name)[0])
-        return texts, got, computed(with_fp8_latents(network(None, model=model), RUNS[name].scales, own), texts)
+        return texts, got, computed(rounded(model, RUNS[name].scales), texts)
 
     return of
-
-
-def others(model: Path, scales: tuple[float, ...], texts: list[list[int]]) -> dict[str, Tensor]:
-    """What networks with other caches give."""
-
-    def made(scales: tuple[float, ...], own: Callable[[int], list[int]] = own) -> Tensor:
-        return scores(with_fp8_latents(network(None, model=model), scales, own), texts)
-
-    found = {
-        "not quantized": scores(network(None, model=model), texts),
-        "other scales": made(tuple(PLANTED * scale for scale in scales)),
-        "a step's own latents rounded": made(scales, lambda tokens: [*range(1, tokens + 1)]),
-    }
-    return found if scales != SCALES else {**found, "scales of the layer before": made((scales[-1], *scales[:-1]))}
 
 
 @single
@@ -146,17 +113,6 @@ def test_a_prompt_found_in_the_cache_is_read_as_it_was_stored(
     assert behind(model, RUNS[name].scales, again) <= 2 * there.largest
     for wrong in planted:
         assert behind(model, RUNS[name].scales, wrong) > 2 * there.largest
-
-
-def behind(model: Path, scales: tuple[float, ...], found: list[Any]) -> float:
-    """The largest difference of answers' log-probabilities from those of a network that reads the same from a cache."""
-    largest = 0.0
-    for prompt, answer in zip(PROMPTS, found, strict=True):
-        (tokens,), (given,) = answer["tokens"], answer["logprobs"]
-        got = torch.tensor([step[str(token)] for token, step in zip(tokens, given, strict=True)])
-        made = with_fp8_latents(network(None, model=model), scales, lambda n, c=answer["cached"]: own(n, c))
-        largest = max(largest, float((got - scores(made, [[*prompt, *tokens]])[-MAX_TOKENS:]).abs().max()))
-    return largest
 
 
 def test_in_bfloat16_it_is_nearer_to_the_network_than_one_without_rounding(
