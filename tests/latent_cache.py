@@ -43,15 +43,22 @@ def rounded(model: Path, scales: Sequence[float], of: Callable[[int], Sequence[i
     return with_fp8_latents(network(None, model=model), scales, of)
 
 
-def others(model: Path, scales: Sequence[float], texts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def read_from_cache(tokens: int) -> range:
+    """As :func:`own` for steps that read their own latents from the cache, too."""
+    return range(1, tokens + 1)
+
+
+def others(
+    model: Path, scales: Sequence[float], texts: Sequence[Sequence[int]], of: Callable[[int], Sequence[int]] = own
+) -> dict[str, Tensor]:
     """What networks with other caches give."""
     found = {
         "not quantized": scores(network(None, model=model), texts),
-        "other scales": scores(rounded(model, [PLANTED * scale for scale in scales]), texts),
-        "a step's own latents rounded": scores(rounded(model, scales, lambda n: range(1, n + 1)), texts),
+        "other scales": scores(rounded(model, [PLANTED * scale for scale in scales], of), texts),
+        "other steps": scores(rounded(model, scales, read_from_cache if of is own else own), texts),
     }
     if len({*scales}) > 1:
-        found["scales of the layer before"] = scores(rounded(model, (scales[-1], *scales[:-1])), texts)
+        found["scales of the layer before"] = scores(rounded(model, (scales[-1], *scales[:-1]), of), texts)
     return found
 
 
