@@ -51,7 +51,7 @@ def read_from_cache(tokens: int) -> range:
 def others(
     model: Path, scales: Sequence[float], texts: Sequence[Sequence[int]], of: Callable[[int], Sequence[int]] = own
 ) -> dict[str, Tensor]:
-    """What networks with other caches give."""
+    """Log-probabilities of networks with other caches."""
     found = {
         "not quantized": scores(network(None, model=model), texts),
         "other scales": scores(rounded(model, [PLANTED * scale for scale in scales], of), texts),

@@ -48,7 +48,7 @@ each = pytest.mark.parametrize("name", RUNS)
 def steps(name: str) -> list[Mapping[str, Any]]:
     """A right pass, one that finds its prompts in the cache; and with scales one that reads with others than it wrote.
 
-    Where choices are not frozen, one for each operator with a wrong implementation follows.
+    One for each operator with a wrong implementation follows, if choices are not frozen.
     """
     made: list[Mapping[str, Any]] = [SCORED_STEP, AGAIN]
     if RUNS[name].scales == SCALES:
@@ -74,7 +74,7 @@ def answers(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def passes(answers: dict[str, Any]) -> Callable[[str], list[Any]]:
-    """What the passes of a run answered."""
+    """The answers of a run's passes."""
     return lambda name: [step for step in answers[name]["steps"] if isinstance(step, list) and step[0]]
 
 
