@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.cli.half_precision import LARGEST, MEAN
 from quantized_mixture import LATENT_LAYERS
-from quantized_network import network, scores, with_fp8_latents
+from quantized_network import distance, network, scores, with_fp8_latents
 from running import MAX_TOKENS, PROMPTS
 
 OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
@@ -38,9 +39,22 @@ def own(tokens: int, cached: int = 0) -> list[int]:
     return [*firsts, *range(prompt + 1, tokens + 1)]
 
 
-def rounded(model: Path, scales: Sequence[float], of: Callable[[int], Sequence[int]] = own) -> Any:
+def rounded(
+    model: Path,
+    scales: Sequence[float],
+    of: Callable[[int], Sequence[int]] = own,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """The network of a checkpoint with such a cache."""
-    return with_fp8_latents(network(None, model=model), scales, of)
+    return with_fp8_latents(network(None, model=model, dtype=dtype), scales, of)
+
+
+def is_as_near_in_bfloat16(model: Path, texts: Sequence[Sequence[int]], got: Tensor) -> bool:
+    """Whether an engine in bfloat16 is about as near to the network in float32 as Hugging Face's in bfloat16."""
+    exact = scores(rounded(model, ALL_ONE), texts)
+    theirs = scores(rounded(model, ALL_ONE, dtype=torch.bfloat16), texts)
+    mean = (got - exact).abs().mean() <= MEAN * (theirs - exact).abs().mean()
+    return bool(mean) and distance(got, exact) <= LARGEST * distance(theirs, exact)
 
 
 def read_from_cache(tokens: int) -> range:

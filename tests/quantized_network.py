@@ -49,8 +49,8 @@ class _Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, chosen = self.gate(x)
-        every = x.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights).view(*x.shape[:-1], -1)
-        mixed = sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts))
+        every = weights.new_zeros(len(chosen), len(self.experts)).scatter(1, chosen, weights).view(*x.shape[:-1], -1)
+        mixed = sum(expert(x) * every[..., index, None] for index, expert in enumerate(self.experts)).to(x.dtype)
         return mixed if self.shared_experts is None else mixed + self.shared_experts(x)
 
 
