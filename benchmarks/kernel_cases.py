@@ -112,10 +112,18 @@ def _paged(
     )
 
 
-def _latent(heads: int, new: int, requests: int, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+def _latent(
+    heads: int,
+    new: int,
+    requests: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+    **options: Any,
+) -> None:
     mla.mla_decode(
         _empty(new * requests, heads, 576, dtype=dtype),
-        _empty(1024, 64, 576, dtype=dtype),
+        _empty(1024, 64, 576, dtype=stored or dtype),
         _integers(requests, 64),
         _integers(requests + 1),
         _integers(requests),
@@ -318,6 +326,8 @@ CASES = (
     Case("plain decode 256, not split", lambda: _paged(256, 16, 8, 1, requests=512), hopper=False),
     Case("plain latent decode 16 heads", lambda: _latent(16, 1, 4), hopper=False),
     Case("plain latent decode 128 heads", lambda: _latent(128, 1, 256), hopper=False),
+    Case("plain latent decode 16 heads, fp8", lambda: _latent(16, 1, 4, stored=FP8, cache_scale=0.1), hopper=False),
+    Case("plain latent decode 128 heads, fp8", lambda: _latent(128, 1, 256, stored=FP8, cache_scale=0.1), hopper=False),
     Case("plain latent prefill 192 and 128", lambda: _latent_prefill(192, 128), hopper=False),
     Case("plain latent prefill, not causal", lambda: _latent_prefill(192, 128, causal=False), hopper=False),
     Case("experts, 4 tokens", lambda: _experts(4), hopper=False),

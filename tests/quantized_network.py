@@ -113,10 +113,35 @@ def with_fp8_cache(made: Any, scales: Sequence[tuple[float, float]]) -> Any:
     """The network, so that it attends to what a cache in float8_e4m3fn has stored; a pair of scales for each layer."""
 
     def rounded(x: Tensor, layer: int, of_values: bool) -> Tensor:
-        scale = scales[layer][of_values]
-        return (nearest(x.float() / scale, torch.float8_e4m3fn).float() * scale).to(x.dtype)
+        return _through_fp8(x, scales[layer][of_values])
 
     return _with_cache(made, rounded)
+
+
+def _through_fp8(x: Tensor, scale: float) -> Tensor:
+    return (nearest(x.float() / scale, torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+def with_fp8_latents(made: Any, scales: Sequence[float], own: Callable[[int], Sequence[int]]) -> Any:
+    """The network, so that its latent attention reads what a cache in float8_e4m3fn has stored; a scale for each layer.
+
+    Args:
+        own: the number of a text's tokens → for each, the first one whose latents its step reads as they are, because
+            they are the step's own.
+    """
+
+    def both(x: Tensor, layer: int, of_rotary: bool) -> Tensor:
+        return torch.cat((_through_fp8(x, scales[layer]), x), -2)
+
+    def seen(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
+        place = torch.arange(given[0].shape[1] if given else named["hidden_states"].shape[1])
+        first, query, key = torch.tensor(own(len(place)))[:, None], place[:, None], place
+        shown = torch.cat((key < first, key >= first), -1) & (key <= query).repeat(1, 2)
+        return given, {**named, "attention_mask": torch.zeros(shown.shape).masked_fill(~shown, -torch.inf)}
+
+    for layer in made.model.layers:
+        layer.self_attn.register_forward_pre_hook(seen, with_kwargs=True)
+    return _with_cache(made, both)
 
 
 def with_int8_cache(made: Any, largest: int = 127) -> Any:

@@ -68,6 +68,14 @@ MISTAKES = (
         f"{FAMILIES}::test_a_pass_from_the_prefix_cache_gives_the_same_tokens[deepseek_v2]",
     ),
     Mistake(
+        "latent context without its scale",
+        "vllm_fl/mla_context.py",
+        "(rows_found.float() * scale)",
+        "rows_found",
+        "tests/vllm/test_mla_layer.py"
+        "::test_context_of_a_cache_in_fp8_is_what_was_stored_and_new_tokens_are_as_they_are",
+    ),
+    Mistake(
         "a router's bias is forgotten",
         "vllm_fl/routers.py",
         "    arguments = (router.top_k, router.renormalize, router.e_score_correction_bias)",

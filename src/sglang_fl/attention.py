@@ -228,7 +228,8 @@ class AttentionFLBackend(AttentionBackend):
 class MLAFLBackend(AttentionFLBackend):
     """The same for latent attention, in its absorbed form: one latent row a token serves all heads.
 
-    A row is ``[rank + rope]``: the latent part, which is the value, too, then the rotary part.
+    A row is ``[rank + rope]``: the latent part, which is the value, too, then the rotary part. A row in
+    fp8 has the scale of the layer's keys.
     """
 
     operator: ClassVar = "mla_decode"
@@ -271,6 +272,7 @@ class MLAFLBackend(AttentionFLBackend):
             raise NotImplementedError(f"sglang_fl's latent attention does not know {', '.join(sorted(unknown))}")
         metadata, rank = self.forward_metadata, layer.v_head_dim
         rows = self.keys(layer).unflatten(0, (-1, self.page_size))
+        scale, _ = self.scales(layer, rows)
         if save_kv_cache and k is not None:
             k = k.view(-1, 1, layer.qk_head_dim)
             OPERATORS.of(layer).write(
@@ -279,6 +281,8 @@ class MLAFLBackend(AttentionFLBackend):
                 rows[..., :rank],
                 rows[..., rank:],
                 forward_batch.out_cache_loc,
+                scale,
+                scale,
                 may_skip=MAY_SKIP,
             )
         result: Tensor = OPERATORS.of(layer).attend_latent(
@@ -293,6 +297,7 @@ class MLAFLBackend(AttentionFLBackend):
             rank,
             None,
             True,
+            scale,
             metadata.query_start_loc_host,
             metadata.seq_lens_host,
         )

@@ -49,6 +49,11 @@ def choose(page_size: int, hosts_own: Sequence[str] = ()) -> KVLayout:
     return _in_force
 
 
+def _refuse_fp8_for_hosts_own(dtype: torch.dtype) -> None:
+    if dtype is torch.float8_e4m3fn and _hosts_own:
+        raise ValueError(f"sglang_fl does not support a KV cache in fp8 for the attention '{_hosts_own[0]}' yet")
+
+
 class KVPoolFL(MHATokenToKVPool):
     """Keys and values ``[slots, kv_heads, size]`` of each layer; attention writes them by ``kv_cache_write``.
 
@@ -57,8 +62,7 @@ class KVPoolFL(MHATokenToKVPool):
     """
 
     def _create_buffers_normal(self) -> None:
-        if self.dtype is torch.float8_e4m3fn and _hosts_own:
-            raise ValueError(f"sglang_fl does not support a KV cache in fp8 for the attention '{_hosts_own[0]}' yet")
+        _refuse_fp8_for_hosts_own(self.dtype)
         if _in_force == DEFAULT:
             super()._create_buffers_normal()
             return
@@ -88,8 +92,7 @@ class MLAPoolFL(MLATokenToKVPool):
         if index_head_dim is not None:
             raise ValueError("sglang_fl does not support sparse latent attention yet")
         super().__init__(*args, **kwargs)
-        if self.dtype.itemsize == 1:
-            raise ValueError("sglang_fl does not support a KV cache in fp8 for latent attention yet")
+        _refuse_fp8_for_hosts_own(self.dtype)
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copy slots, of pages of one."""

@@ -797,6 +797,13 @@ OVERRIDDEN = (
         "The scales of a layer's keys and values in a quantized cache.",
     ),
     HostFact(
+        "vllm.forward_context:ForwardContext",
+        ("no_compile_layers",),
+        "reads",
+        "mla",
+        "A layer's scale of a latent cache, as a number of the host.",
+    ),
+    HostFact(
         f"{_ATTENTION}:AttentionBackend",
         ("customize_spec(spec)",),
         "overrides",

@@ -18,6 +18,7 @@ from fl_dispatch.hosting import kv_layout
 from fl_dispatch.hosting.kv_layout import KVLayout, Wish
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops.attention import SCALES, TOKEN_SCALES
+from fl_dispatch.ops.mla import LATENT_SCALES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,7 +32,7 @@ FP8_DTYPES = ("fp8", "fp8_e4m3")
 INT8_DTYPE = "int8_per_token_head"
 """vLLM's name of int8 with a scale for each token and head."""
 QUANTIZED_DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {**dict.fromkeys(FP8_DTYPES, SCALES), INT8_DTYPE: TOKEN_SCALES}
+    {**dict.fromkeys(FP8_DTYPES, (*SCALES, *LATENT_SCALES)), INT8_DTYPE: TOKEN_SCALES}
 )
 """Names of quantized caches, each with the parameters of the operators that have its scales."""
 SCALE_BYTES = torch.float32.itemsize

@@ -4,6 +4,9 @@ vLLM's ``MLAAttention`` layer splits a batch: requests with one new token take t
 longer ones the multi-head form (``forward_mha``), which attends over the new tokens, then over the cached context in
 chunks of a bounded size, and merges the parts by their log-sum-exp. vLLM's own classes supply the layer, the split and
 the plan of the chunks; what they do with compiled or Triton kernels (reading the cache, merging) is plain PyTorch here.
+
+A cache in fp8 has one scale in a layer, for latents and rotary parts, as vLLM writes it. The queries stay as they are,
+as in vLLM's Triton class, and so do the new tokens' own latents in the multi-head form, as in all of vLLM's.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
@@ -75,7 +79,9 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             kv_sharing_target_layer_name,
             **mla_arguments,
         )
-        self.supports_quant_query_input = False  # of an 8-bit cache only, which is refused
+        self.supports_quant_query_input = False
+        self.fl_fp8 = kv_cache_dtype in kv_layout.FP8_DTYPES
+        self.fl_dtype = torch.get_default_dtype()  # vLLM makes layers with the model's
         self._use_flashinfer_concat_mla_k = False
         speculation = get_current_vllm_config().speculative_config
         self.fl_longest_decode = 1 + (speculation.num_speculative_tokens if speculation else 0)
@@ -113,16 +119,16 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         """
         device, tokens, most = kv_cache.device, sum(queries), max(queries)
         starts = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
-        latents = torch.zeros(tokens, self.kv_lora_rank, dtype=kv_cache.dtype, device=device)
+        dtype, scale = (self.fl_dtype, 1.0) if self.fl_fp8 else (kv_cache.dtype, None)
+        latents = torch.zeros(tokens, self.kv_lora_rank, dtype=dtype, device=device)
         rotary = latents.new_zeros(tokens, 1, self.qk_rope_head_dim)
-        nowhere = torch.full((tokens,), -1, device=device)
-        self.do_kv_cache_update(latents, rotary, kv_cache, nowhere, self.kv_cache_dtype, latents)
+        self._write(latents, rotary, kv_cache, torch.full((tokens,), -1, device=device), scale)
         if most <= self.fl_longest_decode:
             query = latents.new_zeros(tokens, self.num_heads, kv_cache.shape[-1])
             blocks = -(-longest // kv_cache.shape[1])
             table = torch.zeros(len(queries), blocks, dtype=torch.int32, device=device)
-            rest = (most, longest, self.scale, self.kv_lora_rank, None, True)
-            self.fl_decode(query, kv_cache, table, starts, starts.diff(), *rest)
+            rest = (most, longest, self.scale, self.kv_lora_rank, None, True, scale)
+            self.fl_decode(query, self._stored(kv_cache), table, starts, starts.diff(), *rest)
             return
         query = latents.new_zeros(tokens, self.num_heads, self.qk_head_dim)
         key, value = self._project(latents, rotary)
@@ -141,15 +147,28 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         skip_scale: bool = False,
     ) -> None:
         """Write this step's latents and rotary keys into ``kv_cache`` ``[blocks, block_size, rank + rope]``."""
-        if kv_cache.numel() == 0:  # vLLM measures memory before there is a cache
-            return
+        if kv_cache.numel() > 0:  # vLLM measures memory before there is a cache
+            self._write(kv_c_normed, k_pe, kv_cache, slot_mapping, self._scale())
+
+    def _write(self, latents: Tensor, rotary: Tensor, kv_cache: Tensor, slots: Tensor, scale: float | None) -> None:
         if kv_cache is not self._split[0]:
-            rows = kv_cache.unsqueeze(2)
+            rows = self._stored(kv_cache).unsqueeze(2)
             self._split = (kv_cache, rows[..., : self.kv_lora_rank], rows[..., self.kv_lora_rank :])
-        slots, may_skip = real(slot_mapping.flatten())
+        slots, may_skip = real(slots.flatten())
         tokens = slots.shape[0]
-        latents = kv_c_normed[:tokens].unsqueeze(1)
-        self.fl_write(latents, k_pe[:tokens], self._split[1], self._split[2], slots, may_skip=may_skip)
+        new = latents[:tokens].unsqueeze(1), rotary[:tokens]
+        self.fl_write(*new, *self._split[1:], slots, scale, scale, may_skip=may_skip)
+
+    def _stored(self, kv_cache: Tensor) -> Tensor:
+        """The cache in the type of its numbers; vLLM has bytes of one in fp8."""
+        return kv_cache.view(torch.float8_e4m3fn) if self.fl_fp8 else kv_cache
+
+    def _scale(self) -> float | None:
+        """The scale of a cache in fp8, as a number of the host: vLLM hands over a tensor, and asking would wait."""
+        if not self.fl_fp8:
+            return None
+        scale: float = get_forward_context().no_compile_layers[self.fl_scope]._k_scale_float
+        return scale
 
     def forward_mqa(
         self,
@@ -163,7 +182,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         assert decode is not None
         out = self.fl_decode(
             torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
-            kv_c_and_k_pe_cache,
+            self._stored(kv_c_and_k_pe_cache),
             decode.block_table,
             decode.query_start_loc,
             decode.seq_lens,
@@ -173,6 +192,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             self.kv_lora_rank,
             None,
             attn_metadata.causal,
+            layer._k_scale_float if self.fl_fp8 else None,
             decode.query_start_loc_host,
             decode.seq_lens_host,
         )
@@ -204,8 +224,9 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
                 raise ValueError(f"'mla_prefill' returned {tuple(result.shape)} instead of {tuple(filled.shape)}")
             filled.copy_(result)
         chunks = prefill.chunked_context.chunks if prefill.chunked_context else ()
+        cache, scale = self._stored(kv_c_and_k_pe_cache), self._scale()
         for chunk, chunk_on_host in zip(chunks, on_host.chunks, strict=True):
-            latents = context_rows(kv_c_and_k_pe_cache, prefill.block_table, chunk)
+            latents = context_rows(cache, prefill.block_table, chunk, q.dtype, scale)
             key, value = self._project(latents[:, : self.kv_lora_rank], latents[:, None, self.kv_lora_rank :])
             part, part_lse = self.fl_prefill(
                 q[chunk.token_slice],
@@ -234,7 +255,7 @@ class MLAFLBackend(MLACommonBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(kv_layout.PLAIN_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*kv_layout.PLAIN_DTYPES, *kv_layout.FP8_DTYPES]
 
     @staticmethod
     def get_name() -> str:

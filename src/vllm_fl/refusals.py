@@ -128,7 +128,7 @@ def _cache_features(vllm_config: VllmConfig, device: DeviceSpec) -> list[tuple[b
         (int8 and bool(width % kv_layout.SCALE_BYTES), f"{cache_type} for heads of {width} elements"),
         (bool(uncompiled), f"{cache_type} ({uncompiled})"),
         (quantized and version not in versions.QUANTIZING_HOSTS, f"{cache_type} with vLLM {version}"),
-        (quantized and model is not None and model.use_mla, f"{cache_type} for latent attention"),
+        (int8 and model is not None and model.use_mla, f"{cache_type} for latent attention"),
         (quantized and bool(cache.kv_cache_dtype_skip_layers), f"{cache_type} for some layers only"),
         (quantized and _has_states(model), f"{cache_type} for {STATES}"),
         (getattr(cache, "use_replayssm", False), "states that are replayed from a buffer (use_replayssm)"),

@@ -54,6 +54,22 @@ def test_the_absorbed_form_equals_the_multi_head_form() -> None:
     torch.testing.assert_close(torch.einsum("thr,hvr->thv", attended, up_value), expected)
 
 
+def test_the_absorbed_form_over_a_cache_in_fp8_equals_the_multi_head_form_of_what_is_stored() -> None:
+    """One scale for whole rows, which a write gets for both parts."""
+    length, unit = 21, 0.013
+    latent, rotary = 3 * random(length, RANK), 3 * random(length, ROPE)
+    cache = torch.zeros(6, 4, 1, RANK + ROPE).to(torch.float8_e4m3fn)
+    parts = cache[..., :RANK], cache[..., RANK:]
+    REFERENCE.kv_cache_write(latent[:, None], rotary[:, None], *parts, torch.arange(length), unit, unit)
+    rows = ((torch.cat((latent, rotary), -1) / unit).clamp(-448, 448).to(torch.float8_e4m3fn).double() * unit)[:, None]
+    query = random(length, HEADS, RANK + ROPE)
+    expected, _ = prefill(query, rows.expand(-1, HEADS, -1), rows[..., :RANK].expand(-1, HEADS, -1))
+    pages, lengths = torch.arange(6, dtype=torch.int32)[None], torch.tensor([length], dtype=torch.int32)
+    given = (pages, offsets(length), lengths, length, length, SCALE, RANK, None, True)
+    torch.testing.assert_close(REFERENCE.mla_decode(query, cache.squeeze(2), *given, unit), expected)
+    assert not torch.allclose(REFERENCE.mla_decode(query, cache.squeeze(2), *given, 1.01 * unit), expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize("bounds", [(5, 13), (1, 2, 20)])
 def test_merged_parts_of_the_context_equal_the_whole(bounds: tuple[int, ...]) -> None:
     new, context = 6, 20

@@ -319,8 +319,9 @@ def exact_paged_attention(
     return [result]
 
 
-def exact_mla_decode(query, cache, table, starts, lengths, _, __, scale, rank, out, causal) -> list[Tensor]:
+def exact_mla_decode(query, cache, table, starts, lengths, _, __, scale, rank, out, causal, unit) -> list[Tensor]:
     """One query at a time, over the latent rows that it sees."""
+    cache = cache if unit is None else cache * unit
     result = query.new_zeros(*query.shape[:2], rank) if out is None else out.clone()
     for request, length in enumerate(lengths.tolist()):
         begin, end = starts[request : request + 2].tolist()

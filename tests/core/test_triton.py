@@ -325,6 +325,8 @@ SMALL = {
     "mla_decode": [
         "rank 24, rotary part 8, odd heads",
         "cache row stride larger than the row",
+        "fp8 cache, 3 tokens a request",
+        "fp8 cache, row stride, not causal",
         "not causal",
         "no rotary part",
         "empty batch",

@@ -30,6 +30,7 @@ from fl_dispatch.backends.vendor.ascend.impl import (
 )
 from fl_dispatch.backends.vendor.ascend.register_ops import register_builtins
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops import OPERATORS
 from fl_dispatch.types import OpImpl
 
 HALF = torch.float16
@@ -260,6 +261,18 @@ def test_latent_rows_are_written_whole(npu: Calls) -> None:
 
 
 # -- latent attention -------------------------------------------------------------------------------------------------
+
+
+def test_a_latent_cache_in_fp8_is_declined() -> None:
+    (sample,) = (
+        each
+        for each in OPERATORS["mla_decode"].samples(HALF, torch.device("cpu"), torch.Generator())
+        if each.label == "fp8 cache, decode, 16 heads"
+    )
+    arguments = dict(zip(OPERATORS["mla_decode"].parameters, sample.args, strict=False))
+    assert answer("mla_decode", **arguments) == "it does not take 'cache_scale'"
+    plain = {**arguments, "kv_cache": arguments["kv_cache"].to(HALF), "cache_scale": None}
+    assert answer("mla_decode", **plain) is True
 
 
 def test_a_latent_batch_is_copied_in_two_parts_into_blocks_of_128(npu: Calls) -> None:

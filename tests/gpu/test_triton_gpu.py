@@ -132,6 +132,25 @@ def test_latent_prefill_on_hopper(causal: bool) -> None:
         assert torch.equal(result, special[0][0])
 
 
+def latent_batch(heads: int, requests: int, block_size: int, dtype: str, causal: bool) -> tuple[Any, ...]:
+    """Arguments of ``mla_decode`` for requests of up to three new tokens; unused slots of the cache are NaN."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    new, length = [1 + n % 3 for n in range(requests)], [3 + n * 997 % 2048 for n in range(requests)]
+    pages = [-(-each // block_size) for each in length]
+    table = torch.full((requests, max(pages)), -1, dtype=torch.int32, device=CUDA)
+    cache = torch.full((sum(pages) + 1, block_size, 576), float("nan"), dtype=getattr(torch, dtype), device=CUDA)
+    order = torch.randperm(sum(pages), device=CUDA, generator=generator).split(pages)
+    for row, mine, keys in zip(table, order, length, strict=True):
+        row[: len(mine)] = mine
+        position = torch.arange(keys, device=CUDA)
+        filled = torch.randn(keys, 576, device=CUDA, generator=generator).to(cache.dtype)
+        cache[mine[position // block_size], position % block_size] = filled
+    starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=CUDA)
+    lengths = torch.tensor(length, dtype=torch.int32, device=CUDA)
+    query = torch.randn(sum(new), heads, 576, device=CUDA, generator=generator).to(cache.dtype)
+    return (query, cache, table, starts, lengths, 3, 2048, 192**-0.5, 512, None, causal)
+
+
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
@@ -149,22 +168,39 @@ def test_latent_decoding_on_hopper(
     causal: bool,
 ) -> None:
     monkeypatch.setattr(mla, "_splits", lambda slots, programs, most: 3 if divided else 1)
-    generator = torch.Generator(CUDA).manual_seed(0)
-    new, length = [1 + n % 3 for n in range(requests)], [3 + n * 997 % 2048 for n in range(requests)]
-    pages = [-(-each // block_size) for each in length]
-    table = torch.full((requests, max(pages)), -1, dtype=torch.int32, device=CUDA)
-    cache = torch.full((sum(pages) + 1, block_size, 576), float("nan"), dtype=getattr(torch, dtype), device=CUDA)
-    order = torch.randperm(sum(pages), device=CUDA, generator=generator).split(pages)
-    for row, mine, keys in zip(table, order, length, strict=True):
-        row[: len(mine)] = mine
-        position = torch.arange(keys, device=CUDA)
-        filled = torch.randn(keys, 576, device=CUDA, generator=generator).to(cache.dtype)
-        cache[mine[position // block_size], position % block_size] = filled
-    starts = torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=CUDA)
-    lengths = torch.tensor(length, dtype=torch.int32, device=CUDA)
-    query = torch.randn(sum(new), heads, 576, device=CUDA, generator=generator).to(cache.dtype)
-    args = (query, cache, table, starts, lengths, 3, 2048, 192**-0.5, 512, None, causal)
+    args = latent_batch(heads, requests, block_size, dtype, causal)
     special, plain = by_both(mla.mla_decode, args, "fits_latent", (0, 1, 8))
     for result in special:
         torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
         assert torch.equal(result, special[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "requests", "block_size", "dtype"),
+    [(128, 9, 64, "bfloat16"), (128, 88, 64, "bfloat16"), (16, 9, 16, "float16"), (96, 90, 1, "bfloat16")],
+)
+@pytest.mark.parametrize("divided", [True, False])
+def test_latent_decoding_over_a_cache_in_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+    heads: int,
+    requests: int,
+    block_size: int,
+    dtype: str,
+    divided: bool,
+    causal: bool,
+) -> None:
+    """It is that over the rows for which the cache stands; a power of two as scale leaves them exact in a half type."""
+    if (compiled := launch.compiles(torch.float8_e4m3fn, CUDA)) is not True:
+        pytest.skip(str(compiled))
+    monkeypatch.setattr(mla, "_splits", lambda slots, programs, most: 3 if divided else 1)
+    monkeypatch.setattr(hopper, "fits_latent", lambda *tensors: False)
+    query, rows, *rest = latent_batch(heads, requests, block_size, dtype, causal)
+    stored = (rows.float() * 32).to(torch.float8_e4m3fn)
+    plain = mla.mla_decode(query, (stored.float() / 32).to(query.dtype), *rest)
+    found = [mla.mla_decode(query, stored, *rest, 1 / 32) for _ in range(3)]
+    for result in found:
+        torch.testing.assert_close(result, plain, rtol=1.6e-2, atol=4e-3)
+        assert torch.equal(result, found[0])
+    wrong = mla.mla_decode(query, stored, *rest, 1.1 / 32)
+    assert (wrong - plain).float().norm() > 20 * (found[0] - plain).float().norm()

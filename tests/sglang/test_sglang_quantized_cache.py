@@ -144,16 +144,16 @@ def test_scales_that_a_checkpoint_announces_must_be_loaded(host: None) -> None:
             scales(True, key, value)
 
 
-def test_latent_attention_and_sglangs_own_have_no_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglangs_own_attention_has_no_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_fl import memory
 
     sizes = {"page_size": 16, "layer_num": 1, "device": "cpu", "enable_memory_saver": False}
-    with pytest.raises(ValueError, match="does not support a KV cache in fp8 for latent attention yet"):
-        memory.MLAPoolFL(64, dtype=torch.float8_e4m3fn, kv_lora_rank=16, qk_rope_head_dim=8, **sizes)
     monkeypatch.setattr(memory, "_in_force", memory.DEFAULT)
     monkeypatch.setattr(memory, "_hosts_own", ("torch_native",))
     with pytest.raises(ValueError, match="does not support a KV cache in fp8 for the attention 'torch_native' yet"):
         memory.KVPoolFL(64, dtype=torch.float8_e4m3fn, head_num=2, head_dim=8, **sizes)
+    with pytest.raises(ValueError, match="does not support a KV cache in fp8 for the attention 'torch_native' yet"):
+        memory.MLAPoolFL(64, dtype=torch.float8_e4m3fn, kv_lora_rank=16, qk_rope_head_dim=8, **sizes)
 
 
 @pytest.mark.parametrize(

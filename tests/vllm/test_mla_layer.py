@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from fl_dispatch import SelectionPolicy, policy_context
 from fl_dispatch.ops import OPERATORS
-from vllm_fl import startup, warm_up
+from vllm_fl import mla, startup, warm_up
 from vllm_fl.compat import accelerator
 from vllm_fl.compat.v0_26.latent import NumberedChunks, with_chunks, with_longest_query
 from vllm_fl.mla import MLAFLBackend, MLAFLImpl
@@ -185,6 +185,66 @@ def test_the_prefill_gets_the_numbers_in_its_tensors_as_integers_of_the_host(
         assert key_start_loc_host == key_start_loc.tolist()
 
 
+CACHE_SCALE = 0.013
+
+
+def through_fp8(rows: Tensor) -> Tensor:
+    return (rows / CACHE_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn).float() * CACHE_SCALE
+
+
+@pytest.fixture
+def fp8_layer(layer: MLAFLImpl, monkeypatch: pytest.MonkeyPatch) -> MLAFLImpl:
+    """The layer with a cache in fp8, which vLLM hands over as bytes to write and as numbers to read."""
+    made = implementation(kv_b_proj=layer.kv_b_proj, kv_cache_dtype="fp8")
+    made.fl_bind("layer")
+    context = SimpleNamespace(no_compile_layers={"layer": SimpleNamespace(_k_scale_float=CACHE_SCALE)})
+    monkeypatch.setattr(mla, "get_forward_context", lambda: context)
+    return made
+
+
+def test_context_of_a_cache_in_fp8_is_what_was_stored_and_new_tokens_are_as_they_are(fp8_layer: MLAFLImpl) -> None:
+    metadata, cache = prefill_metadata(12), torch.zeros(41, BLOCK, RANK + ROPE, dtype=torch.uint8)
+    query, output = torch.randn(sum(NEW), HEADS, NOPE + ROPE), torch.full((sum(NEW), HEADS * VALUE), torch.nan)
+    rows = [4 * torch.randn(context + new, RANK + ROPE) for context, new in zip(CONTEXT, NEW, strict=True)]
+    for request, row in enumerate(rows):
+        places = slots(request, 0, len(row))
+        fp8_layer.do_kv_cache_update(row[:, :RANK], row[:, None, RANK:], cache, places, "fp8", None)
+    new = torch.cat([row[context:] for row, context in zip(rows, CONTEXT, strict=True)])
+    read = cache.view(torch.float8_e4m3fn)
+    fp8_layer.forward_mha(query, new[:, :RANK], new[:, None, RANK:], read, batch(metadata), None, output)
+    seen = [torch.cat((through_fp8(row[:n]), row[n:])) for row, n in zip(rows, CONTEXT, strict=True)]
+    parts = zip(query.split(NEW), seen, strict=True)
+    expected = torch.cat([multi_head(q, row[:, :RANK], row[:, RANK:], fp8_layer) for q, row in parts])
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_decoding_over_a_cache_in_fp8_reads_what_was_stored(fp8_layer: MLAFLImpl) -> None:
+    cache, row = torch.zeros(41, BLOCK, RANK + ROPE, dtype=torch.uint8), 4 * torch.randn(9, RANK + ROPE)
+    fp8_layer.do_kv_cache_update(row[:, :RANK], row[:, None, RANK:], cache, slots(0, 0, 9), "fp8", None)
+    lengths = torch.tensor([9], dtype=torch.int32)
+    decode = SimpleNamespace(
+        block_table=PAGES[:1], query_start_loc=starts([1]), seq_lens=lengths, max_query_len=1, max_seq_len=9,
+        query_start_loc_host=None, seq_lens_host=None,
+    )  # fmt: skip
+    query, owner = torch.randn(1, HEADS, RANK + ROPE), SimpleNamespace(_k_scale_float=CACHE_SCALE)
+    described, read = SimpleNamespace(decode=decode, causal=True), cache.view(torch.float8_e4m3fn)
+    found, _ = fp8_layer.forward_mqa(query, read, described, owner)
+    keys = through_fp8(row)
+    weights = (query[0] @ keys.T * SCALE).softmax(-1)
+    torch.testing.assert_close(found[0], weights @ keys[:, :RANK], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 1], [3, 1]])
+def test_a_batch_is_tried_on_a_cache_in_fp8_outside_of_a_step(
+    fp8_layer: MLAFLImpl, queries: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = torch.randint(0, 127, (41, BLOCK, RANK + ROPE), dtype=torch.uint8)
+    before = cache.clone()
+    monkeypatch.setattr(mla, "get_forward_context", None)
+    fp8_layer.fl_try(cache, queries, 40)
+    assert torch.equal(cache, before)
+
+
 def test_padding_is_neither_written_nor_read(layer: MLAFLImpl) -> None:
     cache = torch.zeros(41, BLOCK, RANK + ROPE)
     mapping = torch.cat((slots(0, 0, 2), torch.tensor([-1])))
@@ -332,9 +392,11 @@ def test_what_latent_attention_cannot_do_is_named(layer: MLAFLImpl, option: dict
         implementation(**option)
 
 
-def test_any_head_size_and_plain_cache_types_are_accepted_and_sparse_attention_is_not() -> None:
+def test_any_head_size_and_caches_in_fp8_are_accepted_and_sparse_attention_is_not() -> None:
     assert MLAFLBackend.is_mla()
     assert MLAFLBackend.supports_head_size(40)
     assert MLAFLBackend.supports_block_size(16)
     assert not MLAFLBackend.is_sparse()
-    assert not MLAFLBackend.supports_kv_cache_dtype("fp8")
+    assert MLAFLBackend.supports_kv_cache_dtype("fp8")
+    assert not MLAFLBackend.supports_kv_cache_dtype("fp8_ds_mla")
+    assert not MLAFLBackend.supports_kv_cache_dtype("int8_per_token_head")

@@ -141,7 +141,7 @@ HOPPER, AMPERE = (
         ("qwen3", {"enable_dbo": True, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
         ("qwen3", {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"}, "dual-batch overlap"),
         ("qwen3", {"kv_cache_dtype": "fp8_e5m2"}, "a KV cache of type fp8_e5m2"),
-        ("deepseek_v2", {"kv_cache_dtype": "fp8"}, "a KV cache of type fp8 for latent attention"),
+        ("deepseek_v2", {"kv_cache_dtype": "fp8_ds_mla"}, "a KV cache of type fp8_ds_mla"),
         (
             "qwen3",
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},

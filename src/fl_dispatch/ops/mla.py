@@ -4,7 +4,8 @@ DeepSeek-V2 (arXiv 2405.04434) caches one latent row a token instead of keys and
 which both are projected, and a rotary part that every head shares. Decoding absorbs the projections into the query and
 the output, so all heads attend over the latent itself; a prefill projects keys and values first, which costs fewer
 operations for long queries. The cache is written by ``kv_cache_write`` with one key-value head: the latent as key, the
-rotary part as value, and two views of the cache.
+rotary part as value, and two views of the cache. A cache in float8_e4m3fn has one scale for whole rows, which a write
+gets for both. Prefill has no cache: who reads cached rows for it multiplies them by that scale.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from .declaration import SEVERAL_ROUNDINGS, Access, Mode, Work, Workload, Write,
 from .inputs import latent, shapes
 
 MODES = frozenset({Mode.OPAQUE, Mode.EAGER})
+LATENT_SCALES = ("cache_scale",)
+"""Parameters that a call of ``mla_decode`` gives with a cache in fp8."""
 
 
 def _visible_pairs(queries: Sequence[int], keys: Sequence[int], causal: bool) -> int:
@@ -42,6 +45,7 @@ def _decode_fake(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    cache_scale: float | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:2], kv_lora_rank)) if out is None else out
 
@@ -62,6 +66,7 @@ def _decode_work(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    cache_scale: float | None = None,
 ) -> Work:
     rows: list[int] = query_start_loc.diff().tolist()
     lengths = [length if new else 0 for new, length in zip(rows, seq_lens.tolist(), strict=True)]
@@ -73,6 +78,7 @@ def _decode_work(
 
 @operator(
     hints=("query_start_loc_host", "seq_lens_host"),
+    later=LATENT_SCALES,
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_decode_fake,
@@ -98,6 +104,7 @@ def mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    cache_scale: float | None = None,
     query_start_loc_host: Sequence[int] | None = None,
     seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
@@ -123,6 +130,8 @@ def mla_decode(
         out: ``[tokens, heads, kv_lora_rank]``, or ``None`` for a new tensor. Overwritten, but for rows that no request
             covers.
         causal: a query sees no token behind its own position.
+        cache_scale: of a cache in float8_e4m3fn: a row is ``cache_scale * stored``; ``None`` for a cache of another
+            dtype.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 

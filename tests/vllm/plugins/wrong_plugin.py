@@ -75,6 +75,7 @@ def mla_decode(
     kv_lora_rank,
     out=None,
     causal=True,
+    cache_scale=None,
 ):
     return query[..., :kv_lora_rank].contiguous()
 

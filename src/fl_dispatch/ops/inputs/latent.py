@@ -8,8 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..declaration import Sample
+from ..quantization import FP8
 from .paged import DECODE, HIDDEN_BLOCKS, used_slots
 from .source import Source, starts
+
+SCALE = 0.03
+"""Scale of a cache in fp8, with which its largest number is about 13."""
 
 
 class _Decodes(Source):
@@ -27,13 +31,14 @@ class _Decodes(Source):
         padding: int | None = None,
         causal: bool = True,
         row_stride: int | None = None,
+        scale: float | None = None,
         spare: int = 0,
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
         """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has so many rows more.
 
-        ``spare`` and ``hostile`` are as for ``paged_attention``.
+        With ``scale`` the cache is in fp8. ``spare`` and ``hostile`` are as for ``paged_attention``.
         """
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         blocks = [-(-length // block_size) for length in lengths]
@@ -45,9 +50,11 @@ class _Decodes(Source):
             row[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
         tokens = sum(rows) + (padding or 0)
         query = self.normal(tokens, heads, rank + rope)
-        cache = self.normal(free + hidden, block_size, row_stride or rank + rope)[..., : rank + rope]
+        cache = self.normal(free + hidden, block_size, row_stride or rank + rope)
+        cache = (cache if scale is None else (cache.float() / scale).to(FP8))[..., : rank + rope]
         if hostile:
-            cache[~used_slots(table, lengths, free + hidden, block_size).to(self.device)] = math.nan
+            unused = ~used_slots(table, lengths, free + hidden, block_size).to(self.device)
+            cache.index_put_(unused.nonzero(as_tuple=True), cache.new_tensor(math.nan))
             cache = cache[:free]
         args = (
             query,
@@ -61,6 +68,7 @@ class _Decodes(Source):
             rank,
             None if padding is None else self.normal(tokens, heads, rank),
             causal,
+            *(() if scale is None else (scale,)),
         )
         return Sample(label, args, serving)
 
@@ -74,6 +82,11 @@ def decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("speculative decode, 3 tokens a request", [(3, 40), (3, 3), (3, 130)], 16, 512, 64)
     yield sample("decode with out, padded batch", [*decode[:4], (0, 0)], 8, 512, 64, padding=3)
     yield sample("mixed lengths, block size 1", [(1, 30), (5, 21), (17, 17)], 4, 256, 64, block_size=1)
+    yield sample("fp8 cache, decode, 16 heads", decode, 16, 512, 64, scale=SCALE)
+    yield sample("fp8 cache, 128 heads", decode[2:6], 128, 512, 64, block_size=64, padding=0, scale=SCALE)
+    yield sample("fp8 cache, 3 tokens a request", [(3, 40), (3, 3), (3, 130)], 4, 64, 16, scale=SCALE, serving=False)
+    yield sample("fp8 cache, row stride, not causal", [(4, 20), (4, 7)], 3, 24, 8, causal=False, row_stride=48,
+                 scale=2.0, serving=False)  # fmt: skip
     yield sample("not causal", [(4, 20), (4, 7)], 4, 64, 32, causal=False, serving=False)
     yield sample("rank 24, rotary part 8, odd heads", [(1, 9), (2, 5)], 3, 24, 8, serving=False)
     yield sample("cache row stride larger than the row", [(1, 40)], 4, 64, 16, row_stride=96, serving=False)
@@ -89,6 +102,8 @@ def decode_probes(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     yield sample("520 requests", [(1, 3)] * 520, 2, 32, 16, serving=False)
     yield sample("maxima larger than needed", DECODE[:6], 4, 64, 32, spare=70, serving=False)
     yield sample("NaN in unused slots", DECODE, 8, 512, 64, hostile=True, serving=False)
+    yield sample("fp8 cache, 4,100 keys, NaN in unused slots", [(1, 4100), (3, 9)], 4, 128, 32, hostile=True,
+                 scale=SCALE, serving=False)  # fmt: skip
     speculative = [(3, 40), (3, 3), (3, 130)]
     yield sample(
         "NaN in unused slots, 3 tokens a request", speculative, 4, 128, 32, hostile=True, spare=4, serving=False

@@ -133,6 +133,7 @@ def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     yield sample("fp8 cache, token-major", 17, 2, 80, layout="token-major", skip=(3,), padding=2, scales=SCALES)
     yield sample("fp8 cache, keys transposed", 21, 2, 64, block_size=32, layout="keys transposed", scales=(1.0, 0.5))
     yield sample("fp8 cache, value narrower than key", 9, 2, 96, 64, scales=SCALES, serving=False)
+    yield sample("fp8 cache, latent, 512 and 64 elements", 33, 1, 512, 64, scales=(SCALES[0], SCALES[0]))
     yield sample("fp8 cache, nothing to round", 9, 2, 96, 64, skip=(1,), scales=(0.25, 0.5), exact=True, serving=False)
     yield sample("fp8 cache, empty batch", 0, 2, 64, scales=SCALES, serving=False)
     yield sample("int8 cache, decode", 32, 8, 128, int8=True)

@@ -20,6 +20,7 @@ def mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    cache_scale: float | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.mla.mla_decode`: paged attention with one key-value head, whose values are the first
     part of its keys.
@@ -37,6 +38,8 @@ def mla_decode(
         scale,
         out,
         causal,
+        key_scale=cache_scale,
+        value_scale=cache_scale,
     )
 
 

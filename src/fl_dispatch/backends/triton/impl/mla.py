@@ -51,6 +51,8 @@ def _decode(
     TABLE_ROW,
     SCALE,
     HEADS: tl.constexpr,
+    CACHE_SCALE,
+    QUANTIZED: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -63,7 +65,10 @@ def _decode(
     BLOCK_ROPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: tiles of ``BLOCK_M`` rows, requests, splits. Row ``token * HEADS + head`` of a request."""
+    """Grid: tiles of ``BLOCK_M`` rows, requests, splits. Row ``token * HEADS + head`` of a request.
+
+    ``SCALE`` has the cache's scale in it, which ``CACHE_SCALE`` is for the values.
+    """
     request = tl.program_id(1)
     split = tl.program_id(2)
     begin = tl.load(query_starts + request)
@@ -114,6 +119,8 @@ def _decode(
                 seen = seen & (position[None, :] <= place[:, None])
             p, m_i, l_i, alpha = update(qk, m_i, l_i, SCALE * LOG2E, seen, True)
             acc = tl.dot(p.to(q.dtype), kv, acc * alpha[:, None], input_precision=PRECISION)
+        if QUANTIZED:
+            acc *= CACHE_SCALE
         inside = valid[:, None] & (rank < RANK)[None, :]
         if not DIVIDED:
             target = (begin + token).to(tl.int64) * OUT_TOKEN + head * OUT_HEAD
@@ -140,6 +147,7 @@ def mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    cache_scale: float | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.mla.mla_decode`. Declines float64, and rows whose elements are strided."""
     check_arguments((query, kv_cache), out, scale)
@@ -168,7 +176,7 @@ def mla_decode(
     tensors = (query, kv_cache, block_table, query_start_loc, seq_lens, out, partial, statistics)
     numbers = (
         query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), out.stride(0), out.stride(1),
-        block_table.stride(0), scale, heads,
+        block_table.stride(0), scale if cache_scale is None else scale * cache_scale, heads,
     )  # fmt: skip
     if special:
         hopper.decode_latent(
@@ -180,8 +188,9 @@ def mla_decode(
             (tiles, requests, splits),
             tensors,
             (
-                *numbers, kv_lora_rank, rope, kv_cache.shape[1], causal, most_new, splits > 1, block_m, block_n,
-                max(16, power_of_two(kv_lora_rank)), max(16, power_of_two(rope)), "ieee" if wide else "tf32",
+                *numbers, 1.0 if cache_scale is None else cache_scale, cache_scale is not None, kv_lora_rank, rope,
+                kv_cache.shape[1], causal, most_new, splits > 1, block_m, block_n, max(16, power_of_two(kv_lora_rank)),
+                max(16, power_of_two(rope)), "ieee" if wide else "tf32",
             ),
             sizes=(splits,),
             warps=warps,
