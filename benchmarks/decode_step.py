@@ -2,14 +2,14 @@
 
 A step is every layer of Llama-3.1-8B's shape with random weights, and the head. The floor reads every weight once at
 the rate of a large copy. The same step with a kernel for the rotation and another one for the write of keys and values
-is captured too, and so are steps whose products ask for nothing of the next weight, and with other launch constants;
-replays take turns. ``same bits``: whether the logits are those of the step as it is.
+is captured too, and so are steps of fp8 whose products ask for nothing of the next weight, and with other launch
+constants; replays take turns. ``same bits``: whether the logits are those of the step as it is.
 
     python benchmarks/decode_step.py [--layers N] [--formats bfloat16,fp8] [--context 1024] [--rounds 15]
         [--constants] [--ahead] [--json FILE]
 
 Needs a GPU, and this package. ``--constants``: other constants of the products, too. ``--ahead``: other amounts that
-are asked for, by other programs, before they multiply.
+products of fp8 ask for, and other programs.
 """
 
 from __future__ import annotations
@@ -68,15 +68,11 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
     ),
 }
 """Quantized or not → launch constants of products of one row."""
-ALL, MIB = 1 << 20, 1 << 20
 AHEAD: tuple[Mapping[str, int], ...] = (
-    *({"BYTES": size * MIB} for size in (4, 8, 16, 24)),
-    *({"BYTES": size * MIB, "EARLY": True} for size in (8, 16)),
-    *({"BYTES": size * MIB, "ASKING": ALL} for size in (8, 16)),
-    *({"BYTES": 16 * MIB, "ASKING": asking} for asking in (1, 2, 8)),
-    {"BYTES": 8 * MIB, "after_qkv": 24 * MIB},
+    *({"BYTES": mib << 20} for mib in (1, 2, 4, 6, 8, 16)),
+    *({"ASKING": programs} for programs in (1, 8)),
 )
-"""Constants of ``ahead``, and bytes that the first product of a layer asks for."""
+"""Constants of ``ahead``, which has 3 MiB and two programs."""
 
 Patches = tuple[tuple[Any, str, Any], ...]
 
@@ -84,8 +80,7 @@ Patches = tuple[tuple[Any, str, Any], ...]
 class Step:
     """Weights of a model, and a step of it.
 
-    ``at_once``: one kernel rotates and writes. ``after_qkv``: bytes that the product before attention asks for, where
-    it is not as much as others do.
+    ``at_once``: one kernel rotates and writes.
 
     Args:
         shape: as in ``shapes.py``, of a dense model.
@@ -93,7 +88,6 @@ class Step:
     """
 
     at_once = True
-    after_qkv = 0
 
     def __init__(self, shape: Mapping[str, Any], layers: int, context: int, quantized: bool) -> None:
         self.hidden, self.inner = shape["hidden_size"], shape["intermediate_size"]
@@ -152,8 +146,7 @@ class Step:
         x, residual = self.token.clone(), None
         for weights, (first, second), (keys, values) in zip(self.layers, self.norms, self.caches, strict=False):
             residual, argument = self._normalized(x, residual, first)
-            with patched(((ahead, "BYTES", self.after_qkv or ahead.BYTES),)):
-                qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
+            qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
             query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             tables = self.cos, self.sin, self.position
             if self.at_once:
@@ -178,14 +171,15 @@ class Step:
 
 def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     """Names of ways to launch a step, and what is patched for each."""
-    found: dict[str, Patches] = {AS_IT_IS: (), APART: ((Step, "at_once", False),), NOTHING: ((ahead, "BYTES", 0),)}
+    found: dict[str, Patches] = {AS_IT_IS: (), APART: ((Step, "at_once", False),)}
+    if quantized:
+        found[NOTHING] = ((ahead, "BYTES", 0),)
     products = scaled if quantized else linear
-    for target, each in ((products, CONSTANTS[quantized] if constants else ()), (ahead, AHEAD if amounts else ())):
-        for values in each:
-            label = ", ".join(f"{name} {value}" for name, value in values.items())
-            found[label] = tuple(
-                (target if hasattr(target, name) else Step, name, value) for name, value in values.items()
-            )
+    others = [(products, values) for values in CONSTANTS[quantized] if constants]
+    others += [(ahead, values) for values in AHEAD if quantized and amounts]
+    for target, values in others:
+        label = ", ".join(f"{name} {value}" for name, value in values.items())
+        found[label] = tuple((target, name, value) for name, value in values.items())
     return found
 
 

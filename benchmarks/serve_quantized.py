@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_vllm import NAMED, NO_PREFETCH, VANILLA, WORKLOADS, Cell, compare, measure, table
+from serve_vllm import NAMED, VANILLA, WORKLOADS, Cell, compare, measure, table
 from shapes import SHAPES, Shape
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -43,6 +43,7 @@ FORMATS: Mapping[str, Mapping[str, Any]] = {
 """Name → ``quantization_config``."""
 PRODUCTS = ("scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
 APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
+NO_PREFETCH = {"VLLM_FL_CHIP_FEATURES": "0"}
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
 

@@ -91,8 +91,6 @@ NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda"}
 FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 """The batches of the workloads: FlagGems tunes its matrix products for minutes, and for each size anew."""
 
-NO_PREFETCH = {"VLLM_FL_CHIP_FEATURES": "0"}
-"""Products of one row ask for nothing of the next weight; prompts are read by other kernels of attention, too."""
 APART = {"fuse_rope_kvcache": False}
 """Rotations and the write of keys and values stay two operators in compiled graphs."""
 
@@ -123,7 +121,6 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
         "plugin_apart": Cell({}, {"compilation_config": {"pass_config": APART}}),
-        "plugin_no_prefetch": Cell(NO_PREFETCH),
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned

@@ -1,6 +1,6 @@
 """Which weight a step multiplies with after another one, so that a kernel can ask for it in time.
 
-A host records one eager step, after it has loaded a model. Products of one row say which weight they have, and learn
+A host records one eager step, after it has loaded a model. Products that ask say which weight they have, and learn
 which one follows. That is a hint: no result depends on it.
 
 Only weights of the recorded step follow others, so what a product asks for is multiplied with a moment later, by the
@@ -46,7 +46,7 @@ def known() -> int:
 
 
 def after(weight: Tensor) -> Tensor | None:
-    """The weight that follows, if it is known and still there; called for each product of one row."""
+    """The weight that follows, if it is known and still there; called for each product that asks."""
     if _recorded is not None:
         _recorded.append(weight)
         return None

@@ -9,7 +9,6 @@ ends the start.
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -81,12 +80,14 @@ class GPUWorkerFL(WorkerFL):
         """Bytes for the KV cache, as vLLM measures them; compiles the model."""
         with compile.uncompiled(self.fl_models()):
             single, *others = warm_up.token_counts(self.vllm_config)
-            # Experts read so many weights that nothing of what the product before them asked for would be left.
-            with nullcontext() if config.has_experts(self.vllm_config) else following.recorded():
+            if config.has_experts(self.vllm_config):  # they read so much that nothing asked for would be left
                 self._run_batch_without_cache(single)
-            if following.known():
-                logger.info("%d products know the weight that the next one reads", following.known())
-                others.append(single)  # now they ask for it, in kernels that are compiled before a graph holds them
+            else:
+                with following.recorded():
+                    self._run_batch_without_cache(single)
+                if following.known():
+                    logger.info("%d products know the weight that the next one reads", following.known())
+                    others.append(single)  # now they ask for it, in kernels that are compiled before a graph holds them
             for tokens in others:
                 self._run_batch_without_cache(tokens)
         self._compare_ranks()

@@ -1,4 +1,4 @@
-"""Products of one row ask for the next product's weight: which one that is, and who asks for which bytes.
+"""Quantized products of one row ask for the next one's weight: which one that is, and who asks for which bytes.
 
 That results stay the same and that the instruction runs: ``tests/gpu/test_following_gpu.py``.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from fl_dispatch import following
-from fl_dispatch.backends.triton.impl import ahead, linear, scaled, weight_only
+from fl_dispatch.backends.triton.impl import ahead, scaled
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -93,8 +93,7 @@ def forgotten() -> None:
 
 def asked(weight: Tensor, programs: int = 100) -> tuple[int, int, int] | None:
     """The numbers that programs get which multiply with the weight, if they ask."""
-    found, where, (asks, early) = ahead.after(weight, programs)
-    assert not early
+    found, where, asks = ahead.after(weight, programs)
     assert (found is weight) != asks
     return where if asks else None
 
@@ -104,7 +103,7 @@ def test_the_last_programs_ask_for_the_beginning_of_the_next_weight() -> None:
     first, second = weights(2)
     assert asked(first) is None
     recorded(first, second)
-    assert asked(first) == (64 * 64 * 4, 2048, 100 - 2 * ahead.ASKING)
+    assert asked(first) == (64 * 64 * 4, 4096, 100 - 2 * ahead.ASKING)
     assert asked(first, 1) == (64 * 64 * 4, 64 * 64 * 4, 0)
     assert asked(second) is None
 
@@ -164,20 +163,19 @@ from unittest import mock
 sys.path.insert(0, sys.argv[1])
 import kernel_cases
 import torch
-from fl_dispatch.backends.triton.impl import linear, scaled, weight_only
+from fl_dispatch.backends.triton.impl import scaled
 kernel_cases.triton.runtime.driver.set_active(kernel_cases.CompilingDriver())
 calls = {
-    "linear": lambda: linear.linear(kernel_cases._empty(1, 4096), kernel_cases._empty(28672, 4096)),
-    "scaled": lambda: kernel_cases._scaled(1, kernel_cases.FP8, columns=28672),
-    "scaled, blocks": lambda: kernel_cases._scaled(1, kernel_cases.FP8, 128),
-    "weight_only": lambda: kernel_cases._packed(1, 4),
+    "fp8": lambda: kernel_cases._scaled(1, kernel_cases.FP8, columns=28672),
+    "fp8, blocks": lambda: kernel_cases._scaled(1, kernel_cases.FP8, 128),
+    "int8": lambda: kernel_cases._scaled(1, torch.int8),
 }
 found = {}
 for name, call in calls.items():
-    for asks in ((False, False), (True, False), (True, True)):
-        module, compiled = globals()[name.split(",")[0]], []
-        after = lambda weight, programs: (weight, (1 << 23, 16384, 6640), asks)
-        with mock.patch.object(module, "after", after), kernel_cases.launches(False, compiled):
+    for asks in (False, True):
+        compiled = []
+        after = lambda weight, programs: (weight, (3 << 20, 12032, 1784), asks)
+        with mock.patch.object(scaled, "after", after), kernel_cases.launches(False, compiled):
             call()
         (kernel,) = compiled
         ptx = kernel.asm["ptx"]
@@ -194,33 +192,23 @@ def test_for_hopper_a_program_asks_once_when_its_result_is_written_and_not_where
     command = [sys.executable, "-c", KERNELS, str(BENCHMARKS)]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 12
+    assert len(found) == 6
     for name, counted in found.items():
-        assert counted == [int("(True" in name), "(True, False)" in name], name
+        assert counted == [int("True" in name), "True" in name], name
 
 
-@pytest.mark.parametrize("module", [linear, scaled, weight_only])
-def test_products_of_one_row_say_which_weight_they_have(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = torch.float16
-    calls = {
-        linear: lambda rows: linear.linear(torch.zeros(rows, 64, dtype=half), weight.half()),
-        scaled: lambda rows: scaled.scaled_linear(
-            torch.zeros(rows, 64, dtype=torch.int8), torch.ones(rows, 1), weight, torch.ones(32, 1)
-        ),
-        weight_only: lambda rows: weight_only.weight_only_linear(
-            torch.zeros(rows, 64, dtype=half), weight, torch.ones(32, 1, dtype=half)
-        ),
-    }
+def test_quantized_products_of_one_row_say_which_weight_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_launch_row", "_launch_rows"):
-        monkeypatch.setattr(module, name, lambda *args, **options: None)
+        monkeypatch.setattr(scaled, name, lambda *args, **options: None)
     seen: list[tuple[torch.Size, int]] = []
 
     def after(weight: Tensor, programs: int) -> object:
         seen.append((weight.shape, programs))
         return weight, *ahead.NOTHING
 
-    monkeypatch.setattr(module, "after", after)
+    monkeypatch.setattr(scaled, "after", after)
     weight = torch.zeros(32, 64, dtype=torch.int8)
-    calls[module](1)
-    calls[module](2)
+    for rows in (1, 2):
+        x = torch.zeros(rows, 64, dtype=torch.int8)
+        scaled.scaled_linear(x, torch.ones(rows, 1), weight, torch.ones(32, 1))
     assert seen == [(weight.shape, 32)]

@@ -1,4 +1,4 @@
-"""Products of one row that ask for the next product's weight, on a GPU: the same bits, in calls, graphs and engines."""
+"""Quantized products of one row that ask for the next one's weight, on a GPU: the same bits, in engines too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 from engines import STEP, ran, start
 
+import quantized_checkpoints as checkpoints
 from fl_dispatch import following
-from fl_dispatch.backends.triton.impl import ahead, launch, linear, quantize, scaled, weight_only
+from fl_dispatch.backends.triton.impl import ahead, launch, quantize, scaled
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -49,65 +50,50 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
 
 
-def plain(columns: int, inner: int) -> tuple[Tensor, Callable[[], Tensor], Any]:
-    """A weight, a product of one row with it, and the kernel's launcher."""
-    weight, x = normal(columns, inner), normal(1, inner)
-    return weight, lambda: linear.linear(x, weight), linear._launch_row
+def made(columns: int, inner: int, kind: str = FP8) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """A weight, its scales, and a product of one row with them."""
+    (weight, scales), x = quantize.quantize(normal(columns, inner), kind), quantize.quantize(normal(1, inner), kind)
+    return weight, scales, lambda: scaled.scaled_linear(*x, weight, scales)
 
 
-def quantized(columns: int, inner: int) -> tuple[Tensor, Callable[[], Tensor], Any]:
-    (weight, scales), x = quantize.quantize(normal(columns, inner), FP8), quantize.quantize(normal(1, inner), FP8)
-    return weight, lambda: scaled.scaled_linear(*x, weight, scales), scaled._launch_row
+def asks() -> int:
+    """The compiled kernels of one row that have the instruction."""
+    kernels = scaled._launch_row._compiled.values()
+    return sum("cp.async.bulk.prefetch.L2" in kernel.asm["ptx"] for kernel in kernels if kernel)
 
 
-def packed(columns: int, inner: int) -> tuple[Tensor, Callable[[], Tensor], Any]:
-    weight = torch.randint(0, 256, (columns, inner // 2), device=CUDA, dtype=torch.uint8)
-    x, scales = normal(1, inner // 2 * 2), normal(columns, 1)
-    return weight, lambda: weight_only.weight_only_linear(x, weight, scales), weight_only._launch_row
-
-
-FORMS = {"bf16": plain, "fp8": quantized, "4 bits": packed}
-
-
-def asks(launcher: Any) -> int:
-    """The compiled kernels of a product that have the instruction."""
-    return sum("cp.async.bulk.prefetch.L2" in kernel.asm["ptx"] for kernel in launcher._compiled.values() if kernel)
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["at the end", "first"])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [FP8, "int8"])
 def test_results_are_the_same_bits_and_the_instruction_runs(
-    form: str, size: str, first: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever follows, and however much of it is asked for."""
-    monkeypatch.setattr(ahead, "EARLY", first)
-    weight, product, launcher = FORMS[form](*SIZES[size])
+    weight, _, product = made(*SIZES[size], kind)
     expected = product().clone()
     nexts = [normal(*SIZES[other]) for other in SIZES]
     for following_weight in nexts:
         for asked in (16, 1 << 20, 24 << 20):
             monkeypatch.setattr(ahead, "BYTES", asked)
-            launcher._compiled.clear()
+            scaled._launch_row._compiled.clear()
             with following.recorded():
                 following.after(weight)
                 following.after(following_weight)
             for _ in range(3):
                 assert torch.equal(product(), expected)
-            assert asks(launcher) == 1 or not launcher._short  # the public launch keeps no kernel here
+            assert asks() == 1 or not scaled._launch_row._short  # the public launch keeps no kernel here
     torch.cuda.synchronize()
 
 
 def test_a_graph_that_asks_has_the_same_bits_while_weights_change_in_place() -> None:
-    products = [plain(4096, 4096) for _ in range(4)]
-    before = [product().clone() for _, product, _ in products]
+    products = [made(4096, 4096) for _ in range(4)]
+    before = [product().clone() for _, _, product in products]
     with following.recorded():
-        for _, product, _ in products:
+        for _, _, product in products:
             product()
     assert following.known() == 3
 
     def step() -> list[Tensor]:
-        return [product() for _, product, _ in products]
+        return [product() for _, _, product in products]
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -115,8 +101,9 @@ def test_a_graph_that_asks_has_the_same_bits_while_weights_change_in_place() -> 
         found = step()
     graph.replay()
     assert all(torch.equal(one, other) for one, other in zip(found, before, strict=True))
-    for weight, _, _ in products:
-        weight.copy_(weight.flip(0))
+    for weight, scales, _ in products:
+        for part in (weight.view(torch.uint8), scales):
+            part.copy_(part.flip(0))
     for _ in range(3):
         graph.replay()
     assert all(torch.equal(one, other.flip(1)) for one, other in zip(found, before, strict=True))
@@ -130,19 +117,26 @@ ENGINE: Mapping[str, Any] = {
     "enable_prefix_caching": False,
     "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
 }
-OURS = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0", "VLLM_FL_PER_OP": "linear=impl:default.triton|reference"}
+OURS = {
+    "VLLM_FL_DENY_VENDORS": "cuda",
+    "USE_FLAGGEMS": "0",
+    "VLLM_FL_PER_OP": "scaled_linear=impl:default.triton|reference",
+}
 KNOWS = "products know the weight that the next one reads"
 
 
-def test_engines_that_ask_answer_as_those_that_do_not(checkpoint: Callable[[str], Path]) -> None:
-    """One request at a time, so that graphs of one row decode."""
+def test_engines_that_ask_answer_as_those_that_do_not(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """One request at a time, so that graphs of one row decode. A model without quantized weights asks for nothing."""
+    scheme = checkpoints.SCHEMES["compressed-tensors W8A8 fp8"]
+    quantized = checkpoints.write_checkpoint(tmp_path / "quantized", scheme, model=checkpoint("llama"))
     steps = [{**STEP, "prompts": [prompt]} for prompt in STEP["prompts"]]
     runs = [
-        start(checkpoint("llama"), *steps, engine=ENGINE, variables={**OURS, "VLLM_FL_CHIP_FEATURES": on})
-        for on in ("1", "0")
+        start(model, *steps, engine=ENGINE, variables={**OURS, "VLLM_FL_CHIP_FEATURES": on})
+        for model, on in ((quantized, "1"), (quantized, "0"), (checkpoint("llama"), "1"))
     ]
-    asking, silent = (run.result() for run in runs)
+    asking, silent, plain = (run.result() for run in runs)
     assert [step["tokens"] for step in asking["steps"]] == [step["tokens"] for step in silent["steps"]]
     assert KNOWS in asking["log"]
-    assert ran(asking, "linear") >= {"default.triton"}
+    assert KNOWS not in plain["log"]
+    assert ran(asking, "scaled_linear") >= {"default.triton"}
     assert asking["report"]["failed"] == {}

@@ -1,4 +1,4 @@
-"""The order of a model's products: a start records it, in one eager step of one token, before kernels are compiled."""
+"""The order of quantized products: a start records it, in one eager step of one token, before kernels are compiled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import torch
 from engines import start_features
 from vllm.v1.worker.gpu_worker import Worker
 
+import quantized_checkpoints as checkpoints
 from fl_dispatch import following
 from fl_dispatch.cli.checkpoints import build_checkpoint
 from vllm_fl import compile, config, warm_up, worker_gpu
 
 EXTENSION = {"worker_extension_cls": "worker_extension.TrainerExtension", "enforce_eager": True}
-NOTING = {"VLLM_FL_PLUGIN_MODULES": "noting_plugin", "VLLM_FL_PER_OP": "linear=vendor:noting"}
+NOTING = {"VLLM_FL_PLUGIN_MODULES": "noting_plugin", "VLLM_FL_PER_OP": "scaled_linear=vendor:noting"}
 PRODUCTS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_order_is_that_of_the_products_in_a_forward(family: str, tmp_path: Path) -> None:
-    model = build_checkpoint(family, tmp_path / "model")
+    scheme = checkpoints.SCHEMES["compressed-tensors W8A8 int8"]
+    whole = build_checkpoint(family, tmp_path / "whole")
+    model = checkpoints.write_checkpoint(tmp_path / "quantized", scheme, model=whole)
     steps = [{"do": "rpc", "method": "record_step", "args": []}]
     (run,) = start_features((model, steps, EXTENSION), **NOTING).result()["runs"]
     ((order,),) = run["steps"]
@@ -32,17 +35,18 @@ def test_the_order_is_that_of_the_products_in_a_forward(family: str, tmp_path: P
     assert order == [f"model.layers.{layer}.{name}.weight" for layer in range(layers) for name in PRODUCTS]
 
 
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("model", ["quantized", "not quantized", "experts"])
 def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
-    experts: bool, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with experts: they read so much that nothing of it would be left."""
+    """No product asks without a quantized weight, nor with experts: they read so much that nothing would be left."""
     first, second = torch.zeros(4), torch.zeros(4)
     batches: list[tuple[int, bool]] = []
+    lines: list[str] = []
 
     def run(tokens: int) -> None:
-        after = [following.after(weight) for weight in (first, second)]
-        batches.append((tokens, after[0] is second))
+        after = [following.after(weight) for weight in (first, second) if model != "not quantized"]
+        batches.append((tokens, any(found is second for found in after)))
 
     worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
     worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=worker_gpu.CUDAGraphMode.NONE)
@@ -51,11 +55,16 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     monkeypatch.setattr(worker, "_run_batch_without_cache", run)
     monkeypatch.setattr(compile, "uncompiled", lambda model: nullcontext())
     monkeypatch.setattr(compile, "is_compiled", lambda config: False)
-    monkeypatch.setattr(config, "has_experts", lambda vllm_config: experts)
+    monkeypatch.setattr(config, "has_experts", lambda vllm_config: model == "experts")
+    monkeypatch.setattr(worker_gpu.logger, "info", lambda text, *values: lines.append(text % values))
     monkeypatch.setattr(warm_up, "token_counts", lambda vllm_config: [1, 2, 4])
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 7, raising=False)
     with following.recorded():
         pass  # forgets what other tests have recorded
     assert worker.determine_available_memory() == 7
-    expected = [(1, False), (2, False), (4, False)] if experts else [(1, False), (2, True), (4, True), (1, True)]
-    assert batches == expected
+    if model == "quantized":
+        assert batches == [(1, False), (2, True), (4, True), (1, True)]
+        assert lines == ["1 products know the weight that the next one reads"]
+    else:
+        assert batches == [(1, False), (2, False), (4, False)]
+        assert lines == []

@@ -1,4 +1,4 @@
-"""A product of one row asks for the beginning of the weight that the next product will read, when it is done itself.
+"""A quantized product of one row asks for the beginning of the next one's weight, when it is done itself.
 
 Between two such products small kernels run, and the device's memory is idle. A program's last act is to have a slice of
 the next weight brought into the L2 cache; nobody waits for that, and no result depends on it.
@@ -21,19 +21,17 @@ from .launch import INTERPRETED, capability, processors
 
 CAPABILITY = (9, 0)
 """The least that has the instruction."""
-BYTES = 8 << 20
+BYTES = 3 << 20
 """Asked for at most."""
-ASKING = 4
+ASKING = 2
 """Programs a processor that ask: the last ones, because what comes late fills the time in which memory is idle."""
 LINE = 128
 """Bytes of a line, a multiple of which each program asks for."""
-EARLY = False
-"""Whether programs ask first, and multiply then."""
 MOST = 1 << 19
 """Bytes that a program asks for at most: the instruction has 16 bits for their number, in units."""
 UNIT = 16
 """Divisor of addresses and sizes."""
-NOTHING = (0, 0, 0), (False, False)
+NOTHING = (0, 0, 0), False
 
 
 @triton.jit
@@ -69,8 +67,8 @@ def _programs(device: torch.device, each: int) -> int:
     return each * processors(device) if found is not None and found >= CAPABILITY else 0
 
 
-def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], tuple[bool, bool]]:
-    """The weight to ask for, the numbers that :func:`ask` takes, whether to ask, and whether before multiplying.
+def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], bool]:
+    """The weight to ask for, the numbers that :func:`ask` takes, and whether to ask.
 
     Args:
         weight: of a product that is launched.
@@ -83,4 +81,4 @@ def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], 
     size = min(BYTES, asking * MOST, found.numel() * found.element_size()) // UNIT * UNIT
     if not (asking and size) or found.data_ptr() % UNIT:
         return weight, *NOTHING
-    return found, (size, -(-size // (asking * LINE)) * LINE, programs - asking), (True, EARLY)
+    return found, (size, -(-size // (asking * LINE)) * LINE, programs - asking), True

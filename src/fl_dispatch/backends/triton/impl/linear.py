@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fl_dispatch.ops.declaration import HALF_TYPES
 
-from .ahead import after, ask
 from .launch import Launcher, fitting, power_of_two, shared_memory
 
 COLUMNS = 4
@@ -40,23 +39,14 @@ def _row(
     weight,
     bias,
     out,
-    next_weight,
     inner,
     columns,
     WEIGHT_ROW,
-    SIZE,
-    SLICE,
-    FIRST,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ASKS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """``SIZE`` to ``FIRST``, ``ASKS``, ``EARLY``: see :mod:`.ahead`."""
-    if ASKS and EARLY:
-        ask(next_weight, SIZE, SLICE, FIRST)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1)
     element = tl.arange(0, BLOCK)
@@ -75,8 +65,6 @@ def _row(
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
-    if ASKS and not EARLY:
-        ask(next_weight, SIZE, SLICE, FIRST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -160,12 +148,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if single:
         at_once = COLUMNS if columns >= COLUMNS * ENOUGH else 1
         block = fitting(inner, AT_ONCE // x.element_size())
-        programs = -(-columns // at_once)
-        upcoming, where, when = after(weight, programs)
         _launch_row(
-            (programs, 1, 1),
-            (*tensors, upcoming),
-            (inner, columns, weight.stride(0), *where, has_bias, inner % block == 0, block, at_once, *when),
+            (-(-columns // at_once), 1, 1),
+            tensors,
+            (inner, columns, weight.stride(0), has_bias, inner % block == 0, block, at_once),
         )
         return out
     if x.dim() != 2:

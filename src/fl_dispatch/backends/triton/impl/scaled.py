@@ -87,14 +87,11 @@ def _row(
     INNER: tl.constexpr,
     COLUMNS: tl.constexpr,
     ASKS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """``BLOCKS``: elements of a block's side, of which there are ``SCALES`` along a row; 0 without blocks.
 
-    ``UNIT`` elements are multiplied before a scale is. ``SIZE`` to ``FIRST``, ``ASKS``, ``EARLY``: see :mod:`.ahead`.
+    ``UNIT`` elements are multiplied before a scale is. ``SIZE`` to ``FIRST``, ``ASKS``: see :mod:`.ahead`.
     """
-    if ASKS and EARLY:
-        ask(next_weight, SIZE, SLICE, FIRST)
     UNITS: tl.constexpr = INNER // UNIT
     first = tl.program_id(0) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
@@ -126,7 +123,7 @@ def _row(
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
-    if ASKS and not EARLY:
+    if ASKS:
         ask(next_weight, SIZE, SLICE, FIRST)
 
 
@@ -364,10 +361,10 @@ def scaled_linear(
         at_once = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1
         block = fitting(inner, ROW_INNER)
         programs = -(-columns // at_once)
-        upcoming, where, when = after(weight, programs)
+        upcoming, where, asks = after(weight, programs)
         numbers: tuple[Any, ...] = (
             inner, columns, weight.stride(0), *where, *scales, inner % block == 0, min(UNIT, block), block, at_once,
-            *when,
+            asks,
         )  # fmt: skip
         _launch_row((programs, 1, 1), (*tensors, upcoming), numbers)
         return out

@@ -16,7 +16,6 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.declaration import HALF_TYPES
 
-from .ahead import after, ask
 from .launch import Launcher, compiles, power_of_two, processors, stages_that_fit
 
 FEW_ROWS = 16
@@ -45,30 +44,19 @@ def _row(
     zero,
     bias,
     out,
-    next_weight,
     stored,
     columns,
     WEIGHT_ROW,
     GROUP,
     GROUPS,
-    SIZE,
-    SLICE,
-    FIRST,
     HAS_ZERO: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PACKED: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ASKS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it.
-
-    ``SIZE`` to ``FIRST``, ``ASKS``, ``EARLY``: see :mod:`.ahead`.
-    """
-    if ASKS and EARLY:
-        ask(next_weight, SIZE, SLICE, FIRST)
+    """``stored``: bytes of a column; ``PACKED``: numbers in one; ``GROUP``: elements of one, ``UNIT`` a part of it."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
     UNITS: tl.constexpr = BLOCK * PACKED // UNIT
@@ -98,8 +86,6 @@ def _row(
     if HAS_BIAS:
         y += tl.load(bias + tl.minimum(column, columns - 1)).to(tl.float32)
     tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
-    if ASKS and not EARLY:
-        ask(next_weight, SIZE, SLICE, FIRST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -283,14 +269,12 @@ def weight_only_linear(
         at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_STORED, power_of_two(stored))
         group = stored * packed // groups
         unit = min(UNIT, divisor(group), block * packed)
-        programs = -(-columns // at_once)
-        upcoming, where, when = after(weight, programs)
         _launch_row(
-            (programs, 1, 1),
-            (*tensors, upcoming),
+            (-(-columns // at_once), 1, 1),
+            tensors,
             (
-                stored, columns, weight.stride(0), group, groups, *where, zero is not None, bias is not None, packed,
-                unit, block, at_once, *when,
+                stored, columns, weight.stride(0), group, groups, zero is not None, bias is not None, packed, unit,
+                block, at_once,
             ),
         )  # fmt: skip
         return out
