@@ -108,6 +108,7 @@ PROMISES = {
         "knowledge/failures.py:FailureLog.restore",
     ),
     "an implementation may keep a weight in a form of its own": ("prepared.py",),
+    "a product may know which weight comes next": ("following.py",),
     "calls are counted": (
         "knowledge/counting.py",
         "manager/op_manager.py:OpManager.set_counting OpManager.reset_counts OpManager.call_counts",

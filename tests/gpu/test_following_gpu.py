@@ -80,7 +80,7 @@ def test_results_are_the_same_bits_and_the_instruction_runs(
                 following.after(following_weight)
             for _ in range(3):
                 assert torch.equal(product(), expected)
-            assert asks() == 1 or not scaled._launch_row._short  # the public launch keeps no kernel here
+            assert asks() == (kind == FP8) or not scaled._launch_row._short  # the public launch keeps no kernel here
     torch.cuda.synchronize()
 
 

@@ -74,6 +74,8 @@ def after(weight: Tensor, programs: int) -> tuple[Tensor, tuple[int, int, int], 
         weight: of a product that is launched.
         programs: that make it.
     """
+    if not weight.is_floating_point():  # int8, whose kernel would need more registers, was not timed
+        return weight, *NOTHING
     found = following.after(weight)
     if found is None or found.device != weight.device or not get_settings().chip_features:
         return weight, *NOTHING
