@@ -15,25 +15,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 
 from torch import Tensor
 
 _next: dict[int, weakref.ref[Tensor]] = {}
 """A weight's address → the weight that follows."""
-_recorded: list[Tensor] | None = None
+_recorded: ContextVar[list[Tensor] | None] = ContextVar("recorded", default=None)
+"""The weights of a step that is recorded, whose thread alone adds to them."""
 
 
 @contextmanager
 def recorded() -> Iterator[None]:
     """Run a step whose order of weights is known afterwards, in place of any that was recorded before."""
-    global _recorded
     weights: list[Tensor] = []
-    _recorded = weights
+    token = _recorded.set(weights)
     try:
         yield
     finally:
-        _recorded = None
+        _recorded.reset(token)
     _next.clear()
     for weight, other in pairwise(weights):
         if other.data_ptr() != weight.data_ptr():  # a first call may be tried twice
@@ -41,14 +42,14 @@ def recorded() -> Iterator[None]:
 
 
 def known() -> int:
-    """The number of weights of which it is known which one follows."""
-    return len(_next)
+    """The number of weights of which it is known which one follows, and that one is still there."""
+    return sum(found() is not None for found in _next.values())
 
 
 def after(weight: Tensor) -> Tensor | None:
     """The weight that follows, if it is known and still there; called for each product that asks."""
-    if _recorded is not None:
-        _recorded.append(weight)
+    if (weights := _recorded.get()) is not None:
+        weights.append(weight)
         return None
     found = _next.get(weight.data_ptr())
     return None if found is None else found()

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,21 @@ def test_a_weight_that_is_gone_is_not_asked_for_and_one_that_has_moved_is_where_
     recorded(first, second, third)
     del third
     assert following.after(second) is None
+    assert following.known() == 1
     second.data = torch.zeros(64, 64)
     found = following.after(first)
     assert found is second
     assert found.data_ptr() == second.data_ptr()
+
+
+def test_products_of_other_threads_are_not_recorded() -> None:
+    first, other, second = weights(3)
+    with following.recorded(), ThreadPoolExecutor(1) as pool:
+        following.after(first)
+        pool.submit(following.after, other).result()
+        following.after(second)
+    assert following.after(first) is second
+    assert following.known() == 1
 
 
 def test_another_step_takes_the_place_of_the_recorded_one_and_one_that_fails_too() -> None:
