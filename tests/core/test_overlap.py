@@ -20,7 +20,8 @@ from fl_dispatch.manager.process import ROOT
 from fl_dispatch.ops import OPERATORS
 
 Tensor = torch.Tensor
-MEMORY = torch.zeros(512, dtype=torch.int8)
+MEMORY = torch.zeros(1024, dtype=torch.int8)
+"""Room for the farthest of :func:`tensors`: 4 bytes at element 40 + 3 * 3 * 16."""
 
 
 @st.composite
