@@ -7,6 +7,7 @@ serve where SGLang did not apply one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from .host_facts import (
     OLDER_OP,
     PROMPT_GRAPHS,
     RUNNER,
+    UPDATER,
 )
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
 
@@ -85,18 +87,13 @@ def all_hooks() -> tuple[Hook, ...]:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from . import data_parallel, distributed, layers, lora, metrics, own_choice, prefill_graphs, runner
-    from .quantization import latent
-    from .speculation import hooked
+    from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
         _hook("sglang.kernels.fused_op.set_fused_op_backend", own_choice.force, "around"),
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
-        _hook(f"{PROMPT_GRAPHS}.capture", prefill_graphs.capture, "around"),
-        _hook(f"{PROMPT_GRAPHS}.can_run_graph", prefill_graphs.can_run_graph, "around"),
-        _hook(f"{PROMPT_GRAPHS}.execute", prefill_graphs.execute, "around"),
         _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
         _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
         _hook("sglang.srt.utils.common.support_triton", _supports_triton, "around"),
@@ -109,10 +106,25 @@ def _hooks() -> tuple[Hook, ...]:
         _hook(f"{NORMS}.can_use_fused_inplace_qknorm", own_kernels.norm_queries_and_keys, "around"),
         _hook(f"{BATCH}.prepare_mlp_sync_batch", data_parallel.prepare_mlp_sync_batch, "around"),
         _hook("sglang.srt.layers.dp_attention.memcpy", data_parallel.memcpy, "around"),
-        _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around"),
         *(_hook(f"{GROUP}.{name}", call, kind) for name, call, kind in distributed.HOOKED),
-        *(_hook(target, call, "around") for target, call in hooked.HOOKED if host_version() in TESTED_HOSTS),
+        *(_hooks_of_tested_hosts() if host_version() in TESTED_HOSTS else ()),
     )
+
+
+def _hooks_of_tested_hosts() -> Iterator[Hook]:
+    """Those of features that are refused or off under another version, which may have renamed what they hook."""
+    from . import prefill_graphs
+    from .quantization import latent, updates
+    from .speculation import hooked
+
+    yield _hook(f"{PROMPT_GRAPHS}.capture", prefill_graphs.capture, "around")
+    yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prefill_graphs.can_run_graph, "around")
+    yield _hook(f"{PROMPT_GRAPHS}.execute", prefill_graphs.execute, "around")
+    yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
+    for way in updates.ANSWERS:
+        yield _hook(f"{UPDATER}.{way}", updates.refusing(way), "around")
+    for target, call in hooked.HOOKED:
+        yield _hook(target, call, "around")
 
 
 def extend_host() -> None:

@@ -245,6 +245,7 @@ def _graphs_of(phase: str, args: ServerArgs, device: DeviceSpec) -> tuple[str, s
         (version not in TESTED_HOSTS, f"sglang_fl does not know those of SGLang {version}"),
         (args.enable_lora or args.lora_paths, "sglang_fl reads prompts for adapters eagerly"),
         (args.pp_size > 1, "sglang_fl reads prompts eagerly in stages of a pipeline"),
+        (args.tp_size > 1, "sglang_fl reads prompts eagerly on several ranks"),
     ):
         if absent:
             return Backend.DISABLED, reason

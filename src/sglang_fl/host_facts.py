@@ -10,6 +10,7 @@ from __future__ import annotations
 from fl_dispatch.hosting.host_facts import HostFact
 
 from .quantization.facts import FACTS as QUANTIZATION
+from .quantization.updates import ANSWERS
 from .speculation import facts as speculation
 
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
@@ -22,6 +23,7 @@ BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 DUAL_PRODUCT = "sglang.srt.layers.dual_gemm:DualGemm"
 NORMS = "sglang.kernels.ops.layernorm.norm"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 _LAYERS = "sglang.srt.layers"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
@@ -76,7 +78,7 @@ HOOKED = (
         "replaces",
         "prefill_graphs",
         "graphs of prompts would hold choices that have proven nothing and may change",
-        since="0.5.20",
+        since="0.5.23",
     ),
     HostFact(
         "sglang.srt.utils.common",
@@ -193,6 +195,14 @@ HOOKED = (
         "replaces",
         "quantization.latent",
         "SGLang would split a quantized weight of latent attention by code for the formats of its own kernels",
+        since="0.5.23",
+    ),
+    HostFact(
+        UPDATER,
+        tuple(f"{way}(recv_req)" for way in ANSWERS),
+        "replaces",
+        "quantization.updates",
+        "SGLang would write new weights over quantized ones that are in another form by then",
         since="0.5.23",
     ),
     *speculation.HOOKED,
@@ -408,6 +418,22 @@ READ = (
         "prefill_graphs",
         "Between pieces of a graph it calls attention for the tokens that are no padding.",
         since="0.5.22",
+    ),
+    HostFact(
+        UPDATER,
+        ("_select_runners(selector='all')",),
+        "reads",
+        "quantization.updates",
+        "The models that new weights would go to.",
+        since="0.5.23",
+    ),
+    HostFact(
+        "sglang.srt.managers.io_struct",
+        tuple(ANSWERS.values()),
+        "reads",
+        "quantization.updates",
+        "A refusal is an answer of SGLang's.",
+        since="0.5.23",
     ),
     HostFact(
         RUNNER,

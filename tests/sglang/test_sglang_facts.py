@@ -32,6 +32,22 @@ def test_what_is_hooked_is_what_the_table_says(version: str, host: None, monkeyp
     assert ("sglang.srt.layers.dual_gemm.DualGemm._select_mode" in hooked) == (version not in SMOKE_TESTED_HOSTS)
 
 
+def test_a_version_that_nobody_tested_may_have_renamed_what_only_refused_features_need(
+    host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_fl import compat
+    from sglang_fl.host_facts import LATENT, PROMPT_GRAPHS, UPDATER
+    from sglang_fl.speculation.hooked import HOOKED as SPECULATIVE
+
+    tested = {hook.target for hook in compat.all_hooks.__wrapped__()}
+    monkeypatch.setattr(compat, "host_version", lambda: "0.5.99")
+    left = tested - {hook.target for hook in compat.all_hooks.__wrapped__()}
+    owners = tuple(owner.replace(":", ".") for owner in (LATENT, PROMPT_GRAPHS, UPDATER))
+    assert left == {target.replace(":", ".") for target, _ in SPECULATIVE} | {
+        target for target in tested if target.startswith(owners)
+    }
+
+
 def test_a_model_on_a_cpu_keeps_the_sizes_of_its_checkpoint(host: None) -> None:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig

@@ -273,7 +273,7 @@ def graphs_of(device: Any, before: dict[str, str], **args: Any) -> dict[str, str
     graphs = default_cuda_graph_config()
     for phase, kind in before.items():
         graphs = with_phase(graphs, phase, backend=kind)
-    usual = {"speculative_algorithm": None, "enable_lora": None, "lora_paths": None, "pp_size": 1}
+    usual = {"speculative_algorithm": None, "enable_lora": None, "lora_paths": None, "pp_size": 1, "tp_size": 1}
     given: Any = SimpleNamespace(cuda_graph_config=graphs, **{**usual, **args})
     config._adapt_graphs(given, device)
     return {phase: given.cuda_graph_config[phase].backend for phase in Phase.ALL}
@@ -302,6 +302,7 @@ def test_nothing_is_captured_where_sglang_has_no_runner_for_it_or_drafts() -> No
         ({"enable_lora": True}, "sglang_fl reads prompts for adapters eagerly"),
         ({"lora_paths": ["one"]}, "sglang_fl reads prompts for adapters eagerly"),
         ({"pp_size": 2}, "sglang_fl reads prompts eagerly in stages of a pipeline"),
+        ({"tp_size": 2}, "sglang_fl reads prompts eagerly on several ranks"),
         ({}, "sglang_fl does not know those of SGLang 0.5.21"),
     ],
 )

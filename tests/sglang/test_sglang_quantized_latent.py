@@ -6,7 +6,7 @@ form for prompts too, so nothing quantizes the input of ``kv_b_proj``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,6 +67,15 @@ ALONE = [
 ]
 RANKS = drawn([Run(name, {"tp_size": 2}, "two ranks") for name in (BLOCKS, "awq")], 1, "latent, ranks, SGLang")
 RUNS = [*ALONE, *RANKS]
+NO_TENSORS: dict[str, Any] = {"names": [], "dtypes": [], "shapes": []}
+UPDATES: Mapping[str, dict[str, Any]] = {
+    "begin_weight_update": {},
+    "update_weights_from_tensor": {"named_tensors": []},
+    "update_weights_from_distributed": NO_TENSORS,
+    "update_weights_from_ipc": {"zmq_handles": {}},
+    "update_weights_from_disk": {"model_path": "another"},
+}
+"""SGLang's ways to new weights, with arguments."""
 each_run = pytest.mark.parametrize("run", RUNS, ids=str)
 
 
@@ -91,8 +100,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory, model: Callable[[bool], Pa
     for run in RUNS:
         order = {run.made.operators[-1]: ["impl:vendor.wrong"]}
         wrong = [{**STEP, "policy": {"prefer": "reference", "per_op_order": order}}] if run in ALONE else []
-        asked = {**STEP, "scores": True}
-        runs[run] = start(checkpoint(run.scheme), asked, *wrong, variables=PLUGINS, engine=run.engine)
+        asked, again = {**STEP, "scores": True}, [STEP] if run in ALONE else []
+        updates = [{**STEP, "call": call} for call in UPDATES.items()] if run in ALONE else []
+        steps = (asked, *again, *updates, *wrong)
+        runs[run] = start(checkpoint(run.scheme), *steps, variables=PLUGINS, engine=run.engine)
     return lambda run: runs[run].result()
 
 
@@ -124,9 +135,22 @@ def test_its_products_and_experts_are_all_ours(run: Run, answers: Callable[[Run]
 
 @pytest.mark.parametrize("run", ALONE, ids=str)
 def test_a_wrong_product_changes_what_it_computes(run: Run, answers: Callable[[Run], dict[str, Any]]) -> None:
-    first, wrong = answers(run)["steps"]
+    first, *_, wrong = answers(run)["steps"]
     assert wrong["tokens"] != first["tokens"]
     assert answers(run)["report"]["counts"][f"{run.made.operators[-1]} vendor.wrong"] > 0
+
+
+@pytest.mark.parametrize("run", ALONE, ids=str)
+def test_new_weights_are_refused_in_one_sentence_and_the_old_ones_answer(
+    run: Run, answers: Callable[[Run], dict[str, Any]]
+) -> None:
+    _, again, *updates, _ = answers(run)["steps"]
+    method = run.scheme.replace(",", "").split()[0]
+    said = f"sglang_fl does not support new weights for a model that is quantized by '{method}' yet (model "
+    for way, step in zip(UPDATES, updates, strict=True):
+        assert not step["answer"][0], way
+        assert step["answer"][1].startswith(said), way
+        assert step["tokens"] == again["tokens"], way
 
 
 JOINED = "latent attention with compressed queries whose weights SGLang's loader cannot join"
