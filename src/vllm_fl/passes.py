@@ -84,5 +84,7 @@ class PassManagerFL(PostGradPassManager):
     def configure(self, config: VllmConfig) -> None:
         with joined.without_hosts_passes(config.compilation_config.pass_config):
             super().configure(config)
-        self.passes += [ReferenceProducts(config), JoinQuantization(config), JoinRotation(config)]
+        self.passes += [ReferenceProducts(config), JoinQuantization(config)]
+        if getattr(config.compilation_config.pass_config, compile.ROTATIONS, False):
+            self.passes.append(JoinRotation(config))
         self.fix_functionalization = KeepFunctional(config)

@@ -36,7 +36,6 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "a rule for the write": {**RIGHT, "per_op_order": {WRITE: ["vendor", "reference"]}},
     "a rule for the rotation": {**RIGHT, "per_op_order": {ROTATION: ["reference"]}},
     "nothing but references": {"deny_vendors": ["wrong", "cpu", "joined"]},
-    "parts of another vendor's": {"deny_vendors": ["cpu"], "op_tuned": {WRITE: [{"order": ["reference"]}]}},
 }
 APART = ("nobody asked", *drawn(tuple(POLICIES)[1:], 2, "rotations that stay apart"))
 SWITCHED: Mapping[str, Mapping[str, Any]] = {
