@@ -91,8 +91,8 @@ NEUTRAL = {"VLLM_FL_DENY_VENDORS": "cuda"}
 FEW_GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 32, 256]}}
 """The batches of the workloads: FlagGems tunes its matrix products for minutes, and for each size anew."""
 
-APART = {"fuse_rope_kvcache": False}
-"""Rotations and the write of keys and values stay two operators in compiled graphs."""
+ROTATIONS = {"VLLM_FL_FUSE_ROPE_KVCACHE": "1"}
+"""Rotations and the write of keys and values are one operator in compiled graphs."""
 
 
 def cells_of(shape: Shape) -> dict[str, Cell]:
@@ -120,7 +120,7 @@ def cells_of(shape: Shape) -> dict[str, Cell]:
         "plugin_neutral": Cell(neutral),
         "plugin_inductor": Cell({"VLLM_FL_PER_OP": f"{host};{ours}", **NEUTRAL}),
         "plugin_shipped": Cell({}),
-        "plugin_apart": Cell({}, {"compilation_config": {"pass_config": APART}}),
+        "plugin_rotations": Cell(ROTATIONS),
         "plugin_shadow": Cell({"VLLM_FL_SHADOW_SHARE": "0.01"}),
         "plugin_untuned": Cell({"VLLM_FL_PLATFORM": "cuda", "XDG_CONFIG_HOME": NOWHERE}),
         "plugin_tuned": Cell({}),  # with --tuned

@@ -193,6 +193,30 @@ class Writes:
                 yield f"{size} rows"
 
 
+class RotatedWrites:
+    """New queries, keys and values; keys and values go to slots of their own."""
+
+    def differences(self, function: Callable[..., Any], draw: Draw) -> Iterator[str]:
+        """In words, the batches in which some rows or slots come out otherwise than in the largest."""
+        (_, given), *_ = _rotary(draw)
+        value = draw.normal(ROWS, *given["key"].shape[1:])
+        slots = torch.randperm(128, generator=draw.generator)[:ROWS].to(draw.device)
+
+        def written(chosen: Tensor) -> list[Tensor]:
+            rows = [given["query"][chosen], given["key"][chosen], value[chosen]]
+            caches = [draw.normal(8, 16, *value.shape[1:]).zero_() for _ in range(2)]
+            tables = (given["cos"], given["sin"], given["position_ids"][chosen])
+            rotated = function(*rows, *tables, *caches, slots[chosen])
+            return [*rotated, *(cache.flatten(0, 1)[slots[chosen]] for cache in caches)]
+
+        whole = written(torch.arange(ROWS, device=draw.device))
+        for size in SIZES:
+            chosen = torch.randperm(ROWS, generator=draw.generator)[:size].to(draw.device)
+            pairs = zip(written(chosen), whole, strict=True)
+            if not all(bool(_same(found, wanted[chosen]).all()) for found, wanted in pairs):
+                yield f"{size} rows"
+
+
 @dataclass(frozen=True)
 class Attention:
     """Requests over a paged cache: alone, together, a prompt at once, in chunks, and token by token.
@@ -276,7 +300,7 @@ def _attended(
     return list(out.split(new))
 
 
-CASES: Mapping[str, Rows | Writes | Attention] = {
+CASES: Mapping[str, Rows | Writes | RotatedWrites | Attention] = {
     "linear": Rows(_linear, ("x",)),
     "silu_and_mul": Rows(_gated, ("x",)),
     "gelu_and_mul": Rows(_gelus, ("x",)),
@@ -289,6 +313,7 @@ CASES: Mapping[str, Rows | Writes | Attention] = {
     "grouped_topk": Rows(_grouped, ("router_logits",)),
     "fused_moe": Rows(_mixtures, ("hidden_states", "topk_weights", "topk_ids")),
     "kv_cache_write": Writes(),
+    "rotary_embedding_kv_cache_write": RotatedWrites(),
     "paged_attention": Attention(),
 }
 """A case for each operator that an implementation may call batch-invariant."""

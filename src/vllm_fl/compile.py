@@ -8,6 +8,7 @@ never reach them.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -18,7 +19,7 @@ from torch import nn
 from fl_dispatch import get_policy, set_global_policy
 from fl_dispatch.devices import CPP, TRITON, DeviceSpec
 from fl_dispatch.hosting import inductor, kernel_numbers
-from fl_dispatch.hosting.first_choices import boundary, joins, without_graphs
+from fl_dispatch.hosting.first_choices import boundary, joins, of_one_backend, without_graphs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.attention import SCALES
@@ -54,8 +55,12 @@ for that.
 ROTATIONS = JOINED_BY_US["rotary_embedding"]
 ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
 """The operator that joins a rotation with the write of keys and values into the cache."""
+ROTATION_PARTS = ("rotary_embedding", "kv_cache_write")
+ASKED_TO_JOIN = "VLLM_FL_FUSE_ROPE_KVCACHE"
 WRITE, LATENT_WRITE = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"
 """vLLM's own operators that write the cache, at which it cuts its graphs by default."""
+joined_calls: Counter[str] = Counter()
+"""Operator → how many calls of it the passes of this process joined with what takes its result."""
 MANIFEST_KEY = "fl_dispatch_manifest"
 """The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the frozen choices' hash."""
 
@@ -144,34 +149,29 @@ def _is_our_pass_manager() -> bool:
     return bool(current_platform.get_pass_manager_cls() == PASS_MANAGER)
 
 
-def join_rotations(vllm_config: VllmConfig) -> None:
-    """Have rotations joined with the write into the cache where the user chose nothing; vLLM's default is not to."""
-    from vllm.config import CompilationMode
+def join_rotations(vllm_config: VllmConfig, own_attention: bool) -> None:
+    """Have rotations joined with the write of keys and values, as the user asks for, if that can be done.
 
+    vLLM then does not cut its graphs between the two. Outside of ROCm its own switch cannot be set by a user, so that
+    the setting is ours, and the switch says what came of it.
+
+    Args:
+        own_attention: whether the layers' attention is :class:`.attention.AttentionFLImpl`.
+    """
     compilation = vllm_config.compilation_config
-    if getattr(compilation.pass_config, ROTATIONS, False) is not None or not _is_our_pass_manager():
+    if apart := _why_apart(vllm_config, own_attention):
+        logger.warning("%s: rotations and the write of keys and values stay apart: %s", ASKED_TO_JOIN, "; ".join(apart))
         return
-    unless_asked = compilation.mode is None and vllm_config.optimization_level > 0
-    if unless_asked or compilation.mode == CompilationMode.VLLM_COMPILE:
-        setattr(compilation.pass_config, ROTATIONS, True)
-
-
-def keep_write_in_pieces(vllm_config: VllmConfig) -> None:
-    """Have vLLM not cut its graphs between a rotation and the write of keys, where both are to be joined and can be."""
-    compilation = vllm_config.compilation_config
-    if not getattr(compilation.pass_config, ROTATIONS, False):
-        return
-    joined = _joins_rotations(vllm_config)
-    if joined and compilation.splitting_ops is None:
+    if compilation.splitting_ops is None:
         compilation.splitting_ops = [*compilation._attention_ops, LATENT_WRITE]
-        logger.info("CompilationConfig.splitting_ops: without '%s', which is joined with rotations", WRITE)
-    setattr(compilation.pass_config, ROTATIONS, joined and WRITE not in (compilation.splitting_ops or ()))
+        logger.info("CompilationConfig.splitting_ops: without '%s', which may be joined with rotations", WRITE)
+    setattr(compilation.pass_config, ROTATIONS, True)
     # In batches of any size, so that nothing is compiled once more for those of more than 256 tokens.
     compilation.pass_config.rope_kvcache_fusion_max_token_num = vllm_config.scheduler_config.max_num_batched_tokens
 
 
-def _joins_rotations(vllm_config: VllmConfig) -> bool:
-    """Whether nothing speaks against joining rotations with the write.
+def _why_apart(vllm_config: VllmConfig, own_attention: bool) -> list[str]:
+    """All that speaks against joining rotations with the write.
 
     Captured pieces then hold the write, so that graphs must be able to. The name of a layer has to be an input of a
     piece, or no two layers would be alike; and the slots of a draft's batches are not those of the model's. The joined
@@ -179,22 +179,34 @@ def _joins_rotations(vllm_config: VllmConfig) -> bool:
     """
     from vllm.utils import torch_utils
 
+    if versions.host_version() not in versions.JOINING_HOSTS:
+        return ["it was not tested with this vLLM"]
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     cache_dtype = vllm_config.cache_config.cache_dtype
     scales = SCALES if cache_dtype in kv_layout.FP8_DTYPES else ()
-    return (
-        has_passes(compilation)
-        and versions.host_version() in versions.JOINING_HOSTS
-        and torch_utils._USE_LAYERNAME
-        and not compilation.use_inductor_graph_partition
-        and vllm_config.speculative_config is None
-        and not vllm_config.parallel_config.use_ubatching
-        and model is not None
-        and not model.use_mla
-        and cache_dtype != kv_layout.INT8_DTYPE
-        and joins(ROTATE_AND_WRITE, ("rotary_embedding", "kv_cache_write"))
-        and not (is_captured(vllm_config) and without_graphs(("kv_cache_write", ROTATE_AND_WRITE), scales))
-    )
+    sharing = 0 if model is None else getattr(model.hf_text_config, "num_kv_shared_layers", 0)
+    found = [
+        (not has_passes(compilation), "our passes run in graphs that VLLM_COMPILE compiles with Inductor"),
+        (not torch_utils._USE_LAYERNAME, "names of layers are constants of graphs"),
+        (compilation.use_inductor_graph_partition, "Inductor divides the graph (use_inductor_graph_partition)"),
+        (WRITE in (compilation.splitting_ops or ()), f"splitting_ops name '{WRITE}'"),
+        (vllm_config.speculative_config is not None, "drafts have slots of their own"),
+        (vllm_config.parallel_config.use_ubatching, "batches are cut in two (ubatching)"),
+        (model is None or model.use_mla, "the model has latent attention, or there is none"),
+        (model is not None and model.is_encoder_decoder, "the model has an encoder"),
+        (bool(sharing), "layers share a cache"),
+        (not own_attention, "another class of attention is chosen"),
+        (cache_dtype == kv_layout.INT8_DTYPE, "the cache is in int8"),
+        (
+            not (joins(ROTATE_AND_WRITE, ROTATION_PARTS) and of_one_backend(ROTATE_AND_WRITE, ROTATION_PARTS)),
+            f"'{ROTATE_AND_WRITE}' has only its reference, or its parts have rules or first choices of others",
+        ),
+        (
+            is_captured(vllm_config) and bool(without_graphs(("kv_cache_write", ROTATE_AND_WRITE), scales)),
+            "no graph can hold the write",
+        ),
+    ]
+    return [why for speaks, why in found if speaks]
 
 
 def adapt(compilation: CompilationConfig, device: DeviceSpec) -> None:
@@ -312,7 +324,12 @@ def counts() -> dict[str, int]:
 
     ahead = counters["aot_autograd"]
     distinct = ahead["ok"] + ahead["autograd_cache_hit"]
-    return {**asdict(compilation_counter), "graphs": counters["stats"]["unique_graphs"], "distinct": distinct}
+    return {
+        **asdict(compilation_counter),
+        "graphs": counters["stats"]["unique_graphs"],
+        "distinct": distinct,
+        "rotations": joined_calls["rotary_embedding"],
+    }
 
 
 def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]:
@@ -320,7 +337,8 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
 
     ``graphs`` were traced by Dynamo; vLLM cuts them at attention layers into ``pieces``; ``compilations`` is how often
     it asked for the code of a piece, and ``distinct`` how often Inductor made or loaded some: equal pieces share it.
-    ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut.
+    ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut. ``rotations`` were
+    joined with the write of keys and values in pieces that Inductor made; those that it loaded had theirs before.
     """
     now, compilation = counts(), vllm_config.compilation_config
     grown = {name: value - before[name] for name, value in now.items()}
@@ -333,4 +351,5 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
         "distinct": grown["distinct"],
         "loaded": grown["num_aot_artifacts_loaded"],
         "saved": grown["num_aot_artifacts_saved"],
+        **({"rotations": grown["rotations"]} if getattr(compilation.pass_config, ROTATIONS, False) else {}),
     }

@@ -18,7 +18,7 @@ from fl_dispatch.hosting.first_choices import without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
-from fl_dispatch.settings import Settings
+from fl_dispatch.settings import Settings, get_settings
 
 from . import compile, cores, delta_net, kv_layout, startup, state_space, states
 from .compat import attention_class, model_runner
@@ -108,7 +108,6 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
         graphs = compilation.cudagraph_mode
         pieces = device.graphs and graphs is not None and graphs.requires_piecewise_compilation()
         compilation.mode = CompilationMode.VLLM_COMPILE if pieces else compile.default_mode(vllm_config, device)
-    compile.join_rotations(vllm_config)
     if compilation.cudagraph_mode is None and device.graphs and device.unverified(HOST.name):
         reason = f"nobody verified graphs on {device.name}; set it to capture them all the same"
         _set(compilation, "cudagraph_mode", CUDAGraphMode.NONE, reason)
@@ -128,7 +127,8 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)
-        compile.keep_write_in_pieces(vllm_config)
+    if get_settings().fuse_rope_kvcache:
+        compile.join_rotations(vllm_config, _is_own_attention())
     if device.accelerator and get_policy().batch_invariant:
         logger.warning("VLLM_BATCH_INVARIANT=1: of accelerators, engines were seen to keep to it on an H100 alone")
     if not device.forks or _fork_waits(device):  # a fork loses a device's context, and OpenMP's threads
@@ -141,6 +141,14 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
         _adapt_graphs(vllm_config, native)
     else:
         _adapt_to_host(vllm_config, device)
+
+
+def _is_own_attention() -> bool:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    from .attention import AttentionFLImpl
+
+    return issubclass(resolve_obj_by_qualname(attention_backend_path(False)).get_impl_cls(), AttentionFLImpl)
 
 
 def _fork_waits(device: DeviceSpec) -> bool:

@@ -560,6 +560,23 @@ READ = (
         since="0.32",
     ),
     HostFact(
+        f"{_WORKER}.gpu_model_runner:GPUModelRunner",
+        ("_get_slot_mappings", "_dummy_run"),
+        "reads",
+        "rotary_cache",
+        "The slots of a step lie at one address, which captured pieces read; behind them, and in batches that are made "
+        "up, they are -1.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu.block_table:BlockTables",
+        ("slot_mappings", "compute_slot_mappings", "get_dummy_slot_mappings"),
+        "reads",
+        "rotary_cache",
+        "Likewise in the V2 runner.",
+        since="0.32",
+    ),
+    HostFact(
         "vllm.utils.torch_utils",
         ("LayerNameType", "_resolve_layer_name(layer_name)"),
         "reads",

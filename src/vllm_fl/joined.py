@@ -60,7 +60,7 @@ def keep_whole(model: nn.Module, vllm_config: VllmConfig) -> None:
     if joins := found & set(JOINED):
         logger.info("%s: joined with the quantization of their results, in compiled graphs", ", ".join(sorted(joins)))
     if ROTATION in found:
-        logger.info("%s: joined with the write of keys and values, in compiled graphs", ROTATION)
+        logger.info("%s: may be joined with the write of keys and values, in compiled graphs", ROTATION)
 
 
 def _to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:

@@ -12,7 +12,8 @@ from vllm.config import VllmConfig
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.first_choices import reference_from
 
-from . import joined, rotary_cache
+from . import compile, joined, rotary_cache
+from .attention import ROTATION
 
 aten = torch.ops.aten
 PRODUCT = "linear"
@@ -63,7 +64,7 @@ class JoinRotation(VllmInductorPass):
 
     def __call__(self, graph: Graph) -> None:
         """Replace the calls."""
-        rotary_cache.join(graph)
+        compile.joined_calls[ROTATION] += rotary_cache.join(graph)
 
 
 class KeepFunctional(VllmInductorPass):
@@ -83,5 +84,7 @@ class PassManagerFL(PostGradPassManager):
     def configure(self, config: VllmConfig) -> None:
         with joined.without_hosts_passes(config.compilation_config.pass_config):
             super().configure(config)
-        self.passes += [ReferenceProducts(config), JoinQuantization(config), JoinRotation(config)]
+        self.passes += [ReferenceProducts(config), JoinQuantization(config)]
+        if getattr(config.compilation_config.pass_config, compile.ROTATIONS, False):
+            self.passes.append(JoinRotation(config))
         self.fix_functionalization = KeepFunctional(config)

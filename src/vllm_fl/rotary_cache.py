@@ -1,8 +1,12 @@
 """Rotations of queries and keys: compiled graphs call one operator for them and the write into the cache.
 
-vLLM cuts its graphs at that write unless it is told not to (``compile.keep_write_in_pieces``). Dynamo leaves the
-rotation whole, as a view, and a pass finds each write whose keys such a view returns. The switch is that of vLLM's own
-pass, ``pass_config.fuse_rope_kvcache``, which joins rotations of its CUDA library and runs on AMD's chips only.
+It is off unless the user sets ``VLLM_FL_FUSE_ROPE_KVCACHE``, for engines were not faster by it. Then vLLM does not cut
+its graphs at that write (``compile.join_rotations``). Dynamo leaves the rotation whole, as a view, and a pass finds
+each write whose keys such a view returns.
+
+Captured pieces read the slots of a step at one address, with -1 behind them and in batches that are made up: the V1
+runner sees to that in ``_get_slot_mappings`` and ``_dummy_run``, the V2 runner with ``slot_mappings`` that
+``compute_slot_mappings`` and ``get_dummy_slot_mappings`` fill.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from fl_dispatch import get_default_manager
+from fl_dispatch.logger_manager import get_logger
 
 from . import compile
 from .attention import ROTATION, AttentionFLImpl
@@ -23,6 +28,7 @@ from .attention import ROTATION, AttentionFLImpl
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = get_logger(__name__)
 aten = torch.ops.aten
 RESHAPES = (aten.view.default, aten.reshape.default)
 WRITE = "unified_kv_cache_update"
@@ -39,6 +45,8 @@ def to_join(model: nn.Module, vllm_config: VllmConfig) -> Iterator[str]:
     if found and all(isinstance(impl, AttentionFLImpl) and impl.fl_join() for impl in found):
         _define()
         yield ROTATION
+    else:
+        logger.warning("%s: not every layer writes its own keys; none is joined", compile.ASKED_TO_JOIN)
 
 
 # -- the operator of graphs -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
-from fl_dispatch.hosting.first_choices import boundary, reference_from
+from fl_dispatch.hosting.first_choices import boundary, joins, of_one_backend, reference_from
 from fl_dispatch.manager import reset_default_manager
 
 FEW, PLAIN = "vendor.few", "vendor.plain"
@@ -65,3 +65,31 @@ def test_a_layer_has_its_own_choices_or_those_of_the_operator() -> None:
 def test_before_the_start_first_choices_say_so(first: str, begin: int | None) -> None:
     set_global_policy(SelectionPolicy.from_dict(per_op_order={"linear": [f"impl:{first}"]}))
     assert boundary("linear") == begin
+
+
+JOINED, PARTS = "rotary_embedding_kv_cache_write", ("rotary_embedding", "kv_cache_write")
+
+
+@pytest.mark.parametrize(
+    ("others", "rules", "found"),
+    [
+        ((), {}, True),
+        (("kv_cache_write",), {}, False),
+        (("rotary_embedding",), {}, False),
+        (("kv_cache_write",), {JOINED: ["vendor:own"]}, True),
+    ],
+)
+def test_a_joined_operator_takes_the_place_of_kernels_of_its_own_vendor_alone(
+    others: tuple[str, ...], rules: dict[str, list[str]], found: bool
+) -> None:
+    vendors = {name: "other" if name in others else "own" for name in (JOINED, *PARTS)}
+    for name, vendor in vendors.items():
+        get_default_manager().registry.register_impl(
+            OpImpl(
+                name, f"vendor.{vendor}", BackendImplKind.VENDOR, lambda *args, **options: None, vendor,
+                priority=1000, signature="unchecked",
+            )
+        )  # fmt: skip
+    set_global_policy(SelectionPolicy.from_dict(prefer="vendor", per_op_order=rules))
+    assert joins(JOINED, PARTS)
+    assert of_one_backend(JOINED, PARTS) is found

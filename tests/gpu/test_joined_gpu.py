@@ -29,6 +29,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 OURS = {"VLLM_FL_DENY_VENDORS": "cuda", "USE_FLAGGEMS": "0"}
 """Variables of engines with our kernels."""
+ROTATING = {**OURS, "VLLM_FL_FUSE_ROPE_KVCACHE": "1"}
 JOINED = ("rms_norm_quantize", "silu_and_mul_quantize")
 ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
 TYPES = ("int8", "float8_e4m3fn")
@@ -231,12 +232,26 @@ def test_engines_rotate_and_write_at_once_and_answer_as_hugging_face(
     """Graphs hold decoding, and pieces of short prompts; outside of them, where calls count, are longer ones."""
     compilation = {"cudagraph_mode": mode, "cudagraph_capture_sizes": [1, 2, 4, 8]}
     engine = {**WHOLE, "compilation_config": compilation}
-    found = start(checkpoint(family), STEP, engine=engine, variables=OURS).result()
+    found = start(checkpoint(family), STEP, engine=engine, variables=ROTATING).result()
     assert found["steps"][0]["tokens"] == expected(family)
     assert ran(found, ROTATE_AND_WRITE) == {"default.triton"}
     assert not ran(found, "kv_cache_write")
     assert found["report"]["manifest"]["whole"] == ["rotary_embedding"]
+    assert found["report"]["compiled"]["rotations"] > 0
     assert found["report"]["failed"] == {}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_beside_a_joined_write_is_not_written(
+    family: str, checkpoint: Callable[[str], Path], expected: Callable[[str], list[list[int]]]
+) -> None:
+    """Three requests run in graphs of four; the second time their prompts are read from the cache."""
+    three = {**STEP, "prompts": PROMPTS[:3]}
+    compilation = {"cudagraph_capture_sizes": [4]}
+    engine = {**WHOLE, "enable_prefix_caching": True, "compilation_config": compilation}
+    found = start(checkpoint(family), three, three, engine=engine, variables=ROTATING).result()
+    assert [step["tokens"] for step in found["steps"]] == [expected(family)[:3]] * 2
+    assert ran(found, ROTATE_AND_WRITE) == {"default.triton"}
 
 
 # -- engines ----------------------------------------------------------------------------------------------------------

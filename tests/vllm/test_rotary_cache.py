@@ -21,7 +21,9 @@ from fl_dispatch import get_default_manager
 from sampling import drawn
 
 JOINED, ROTATION, WRITE = "rotary_embedding_kv_cache_write", "rotary_embedding", "kv_cache_write"
-RIGHT = {"deny_vendors": ["wrong"]}
+RIGHT = {"deny_vendors": ["wrong", "cpu"]}
+"""One vendor has the rotation, the write, and both in one."""
+ASKED = {"VLLM_FL_FUSE_ROPE_KVCACHE": "1"}
 DENSE = "qwen3"
 FAMILIES = (DENSE, *drawn(("llama_yarn", "phi3", "gemma3", "glm4_moe"), 1, "families whose rotations are joined"))
 """The others rotate part of a head, or have windows, or experts."""
@@ -29,15 +31,14 @@ LAYERS = 3
 DISTINCT = 3
 """Compiled pieces: the first, the last, and those between two layers, which are equal."""
 POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "the host's switch": RIGHT,
+    "nobody asked": RIGHT,
     "pieces of the user's": RIGHT,
     "a rule for the write": {**RIGHT, "per_op_order": {WRITE: ["vendor", "reference"]}},
     "a rule for the rotation": {**RIGHT, "per_op_order": {ROTATION: ["reference"]}},
-    "nothing but references": {"deny_vendors": ["wrong", "joined"]},
+    "nothing but references": {"deny_vendors": ["wrong", "cpu", "joined"]},
 }
-APART = drawn(tuple(POLICIES), 2, "rotations that stay apart")
+APART = ("nobody asked", *drawn(tuple(POLICIES)[1:], 2, "rotations that stay apart"))
 SWITCHED: Mapping[str, Mapping[str, Any]] = {
-    "the host's switch": {"pass_config": {"fuse_rope_kvcache": False}},
     "pieces of the user's": {"splitting_ops": ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]},
 }
 
@@ -51,13 +52,17 @@ def results(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
     engines = {
         **{family: engine(family) for family in FAMILIES},
-        **{name: engine(DENSE, POLICIES[name], **SWITCHED.get(name, {})) for name in APART},
+        **{name: engine(DENSE, POLICIES[name], **SWITCHED.get(name, {})) for name in APART if name != "nobody asked"},
         "wrong": engine(DENSE, {"per_op_order": {JOINED: ["impl:vendor.wrong"]}}),
         "fp8": engine(DENSE, cache="fp8"),
-        "fp8, apart": engine(DENSE, cache="fp8", **SWITCHED["the host's switch"]),
     }
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return Runs(start_compiled(engines, VLLM_CACHE_ROOT=cache, VLLM_FL_PLUGIN_MODULES="joined_plugin,wrong_plugin"))
+    plain = {"nobody asked": engine(DENSE), "fp8, apart": engine(DENSE, cache="fp8")}
+
+    def start(engines: Mapping[str, Any], **variables: str) -> dict[str, Any]:
+        variables = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache")), **variables}
+        return start_compiled(engines, VLLM_FL_PLUGIN_MODULES="joined_plugin,wrong_plugin", **variables)
+
+    return Runs({**start(engines, **ASKED), **start(plain)})
 
 
 def calls(result: Mapping[str, Any]) -> Counter[str]:
@@ -79,6 +84,7 @@ def test_graphs_call_the_joined_operator_and_the_tokens_are_hugging_faces(
     assert not found[ROTATION]
     assert not found[WRITE]
     assert result["report"]["failed"] == {}
+    assert result["report"]["compiled"]["rotations"] > 0
 
 
 def test_equal_layers_are_compiled_once(results: Mapping[str, Any]) -> None:
@@ -110,18 +116,35 @@ def test_they_stay_apart_if_the_user_says_so_or_nothing_is_faster(
 
 # -- configuration, without an engine ---------------------------------------------------------------------------------
 
+MODEL = {"use_mla": False, "is_encoder_decoder": False, "hf_text_config": SimpleNamespace()}
 REFUSALS: Mapping[str, Mapping[str, Any]] = {
     "nothing": {},
     "drafts": {"speculative_config": object()},
     "batches in two": {"parallel_config": SimpleNamespace(use_ubatching=True)},
-    "latent attention": {"model_config": SimpleNamespace(use_mla=True)},
+    "latent attention": {"model_config": SimpleNamespace(**{**MODEL, "use_mla": True})},
+    "an encoder": {"model_config": SimpleNamespace(**{**MODEL, "is_encoder_decoder": True})},
+    "a shared cache": {
+        "model_config": SimpleNamespace(**{**MODEL, "hf_text_config": SimpleNamespace(num_kv_shared_layers=2)})
+    },
     "no model": {"model_config": None},
     "a cache in int8": {"cache_config": SimpleNamespace(cache_dtype="int8_per_token_head")},
 }
 
 
-@pytest.mark.parametrize("refused", [*REFUSALS, "Inductor divides", "names are constants", "no graph holds the write"])
-def test_graphs_are_cut_at_the_write_unless_it_can_be_joined(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "refused",
+    [
+        *REFUSALS,
+        "Inductor divides",
+        "names are constants",
+        "no graph holds the write",
+        "another attention",
+        "another backend",
+    ],
+)
+def test_graphs_are_cut_at_the_write_unless_it_can_be_joined(
+    refused: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from vllm.config import CompilationConfig
     from vllm.utils import torch_utils
 
@@ -132,25 +155,24 @@ def test_graphs_are_cut_at_the_write_unless_it_can_be_joined(refused: str, monke
     config = SimpleNamespace(
         **{
             "compilation_config": compilation,
-            "model_config": SimpleNamespace(use_mla=False),
+            "model_config": SimpleNamespace(**MODEL),
             "cache_config": SimpleNamespace(cache_dtype="auto"),
             "scheduler_config": SimpleNamespace(max_num_batched_tokens=8192),
             "parallel_config": SimpleNamespace(use_ubatching=False),
             "speculative_config": None,
-            "optimization_level": 2,
             **REFUSALS.get(refused, {}),
         }
     )
     monkeypatch.setattr(compile, "joins", lambda joined, parts: True)
+    monkeypatch.setattr(compile, "of_one_backend", lambda joined, parts: refused != "another backend")
     monkeypatch.setattr(
         compile, "without_graphs", lambda *_: [refused] if refused == "no graph holds the write" else []
     )
     monkeypatch.setattr(torch_utils, "_USE_LAYERNAME", refused != "names are constants")
-    compile.join_rotations(config)
-    assert compilation.pass_config.fuse_rope_kvcache, "the user chose nothing"
-    compile.keep_write_in_pieces(config)
+    compile.join_rotations(config, own_attention=refused != "another attention")
     joined = refused == "nothing"
-    assert compilation.pass_config.fuse_rope_kvcache == joined
+    assert bool(compilation.pass_config.fuse_rope_kvcache) == joined
+    assert ("stay apart" in caplog.text) != joined
     assert (compilation.splitting_ops is None) != joined
     compilation.set_splitting_ops_for_v1("naive")
     assert (compile.WRITE in compilation.splitting_ops) == (not joined and refused != "Inductor divides")

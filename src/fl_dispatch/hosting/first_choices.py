@@ -45,6 +45,15 @@ def joins(joined: str, parts: Iterable[str]) -> bool:
     return better and not {key.partition("@")[0] for key, _ in get_policy().per_op_order} & {*parts}
 
 
+def of_one_backend(joined: str, parts: Iterable[str]) -> bool:
+    """Whether a joined operator is computed by whoever computes its parts, or the user asks for one of its own."""
+    if joined in {key.partition("@")[0] for key, _ in get_policy().per_op_order}:
+        return True
+    manager = get_default_manager()
+    firsts = [impl for op in (joined, *parts) for impl in manager.first_choices(op, in_layers=True)]
+    return len({impl.vendor or impl.impl_id for impl in firsts}) == 1
+
+
 def boundary(op_name: str) -> int | None:
     """The number of tokens from which on the operator's first choices do what its reference does, if they all do."""
     return _last(map(_reference_from, get_default_manager().first_choices(op_name)))

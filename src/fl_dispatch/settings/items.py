@@ -152,6 +152,10 @@ ITEMS: tuple[Item, ...] = (
         "operators or layer classes that are not registered", yaml="oot_blacklist",
     ),
     _flag("native_platform", "VLLM_FL_NATIVE_PLATFORM", "whether the host keeps its own platform for this device"),
+    _flag(
+        "fuse_rope_kvcache", "VLLM_FL_FUSE_ROPE_KVCACHE",
+        "whether compiled graphs rotate queries and keys and write the cache by one operator",
+    ),
     Item(
         "log_level",
         (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.host_level, ours=False)),

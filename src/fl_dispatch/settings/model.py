@@ -46,6 +46,7 @@ class Settings:
     oot_whitelist: Names | None = None
     oot_blacklist: Names = frozenset()
     native_platform: bool = False
+    fuse_rope_kvcache: bool = False
     log_level: str = "INFO"
     dispatch_debug: bool = False
     plugin_modules: tuple[str, ...] = ()

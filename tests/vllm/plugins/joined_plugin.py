@@ -1,11 +1,21 @@
-"""Implementations of the operators that join two others, which come before the references."""
+"""Implementations of the operators that join two others, which come before the references, and of some parts.
+
+A rotation and the write of the cache are joined only where one vendor has all three.
+"""
 
 from fl_dispatch import BackendImplKind, OpImpl
-from fl_dispatch.backends.reference.impl import joined
+from fl_dispatch.backends.reference.impl import attention, joined, rotary
 
 
 def register_builtins(registry):
+    functions = (
+        joined.rms_norm_quantize,
+        joined.silu_and_mul_quantize,
+        joined.rotary_embedding_kv_cache_write,
+        rotary.rotary_embedding,
+        attention.kv_cache_write,
+    )
     registry.register_many(
-        OpImpl(name, "vendor.joined", BackendImplKind.VENDOR, getattr(joined, name), vendor="joined")
-        for name in ("rms_norm_quantize", "silu_and_mul_quantize", "rotary_embedding_kv_cache_write")
+        OpImpl(function.__name__, "vendor.joined", BackendImplKind.VENDOR, function, vendor="joined")
+        for function in functions
     )

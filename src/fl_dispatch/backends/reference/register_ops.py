@@ -27,7 +27,7 @@ WAITS = (
     "weight_only_moe",
 )
 """The references that read numbers back from the device, so that no graph can hold them."""
-INVARIANT = ("rotary_embedding", "kv_cache_write")
+INVARIANT = ("rotary_embedding", "kv_cache_write", "rotary_embedding_kv_cache_write")
 """The references whose rows do not depend on the batch: products, sums and differences of two numbers, and copies."""
 
 

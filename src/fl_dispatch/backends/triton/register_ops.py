@@ -73,7 +73,7 @@ KERNELS = (
     Kernel("scaled_moe", "quantized_moe", supports="supports_scaled"),
     Kernel("weight_only_moe", "quantized_moe", supports="supports_packed"),
     Kernel("kv_cache_write", "cache", invariant=True),
-    Kernel("rotary_embedding_kv_cache_write", "rotary_cache"),
+    Kernel("rotary_embedding_kv_cache_write", "rotary_cache", invariant=True),
     Kernel("paged_attention", "attention"),
     Kernel("paged_attention", "invariant", invariant=True),
     Kernel("mla_decode", "mla"),
