@@ -35,6 +35,7 @@ from fl_dispatch.backends.triton.impl import (
     ahead,
     attention,
     cache,
+    fused,
     joined,
     linear,
     normalization,
@@ -50,6 +51,8 @@ from fl_dispatch.evidence.timing import Clock
 
 SHAPE = "llama-3.1-8b"
 AS_IT_IS, AT_ONCE, NOTHING = "as it is", "rotation and write at once", "nothing asked for"
+FUSED = frozenset({"norm", "gate", "row"})
+"""Parts of products in a step: norms before them, gates behind them, rows that are not quantized."""
 FP8, BLOCK_SIZE = "float8_e4m3fn", 16
 EPSILON = 1e-5
 REPLAYS = 20
@@ -68,6 +71,12 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
     ),
 }
 """Quantized or not → launch constants of products of one row."""
+FUSED_CONSTANTS: tuple[Mapping[str, int], ...] = (
+    {"COLUMNS": 2}, {"COLUMNS": 8}, {"AT_ONCE": 2048}, {"AT_ONCE": 8192}, {"COLUMNS": 8, "AT_ONCE": 2048}, {"WARPS": 8},
+    {"WARPS": 2, "AT_ONCE": 2048},
+    *({"STAYING": staying, "KEPT_COLUMNS": columns, "KEPT_WARPS": warps}
+      for staying, columns, warps in ((4, 4, 4), (4, 8, 4), (2, 8, 8), (3, 4, 8), (6, 4, 4), (4, 2, 8))),
+)  # fmt: skip
 AHEAD: tuple[Mapping[str, int], ...] = (
     *({"BYTES": mib << 20} for mib in (1, 2, 4, 6, 8, 16)),
     *({"ASKING": programs} for programs in (1, 8)),
@@ -80,7 +89,7 @@ Patches = tuple[tuple[Any, str, Any], ...]
 class Step:
     """Weights of a model, and a step of it.
 
-    ``at_once``: one kernel rotates and writes.
+    ``at_once``: one kernel rotates and writes. ``fused``: what products do besides.
 
     Args:
         shape: as in ``shapes.py``, of a dense model.
@@ -88,6 +97,7 @@ class Step:
     """
 
     at_once = False
+    fused: frozenset[str] = frozenset()
 
     def __init__(self, shape: Mapping[str, Any], layers: int, context: int, quantized: bool) -> None:
         self.hidden, self.inner = shape["hidden_size"], shape["intermediate_size"]
@@ -141,12 +151,34 @@ class Step:
             made = (found[1], found[0]) if isinstance(found, tuple) else (found,)
         return (x, made) if residual is None else (made[0], made[1:])
 
+    def _from_norm(
+        self, x: Tensor, residual: Tensor | None, norm: Tensor, weight: tuple[Tensor, ...], gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """A norm and a product, whose result may be gated; and the sum of the row and the residual."""
+        scale = weight[1] if self.quantized else None
+        gate_too = gated and "gate" in self.fused
+        if "norm" in self.fused and residual is not None:
+            y, residual = fused.fused_linear(x, weight[0], scale, None, None, norm, residual, EPSILON, gate_too)
+        elif "row" in self.fused and self.quantized or gate_too:
+            found = normalization.rms_norm(x, residual, norm, EPSILON)
+            x, residual = found if isinstance(found, tuple) else (found, x)
+            y, _ = fused.fused_linear(x, weight[0], scale, None, None, None, None, EPSILON, gate_too)
+        else:
+            residual, argument = self._normalized(x, residual, norm)
+            y = self._product(argument, weight)
+        return y, residual
+
+    def _of_row(self, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
+        if self.quantized and "row" in self.fused:
+            return fused.fused_linear(x, *weight)[0]
+        return self._product(quantize.quantize(x, FP8) if self.quantized else (x,), weight)
+
     def __call__(self) -> Tensor:
         """The logits of the next token."""
         x, residual = self.token.clone(), None
         for weights, (first, second), (keys, values) in zip(self.layers, self.norms, self.caches, strict=False):
-            residual, argument = self._normalized(x, residual, first)
-            qkv = self._product(argument, weights["qkv"]).view(1, -1, self.dim)
+            qkv, residual = self._from_norm(x, residual, first, weights["qkv"])
+            qkv = qkv.view(1, -1, self.dim)
             query, key, value = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             tables = self.cos, self.sin, self.position
             if self.at_once:
@@ -160,11 +192,14 @@ class Step:
             seen = attention.paged_attention(
                 query, keys, values, self.table, self.starts, self.lengths, 1, self.context + 1, self.dim**-0.5
             ).view(1, -1)
-            x = self._product(quantize.quantize(seen, FP8) if self.quantized else (seen,), weights["o"])
-            residual, argument = self._normalized(x, residual, second)
-            up = self._product(argument, weights["gate_up"])
-            gated = joined.silu_and_mul_quantize(up, FP8) if self.quantized else (activation.silu_and_mul(up),)
-            x = self._product(gated, weights["down"])
+            x = self._of_row(seen, weights["o"])
+            up, residual = self._from_norm(x, residual, second, weights["gate_up"], gated=True)
+            if "gate" in self.fused:
+                x = self._of_row(up, weights["down"])
+            elif self.quantized and "row" not in self.fused:
+                x = self._product(joined.silu_and_mul_quantize(up, FP8), weights["down"])
+            else:
+                x = self._of_row(activation.silu_and_mul(up), weights["down"])
         found = normalization.rms_norm(x, residual, self.norms[-1][0], EPSILON)
         return linear.linear(found[0] if isinstance(found, tuple) else found, self.head)
 
@@ -172,8 +207,26 @@ class Step:
 def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     """Names of ways to launch a step, and what is patched for each."""
     found: dict[str, Patches] = {AS_IT_IS: (), AT_ONCE: ((Step, "at_once", True),)}
+    whole: Patches = ((Step, "fused", FUSED),)
+    silent: Patches = ((ahead, "BYTES", 0),)
     if quantized:
-        found[NOTHING] = ((ahead, "BYTES", 0),)
+        found[NOTHING] = silent
+        found["rows as they are"] = ((Step, "fused", frozenset({"row"})),)
+        found["norms and rows"] = ((Step, "fused", frozenset({"norm", "row"})),)
+        found["gates and rows"] = ((Step, "fused", frozenset({"gate", "row"})),)
+        found["fused, nothing asked for"] = (*whole, *silent)
+        found["fused"] = whole
+        other: Patches = whole
+    else:
+        found["norms"] = ((Step, "fused", frozenset({"norm"})), *silent)
+        found["gates"] = ((Step, "fused", frozenset({"gate"})), *silent)
+        found["fused"] = (*whole, *silent)
+        found["fused, asked for"] = whole
+        other = (*whole, *silent)
+    found["fused, rotation and write at once"] = (*other, (Step, "at_once", True))
+    for values in FUSED_CONSTANTS if constants else ():
+        label = "fused, " + ", ".join(f"{name} {value}" for name, value in values.items())
+        found[label] = (*other, *((fused, name, value) for name, value in values.items()))
     products = scaled if quantized else linear
     others = [(products, values) for values in CONSTANTS[quantized] if constants]
     others += [(ahead, values) for values in AHEAD if quantized and amounts]
@@ -202,7 +255,7 @@ def captured(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 def compare(step: Step, chosen: Mapping[str, Patches], rounds: int) -> tuple[dict[str, list[float]], dict[str, bool]]:
     """Microseconds of a step in each way, by round; whether its logits are those of the first way."""
-    with following.recorded():
+    with following.recorded(), patched(() if step.quantized else ((Step, "fused", FUSED),)):
         step()
     graphs, logits = {}, {}
     for name, patches in chosen.items():
