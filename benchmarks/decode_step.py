@@ -71,12 +71,25 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
     ),
 }
 """Quantized or not → launch constants of products of one row."""
-FUSED_CONSTANTS: tuple[Mapping[str, int], ...] = (
-    {"COLUMNS": 2}, {"COLUMNS": 8}, {"AT_ONCE": 2048}, {"AT_ONCE": 8192}, {"COLUMNS": 8, "AT_ONCE": 2048}, {"WARPS": 8},
-    {"WARPS": 2, "AT_ONCE": 2048},
-    *({"STAYING": staying, "KEPT_COLUMNS": columns, "KEPT_WARPS": warps}
-      for staying, columns, warps in ((4, 4, 4), (4, 8, 4), (2, 8, 8), (3, 4, 8), (6, 4, 4), (4, 2, 8))),
-)  # fmt: skip
+FUSED_FORMS: Mapping[bool, Mapping[bool, tuple[tuple[int, ...], ...]]] = {
+    False: {
+        True: (
+            (4, 4096, 4), (4, 8192, 8), (2, 8192, 8), (8, 4096, 8), (4, 2048, 2), (4, 8192, 4, 4), (2, 8192, 4, 5),
+            (4, 8192, 8, 3), (2, 8192, 8, 4), (2, 8192, 4, 8),
+        ),
+    },
+    True: {
+        False: (
+            (4, 2048, 4), (4, 2048, 2), (4, 1024, 2), (4, 1024, 1), (2, 2048, 1), (2, 2048, 2), (2, 4096, 4),
+            (2, 4096, 2), (8, 1024, 2), (8, 1024, 1), (1, 4096, 2), (1, 4096, 4),
+        ),
+        True: (
+            (4, 2048, 2), (4, 1024, 1), (4, 4096, 4, 4), (4, 4096, 4, 8), (4, 4096, 4, 12), (2, 4096, 4, 6),
+            (2, 4096, 4, 8), (2, 4096, 4, 12), (8, 4096, 4, 4), (8, 4096, 8, 3), (4, 4096, 2, 8), (2, 4096, 2, 12),
+        ),
+    },
+}  # fmt: skip
+"""Quantized or not → normalized or not → other forms of products that do more."""
 AHEAD: tuple[Mapping[str, int], ...] = (
     *({"BYTES": mib << 20} for mib in (1, 2, 4, 6, 8, 16)),
     *({"ASKING": programs} for programs in (1, 8)),
@@ -159,7 +172,7 @@ class Step:
         gate_too = gated and "gate" in self.fused
         if "norm" in self.fused and residual is not None:
             y, residual = fused.fused_linear(x, weight[0], scale, None, None, norm, residual, EPSILON, gate_too)
-        elif "row" in self.fused and self.quantized or gate_too:
+        elif ("row" in self.fused and self.quantized) or gate_too:
             found = normalization.rms_norm(x, residual, norm, EPSILON)
             x, residual = found if isinstance(found, tuple) else (found, x)
             y, _ = fused.fused_linear(x, weight[0], scale, None, None, None, None, EPSILON, gate_too)
@@ -224,11 +237,14 @@ def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
         found["fused, asked for"] = whole
         other = (*whole, *silent)
     found["fused, rotation and write at once"] = (*other, (Step, "at_once", True))
-    for values in FUSED_CONSTANTS if constants else ():
-        label = "fused, " + ", ".join(f"{name} {value}" for name, value in values.items())
-        found[label] = (*other, *((fused, name, value) for name, value in values.items()))
+    for normalized, forms in (FUSED_FORMS[quantized] if constants else {}).items():
+        for numbers in forms:
+            key, form = (1 if quantized else 2, normalized), fused.Form(*numbers)
+            parts = FUSED if normalized else FUSED - {"norm"}
+            patches = (Step, "fused", parts), (fused, "FORMS", {**fused.FORMS, key: form})
+            found[f"{'norms' if normalized else 'no norms'}: {numbers}"] = (*other, *patches)
     products = scaled if quantized else linear
-    others = [(products, values) for values in CONSTANTS[quantized] if constants]
+    others = [(products, values) for values in CONSTANTS[quantized] if amounts]
     others += [(ahead, values) for values in AHEAD if quantized and amounts]
     for target, values in others:
         label = ", ".join(f"{name} {value}" for name, value in values.items())

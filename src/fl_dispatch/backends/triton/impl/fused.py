@@ -8,36 +8,60 @@ weight.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fl_dispatch.errors import NotSupported
-from fl_dispatch.ops.declaration import HALF_TYPES
-
 from .activation import gated as gated_product
 from .ahead import after, ask
 from .launch import Launcher, compiles, fitting, power_of_two, processors
 
-COLUMNS, ENOUGH = 4, 1536
-"""Columns of a program, where that makes so many programs; else one."""
-AT_ONCE = 4096
-"""Bytes of a column, at most, that such a program multiplies at a time."""
+
+class Form(NamedTuple):
+    """How a product is made: columns of the weight and bytes of each that a program multiplies at a time, and warps.
+
+    ``staying``: programs a processor that keep the whole row, and take columns in turn; 0: programs have columns of
+    their own, and read the row for them.
+    """
+
+    columns: int
+    at_once: int
+    warps: int
+    staying: int = 0
+
+
+FORMS: dict[tuple[int, bool], Form] = {
+    (1, False): Form(4, 4096, 4),
+    (1, True): Form(4, 4096, 4, 6),
+    (2, False): Form(4, 4096, 4),
+    (2, True): Form(4, 4096, 8),
+}
+"""Bytes of a weight's number, and whether the row is normalized → the form."""
+ENOUGH = 1536
+"""Programs from which on they have several columns of their own; fewer have one."""
 UNIT = 16
 """Bytes of a column that a thread adds up by itself."""
-STAYING = 0
-"""Programs a processor that keep a normalized row and take columns in turn; 0: each reads the row for its columns."""
-KEPT_COLUMNS = 4
-KEPT_WARPS = 4
-WARPS = 4
 
 
 @triton.jit
-def _finish(y, scale, bias, out, there, half, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
-            GATED: tl.constexpr):
+def _places(first, columns, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """The weight's columns for those of the result from ``first`` on: with a gate two for each, side by side."""
+    if GATED:
+        place = tl.arange(0, COLUMNS * 2)
+        there = tl.minimum(first + place // 2, columns - 1) + place % 2 * columns
+    else:
+        there = tl.minimum(first + tl.arange(0, COLUMNS), columns - 1)
+    return there.to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    y, scale, bias, out, there, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
+):
+    """The result's columns, of sums of products."""
     if SCALE == 2:
         y *= tl.load(scale + there).to(tl.float32)
     elif SCALE == 1:
@@ -87,13 +111,9 @@ def _row(
     TILE: tl.constexpr = COLUMNS * 2 if GATED else COLUMNS
     UNITS: tl.constexpr = BLOCK // UNIT
     first = tl.program_id(0) * COLUMNS
-    place = tl.arange(0, TILE)
-    if GATED:
-        there = tl.minimum(first + place // 2, columns - 1) + place % 2 * columns
-    else:
-        there = tl.minimum(first + place, columns - 1)
+    there = _places(first, columns, COLUMNS, GATED)
     element = tl.arange(0, BLOCK)
-    source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
+    source = weight + there[:, None] * WEIGHT_ROW + element[None, :]
     acc = tl.zeros([TILE, UNITS], dtype=tl.float32)
     squares = tl.zeros([UNITS], dtype=tl.float32)
     written = tl.where(tl.program_id(0) == 0, inner, 0)
@@ -115,7 +135,7 @@ def _row(
     y = tl.sum(acc, axis=1)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares, axis=0) / inner + EPSILON)
-    y = _finish(y, scale, bias, out, there, columns, SCALE, HAS_BIAS, COLUMNS, GATED)
+    y = _finish(y, scale, bias, out, there, SCALE, HAS_BIAS, COLUMNS, GATED)
     column = first + tl.arange(0, COLUMNS)
     tl.store(out + column, y, mask=column < columns)
     if ASKS:
@@ -151,10 +171,11 @@ def _kept(
     ASKS: tl.constexpr,
 ):
     """As :func:`_row`, but programs keep the row, ``BLOCK`` elements, and take columns in turn."""
-    TILE: tl.constexpr = COLUMNS * 2 if GATED else COLUMNS
-    place = tl.arange(0, TILE)
     element = tl.arange(0, BLOCK)
     inside = element < inner
+    STEP = tl.num_programs(0) * COLUMNS
+    source = weight + _places(tl.program_id(0) * COLUMNS, columns, COLUMNS, GATED)[:, None] * WEIGHT_ROW
+    b = tl.load(source + element[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
     a = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         a += tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
@@ -165,18 +186,15 @@ def _kept(
         a *= tl.load(norm_weight + element, mask=inside, other=0.0).to(tl.float32)
         a *= factor
     row = a[None, :]
-    for first in range(tl.program_id(0) * COLUMNS, columns, tl.num_programs(0) * COLUMNS):
-        if GATED:
-            there = tl.minimum(first + place // 2, columns - 1) + place % 2 * columns
-        else:
-            there = tl.minimum(first + place, columns - 1)
-        source = weight + there.to(tl.int64)[:, None] * WEIGHT_ROW + element[None, :]
+    for first in range(tl.program_id(0) * COLUMNS, columns, STEP):
+        number = b
+        source = weight + _places(first + STEP, columns, COLUMNS, GATED)[:, None] * WEIGHT_ROW + element[None, :]
+        left = tl.where(first + STEP < columns, inner, 0)
         if EVEN:
-            b = tl.load(source, eviction_policy="evict_first")
-        else:
-            b = tl.load(source, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        y = tl.sum(b.to(tl.float32) * row, axis=1)
-        y = _finish(y, scale, bias, out, there, columns, SCALE, HAS_BIAS, COLUMNS, GATED)
+            left = tl.multiple_of(left, 16)
+        b = tl.load(source, mask=(element < left)[None, :], other=0.0, eviction_policy="evict_first")
+        y = tl.sum(number.to(tl.float32) * row, axis=1)
+        y = _finish(y, scale, bias, out, _places(first, columns, COLUMNS, GATED), SCALE, HAS_BIAS, COLUMNS, GATED)
         column = first + tl.arange(0, COLUMNS)
         tl.store(out + column, y, mask=column < columns)
     if ASKS:
@@ -187,10 +205,12 @@ _launch_row = Launcher(_row)
 _launch_kept = Launcher(_kept)
 
 
-def supports(x: Tensor, weight: Tensor, *others: object) -> bool | str:
-    """One row."""
+def supports(x: Tensor, weight: Tensor, scale: Tensor | None = None, *others: object) -> bool | str:
+    """One row, and weights as they are or in fp8, with at most one scale a column."""
     if x.shape[:-1].numel() != 1:
         return "more than one row"
+    if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1):
+        return "numbers of 4 bits, int8, and scales of groups"
     return compiles(weight.dtype, weight.device)
 
 
@@ -224,25 +244,20 @@ def fused_linear(
         norm_weight is not None, residual is not None, epsilon, 0 if scale is None else min(2, scale.numel()),
         bias is not None, gated,
     )  # fmt: skip
-    if STAYING and norm_weight is not None:
-        at_once, block = KEPT_COLUMNS // 2 if gated else KEPT_COLUMNS, power_of_two(inner)
-        programs = min(STAYING * processors(x.device), -(-columns // at_once))
-        upcoming, where, asks = after(weight, programs)
-        _launch_kept(
-            (programs, 1, 1),
-            (*tensors, upcoming),
-            (inner, columns, weight.stride(0), *where, *kinds, inner == block, block, at_once, asks),
-            warps=KEPT_WARPS,
-        )
-        return out, total
-    most = COLUMNS // 2 if gated else COLUMNS
-    at_once = most if columns >= most * ENOUGH else 1
-    block = fitting(inner, AT_ONCE // weight.element_size())
+    form = FORMS[weight.element_size(), norm_weight is not None]
+    most = max(1, form.columns // 2) if gated else form.columns
+    at_once = most if columns >= most * ENOUGH or form.staying else 1
     programs = -(-columns // at_once)
+    if form.staying:
+        programs = min(programs, form.staying * processors(x.device))
     upcoming, where, asks = after(weight, programs)
-    unit = min(UNIT // weight.element_size(), block)
-    numbers: tuple[Any, ...] = (
-        inner, columns, weight.stride(0), *where, *kinds, inner % block == 0, unit, block, at_once, asks,
-    )  # fmt: skip
-    _launch_row((programs, 1, 1), (*tensors, upcoming), numbers, warps=WARPS)
+    numbers: tuple[Any, ...] = (inner, columns, weight.stride(0), *where, *kinds)
+    if form.staying:
+        block = power_of_two(inner)
+        numbers = (*numbers, inner == block, block, at_once, asks)
+    else:
+        block = fitting(inner, form.at_once // weight.element_size())
+        unit = min(UNIT // weight.element_size(), block)
+        numbers = (*numbers, inner % block == 0, unit, block, at_once, asks)
+    (_launch_kept if form.staying else _launch_row)((programs, 1, 1), (*tensors, upcoming), numbers, warps=form.warps)
     return out, total
