@@ -38,12 +38,15 @@ NARROW, WIDE = (32, 2, 8), (64, 4, 4)
 """Columns, warps and stages for some rows: where wide tiles leave processors idle, and elsewhere."""
 DEQUANTIZED = (16, 256, 4)
 """Columns, bytes and warps of a program that dequantizes."""
-WORD_ROW = (8, 512, 8)
-"""Columns, words of a column at a time, and warps of a program with one row, where that makes enough programs."""
+WORD_ROW, WORD_ENOUGH = (8, 512, 8), 512
+"""Columns, words of a column at a time, and warps with one row, where that makes so many programs; else fewer columns.
+
+A row is spread over the threads once for all columns.
+"""
 WORD_UNIT = 4
 """Words that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
 WORD_FROM, WORD_UP_TO = 2, 64
-"""Rows that matrix units take with words."""
+"""The fewest and the most rows that matrix units take with words."""
 WORD_FEW, WORD_SOME = (64, 4, 4), (64, 4, 4)
 """Columns, warps and stages for up to ``FEW_ROWS`` rows, and for more."""
 WORD_PROGRAMS, WORD_STEPS = 3, 4
@@ -241,19 +244,18 @@ def _word_row(
 
 
 @triton.jit
-def _halves(words, BASE, dtype: tl.constexpr):
-    """``BASE`` plus the numbers of words, in a half type: elements 0, 4, 1, 5, 2, 6, 3, 7 of each word.
+def _halves(pairs, dtype: tl.constexpr):
+    """Pairs in words as elements of a half type, the low half first; a thread's registers stay as they are."""
+    low, high = pairs.to(tl.uint16).to(dtype, bitcast=True), (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.join(low, high).reshape(pairs.shape[0], pairs.shape[1] * 2)
 
-    Those four places apart are halves of a word that stays one register.
-    """
-    COLUMNS: tl.constexpr = words.shape[0]
-    WORDS: tl.constexpr = words.shape[1]
+
+@triton.jit
+def _pairs(words, BASE):
+    """Numbers four places apart in words, on top of ``BASE``: pairs of 0 and 4, 1 and 5, 2 and 6, 3 and 7 of each."""
     first, second = words & 0x000F000F | BASE, words >> 4 & 0x000F000F | BASE
     third, fourth = words >> 8 & 0x000F000F | BASE, words >> 12 & 0x000F000F | BASE
-    both = tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(COLUMNS, WORDS * 4)
-    low = (both & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    high = (both >> 16 & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True)
-    return tl.join(low, high).reshape(COLUMNS, WORDS * 8)
+    return tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(words.shape[0], words.shape[1] * 4)
 
 
 @triton.jit(do_not_specialize=["rows", "BASE"])
@@ -296,10 +298,10 @@ def _word_rows(
         group = start // GROUP
         factor = tl.load(scale + there * GROUPS + group).to(tl.float32)
         if HAS_ZERO:
-            offset = (tl.load(zero + there * GROUPS + group).to(tl.float32) + UNSCALED).to(dtype)[:, None]
+            offset = (tl.load(zero + there * GROUPS + group).to(tl.float32) + UNSCALED).to(dtype)
+            number = _halves(_pairs(packed, BASE), dtype) - offset[:, None]
         else:
-            offset = tl.full([COLUMNS, 1], UNSCALED + 8, dtype=dtype)
-        number = _halves(packed, BASE, dtype) - offset
+            number = _halves(_pairs(packed, BASE), dtype) - tl.full([1, 1], UNSCALED + 8, dtype=dtype)
         a = tl.permute(a.reshape(ROWS, WORDS, 2, 4), (0, 1, 3, 2)).reshape(ROWS, WORDS * 8)
         acc += tl.dot(number, tl.trans(a)) * factor[:, None]
     if HAS_BIAS:
@@ -432,7 +434,7 @@ def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: 
     _, weight, scale = tensors[:3]
     columns, words = weight.shape
     at_once, block, warps = WORD_ROW
-    while at_once > 1 and columns < at_once * ENOUGH:
+    while at_once > 1 and columns < at_once * WORD_ENOUGH:
         at_once //= 2
     block = min(block, power_of_two(words))
     _launch_word_row(
