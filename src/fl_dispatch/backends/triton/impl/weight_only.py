@@ -38,7 +38,7 @@ NARROW, WIDE = (32, 2, 8), (64, 4, 4)
 """Columns, warps and stages for some rows: where wide tiles leave processors idle, and elsewhere."""
 DEQUANTIZED = (16, 256, 4)
 """Columns, bytes and warps of a program that dequantizes."""
-WORD_ROW, WORD_ENOUGH = (8, 512, 8), 512
+WORD_ROW, WORD_ENOUGH = (8, 256, 4), 512
 """Columns, words of a column at a time, and warps with one row, where that makes so many programs; else fewer columns.
 
 A row is spread over the threads once for all columns.
@@ -425,7 +425,8 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 def _words(weight: Tensor) -> Tensor | None:
     """Four bytes a word, if the columns allow it."""
-    aligned = not (weight.shape[1] | weight.stride(0) | weight.storage_offset() | weight.data_ptr()) & 3
+    places = weight.shape[1], weight.stride(0), weight.storage_offset(), weight.data_ptr()
+    aligned = all(place % 4 == 0 for place in places)
     return weight.view(torch.int32) if weight.dtype is torch.uint8 and aligned else None
 
 
