@@ -2,7 +2,7 @@
 
 The products are those of Llama-3.1-8B. A candidate takes the place of a constant of the kernel's module for the calls
 that it is timed with. Times are the device's, in graphs, over copies of the weight that do not fit the cache together.
-The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, TILES and the constants of one row.
+The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, TILES, and the constants of one row and of words.
 
     python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--json FILE]
 
@@ -61,16 +61,26 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
     yield {}
     if kind == "w4":
         if rows == 1:
-            for columns in (1, 2, 4):
-                for stored in (1024, 2048):
-                    yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_STORED": stored}
-        elif rows <= weight_only.SOME_ROWS:
-            for columns, warps, stages in ((16, 2, 8), (32, 2, 8), (32, 4, 4), (64, 4, 4), (64, 4, 8), (128, 4, 4)):
-                yield {"NARROW": (columns, warps, stages), "WIDE": (columns, warps, stages)}
-            yield {"SOME_ROWS": 1}
+            for tile in (
+                (4, 512, 4), (8, 512, 8), (8, 256, 4), (16, 128, 4), (16, 256, 4), (16, 256, 8), (4, 256, 2),
+            ):  # fmt: skip
+                yield {"WORD_ROW": tile, "WORD_ENOUGH": 0}
+            for some in ((64, 4, 4), (128, 4, 4), (128, 8, 4)):
+                yield {"WORD_FROM": 1, "WORD_FEW": some}
+        elif rows <= weight_only.FEW_ROWS:
+            for some, programs in (
+                ((64, 4, 4), 1), ((64, 4, 4), 5), ((64, 4, 6), 3), ((128, 4, 4), 1), ((128, 4, 4), 3),
+                ((128, 8, 4), 1), ((128, 8, 4), 3), ((32, 2, 6), 5),
+            ):  # fmt: skip
+                yield {"WORD_FEW": some, "WORD_PROGRAMS": programs}
+        elif rows <= weight_only.WORD_UP_TO:
+            for some, programs in (
+                ((64, 4, 4), 1), ((64, 4, 4), 2), ((64, 4, 3), 3), ((64, 8, 3), 3), ((128, 8, 4), 1),
+                ((128, 8, 3), 1), ((128, 8, 3), 2), ((128, 4, 3), 2),
+            ):  # fmt: skip
+                yield {"WORD_SOME": some, "WORD_PROGRAMS": programs}
         elif rows <= 256:
-            for narrow, wide in (((32, 2, 8), (64, 4, 4)), ((64, 4, 8), (128, 4, 4))):
-                yield {"SOME_ROWS": rows, "NARROW": narrow, "WIDE": wide}
+            yield {"WORD_UP_TO": rows, "WORD_SOME": (64, 8, 3), "WORD_PROGRAMS": 1}
         else:
             yield {"DEQUANTIZED": (8, 512, 4)}
     elif rows == 1:

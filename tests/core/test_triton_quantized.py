@@ -25,7 +25,8 @@ HALF, SINGLE = torch.float16, torch.float32
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that would run."""
     names: list[str] = []
-    for module, kernels in ((scaled, ("row", "rows", "tiles")), (weight_only, ("row", "rows", "dequantize"))):
+    few = ("row", "rows", "word_row", "word_rows", "add", "dequantize")
+    for module, kernels in ((scaled, ("row", "rows", "tiles")), (weight_only, few)):
         for name in kernels:
             monkeypatch.setattr(module, f"_launch_{name}", lambda *args, name=name, **options: names.append(name))
     return names
@@ -76,23 +77,77 @@ def test_wide_tiles_are_for_chips_with_room_for_two(monkeypatch: pytest.MonkeyPa
     ("rows", "group", "dtype", "kernels"),
     [
         (0, 64, HALF, []),
-        (1, 64, HALF, ["row"]),
-        (1, 24, SINGLE, ["row"]),
-        (2, 64, HALF, ["rows"]),
+        (1, 64, HALF, ["word_row"]),
+        (1, 24, SINGLE, ["word_row"]),
+        (1, 20, HALF, ["row"]),
+        (2, 64, HALF, ["word_rows"]),
         (2, 64, SINGLE, ["dequantize"]),
         (2, 16, HALF, ["dequantize"]),
-        (weight_only.SOME_ROWS, 64, HALF, ["rows"]),
-        (4 * weight_only.SOME_ROWS + 1, 64, HALF, ["dequantize"]),
+        (2, 4096, HALF, ["word_rows", "add"]),
+        (weight_only.WORD_UP_TO, 64, HALF, ["word_rows"]),
+        (weight_only.WORD_UP_TO + 1, 64, HALF, ["dequantize"]),
     ],
 )
 def test_rows_groups_and_types_decide_how_few_bits_are_multiplied(
-    rows: int, group: int, dtype: torch.dtype, kernels: list[str], launched: list[str]
+    rows: int, group: int, dtype: torch.dtype, kernels: list[str], launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(weight_only, "processors", lambda device: 4)
     inner = 2 * group
     weight, scale = torch.zeros(40, inner // 2, dtype=torch.uint8), torch.ones(40, 2, dtype=dtype)
     found = weight_only.weight_only_linear(torch.zeros(rows, inner, dtype=dtype), weight, scale)
     assert launched == kernels
     assert (found.shape, found.dtype) == ((rows, 40), dtype)
+
+
+@pytest.mark.parametrize(("first", "between", "words"), [(0, 0, True), (4, 4, True), (1, 0, False), (0, 2, False)])
+def test_columns_that_do_not_begin_with_a_word_are_read_in_bytes(
+    first: int, between: int, words: bool, launched: list[str]
+) -> None:
+    """``first``: bytes before the first column; ``between``: those after each."""
+    memory = torch.zeros(first + 40 * (64 + between), dtype=torch.uint8)
+    weight = memory[first:].view(40, 64 + between)[:, :64]
+    for rows in (1, 2):
+        weight_only.weight_only_linear(torch.zeros(rows, 128, dtype=HALF), weight, torch.ones(40, 2, dtype=HALF))
+    assert launched == (["word_row", "word_rows"] if words else ["row", "rows"])
+
+
+WORDS = """
+import json
+import torch
+from fl_dispatch.backends.reference.impl import quantization as references
+from fl_dispatch.backends.triton.impl import weight_only
+
+weight_only.WORD_ROW, weight_only.WORD_ENOUGH = (8, 64, 4), 4
+weight_only.processors = lambda device: 2
+random, launched, wrong = torch.Generator().manual_seed(1), [], []
+for name in ("row", "rows", "word_row", "word_rows", "add"):
+    launch = getattr(weight_only, "_launch_" + name)
+    counted = lambda *args, launch=launch, name=name, **options: (launched.append(name), launch(*args, **options))
+    setattr(weight_only, "_launch_" + name, counted)
+half, single = torch.float16, torch.float32
+cases = [(1, inner, group, kind) for inner, group in ((1024, 128), (1152, 8), (1056, 24), (1040, 1040), (60, 20))
+         for kind in (half, single)]
+cases += [(3, 96, 32, half), (16, 320, 320, half), (17, 1280, 128, half), (64, 640, 64, half)]
+for rows, inner, group, kind in cases:
+    for with_zero in (False, True):
+        weight = torch.randint(0, 256, (37, inner // 2), generator=random, dtype=torch.uint8)
+        scale = ((torch.rand(37, inner // group, generator=random) + 0.5) * inner**-0.5 / 4).to(kind)
+        zero = torch.randint(-128, 128, scale.shape, generator=random, dtype=torch.int8) if with_zero else None
+        x, bias = (torch.randn(*shape, generator=random).to(kind) for shape in ((rows, inner), (37,)))
+        found = weight_only.weight_only_linear(x, weight, scale, zero, bias).double()
+        right = references.weight_only_linear(x.double(), weight, scale.double(), zero, bias.double())
+        far = float((found - right).abs().max() / right.std())
+        if not far < (4e-3 if kind is half else 4e-6):
+            wrong.append([rows, inner, group, str(kind), with_zero, far])
+print(json.dumps([sorted(set(launched)), wrong]))
+"""
+
+
+def test_words_have_the_numbers_of_their_bytes_in_the_interpreter() -> None:
+    """Groups of each kind, zero points of the whole int8, columns in one piece and in several, a bias."""
+    ran, wrong = interpreted(WORDS)
+    assert ran == ["add", "row", "word_row", "word_rows"]
+    assert wrong == []
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------

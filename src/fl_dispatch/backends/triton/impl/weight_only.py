@@ -4,6 +4,10 @@ Weights are read as they are stored. One row: a program multiplies few columns e
 become a half type in registers, and matrix units multiply them, with the columns as the long side of a tile; the two
 numbers of a byte belong to an even and an odd element, which are multiplied apart. Many rows: the weight is dequantized
 once in every call, and PyTorch multiplies; reading and writing it is then a small part of the time.
+
+Numbers of 4 bits are read in words, eight at a time, where a column's words are aligned; else in bytes. No number of a
+word is converted: its bits become the last ones of a large number whose unit they count, and that number is subtracted.
+The large number is an argument, because ptxas would load a constant anew for each use.
 """
 
 from __future__ import annotations
@@ -34,6 +38,26 @@ NARROW, WIDE = (32, 2, 8), (64, 4, 4)
 """Columns, warps and stages for some rows: where wide tiles leave processors idle, and elsewhere."""
 DEQUANTIZED = (16, 256, 4)
 """Columns, bytes and warps of a program that dequantizes."""
+WORD_ROW, WORD_ENOUGH = (8, 256, 4), 512
+"""Columns, words of a column at a time, and warps with one row, where that makes so many programs; else fewer columns.
+
+A row is spread over the threads once for all columns.
+"""
+WORD_UNIT = 4
+"""Words that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
+WORD_FROM, WORD_UP_TO = 2, 64
+"""The fewest and the most rows that matrix units take with words."""
+WORD_FEW, WORD_SOME = (64, 4, 4), (64, 4, 4)
+"""Columns, warps and stages for up to ``FEW_ROWS`` rows, and for more."""
+WORD_PROGRAMS, WORD_STEPS = 3, 4
+"""Programs a processor that are wanted: columns are cut into pieces for it, of so many loads at least."""
+MOST_PIECES = 8
+SUMMED = 1024
+"""Elements of a program that adds pieces."""
+SINGLE_BASE = 0x4B000000
+"""Bits of 2^23, whose unit is 1 in float32."""
+HALF_BASES = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
+"""Bits of two numbers, 128 or 1024, whose unit is 1 in a half type."""
 
 
 @triton.jit
@@ -146,6 +170,160 @@ def _rows(
 
 
 @triton.jit
+def _digit(words, BASE, offset, SHIFT: tl.constexpr, PLACE: tl.constexpr):
+    """``16**PLACE`` times the number at a place of shifted words, less an offset, in float32."""
+    number = (((words >> SHIFT) & (15 << (4 * PLACE))) | BASE).to(tl.float32, bitcast=True)
+    return number - (8388608.0 + offset * 16**PLACE)
+
+
+@triton.jit(do_not_specialize=["BASE"])
+def _word_row(
+    x,
+    weight,
+    scale,
+    zero,
+    bias,
+    out,
+    BASE,
+    words,
+    columns,
+    WEIGHT_ROW,
+    GROUPS,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``words`` of a column, of 8 numbers each; ``GROUP``: words of one, ``UNIT`` a part of it.
+
+    A thread's words lie side by side, and it has the eight numbers of each. ``16**PLACE`` is divided out of the row.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there = tl.minimum(column, columns - 1).to(tl.int64)[:, None]
+    UNITS: tl.constexpr = BLOCK // UNIT
+    word, element, unit = tl.arange(0, BLOCK), tl.arange(0, BLOCK * 8), tl.arange(0, UNITS)
+    acc = tl.zeros([COLUMNS, UNITS], dtype=tl.float32)
+    for start in range(0, words, BLOCK):
+        packed = tl.load(
+            weight + there * WEIGHT_ROW + (start + word)[None, :],
+            mask=(start + word < words)[None, :],
+            other=0,
+            eviction_policy="evict_first",
+        )
+        inside = (start + unit * UNIT < words)[None, :]
+        group = ((start + unit * UNIT) // GROUP)[None, :]
+        factor = tl.load(scale + there * GROUPS + group, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(x + start * 8 + element, mask=start * 8 + element < words * 8, other=0.0)
+        even, odd = a.reshape(BLOCK, 2, 2, 2).split()
+        x04, x26 = even.split()
+        x15, x37 = odd.split()
+        x0, x4 = x04.split()
+        x1, x5 = x15.split()
+        x2, x6 = x26.split()
+        x3, x7 = x37.split()
+        elements = (x0, x1, x2, x3, x4, x5, x6, x7)
+        part = tl.zeros([COLUMNS, BLOCK], dtype=tl.float32)
+        total = tl.zeros([BLOCK], dtype=tl.float32)
+        for j in tl.static_range(8):
+            one = elements[j].to(tl.float32)
+            number = _digit(packed, BASE, 0 if HAS_ZERO else 8, 0 if j < 5 else 16, j if j < 5 else j - 4)
+            part += number * (one * 0.0625 ** (j if j < 5 else j - 4))[None, :]
+            if HAS_ZERO:
+                total += one
+        part = tl.sum(part.reshape(COLUMNS, UNITS, UNIT), axis=2)
+        if HAS_ZERO:
+            offset = tl.load(zero + there * GROUPS + group, mask=inside, other=0.0).to(tl.float32)
+            part -= offset * tl.sum(total.reshape(UNITS, UNIT), axis=1)[None, :]
+        acc += part * factor
+    y = tl.sum(acc, axis=1)
+    if HAS_BIAS:
+        y += tl.load(bias + tl.minimum(column, columns - 1)).to(tl.float32)
+    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def _halves(pairs, dtype: tl.constexpr):
+    """Pairs in words as elements of a half type, the low half first; a thread's registers stay as they are."""
+    low, high = pairs.to(tl.uint16).to(dtype, bitcast=True), (pairs >> 16).to(tl.uint16).to(dtype, bitcast=True)
+    return tl.join(low, high).reshape(pairs.shape[0], pairs.shape[1] * 2)
+
+
+@triton.jit
+def _pairs(words, BASE):
+    """Numbers four places apart in words, on top of ``BASE``: pairs of 0 and 4, 1 and 5, 2 and 6, 3 and 7 of each."""
+    first, second = words & 0x000F000F | BASE, words >> 4 & 0x000F000F | BASE
+    third, fourth = words >> 8 & 0x000F000F | BASE, words >> 12 & 0x000F000F | BASE
+    return tl.join(tl.join(first, third), tl.join(second, fourth)).reshape(words.shape[0], words.shape[1] * 4)
+
+
+@triton.jit(do_not_specialize=["rows", "BASE"])
+def _word_rows(
+    x,
+    weight,
+    scale,
+    zero,
+    bias,
+    out,
+    rows,
+    BASE,
+    words,
+    columns,
+    X_ROW,
+    WEIGHT_ROW,
+    GROUPS,
+    PIECE,
+    GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """``WORDS`` at a time, a part of a group, which has ``GROUP``; ``PIECE``: those of a program."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    UNSCALED: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    there, known = tl.minimum(column, columns - 1).to(tl.int64), row < rows
+    word, element = tl.arange(0, WORDS), tl.arange(0, WORDS * 8)
+    left = weight + there[:, None] * WEIGHT_ROW + word[None, :]
+    right = x + row.to(tl.int64)[:, None] * X_ROW + element[None, :]
+    first = tl.program_id(1) * PIECE
+    acc = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+    for start in range(first, tl.minimum(first + PIECE, words), WORDS):
+        packed = tl.load(left + start, eviction_policy="evict_first")
+        a = tl.load(right + start * 8, mask=known[:, None], other=0.0)
+        group = start // GROUP
+        factor = tl.load(scale + there * GROUPS + group).to(tl.float32)
+        if HAS_ZERO:
+            offset = (tl.load(zero + there * GROUPS + group).to(tl.float32) + UNSCALED).to(dtype)
+            number = _halves(_pairs(packed, BASE), dtype) - offset[:, None]
+        else:
+            number = _halves(_pairs(packed, BASE), dtype) - tl.full([1, 1], UNSCALED + 8, dtype=dtype)
+        a = tl.permute(a.reshape(ROWS, WORDS, 2, 4), (0, 1, 3, 2)).reshape(ROWS, WORDS * 8)
+        acc += tl.dot(number, tl.trans(a)) * factor[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + there).to(tl.float32)[:, None]
+    target = (tl.program_id(1) * rows + row).to(tl.int64)[None, :] * columns + column[:, None]
+    tl.store(out + target, acc.to(out.dtype.element_ty), mask=known[None, :] & (column[:, None] < columns))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add(pieces, bias, out, rows, columns, PIECES: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds ``[PIECES, rows, columns]`` in order."""
+    column, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    known, place = column < columns, row.to(tl.int64) * columns + column
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for piece in tl.static_range(PIECES):
+        acc += tl.load(pieces + piece * rows.to(tl.int64) * columns + place, mask=known, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=known)
+
+
+@triton.jit
 def dequantized_tile(
     weight,
     scale,
@@ -215,6 +393,9 @@ def _dequantize(
 
 _launch_row = Launcher(_row)
 _launch_rows = Launcher(_rows)
+_launch_word_row = Launcher(_word_row)
+_launch_word_rows = Launcher(_word_rows)
+_launch_add = Launcher(_add)
 _launch_dequantize = Launcher(_dequantize)
 
 
@@ -242,6 +423,62 @@ def dequantized(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     return out
 
 
+def _words(weight: Tensor) -> Tensor | None:
+    """Four bytes a word, if the columns allow it."""
+    places = weight.shape[1], weight.stride(0), weight.storage_offset(), weight.data_ptr()
+    aligned = all(place % 4 == 0 for place in places)
+    return weight.view(torch.int32) if weight.dtype is torch.uint8 and aligned else None
+
+
+def _row_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: int) -> None:
+    """One row, with ``group`` words of one scale."""
+    _, weight, scale = tensors[:3]
+    columns, words = weight.shape
+    at_once, block, warps = WORD_ROW
+    while at_once > 1 and columns < at_once * WORD_ENOUGH:
+        at_once //= 2
+    block = min(block, power_of_two(words))
+    _launch_word_row(
+        (-(-columns // at_once), 1, 1),
+        tensors,
+        (
+            words, columns, weight.stride(0), scale.shape[1], group, *flags, min(WORD_UNIT, divisor(group), block),
+            block, at_once,
+        ),
+        sizes=(SINGLE_BASE,),
+        warps=warps,
+    )  # fmt: skip
+
+
+def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group: int, together: int) -> None:
+    """Some rows of a half type, ``together`` words at a time."""
+    rows, weight, scale, zero, bias, out = tensors
+    (count, (columns, words)), device = (rows.shape[0], weight.shape), rows.device
+    has_zero, has_bias = flags
+    tall = max(FEW_ROWS, power_of_two(count))
+    at_once, warps, stages = WORD_FEW if tall <= FEW_ROWS else WORD_SOME
+    programs, steps = -(-columns // at_once), words // together
+    pieces = max(1, min(WORD_PROGRAMS * processors(device) // programs, steps // WORD_STEPS, MOST_PIECES))
+    piece = -(-steps // pieces) * together
+    pieces = -(-words // piece)
+    parts = out if pieces == 1 else torch.empty((pieces, count, columns), dtype=torch.float32, device=device)
+    expanded = 16 * together * (at_once + tall)
+    _launch_word_rows(
+        (programs, pieces, 1),
+        (rows, weight, scale, zero, bias, parts),
+        (
+            words, columns, rows.stride(0), weight.stride(0), scale.shape[1], piece, group, has_zero,
+            has_bias and pieces == 1, tall, at_once, together,
+        ),
+        sizes=(count, HALF_BASES[rows.dtype]),
+        warps=warps,
+        stages=stages_that_fit(device, together * (4 * at_once + 16 * tall) + expanded // stages, stages),
+    )  # fmt: skip
+    if pieces > 1:
+        grid = -(-columns // SUMMED), count, 1
+        _launch_add(grid, (parts, bias, out), (columns, pieces, has_bias, SUMMED), sizes=(count,))
+
+
 def supports(x: Tensor, weight: Tensor, *others: object) -> bool | str:
     """Weights of a type that compiles."""
     return compiles(weight.dtype, weight.device)
@@ -265,7 +502,11 @@ def weight_only_linear(
     tensors = (
         rows, weight, scale, scale if zero is None else zero.contiguous(), out if bias is None else bias, out,
     )  # fmt: skip
-    if count == 1:
+    flags, words = (zero is not None, bias is not None), None if stored // groups % 4 else _words(weight)
+    if count == 1 and words is not None and (WORD_FROM > 1 or x.dtype not in HALF_TYPES):
+        _row_of_words((rows, words, *tensors[2:]), flags, words.shape[1] // groups)
+        return out
+    if count == 1 and words is None:
         at_once, block = ROW_COLUMNS if columns >= ROW_COLUMNS * ENOUGH else 1, min(ROW_STORED, power_of_two(stored))
         group = stored * packed // groups
         unit = min(UNIT, divisor(group), block * packed)
@@ -273,13 +514,15 @@ def weight_only_linear(
             (-(-columns // at_once), 1, 1),
             tensors,
             (
-                stored, columns, weight.stride(0), group, groups, zero is not None, bias is not None, packed, unit,
-                block, at_once,
+                stored, columns, weight.stride(0), group, groups, *flags, packed, unit, block, at_once,
             ),
         )  # fmt: skip
         return out
     group = stored // groups
     together = min(STORED, divisor(group))
+    if words is not None and count <= WORD_UP_TO and together >= FEW_ROWS and x.dtype in HALF_TYPES:
+        _rows_of_words((rows, words, *tensors[2:]), flags, group // 4, together // 4)
+        return out
     wide = -(-columns // WIDE[0]) >= processors(x.device)
     if count > SOME_ROWS * (4 if wide else 1) or together < FEW_ROWS or x.dtype not in HALF_TYPES:
         return torch.nn.functional.linear(x, dequantized(weight, scale, zero).to(x.dtype), bias)
@@ -289,8 +532,7 @@ def weight_only_linear(
         (-(-columns // at_once), 1, 1),
         tensors,
         (
-            stored, columns, rows.stride(0), weight.stride(0), group, groups, zero is not None, bias is not None,
-            packed, tall, at_once, together,
+            stored, columns, rows.stride(0), weight.stride(0), group, groups, *flags, packed, tall, at_once, together,
         ),
         sizes=(count,),
         warps=warps,
