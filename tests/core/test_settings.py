@@ -99,6 +99,7 @@ BOOLEANS = {
     "VLLM_FL_OOT_ENABLED": "oot_enabled",
     "VLLM_FL_NATIVE_PLATFORM": "native_platform",
     "VLLM_FL_FUSE_ROPE_KVCACHE": "fuse_rope_kvcache",
+    "VLLM_FL_FUSE_ONE_TOKEN": "fuse_one_token",
     "VLLM_FL_DISPATCH_DEBUG": "dispatch_debug",
     "VLLM_BATCH_INVARIANT": "batch_invariant",
 }
