@@ -354,7 +354,7 @@ KINDS: Mapping[str, tuple[int, int]] = {
     "gelu": (1, 1),
     "a product for two": (1, 1),
 }
-"""What is done → products that are joined, and launches that are left."""
+"""Kind of graph → products that are joined, and launches that are left."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
