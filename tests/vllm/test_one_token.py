@@ -30,7 +30,7 @@ RIGHT = {"deny_vendors": ["wrong", "cpu"]}
 """One vendor has the joined operator and all of its parts."""
 DENSE, SCHEME = "llama", "compressed-tensors W8A8 fp8"
 LAYERS, QUANTIZED_LAYERS = 3, 4
-ONE_AT_A_TIME = {"max_num_seqs": 1}
+ONE_AT_A_TIME = {"max_num_seqs": 1, "max_num_batched_tokens": 512}
 STEPS = len(PROMPTS) * (MAX_TOKENS - 1) + sum(len(prompt) == 1 for prompt in PROMPTS)
 """Steps of one token, where requests come one after the other."""
 POLICIES: Mapping[str, Mapping[str, Any]] = {
@@ -83,7 +83,7 @@ def test_the_tokens_are_hugging_faces(
 def test_a_step_of_one_token_calls_it_for_the_products_behind_norms(results: Mapping[str, Any]) -> None:
     """The two others of a layer stay products, and prompts call none."""
     assert ran(results["one"], JOINED) == {"vendor.one_token"}
-    found, prompts = calls(results["one"]), len(PROMPTS) * (MAX_TOKENS) - STEPS
+    found, prompts = calls(results["one"]), len(PROMPTS) * MAX_TOKENS - STEPS
     assert found[JOINED] == 2 * LAYERS * STEPS
     assert found["linear"] == 2 * LAYERS * STEPS + 4 * LAYERS * prompts
     assert found["silu_and_mul"] == LAYERS * prompts
@@ -367,4 +367,48 @@ def test_only_what_nobody_else_uses_goes_into_a_product(kind: str, capture: Call
     if not left:
         x = linear(args[0], args[1])
         expected, _ = fused_linear.fused_linear(x, args[3], None, None, None, args[2], None, 1e-6, True)
+        torch.testing.assert_close(graph(*inputs)[0], expected, atol=1e-5, rtol=1e-5)
+
+
+QUANTIZED: Mapping[str, int] = {
+    "a scale a row": 2,
+    "a scale that is given": 2,
+    "int8": 0,
+    "blocks": 0,
+    "another dtype": 0,
+}
+"""Kind of rows → products that are joined, of two."""
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_rows_of_fp8_with_one_scale_are_taken_as_they_are(kind: str, capture: Callable[..., Any]) -> None:
+    block = 32 if kind == "blocks" else 0
+    dtype = "int8" if kind == "int8" else "float8_e4m3fn"
+    given = torch.tensor([0.01]) if kind == "a scale that is given" else None
+    result = "bfloat16" if kind == "another dtype" else "float32"
+    views = torch.ops.fl_dispatch
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        rows, scales = views.quantize(x, dtype, block if given is None else -1, given, "")
+        found: Tensor = views.scaled_linear(rows, scales, weight, scale, None, result, block, "")
+        return found
+
+    def two(x: Tensor, norm: Tensor, first: Tensor, scale: Tensor, second: Tensor, one: Tensor) -> Tensor:
+        y = product(views.rms_norm(x, norm, 1e-6, ""), first, scale)
+        return product(views.silu_and_mul(y, "").float(), second, one)
+
+    def weight(columns: int, inner: int) -> tuple[Tensor, Tensor]:
+        scales = torch.rand(columns // 32, inner // 32) if block else torch.rand(columns, 1) * 0.01
+        return (torch.randn(columns, inner) * 32).to(getattr(torch, dtype)), scales
+
+    (first, scale), (second, one) = weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER)
+    args = normal(1, HIDDEN), normal(HIDDEN), first, scale, second, one if block else one[:1]
+    graph, inputs = capture(two, *args)
+    assert joined(graph) == QUANTIZED[kind]
+    if QUANTIZED[kind]:
+        assert set(targets(graph)) <= {VIEW, str(operator.getitem)}
+        x, norm = args[:2]
+        fused = fused_linear.fused_linear
+        y, _ = fused(x, first, scale, None, None, norm, None, 1e-6, True)
+        expected, _ = fused(y, second, one[:1])
         torch.testing.assert_close(graph(*inputs)[0], expected, atol=1e-5, rtol=1e-5)
