@@ -530,7 +530,7 @@ READ = (
     ),
     HostFact(
         "vllm.config.compilation:CompilationConfig",
-        ("compile_ranges_endpoints", "get_compile_ranges()"),
+        ("compile_ranges_endpoints",),
         "reads",
         "one_token",
         "The ends of ranges, which are asked for when pieces are compiled; a range of one size has no dynamic shapes.",

@@ -202,7 +202,7 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
 def _erase(graph: Graph, nodes: list[Any]) -> None:
     """Erase those that nobody uses, in this order."""
     for node in dict.fromkeys(nodes):
-        if not node.users and not node._erased:
+        if not node.users:
             graph.erase_node(node)
 
 
