@@ -57,6 +57,9 @@ ROTATE_AND_WRITE = "rotary_embedding_kv_cache_write"
 """The operator that joins a rotation with the write of keys and values into the cache."""
 ROTATION_PARTS = ("rotary_embedding", "kv_cache_write")
 ASKED_TO_JOIN = "VLLM_FL_FUSE_ROPE_KVCACHE"
+FUSED = "fused_linear"
+"""The operator that joins a product with the norm before it and the gate behind it (:mod:`.one_token`)."""
+ASKED_TO_FUSE = "VLLM_FL_FUSE_ONE_TOKEN"
 WRITE, LATENT_WRITE = "vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update"
 """vLLM's own operators that write the cache, at which it cuts its graphs by default."""
 joined_calls: Counter[str] = Counter()
@@ -329,6 +332,7 @@ def counts() -> dict[str, int]:
         "graphs": counters["stats"]["unique_graphs"],
         "distinct": distinct,
         "rotations": joined_calls["rotary_embedding"],
+        "fused products": joined_calls[FUSED],
     }
 
 
@@ -339,6 +343,7 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
     it asked for the code of a piece, and ``distinct`` how often Inductor made or loaded some: equal pieces share it.
     ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut. ``rotations`` were
     joined with the write of keys and values in pieces that Inductor made; those that it loaded had theirs before.
+    ``fused products`` were joined with norms and gates likewise.
     """
     now, compilation = counts(), vllm_config.compilation_config
     grown = {name: value - before[name] for name, value in now.items()}
@@ -352,4 +357,5 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
         "loaded": grown["num_aot_artifacts_loaded"],
         "saved": grown["num_aot_artifacts_saved"],
         **({"rotations": grown["rotations"]} if getattr(compilation.pass_config, ROTATIONS, False) else {}),
+        **({"fused products": grown["fused products"]} if grown["fused products"] else {}),
     }

@@ -8,11 +8,12 @@ from vllm.compilation.passes.inductor_pass import get_pass_context
 from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
 from vllm.config import VllmConfig
+from vllm.config.utils import Range
 
 from fl_dispatch import get_default_manager
 from fl_dispatch.hosting.first_choices import reference_from
 
-from . import compile, joined, rotary_cache
+from . import compile, joined, one_token, rotary_cache
 from .attention import ROTATION
 
 aten = torch.ops.aten
@@ -51,6 +52,22 @@ def _multiply(graph: Graph, node: Node, x: Node, weight: Node, bias: Node | None
     graph.erase_node(node)
 
 
+class JoinOneToken(VllmInductorPass):
+    """Joins products with norms and gates where the range is one token, see :mod:`.one_token`."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        self.products = one_token.to_join(config)
+
+    def is_applicable_for_range(self, compile_range: Range) -> bool:
+        """Whether there is one token in every batch."""
+        return bool(self.products) and compile_range.start == compile_range.end == 1
+
+    def __call__(self, graph: Graph) -> None:
+        """Replace the calls."""
+        compile.joined_calls[compile.FUSED] += one_token.join(graph, self.products)
+
+
 class JoinQuantization(VllmInductorPass):
     """Joins norms and gated activations with the quantization of their results, see :mod:`.joined`."""
 
@@ -84,7 +101,7 @@ class PassManagerFL(PostGradPassManager):
     def configure(self, config: VllmConfig) -> None:
         with joined.without_hosts_passes(config.compilation_config.pass_config):
             super().configure(config)
-        self.passes += [ReferenceProducts(config), JoinQuantization(config)]
+        self.passes += [JoinOneToken(config), ReferenceProducts(config), JoinQuantization(config)]
         if getattr(config.compilation_config.pass_config, compile.ROTATIONS, False):
             self.passes.append(JoinRotation(config))
         self.fix_functionalization = KeepFunctional(config)

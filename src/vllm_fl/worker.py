@@ -24,7 +24,7 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compile, eager_steps, joined, kv_layout, layers, linear, quantization, ranks, slots, startup
+from . import compile, eager_steps, joined, kv_layout, layers, linear, one_token, quantization, ranks, slots, startup
 from .compat import model_runner, versions
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class WorkerFL(Worker):
         ranks.agree_on_replaced_operators()
         model = self.fl_models()
         joined.keep_whole(model, self.vllm_config)
+        one_token.prepare(model, self.vllm_config)
         manifest = freeze_dispatch(compile.is_compiled(self.vllm_config))
         ranks.refuse_other_manifest(manifest, ranks.same_layers(self.model_config))
         compile.enter_cache_key(self.vllm_config, manifest.hash)

@@ -23,6 +23,7 @@ from fl_dispatch import (
     freeze_dispatch,
     get_default_manager,
     policy_context,
+    prepared,
     resolve_op,
     set_global_policy,
     thaw_dispatch,
@@ -278,6 +279,35 @@ def test_a_result_that_shares_memory_with_an_argument_is_copied(result: str) -> 
     got = opaque.view(ROOT, OPERATORS["relu2"])(x)
     same(got, sharing(x))
     assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("op", ["linear", "fused_linear"])
+def test_a_view_asks_for_no_weights_address_so_that_it_stays_prepared(op: str) -> None:
+    weight = torch.randn(8, 16)
+    prepared.declare(weight)
+    made = [prepared.of(weight, "a", lambda now, before: now.clone())]
+    set_global_policy(SelectionPolicy(prefer="reference"))
+    call, x = opaque.view(ROOT, OPERATORS[op]), torch.randn(1, 16)
+    more = (None,) if op == "linear" else (None, None, None, torch.randn(16), torch.randn(1, 16), 1e-6, True)
+    for _ in range(3):
+        call(x, weight, *more)
+        made.append(prepared.of(weight, "a", lambda now, before: now.clone()))
+    assert all(one is made[0] for one in made)
+
+
+def test_a_result_among_several_that_is_a_weight_is_copied() -> None:
+    def sharing(*args: Any) -> tuple[Tensor, Tensor]:
+        return args[1], args[0].new_empty(0)
+
+    get_default_manager().registry.register_impl(
+        impl("vendor.sharing", sharing, op="fused_linear", signature="unchecked")
+    )
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    weight = torch.randn(16, 16)
+    more = (None, None, None, None, None, 1e-6, False)
+    y, _ = opaque.view(ROOT, OPERATORS["fused_linear"])(torch.randn(16, 16), weight, *more)
+    same(y, weight)
+    assert y.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
 
 
 def test_results_that_come_back_in_each_others_arguments_are_put_right() -> None:

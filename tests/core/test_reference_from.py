@@ -10,6 +10,7 @@ import pytest
 from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
 from fl_dispatch.hosting.first_choices import boundary, joins, of_one_backend, reference_from
 from fl_dispatch.manager import reset_default_manager
+from fl_dispatch.settings.selection_policy import TunedRule
 
 FEW, PLAIN = "vendor.few", "vendor.plain"
 
@@ -93,3 +94,18 @@ def test_a_joined_operator_takes_the_place_of_kernels_of_its_own_vendor_alone(
     set_global_policy(SelectionPolicy.from_dict(prefer="vendor", per_op_order=rules))
     assert joins(JOINED, PARTS)
     assert of_one_backend(JOINED, PARTS) is found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [(1, [FEW]), (2, [PLAIN]), (8, [PLAIN, "reference.torch"]), (None, [FEW, PLAIN, "reference.torch"])],
+)
+def test_first_choices_for_some_tokens_are_those_that_such_calls_meet(tokens: int | None, found: list[str]) -> None:
+    rules = (
+        TunedRule(order=(f"impl:{FEW}",), tokens=(1, 1)),
+        TunedRule(order=(f"impl:{PLAIN}",), tokens=(2, 4)),
+        TunedRule(order=(f"impl:{PLAIN}",), tokens=(5, None), dtype="bfloat16"),
+        TunedRule(order=("reference",)),
+    )
+    set_global_policy(SelectionPolicy(op_tuned=(("linear", rules),)))
+    assert [impl.impl_id for impl in get_default_manager().first_choices("linear", tokens=tokens)] == found

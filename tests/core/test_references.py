@@ -220,6 +220,16 @@ def exact_silu_and_mul_quantize(x, dtype, group_size, scale) -> list[Tensor]:
     return exact_quantize(y, dtype, group_size, scale)
 
 
+def exact_fused_linear(x, weight, scale, zero, bias, norm, residual, epsilon, gated) -> list[Tensor]:
+    total = x if residual is None else x + residual
+    rows = total if norm is None else exact_rms_norm(total, None, norm, epsilon)[0]
+    if scale is None:
+        (y,) = exact_linear(rows, weight, bias)
+    else:
+        (y,) = exact_weight_only_linear(rows, weight, scale.expand(len(weight), -1), zero, bias)
+    return [*(exact_silu_and_mul(y) if gated else [y]), x.new_empty(0) if residual is None else total]
+
+
 def exact_gemma_rms_norm(x, residual, weight, epsilon) -> list[Tensor]:
     return exact_rms_norm(x, residual, weight, epsilon, offset=1.0)
 

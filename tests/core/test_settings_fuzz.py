@@ -182,6 +182,7 @@ others: dict[str, Any] = {
     "oot_enabled": st.booleans(),
     "native_platform": st.booleans(),
     "fuse_rope_kvcache": st.booleans(),
+    "fuse_one_token": st.booleans(),
     "dispatch_debug": st.booleans(),
     "batch_invariant": st.booleans(),
     "log_level": st.sampled_from(["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]),

@@ -60,17 +60,21 @@ def store(targets: tuple[Tensor | None, ...], result: Any) -> tuple[Any, ...]:
     return tuple(pending[len(targets) :])
 
 
-def fresh(inputs: tuple[Tensor | None, ...], result: Any) -> Any:
-    """The results, none of which shares memory with an input or with another result."""
+def fresh(inputs: tuple[Tensor | None, ...], result: Any, weights: tuple[Tensor | None, ...] = ()) -> Any:
+    """The results, none of which shares memory with an input or with another result.
+
+    Nobody asks for the address of ``weights``: they would be prepared anew (:mod:`fl_dispatch.prepared`).
+    """
     results = result if isinstance(result, tuple) else () if result is None else (result,)
     if not results:
         return None
     taken = {_storage(value) for value in inputs if value is not None}
+    kept = {value.untyped_storage()._cdata for value in weights if value is not None}
     fresh = []
     for value in results:
         own = value
         if isinstance(value, Tensor) and value.numel():
-            if _storage(value) in taken:
+            if value.untyped_storage()._cdata in kept or _storage(value) in taken:
                 own = value.clone()
             own = own.contiguous()
             taken.add(_storage(own))

@@ -138,7 +138,9 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
             f"    return _result.clone() if {shared} else _result.contiguous()",
         ]
     else:
-        lines.append(f"    return _fresh(({', '.join(tensors)},), _result)")
+        moving = [name for name in tensors if name not in operator.weights]
+        staying = [name for name in tensors if name in operator.weights]
+        lines.append(f"    return _fresh(({', '.join(moving)},), _result, ({''.join(f'{one}, ' for one in staying)}))")
     namespace = {"_root": root, "_recover": recover, "_unknown": unknown, "_store": store, "_fresh": fresh}
     namespace |= {"_promises": {}, "_promised": functools.partial(promised, operator), "_described": described}
     namespace |= {"_broken": functools.partial(broken, operator)}

@@ -35,22 +35,25 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get(BATCH_INVARIANT) for impl in first)
 
 
-def joins(joined: str, parts: Iterable[str]) -> bool:
-    """Whether calls of the parts may become calls of an operator that joins them.
+def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
+    """Whether calls of the parts, of so many tokens or any, may become calls of an operator that joins them.
 
     It has to be more than its reference, and the user to ask for no implementation of a part.
     """
-    first = get_default_manager().first_choices(joined)
+    first = get_default_manager().first_choices(joined, tokens=tokens)
     better = bool(first) and all(impl.kind is not BackendImplKind.REFERENCE for impl in first)
     return better and not {key.partition("@")[0] for key, _ in get_policy().per_op_order} & {*parts}
 
 
-def of_one_backend(joined: str, parts: Iterable[str]) -> bool:
-    """Whether a joined operator is computed by whoever computes its parts, or the user asks for one of its own."""
+def of_one_backend(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
+    """Whether a joined operator is computed by whoever computes its parts, or the user asks for one of its own.
+
+    It is asked for calls of so many tokens, or for all.
+    """
     if joined in {key.partition("@")[0] for key, _ in get_policy().per_op_order}:
         return True
     manager = get_default_manager()
-    firsts = [impl for op in (joined, *parts) for impl in manager.first_choices(op, in_layers=True)]
+    firsts = [impl for op in (joined, *parts) for impl in manager.first_choices(op, in_layers=True, tokens=tokens)]
     return len({impl.vendor or impl.impl_id for impl in firsts}) == 1
 
 

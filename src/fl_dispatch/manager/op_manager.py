@@ -134,7 +134,9 @@ class OpManager:
         call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.why_not_for_call(self.state, impl, call))
 
-    def first_choices(self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = ()) -> list[OpImpl]:
+    def first_choices(
+        self, op_name: str, *, in_layers: bool = False, given: Iterable[str] = (), tokens: int | None = None
+    ) -> list[OpImpl]:
         """The implementations that the policy in force puts first, one for each condition of its rules.
 
         A host asks before it has stated its facts, so facts and bans do not count.
@@ -143,6 +145,7 @@ class OpManager:
             op_name: the operator.
             in_layers: those of the layers that rules name, too.
             given: optional parameters that the calls give; an implementation without one of them does not count.
+            tokens: those for calls of so many tokens alone.
         """
         self.ensure_initialized()
         if not self.registry.get_implementations(op_name):
@@ -150,7 +153,7 @@ class OpManager:
         policy = self.table_keeper.policy_of(self._current())
         scopes: list[str | None] = [None, *(policy.scopes_of(op_name) if in_layers else ())]
         decisions = [self.state.decide(op_name, scope, policy, bans=False, facts=False) for scope in scopes]
-        branches = [branch.candidates for decision in decisions for branch in decision.branches]
+        branches = [branch.candidates for decision in decisions for branch in decision.branches_for(tokens)]
         taking = ([impl for impl in impls if self._takes(impl, given)] for impls in branches)
         return list(dict.fromkeys(impls[0] for impls in taking if impls))
 

@@ -9,6 +9,7 @@ from . import (
     activation,
     attention,
     elementwise,
+    fused_linear,
     joined,
     linear,
     lora,
@@ -58,6 +59,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             moe,
             quantized_moe,
             joined,
+            fused_linear,
         )
         for declared in vars(module).values()
         if isinstance(declared, Operator)

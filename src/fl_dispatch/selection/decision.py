@@ -8,7 +8,7 @@ at the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -129,6 +129,14 @@ class Decision:
     def candidates(self) -> tuple[OpImpl, ...]:
         """The implementations that may run, best first, for a call that no condition singles out."""
         return self.branches[-1].candidates
+
+    def branches_for(self, tokens: int | None) -> Iterator[Branch]:
+        """The branches that calls of so many tokens may take; all for ``None``."""
+        for branch in self.branches:
+            if tokens is None or branch.rule is None or branch.rule.admits(tokens):
+                yield branch
+                if tokens is not None and branch.rule is not None and branch.rule.asks_for_tokens_alone:
+                    return
 
     @property
     def chosen(self) -> OpImpl | None:
@@ -252,10 +260,7 @@ def admits(rule: TunedRule, workload: Workload) -> bool:
         return False
     if rule.phase is not None and workload.phase != rule.phase:
         return False
-    if rule.tokens is not None:
-        low, high = rule.tokens
-        return workload.tokens >= low and (high is None or workload.tokens <= high)
-    return True
+    return rule.admits(workload.tokens)
 
 
 def condition_of(rule: TunedRule) -> dict[str, Any]:

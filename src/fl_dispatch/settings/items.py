@@ -156,6 +156,10 @@ ITEMS: tuple[Item, ...] = (
         "fuse_rope_kvcache", "VLLM_FL_FUSE_ROPE_KVCACHE",
         "whether compiled graphs rotate queries and keys and write the cache by one operator",
     ),
+    _flag(
+        "fuse_one_token", "VLLM_FL_FUSE_ONE_TOKEN",
+        "whether graphs of one token join products with the norm before them and the gate behind them",
+    ),
     Item(
         "log_level",
         (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.host_level, ours=False)),

@@ -47,6 +47,7 @@ class Settings:
     oot_blacklist: Names = frozenset()
     native_platform: bool = False
     fuse_rope_kvcache: bool = False
+    fuse_one_token: bool = True
     log_level: str = "INFO"
     dispatch_debug: bool = False
     plugin_modules: tuple[str, ...] = ()

@@ -47,6 +47,16 @@ class TunedRule:
     tokens: tuple[int, int | None] | None = None
     phase: str | None = None
 
+    def admits(self, tokens: int) -> bool:
+        """Whether some calls of so many tokens fit."""
+        least, most = self.tokens or (0, None)
+        return least <= tokens and (most is None or tokens <= most)
+
+    @property
+    def asks_for_tokens_alone(self) -> bool:
+        """Whether all calls of a number of tokens fit, or none."""
+        return self.dtype is None and self.phase is None
+
 
 @dataclass(frozen=True)
 class SelectionPolicy:

@@ -7,6 +7,7 @@ from fl_dispatch.backends.base import Backend
 from .impl import (
     activation,
     attention,
+    fused_linear,
     joined,
     linear,
     lora,
@@ -33,6 +34,7 @@ class ReferenceBackend(Backend):
     rms_norm_quantize = staticmethod(joined.rms_norm_quantize)
     silu_and_mul_quantize = staticmethod(joined.silu_and_mul_quantize)
     rotary_embedding_kv_cache_write = staticmethod(joined.rotary_embedding_kv_cache_write)
+    fused_linear = staticmethod(fused_linear.fused_linear)
     silu_and_mul = staticmethod(activation.silu_and_mul)
     gelu_and_mul = staticmethod(activation.gelu_and_mul)
     mul_and_silu = staticmethod(activation.mul_and_silu)
