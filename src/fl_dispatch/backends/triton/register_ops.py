@@ -54,6 +54,7 @@ KERNELS = (
     Kernel("silu_and_mul_quantize", "joined", supports="supports"),
     Kernel("scaled_linear", "scaled", supports="supports"),
     Kernel("weight_only_linear", "weight_only", supports="supports"),
+    Kernel("fused_linear", "fused", supports="supports"),
     Kernel("silu_and_mul", "activation", traced=True, invariant=True),
     Kernel("gelu_and_mul", "activation", traced=True, invariant=True),
     Kernel("rms_norm", "normalization", traced=True, invariant=True),

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.errors import NotSupported
+
 from .activation import gated as gated_product
 from .ahead import after, ask
 from .launch import Launcher, compiles, fitting, power_of_two, processors
@@ -205,11 +207,13 @@ _launch_row = Launcher(_row)
 _launch_kept = Launcher(_kept)
 
 
-def supports(x: Tensor, weight: Tensor, scale: Tensor | None = None, *others: object) -> bool | str:
+def supports(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, *others: object
+) -> bool | str:
     """One row, and weights as they are or in fp8, with at most one scale a column."""
     if x.shape[:-1].numel() != 1:
-        return "more than one row"
-    if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1):
+        return "more than one row, or none"
+    if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1) or zero is not None:
         return "numbers of 4 bits, int8, and scales of groups"
     return compiles(weight.dtype, weight.device)
 
@@ -225,7 +229,12 @@ def fused_linear(
     epsilon: float = 1e-6,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.joined.fused_linear`."""
+    """See :data:`fl_dispatch.ops.fused_linear.fused_linear`."""
+    if x.dtype is torch.float64:
+        raise NotSupported("float64")
+    given = [one for one in (x, weight, bias, norm_weight, residual) if one is not None]
+    if any(one.stride(-1) != 1 for one in given):
+        raise NotSupported("elements of a row, of a column or of another vector that do not lie side by side")
     columns, inner = weight.shape
     columns = columns // 2 if gated else columns
     out = x.new_empty((*x.shape[:-1], columns))
@@ -235,7 +244,7 @@ def fused_linear(
         x if residual is None else residual,
         x if norm_weight is None else norm_weight,
         weight,
-        x if scale is None else scale,
+        x if scale is None else scale.contiguous(),
         x if bias is None else bias,
         out,
         out if residual is None else total,
