@@ -172,13 +172,16 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
     product = _product(node, name)
     if product is None or not _is_row(product.row):
         return False
-    norm, gate = _norm(product), _gate(node)
-    if norm is None and gate is None and not PRODUCTS[name]:
-        return False
-    x = product.row if norm is None else norm.x
-    more = (None, None, 1e-6) if norm is None else (norm.weight, norm.residual, norm.epsilon)
-    operands = (x, *product.operands, *more, gate is not None)
-    if not _is_taken(operands):
+    gate = _gate(node)
+    for norm in dict.fromkeys((_norm(product), None)):
+        if norm is None and gate is None and not PRODUCTS[name]:
+            return False
+        x = product.row if norm is None else norm.x
+        more = (None, None, 1e-6) if norm is None else (norm.weight, norm.residual, norm.epsilon)
+        operands = (x, *product.operands, *more, gate is not None)
+        if _is_taken(operands):
+            break
+    else:
         return False
     last = node if gate is None else gate.result
     total = x.meta["val"].new_empty(0) if norm is None or norm.residual is None else norm.residual.meta["val"]
@@ -346,5 +349,6 @@ def _buffers(launch: Any) -> tuple[Any, ...]:
     """The new memory that only this launch writes to."""
     if launch.target is not launched:
         return ()
-    out = launch.kwargs["kwargs"]["out"]
-    return (out,) if _is_buffer(out) and set(out.users) <= {launch} else ()
+    given = launch.kwargs["kwargs"]
+    written = dict.fromkeys(given[name] for name in ("out", "total_out") if name in given)
+    return tuple(one for one in written if _is_buffer(one) and set(one.users) <= {launch})

@@ -41,7 +41,7 @@ FORMS: dict[tuple[int, bool], Form] = {
     (2, False): Form(4, 4096, 4),
     (2, True): Form(4, 4096, 8),
 }
-"""Bytes of a weight's number, and whether the row is normalized → the form."""
+"""Bytes of a weight's number, at most two, and whether the row is normalized → the form."""
 ENOUGH = 1536
 """Programs from which on they have several columns of their own; fewer have one."""
 UNIT = 16
@@ -253,7 +253,7 @@ def fused_linear(
         norm_weight is not None, residual is not None, epsilon, 0 if scale is None else min(2, scale.numel()),
         bias is not None, gated,
     )  # fmt: skip
-    form = FORMS[weight.element_size(), norm_weight is not None]
+    form = FORMS[min(weight.element_size(), 2), norm_weight is not None]
     most = max(1, form.columns // 2) if gated else form.columns
     at_once = most if columns >= most * ENOUGH or form.staying else 1
     programs = -(-columns // at_once)

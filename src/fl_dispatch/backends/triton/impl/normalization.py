@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -125,7 +126,8 @@ def _normalized(
     if residual is None:
         out = x.new_empty(x.shape)
     elif contiguous and residual.is_contiguous():
-        total = residual  # both are the caller's to give: they are overwritten
+        # Both are the caller's to give, but a graph may have to copy a sum into an argument that is overwritten.
+        total = x.new_empty(x.shape) if torch.compiler.is_compiling() else residual
     else:
         residual = residual.contiguous()
         out, total = (x.new_empty(x.shape) for _ in range(2))
