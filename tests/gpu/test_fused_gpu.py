@@ -20,7 +20,7 @@ from engines import MAX_TOKENS, PROMPTS, STEP, start, start_features
 
 import quantized_checkpoints as checkpoints
 from fl_dispatch import get_default_manager
-from fl_dispatch.backends.triton.impl.fused import fused_linear
+from fl_dispatch.backends.triton.impl.fused import fused_linear, supports
 from fl_dispatch.evidence.verify import DTYPES, verify
 from quantized_checkpoints import SCHEMES
 from quantized_network import answered, computed, distance, network
@@ -42,6 +42,7 @@ def test_a_kernel_is_right(dtype: torch.dtype) -> None:
     assert set(found.declined.values()) <= {
         "more than one row, or none",
         "numbers of 4 bits, int8, and scales of groups",
+        "norms of rows for such a weight, which are faster by themselves",
     }
 
 
@@ -87,6 +88,8 @@ def right(
 @pytest.mark.parametrize("name", SIZES)
 def test_it_is_right_for_a_models_weights(name: str, kind: str) -> None:
     given = arguments(name, kind)
+    if supports(*given) is not True:
+        given = (*given[:5], None, None, *given[7:])
     y, total = fused_linear(*given)
     expected = right(*given)
     error = (y.double() - expected).square().mean().sqrt() / expected.std()
@@ -98,6 +101,8 @@ def test_it_is_right_for_a_models_weights(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
 def test_a_graph_holds_it(kind: str) -> None:
     given = arguments("gate_up", kind)
+    if supports(*given) is not True:
+        given = (*given[:5], None, None, *given[7:])
     fused_linear(*given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

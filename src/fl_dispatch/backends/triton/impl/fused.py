@@ -35,13 +35,13 @@ class Form(NamedTuple):
     staying: int = 0
 
 
-FORMS: dict[tuple[int, bool], Form] = {
+FORMS: dict[tuple[int, bool], Form | None] = {
     (1, False): Form(4, 4096, 4),
     (1, True): Form(4, 4096, 4, 6),
     (2, False): Form(4, 4096, 4),
     (2, True): Form(4, 4096, 8),
 }
-"""Bytes of a weight's number, at most two, and whether the row is normalized → the form."""
+"""Bytes of a weight's number, at most two, and whether the row is normalized → the form, if that is faster."""
 ENOUGH = 1536
 """Programs from which on they have several columns of their own; fewer have one."""
 UNIT = 16
@@ -208,13 +208,21 @@ _launch_kept = Launcher(_kept)
 
 
 def supports(
-    x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, *others: object
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    *others: object,
 ) -> bool | str:
     """One row, and weights as they are or in fp8, with at most one scale a column."""
     if x.shape[:-1].numel() != 1:
         return "more than one row, or none"
     if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1) or zero is not None:
         return "numbers of 4 bits, int8, and scales of groups"
+    if norm_weight is not None and FORMS[min(weight.element_size(), 2), True] is None:
+        return "norms of rows for such a weight, which are faster by themselves"
     return compiles(weight.dtype, weight.device)
 
 
@@ -254,6 +262,7 @@ def fused_linear(
         bias is not None, gated,
     )  # fmt: skip
     form = FORMS[min(weight.element_size(), 2), norm_weight is not None]
+    assert form is not None
     most = max(1, form.columns // 2) if gated else form.columns
     at_once = most if columns >= most * ENOUGH or form.staying else 1
     programs = -(-columns // at_once)
