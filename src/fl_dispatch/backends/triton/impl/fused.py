@@ -145,6 +145,34 @@ def _row(
 
 
 @triton.jit
+def _kept_load(
+    weight, first, columns, inner, WEIGHT_ROW, EVEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Columns of the weight for those of the result from ``first`` on."""
+    element = tl.arange(0, BLOCK)
+    source = weight + _places(first, columns, COLUMNS, GATED)[:, None] * WEIGHT_ROW + element[None, :]
+    if EVEN:
+        number = tl.load(source, eviction_policy="evict_first")
+    else:
+        number = tl.load(source, mask=(element < inner)[None, :], other=0.0, eviction_policy="evict_first")
+    return number
+
+
+@triton.jit
+def _kept_store(
+    number, row, scale, bias, out, first, columns, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Multiply, and write the columns of the result from ``first`` on."""
+    there = _places(first, columns, COLUMNS, GATED)
+    y = tl.sum(number.to(tl.float32) * row, axis=1)
+    y = _finish(y, scale, bias, out, there, SCALE, HAS_BIAS, COLUMNS, GATED)
+    column = first + tl.arange(0, COLUMNS)
+    tl.store(out + column, y, mask=column < columns)
+
+
+@triton.jit
 def _kept(
     x,
     residual,
@@ -175,9 +203,8 @@ def _kept(
     """As :func:`_row`, but programs keep the row, ``BLOCK`` elements, and take columns in turn."""
     element = tl.arange(0, BLOCK)
     inside = element < inner
-    STEP = tl.num_programs(0) * COLUMNS
-    source = weight + _places(tl.program_id(0) * COLUMNS, columns, COLUMNS, GATED)[:, None] * WEIGHT_ROW
-    b = tl.load(source + element[None, :], mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+    first, step = tl.program_id(0) * COLUMNS, tl.num_programs(0) * COLUMNS
+    number = _kept_load(weight, first, columns, inner, WEIGHT_ROW, EVEN, BLOCK, COLUMNS, GATED)
     a = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         a += tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
@@ -188,17 +215,12 @@ def _kept(
         a *= tl.load(norm_weight + element, mask=inside, other=0.0).to(tl.float32)
         a *= factor
     row = a[None, :]
-    for first in range(tl.program_id(0) * COLUMNS, columns, STEP):
-        number = b
-        source = weight + _places(first + STEP, columns, COLUMNS, GATED)[:, None] * WEIGHT_ROW + element[None, :]
-        left = tl.where(first + STEP < columns, inner, 0)
-        if EVEN:
-            left = tl.multiple_of(left, 16)
-        b = tl.load(source, mask=(element < left)[None, :], other=0.0, eviction_policy="evict_first")
-        y = tl.sum(number.to(tl.float32) * row, axis=1)
-        y = _finish(y, scale, bias, out, _places(first, columns, COLUMNS, GATED), SCALE, HAS_BIAS, COLUMNS, GATED)
-        column = first + tl.arange(0, COLUMNS)
-        tl.store(out + column, y, mask=column < columns)
+    _kept_store(number, row, scale, bias, out, first, columns, SCALE, HAS_BIAS, COLUMNS, GATED)
+    for further in range(
+        first + step, columns, step
+    ):  # carried from turn to turn, numbers would be unpacked and packed
+        number = _kept_load(weight, further, columns, inner, WEIGHT_ROW, EVEN, BLOCK, COLUMNS, GATED)
+        _kept_store(number, row, scale, bias, out, further, columns, SCALE, HAS_BIAS, COLUMNS, GATED)
     if ASKS:
         ask(next_weight, SIZE, SLICE, FIRST)
 
