@@ -66,21 +66,21 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
             ):  # fmt: skip
                 yield {"WORD_ROW": tile, "WORD_ENOUGH": 0}
             for some in ((64, 4, 4), (128, 4, 4), (128, 8, 4)):
-                yield {"WORD_FROM": 1, "WORD_FEW": some}
+                yield {"WORD_FROM": 1, "WORD_FEW": (*some, 3)}
         elif rows <= weight_only.FEW_ROWS:
             for some, programs in (
                 ((64, 4, 4), 1), ((64, 4, 4), 5), ((64, 4, 6), 3), ((128, 4, 4), 1), ((128, 4, 4), 3),
                 ((128, 8, 4), 1), ((128, 8, 4), 3), ((32, 2, 6), 5),
             ):  # fmt: skip
-                yield {"WORD_FEW": some, "WORD_PROGRAMS": programs}
+                yield {"WORD_FEW": (*some, programs)}
         elif rows <= weight_only.WORD_UP_TO:
             for some, programs in (
                 ((64, 4, 4), 1), ((64, 4, 4), 2), ((64, 4, 3), 3), ((64, 8, 3), 3), ((128, 8, 4), 1),
                 ((128, 8, 3), 1), ((128, 8, 3), 2), ((128, 4, 3), 2),
             ):  # fmt: skip
-                yield {"WORD_SOME": some, "WORD_PROGRAMS": programs}
+                yield {"WORD_SOME": (*some, programs)}
         elif rows <= 256:
-            yield {"WORD_UP_TO": rows, "WORD_SOME": (64, 8, 3), "WORD_PROGRAMS": 1}
+            yield {"WORD_UP_TO": rows, "WORD_SOME": (64, 8, 3, 1)}
         else:
             yield {"DEQUANTIZED": (8, 512, 4)}
     elif rows == 1:

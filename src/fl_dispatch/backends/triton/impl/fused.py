@@ -36,8 +36,8 @@ class Form(NamedTuple):
 
 
 FORMS: dict[tuple[int, bool], Form | None] = {
-    (1, False): Form(4, 4096, 4),
-    (1, True): Form(4, 4096, 4, 6),
+    (1, False): Form(2, 2048, 2),
+    (1, True): None,
     (2, False): Form(4, 4096, 4),
     (2, True): Form(4, 4096, 8),
 }

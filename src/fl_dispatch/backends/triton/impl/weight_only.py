@@ -47,10 +47,10 @@ WORD_UNIT = 4
 """Words that are multiplied before a scale is: those of a thread's load, unless groups are shorter."""
 WORD_FROM, WORD_UP_TO = 2, 64
 """The fewest and the most rows that matrix units take with words."""
-WORD_FEW, WORD_SOME = (64, 4, 4), (64, 4, 4)
-"""Columns, warps and stages for up to ``FEW_ROWS`` rows, and for more."""
-WORD_PROGRAMS, WORD_STEPS = 3, 4
-"""Programs a processor that are wanted: columns are cut into pieces for it, of so many loads at least."""
+WORD_FEW, WORD_SOME = (64, 4, 4, 3), (128, 4, 3, 2)
+"""Columns, warps, stages, and programs a processor that are wanted, for up to ``FEW_ROWS`` rows, and for more."""
+WORD_STEPS = 4
+"""Loads of a piece, at least, where columns are cut into pieces for enough programs."""
 MOST_PIECES = 8
 SUMMED = 1024
 """Elements of a program that adds pieces."""
@@ -456,9 +456,9 @@ def _rows_of_words(tensors: tuple[Tensor, ...], flags: tuple[bool, bool], group:
     (count, (columns, words)), device = (rows.shape[0], weight.shape), rows.device
     has_zero, has_bias = flags
     tall = max(FEW_ROWS, power_of_two(count))
-    at_once, warps, stages = WORD_FEW if tall <= FEW_ROWS else WORD_SOME
+    at_once, warps, stages, wanted = WORD_FEW if tall <= FEW_ROWS else WORD_SOME
     programs, steps = -(-columns // at_once), words // together
-    pieces = max(1, min(WORD_PROGRAMS * processors(device) // programs, steps // WORD_STEPS, MOST_PIECES))
+    pieces = max(1, min(wanted * processors(device) // programs, steps // WORD_STEPS, MOST_PIECES))
     piece = -(-steps // pieces) * together
     pieces = -(-words // piece)
     parts = out if pieces == 1 else torch.empty((pieces, count, columns), dtype=torch.float32, device=device)
