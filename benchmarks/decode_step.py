@@ -71,22 +71,14 @@ CONSTANTS: Mapping[bool, tuple[Mapping[str, int], ...]] = {
     ),
 }
 """Quantized or not → launch constants of products of one row."""
-FUSED_FORMS: Mapping[bool, Mapping[bool, tuple[tuple[int, ...], ...]]] = {
-    False: {
-        True: (
-            (4, 4096, 4), (4, 8192, 8), (2, 8192, 8), (8, 4096, 8), (4, 2048, 2), (4, 8192, 4, 4), (2, 8192, 4, 5),
-            (4, 8192, 8, 3), (2, 8192, 8, 4), (2, 8192, 4, 8),
-        ),
-    },
+FUSED_FORMS: Mapping[bool, Mapping[bool, tuple[tuple[int, int, int], ...]]] = {
+    False: {True: ((4, 4096, 4), (4, 8192, 8), (2, 8192, 8), (8, 4096, 8), (4, 2048, 2))},
     True: {
         False: (
-            (4, 2048, 4), (4, 2048, 2), (4, 1024, 2), (4, 1024, 1), (2, 2048, 1), (2, 2048, 2), (2, 4096, 4),
+            (4, 2048, 4), (4, 2048, 2), (4, 1024, 2), (4, 1024, 1), (2, 2048, 1), (4, 4096, 4), (2, 4096, 4),
             (2, 4096, 2), (8, 1024, 2), (8, 1024, 1), (1, 4096, 2), (1, 4096, 4),
         ),
-        True: (
-            (4, 2048, 2), (4, 1024, 1), (4, 4096, 4, 4), (4, 4096, 4, 8), (4, 4096, 4, 12), (2, 4096, 4, 6),
-            (2, 4096, 4, 8), (2, 4096, 4, 12), (8, 4096, 4, 4), (8, 4096, 8, 3), (4, 4096, 2, 8), (2, 4096, 2, 12),
-        ),
+        True: ((4, 4096, 4), (4, 2048, 2), (4, 1024, 1), (2, 2048, 2)),
     },
 }  # fmt: skip
 """Quantized or not → normalized or not → other forms of products that do more."""
@@ -170,7 +162,8 @@ class Step:
         """A norm and a product, whose result may be gated; and the sum of the row and the residual."""
         scale = weight[1] if self.quantized else None
         gate_too = gated and "gate" in self.fused
-        if "norm" in self.fused and residual is not None:
+        norm_too = fused.FORMS[weight[0].element_size(), True] is not None and residual is not None
+        if "norm" in self.fused and norm_too:
             y, residual = fused.fused_linear(x, weight[0], scale, None, None, norm, residual, EPSILON, gate_too)
         elif ("row" in self.fused and self.quantized) or gate_too:
             found = normalization.rms_norm(x, residual, norm, EPSILON)
@@ -225,7 +218,6 @@ def ways(quantized: bool, constants: bool, amounts: bool) -> dict[str, Patches]:
     if quantized:
         found[NOTHING] = silent
         found["rows as they are"] = ((Step, "fused", frozenset({"row"})),)
-        found["norms and rows"] = ((Step, "fused", frozenset({"norm", "row"})),)
         found["gates and rows"] = ((Step, "fused", frozenset({"gate", "row"})),)
         found["fused, nothing asked for"] = (*whole, *silent)
         found["fused"] = whole

@@ -1,14 +1,13 @@
 """Products of one row that is normalized before, and gated after, in the kernel that reads the weight.
 
-A step of one request waits for its small kernels as long as for a third of its products. A program multiplies a few
-columns element by element, as in :mod:`.linear`, and computes the norm of the row itself: the sum of squares beside
-the product, which is scaled at the end, so that nothing waits for the sum. Rows are not quantized for a quantized
-weight.
+In a step of one request memory is idle while small kernels run between the products. A program multiplies a few columns
+element by element, as in :mod:`.linear`, and computes the norm of the row itself: the sum of squares beside the
+product, which is scaled at the end, so that nothing waits for the sum. Rows are not quantized for a quantized weight.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,20 +18,15 @@ from fl_dispatch.errors import NotSupported
 
 from .activation import gated as gated_product
 from .ahead import after, ask
-from .launch import Launcher, compiles, fitting, power_of_two, processors
+from .launch import Launcher, compiles, fitting
 
 
 class Form(NamedTuple):
-    """How a product is made: columns of the weight and bytes of each that a program multiplies at a time, and warps.
-
-    ``staying``: programs a processor that keep the whole row, and take columns in turn; 0: programs have columns of
-    their own, and read the row for them.
-    """
+    """How a product is made: columns of the weight and bytes of each that a program multiplies at a time, and warps."""
 
     columns: int
     at_once: int
     warps: int
-    staying: int = 0
 
 
 FORMS: dict[tuple[int, bool], Form | None] = {
@@ -42,8 +36,9 @@ FORMS: dict[tuple[int, bool], Form | None] = {
     (2, True): Form(4, 4096, 8),
 }
 """Bytes of a weight's number, at most two, and whether the row is normalized → the form, if that is faster."""
+APART = "norms of rows for such a weight, which are faster by themselves"
 ENOUGH = 1536
-"""Programs from which on they have several columns of their own; fewer have one."""
+"""Programs from which on they have several columns; fewer have one."""
 UNIT = 16
 """Bytes of a column that a thread adds up by itself."""
 
@@ -144,89 +139,7 @@ def _row(
         ask(next_weight, SIZE, SLICE, FIRST)
 
 
-@triton.jit
-def _kept_load(
-    weight, first, columns, inner, WEIGHT_ROW, EVEN: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
-    GATED: tl.constexpr,
-):  # fmt: skip
-    """Columns of the weight for those of the result from ``first`` on."""
-    element = tl.arange(0, BLOCK)
-    source = weight + _places(first, columns, COLUMNS, GATED)[:, None] * WEIGHT_ROW + element[None, :]
-    if EVEN:
-        number = tl.load(source, eviction_policy="evict_first")
-    else:
-        number = tl.load(source, mask=(element < inner)[None, :], other=0.0, eviction_policy="evict_first")
-    return number
-
-
-@triton.jit
-def _kept_store(
-    number, row, scale, bias, out, first, columns, SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
-    GATED: tl.constexpr,
-):  # fmt: skip
-    """Multiply, and write the columns of the result from ``first`` on."""
-    there = _places(first, columns, COLUMNS, GATED)
-    y = tl.sum(number.to(tl.float32) * row, axis=1)
-    y = _finish(y, scale, bias, out, there, SCALE, HAS_BIAS, COLUMNS, GATED)
-    column = first + tl.arange(0, COLUMNS)
-    tl.store(out + column, y, mask=column < columns)
-
-
-@triton.jit
-def _kept(
-    x,
-    residual,
-    norm_weight,
-    weight,
-    scale,
-    bias,
-    out,
-    total_out,
-    next_weight,
-    inner,
-    columns,
-    WEIGHT_ROW,
-    SIZE,
-    SLICE,
-    FIRST,
-    NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    EPSILON: tl.constexpr,
-    SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATED: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ASKS: tl.constexpr,
-):
-    """As :func:`_row`, but programs keep the row, ``BLOCK`` elements, and take columns in turn."""
-    element = tl.arange(0, BLOCK)
-    inside = element < inner
-    first, step = tl.program_id(0) * COLUMNS, tl.num_programs(0) * COLUMNS
-    number = _kept_load(weight, first, columns, inner, WEIGHT_ROW, EVEN, BLOCK, COLUMNS, GATED)
-    a = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        a += tl.load(residual + element, mask=inside, other=0.0).to(tl.float32)
-        written = tl.where(tl.program_id(0) == 0, inner, 0)
-        tl.store(total_out + element, a.to(total_out.dtype.element_ty), mask=element < written)
-    if NORM:
-        factor = tl.rsqrt(tl.sum(a * a, axis=0) / inner + EPSILON)
-        a *= tl.load(norm_weight + element, mask=inside, other=0.0).to(tl.float32)
-        a *= factor
-    row = a[None, :]
-    _kept_store(number, row, scale, bias, out, first, columns, SCALE, HAS_BIAS, COLUMNS, GATED)
-    for further in range(
-        first + step, columns, step
-    ):  # carried from turn to turn, numbers would be unpacked and packed
-        number = _kept_load(weight, further, columns, inner, WEIGHT_ROW, EVEN, BLOCK, COLUMNS, GATED)
-        _kept_store(number, row, scale, bias, out, further, columns, SCALE, HAS_BIAS, COLUMNS, GATED)
-    if ASKS:
-        ask(next_weight, SIZE, SLICE, FIRST)
-
-
 _launch_row = Launcher(_row)
-_launch_kept = Launcher(_kept)
 
 
 def supports(
@@ -244,7 +157,7 @@ def supports(
     if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1) or zero is not None:
         return "numbers of 4 bits, int8, and scales of groups"
     if norm_weight is not None and FORMS[min(weight.element_size(), 2), True] is None:
-        return "norms of rows for such a weight, which are faster by themselves"
+        return APART
     return compiles(weight.dtype, weight.device)
 
 
@@ -284,20 +197,16 @@ def fused_linear(
         bias is not None, gated,
     )  # fmt: skip
     form = FORMS[min(weight.element_size(), 2), norm_weight is not None]
-    assert form is not None
+    if form is None:
+        raise NotSupported(APART)
     most = max(1, form.columns // 2) if gated else form.columns
-    at_once = most if columns >= most * ENOUGH or form.staying else 1
+    at_once = most if columns >= most * ENOUGH else 1
     programs = -(-columns // at_once)
-    if form.staying:
-        programs = min(programs, form.staying * processors(x.device))
+    block = fitting(inner, form.at_once // weight.element_size())
     upcoming, where, asks = after(weight, programs)
-    numbers: tuple[Any, ...] = (inner, columns, weight.stride(0), *where, *kinds)
-    if form.staying:
-        block = power_of_two(inner)
-        numbers = (*numbers, inner == block, block, at_once, asks)
-    else:
-        block = fitting(inner, form.at_once // weight.element_size())
-        unit = min(UNIT // weight.element_size(), block)
-        numbers = (*numbers, inner % block == 0, unit, block, at_once, asks)
-    (_launch_kept if form.staying else _launch_row)((programs, 1, 1), (*tensors, upcoming), numbers, warps=form.warps)
+    numbers = (
+        inner, columns, weight.stride(0), *where, *kinds, inner % block == 0, min(UNIT // weight.element_size(), block),
+        block, at_once, asks,
+    )  # fmt: skip
+    _launch_row((programs, 1, 1), (*tensors, upcoming), numbers, warps=form.warps)
     return out, total
