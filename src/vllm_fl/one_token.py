@@ -42,6 +42,8 @@ PRODUCTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Product → what its rows go through before it."""
 NORM, GATE = "rms_norm", "silu_and_mul"
+KEY = "fl_dispatch_one_token"
+"""The key under which vLLM's ``additional_config``, a part of its compile-cache key, has the products."""
 KERNELS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         NORM: ("fl_dispatch.backends.triton.impl.normalization", "_norm"),
@@ -60,20 +62,23 @@ BUFFERS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
 def prepare(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Compile the range of one token apart if products are to be joined there, before dispatch is frozen.
 
-    The joined operator is called once for each type of weights, so that it is proven before a graph relies on it.
+    The joined operator is called for each type of weights, so that it is proven before a graph relies on it. Which
+    products are joined becomes a part of vLLM's compile-cache key.
     """
     products = to_join(vllm_config)
     kinds = {weight.dtype for weight in _weights(model)} if products else set()
     if not kinds:
         return
     dtype, device = vllm_config.model_config.dtype, next(model.parameters()).device
-    for sample in _samples(kinds, dtype, device):
+    samples = [*_samples(kinds, dtype, device)]
+    for sample in samples:
         call_op(FUSED, *sample)
-    if FUSED in get_default_manager().get_failed_impls():
+    if not samples or FUSED in get_default_manager().get_failed_impls():
         return
     compilation = vllm_config.compilation_config
     # vLLM leaves an end of one token out of those in its configuration, and asks for the ranges when it compiles.
     compilation.compile_ranges_endpoints = sorted({1, *(compilation.compile_ranges_endpoints or ())})
+    vllm_config.additional_config[KEY] = sorted(products)
     logger.info("%s: joined with norms and gates in graphs of one token", ", ".join(sorted(products)))
 
 
@@ -86,16 +91,15 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _samples(kinds: set[torch.dtype], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """Arguments of one row, one call for each type of weights."""
-    declared, left = OPERATORS[FUSED].samples, set(kinds)
+    """Arguments of one row that are not left to the reference: for each type of weights with a gate, and without."""
+    declared = OPERATORS[FUSED].samples
     assert declared is not None
+    left = {(kind, gated) for kind in kinds for gated in (False, True)}
     for sample in declared(dtype, device, torch.Generator().manual_seed(0)):
-        row, weight = sample.args[:2]
-        if weight.dtype in left and row.shape[:-1].numel() == 1:
-            left.remove(weight.dtype)
+        row, weight, *_, gated = sample.args
+        if (weight.dtype, gated) in left and row.shape[:-1].numel() == 1 and _is_taken(sample.args):
+            left.remove((weight.dtype, gated))
             yield sample.args
-        if not left:
-            return
 
 
 def to_join(vllm_config: VllmConfig) -> frozenset[str]:
@@ -115,6 +119,10 @@ def why_apart(vllm_config: VllmConfig) -> list[str]:
             "our passes run in graphs that VLLM_COMPILE compiles with Inductor",
         ),
         (get_policy().batch_invariant, "a row must not depend on the batch"),
+        (
+            getattr(vllm_config.compilation_config, "compile_mm_encoder", False),
+            "graphs of a compiled encoder may have one size",
+        ),
     ]
     return [why for speaks, why in found if speaks]
 
@@ -174,7 +182,7 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
         return False
     gate = _gate(node)
     for norm in dict.fromkeys((_norm(product), None)):
-        if norm is None and gate is None and not PRODUCTS[name]:
+        if norm is None and not PRODUCTS[name]:  # a gate by itself gains nothing
             return False
         x = product.row if norm is None else norm.x
         more = (None, None, 1e-6) if norm is None else (norm.weight, norm.residual, norm.epsilon)

@@ -41,7 +41,7 @@ def test_a_kernel_is_right(dtype: torch.dtype) -> None:
     assert found.problems == []
     assert set(found.declined.values()) <= {
         "more than one row, or none",
-        "numbers of 4 bits, int8, and scales of groups",
+        "numbers of 4 bits, int8, zero points, and scales of groups",
         APART,
     }
 

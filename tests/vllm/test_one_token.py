@@ -98,7 +98,7 @@ def test_no_row_is_quantized_in_a_step_of_one_token(results: Mapping[str, Any]) 
 
 
 def test_batches_of_several_tokens_call_it_only_when_one_request_is_left(results: Mapping[str, Any]) -> None:
-    assert calls(results["several"])[JOINED] < 2 * LAYERS * MAX_TOKENS
+    assert 0 < calls(results["several"])[JOINED] < 2 * LAYERS * MAX_TOKENS
 
 
 def test_a_wrong_joined_operator_is_in_the_graph(
@@ -111,7 +111,8 @@ def test_a_wrong_joined_operator_is_in_the_graph(
 @pytest.mark.parametrize("name", ["off", *POLICIES])
 def test_products_stay_apart_if_the_user_says_so_or_nothing_is_faster(name: str, results: Mapping[str, Any]) -> None:
     assert not ran(results[name], JOINED)
-    assert results[name]["report"]["compiled"]["distinct"] == results["off"]["report"]["compiled"]["distinct"]
+    apart = results["off"]["report"]["compiled"]["distinct"]
+    assert results[name]["report"]["compiled"]["distinct"] == apart < results["one"]["report"]["compiled"]["distinct"]
     assert "fused products" not in results[name]["report"]["compiled"]
 
 

@@ -91,6 +91,11 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("float8, 1 of 1024 to 512", normal(1, 1024), float8(512, 1024, 512))
     yield sample("float8, 1 of 1024 to 1536, gated", normal(1, 1024), float8(1536, 1024, 1536), gated=True)
     yield sample("float8, 1 of 3072 to 256, no norm", normal(1, 3072), float8(256, 3072, 256), norm=False, add=False)
+    yield sample(
+        "float8, 1 of 1024 to 1536, no norm, gated", normal(1, 1024), float8(1536, 1024, 1536), norm=False, add=False,
+        gated=True,
+    )  # fmt: skip
+    yield sample("float8, bias, no norm", normal(1, 512), float8(192, 512, 192), bias=True, norm=False, add=False)
     yield sample("float8, one scale", normal(1, 512), float8(256, 512, 1))
     yield sample("float8, one scale, no norm", normal(1, 512), float8(256, 512, 1), norm=False, add=False)
     yield sample("float8, bias, no residual", normal(1, 512), float8(192, 512, 192), bias=True, add=False)
@@ -107,6 +112,10 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     yield sample("33 rows, gated", normal(33, 256), plain(384, 256), gated=True)
     yield sample("odd sizes", normal(1, 131), plain(77, 131), bias=True, serving=False)
     yield sample("odd sizes, float8", normal(1, 131), float8(77, 131, 77), bias=True, serving=False)
+    yield sample(
+        "odd sizes, float8, no norm, gated", normal(1, 131), float8(78, 131, 78), bias=True, norm=False, add=False,
+        gated=True, serving=False,
+    )  # fmt: skip
     yield sample("a residual and no norm", normal(1, 256), plain(96, 256), norm=False, serving=False)
     yield sample("epsilon 0.01", normal(1, 128, scale=0.1), plain(64, 128), add=False, epsilon=1e-2, serving=False)
     yield sample("row stride larger than the row", normal(3, 160)[:, :96], plain(64, 96), serving=False)

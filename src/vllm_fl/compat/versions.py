@@ -32,9 +32,10 @@ SLEEP_BACKUP_HOSTS = TESTED_HOSTS
 """These back memory up that is neither the weights' nor the cache's while an engine sleeps on a GPU."""
 
 JOINING_HOSTS = ("0.32", "0.33")
-"""Small models whose rotations are joined with the write of keys and values gave the right tokens on these.
+"""Small models gave the right tokens on these: rotations joined with the write of keys and values, and products of one
+token joined with norms and gates.
 
-Their captured graphs read the slots of a step at one address, and made-up batches are filled with -1 there.
+Graphs with joined rotations read the slots of a step at one address, and made-up batches are filled with -1 there.
 """
 
 

@@ -35,7 +35,9 @@ FORMS: dict[tuple[int, bool], Form | None] = {
     (2, False): Form(4, 4096, 4),
     (2, True): Form(4, 4096, 8),
 }
-"""Bytes of a weight's number, at most two, and whether the row is normalized → the form, if that is faster."""
+"""Bytes of a weight's number, at most two, and whether the row is normalized → the form; none where norms are faster by
+themselves.
+"""
 APART = "norms of rows for such a weight, which are faster by themselves"
 ENOUGH = 1536
 """Programs from which on they have several columns; fewer have one."""
@@ -149,13 +151,18 @@ def supports(
     zero: Tensor | None = None,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
+    residual: Tensor | None = None,
     *others: object,
 ) -> bool | str:
     """One row, and weights as they are or in fp8, with at most one scale a column."""
     if x.shape[:-1].numel() != 1:
         return "more than one row, or none"
+    if x.dtype is torch.float64:
+        return "float64"
+    if any(one is not None and one.stride(-1) != 1 for one in (x, weight, bias, norm_weight, residual)):
+        return "elements of a row, of a column or of another vector that do not lie side by side"
     if weight.dtype in (torch.uint8, torch.int8) or (scale is not None and scale.shape[1] > 1) or zero is not None:
-        return "numbers of 4 bits, int8, and scales of groups"
+        return "numbers of 4 bits, int8, zero points, and scales of groups"
     if norm_weight is not None and FORMS[min(weight.element_size(), 2), True] is None:
         return APART
     return compiles(weight.dtype, weight.device)
@@ -173,11 +180,6 @@ def fused_linear(
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See :data:`fl_dispatch.ops.fused_linear.fused_linear`."""
-    if x.dtype is torch.float64:
-        raise NotSupported("float64")
-    given = [one for one in (x, weight, bias, norm_weight, residual) if one is not None]
-    if any(one.stride(-1) != 1 for one in given):
-        raise NotSupported("elements of a row, of a column or of another vector that do not lie side by side")
     columns, inner = weight.shape
     columns = columns // 2 if gated else columns
     out = x.new_empty((*x.shape[:-1], columns))
