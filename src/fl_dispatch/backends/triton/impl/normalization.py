@@ -161,7 +161,10 @@ def _normalized(
 def rms_norm(
     x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual contiguous arguments are overwritten, but the residual where Dynamo traces."""
+    """See :data:`fl_dispatch.ops.normalization.rms_norm`. With a residual contiguous arguments are overwritten.
+
+    In a trace of Dynamo's the residual is not.
+    """
     return _normalized(x, residual, weight, epsilon, False)
 
 
