@@ -69,14 +69,15 @@ ROTATIONS = {
     "engines of vLLM": Rotation(
         4,
         (
-            "tests/vllm/test_aten_engine.py",
             "tests/vllm/test_architectures.py",
+            "tests/vllm/test_aten_engine.py",
             "tests/vllm/test_communicator.py",
             "tests/vllm/test_connectors.py",
             "tests/vllm/test_engine_selection.py",
             "tests/vllm/test_expert_methods.py",
             "tests/vllm/test_model_runner_v2.py",
             "tests/vllm/test_moe.py",
+            "tests/vllm/test_one_token.py",
             "tests/vllm/test_plugins.py",
             "tests/vllm/test_ranks.py",
             "tests/vllm/test_requests.py",
