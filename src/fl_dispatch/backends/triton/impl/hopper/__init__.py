@@ -39,6 +39,19 @@ ALIGNMENT = 16
 WARPS = 4
 """Warps of each consumer."""
 LIMIT = 1 << 31
+FORMS: dict[str, tuple[int, int, int, int]] = {
+    # warps of the producer, registers of a consumer's and of the producer's thread, what consumers do beside products
+    "bulk": (1, 240, 24, 0),
+    "bulk-4": (4, 240, 24, 0),
+    "bulk-232": (1, 232, 40, 0),
+    "bulk-216": (4, 216, 72, 0),
+    "bulk-rescale": (1, 240, 24, 1),
+    "bulk-pack": (1, 240, 24, 2),
+    "bulk-both": (1, 240, 24, 3),
+}
+"""Trial: forms of latent prefill with copies in bulk."""
+FORM = ""
+"""Trial: the form of latent prefill, a name of ``FORMS``, or else copies by each thread."""
 
 
 def why_unavailable(device: torch.device) -> str:
@@ -76,6 +89,25 @@ def _launcher() -> Launcher:
     from .prefill.kernel import attention
 
     return Launcher(attention)
+
+
+@functools.cache
+def _bulk_launcher() -> Launcher:
+    """Imports Gluon, which not every Triton has."""
+    from .prefill.bulk import attention_bulk
+
+    return Launcher(attention_bulk)
+
+
+def _descriptor(tensor: Tensor) -> object:
+    """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    token, head, _ = tensor.stride()
+    columns = (tensor.shape[1] - 1) * head + tensor.shape[2]
+    shape, strides = [0x7FFF0000, 0x7FFF0000, 1 << 30, columns], [(1 << 34) - token, token, token, 1]
+    return TensorDescriptor(tensor, shape, strides, [1, 1, 128, 64], NVMMASharedLayout(128, 16, 4))
 
 
 @functools.cache
@@ -169,6 +201,20 @@ def attend(
     causal: bool,
 ) -> None:
     """Attention over keys in a row, with as many heads as queries have; see :data:`fl_dispatch.ops.mla.mla_prefill`."""
+    if FORM in FORMS:
+        warps, registers, others, beside = FORMS[FORM]
+        descriptors = tuple(map(_descriptor, (query, key, value)))
+        _bulk_launcher()(
+            (_processors(query.device), 1, 1),
+            (query_start_loc, key_start_loc, out, lse),
+            (
+                query.stride(1), key.stride(1), value.stride(1), out.stride(0), out.stride(1), scale, causal,
+                *DIMENSIONS[query.shape[2]], value.shape[2], warps, registers, others, beside,
+            ),
+            sizes=(*descriptors, query_start_loc.shape[0] - 1, query.shape[1], lse.stride(0)),
+            warps=WARPS,
+        )  # fmt: skip
+        return
     _launch(
         (query, key, value, key_start_loc, query_start_loc, key_start_loc, out, lse),
         (query_start_loc.shape[0] - 1, query.shape[1], 0, lse.stride(0)),

@@ -28,8 +28,8 @@ class Pipeline:
 
 
 @gluon.jit
-def alloc(config, dtype: gl.constexpr):
-    """Allocate the pipeline."""
+def alloc(config, dtype: gl.constexpr, QUERY_ARRIVALS: gl.constexpr):
+    """Allocate the pipeline. Queries are there after so many arrivals, keys and values after one."""
     q = buffers(dtype, config.query_stages, BLOCK_M, config.dim)
     k = buffers(dtype, STAGES, BLOCK_N, config.dim)
     v = buffers(dtype, STAGES, BLOCK_N, config.dim_v)
@@ -43,8 +43,10 @@ def alloc(config, dtype: gl.constexpr):
     full = barriers(2 * STAGES + config.query_stages)
     k_free = barriers(STAGES)
     v_free = barriers(STAGES)
-    for index in gl.static_range(2 * STAGES + config.query_stages):
+    for index in gl.static_range(2 * STAGES):
         mbarrier.init(full.index(index), count=1)
+    for index in gl.static_range(config.query_stages):
+        mbarrier.init(full.index(2 * STAGES + index), count=QUERY_ARRIVALS)
     for index in gl.static_range(STAGES):
         mbarrier.init(k_free.index(index), count=CONSUMERS)
         mbarrier.init(v_free.index(index), count=CONSUMERS)
@@ -99,8 +101,8 @@ def attention(
     """
     QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2  # heads of 192 leave no room for a second
     OFFSET: gl.constexpr = gl.int32 if NARROW else gl.int64
-    config = Config(DIM, REST, DIM_V, GROUP, QUERY_STAGES, CAUSAL, LSE, OFFSET)
-    pipeline = alloc(config, query.dtype.element_ty)
+    config = Config(DIM, REST, DIM_V, GROUP, QUERY_STAGES, CAUSAL, LSE, OFFSET, 0)
+    pipeline = alloc(config, query.dtype.element_ty, 1)
     scheduler = Scheduler(query_starts, key_lengths, requests, heads, least_new, PAGED, CAUSAL)
     # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
     queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))

@@ -90,7 +90,7 @@ def _load_queries(config, pipeline, pending, stage, query, queries, L: gl.conste
 
 
 @gluon.jit
-def _wait_released(keys, tile, i):
+def wait_released(keys, tile, i):
     """Wait until keys are released. Those of tiles whose stage another has taken, before tile ``i``, have been."""
     tile = gl.maximum(tile, -1)
     there = (tile >= 0) & (tile + STAGES >= i)
@@ -128,7 +128,7 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
         start_n = (work.tiles - 1) * BLOCK_N
         ahead = table.pages(work.index, start_n - BLOCK_N, length, L)
         if config.query_stages > 1:
-            _wait_released(pipeline.keys, former - 1, i)
+            wait_released(pipeline.keys, former - 1, i)
             pending = _load_queries(config, pipeline, pending, stage, query, queries, L)
         key_rows, own_rows = table.rows(pages, start_n, length, keys, values, value_offset, OFFSET, L)
         pending = _load_keys(config, pipeline, pending, i, key, key_rows, start_n, length, L)
@@ -138,7 +138,7 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
                 pending = drain(pipeline.full, pending)
         value_rows = own_rows
         if config.query_stages == 1:
-            _wait_released(pipeline.keys, i - 1, i)
+            wait_released(pipeline.keys, i - 1, i)
             pending = _load_queries(config, pipeline, pending, stage, query, queries, L)
         former = i + 0  # Triton 3.6 takes two variables that begin a loop as one value for the same
         i += 1
@@ -158,7 +158,7 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
     if i > 0:
         pending = _load_values(config, pipeline, pending, i - 1, values.pointer, value_rows, L)
         pending = drain(pipeline.full, pending)
-    _wait_released(pipeline.keys, (i if config.query_stages == 1 else former) - 1, i)
+    wait_released(pipeline.keys, (i if config.query_stages == 1 else former) - 1, i)
     stage = done % config.query_stages
     send(pipeline.messages.index(stage), work.queries().nothing())
     mbarrier.arrive(pipeline.full.index(pipeline.queries.offset + stage))

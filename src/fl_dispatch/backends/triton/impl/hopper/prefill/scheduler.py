@@ -115,7 +115,7 @@ class Scheduler:
     @gluon.jit
     def _levels(self, span):
         """Return, for SPAN requests from ``span`` on: index, number of query tiles, level range (low, high]."""
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         index = span + gl.arange(0, SPAN, layout=L)
         mask = index < self.requests
         request = load_request(self.query_starts, self.key_lengths, index, mask, self.paged)
@@ -173,7 +173,7 @@ class Scheduler:
 @gluon.jit
 def send(message, queries):
     """Write a tile of queries into shared memory; a negative head tells that there is no more."""
-    L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])
     index = gl.arange(0, FIELDS, layout=L)
     last = gl.where(index == 3, queries.first, queries.head)
     message.store(
@@ -193,7 +193,7 @@ def _field(fields, index, WHICH: gl.constexpr):
 @gluon.jit
 def receive(message):
     """The tile of queries that :func:`send` has written."""
-    L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    L: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])
     index = gl.arange(0, FIELDS, layout=L)
     fields = message.load(L)
     return QueryTile(

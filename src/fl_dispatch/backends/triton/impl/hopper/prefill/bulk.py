@@ -1,0 +1,188 @@
+"""The prefill kernel with copies by the tensor memory accelerator: keys in a row, one thread copies, no masks.
+
+A descriptor of a tensor has two dimensions more than rows and columns, so that the accelerator itself ends at a
+request's last row and writes zeros behind it, whatever lies there. A row's address is ``base + ENDLESS * first + second
+* stride + third * stride``, of which the first two terms make up for ``third``, which has to stay below ``ENDLESS``:
+see :func:`place`. ``triton.tools.ragged_tma`` has the same trick.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..aggregates import aggregate
+from ..rows import Rows
+from .config import BLOCK_M, BLOCK_N, STAGES, Config
+from .consumer import consume
+from .kernel import alloc
+from .producer import wait_released
+from .scheduler import Scheduler, send
+
+# Triton 3.6 has another name for it.
+bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+ENDLESS = gl.constexpr(1 << 30)
+"""Bound of the dimension that ends at a request's last row."""
+CHUNK = gl.constexpr(64)
+"""Columns of a copy: 128 bytes, as wide as the swizzle."""
+
+
+@aggregate
+class Place:
+    """Where a tile begins: coordinates of a descriptor."""
+
+    end: gl.tensor  # first row behind the request
+    row: gl.tensor  # below ENDLESS by the rows that are left
+    column: gl.tensor
+
+
+@gluon.jit
+def place(begin, size, row, column):
+    """Row ``row`` of a request that has ``size`` rows from ``begin`` on."""
+    return Place(begin + size, ENDLESS - size + row, column)
+
+
+@gluon.constexpr_function
+def chunk_layout():
+    """Layout of tiles that are cut into chunks."""
+    return gl.NVMMASharedLayout(128, 16, 2)
+
+
+@gluon.jit
+def chunks(buffer, SIZE: gl.constexpr):
+    """Buffers as their chunks, which lie one behind the other; ``SIZE`` columns each."""
+    NUMBER: gl.constexpr = buffer.shape[0] * (SIZE // CHUNK)
+    return buffer._reinterpret(buffer.dtype, [NUMBER, buffer.shape[1], CHUNK], chunk_layout())
+
+
+@gluon.jit
+def _load(buffer, SIZE: gl.constexpr, stage, barrier, source, where, FIRST: gl.constexpr, ROWS: gl.constexpr):
+    """Start to copy ``SIZE`` columns, from ``FIRST`` on, of a tile."""
+    cut = chunks(buffer, SIZE)
+    for part in gl.static_range(SIZE // CHUNK):
+        target = cut.index(stage * (SIZE // CHUNK) + part).reshape([1, 1, ROWS, CHUNK])
+        column = where.column + (FIRST + part * CHUNK)
+        bulk_load(source, [ENDLESS, where.end, where.row, column], barrier, target)
+
+
+@gluon.jit
+def load_tile(ring, i, source, where, MAIN: gl.constexpr, REST: gl.constexpr, ROWS: gl.constexpr):
+    """Start to copy tile ``i``, whose stage is free. The stage is full when its bytes are there."""
+    stage = i % ring.stages
+    barrier = ring.full.index(ring.offset + stage)
+    mbarrier.expect(barrier, ROWS * (MAIN + REST) * 2)
+    _load(ring.main, MAIN, stage, barrier, source, where, 0, ROWS)
+    if REST > 0:
+        _load(ring.rest, REST, stage, barrier, source, where, MAIN, ROWS)
+
+
+@gluon.jit
+def _load_queries(config, pipeline, done, work, query, QUERY_HEAD):
+    """Send a work item, and start to copy its queries, whose stage is free."""
+    ring = pipeline.queries
+    queries = work.queries()
+    stage = done % config.query_stages
+    send(pipeline.messages.index(stage), queries)
+    mbarrier.arrive(ring.full.index(ring.offset + stage))
+    where = place(queries.begin, queries.new, queries.first, queries.head * QUERY_HEAD)
+    load_tile(ring, done, query, where, config.dim, config.rest, BLOCK_M)
+
+
+@gluon.jit
+def produce_bulk(config, pipeline, scheduler, query, key, value, QUERY_HEAD, KEY_HEAD, VALUE_HEAD):
+    """Fill the rings, in the order of :func:`.producer.produce`."""
+    keys = pipeline.keys
+    values = pipeline.values
+    cursor, work = scheduler.next(scheduler.start())
+    i = 0  # tiles so far
+    done = 0  # items so far
+    former = 0  # tiles before the item before this one
+    zero = work.index * 0
+    last = Place(zero, zero, zero)  # values of the tile before
+    while work.index < scheduler.requests:
+        request = work.request
+        start_n = (work.tiles - 1) * BLOCK_N
+        k_at = place(request.key_begin, request.length, start_n, work.head * KEY_HEAD)
+        if config.query_stages > 1:
+            wait_released(keys, former - 1, i)
+            _load_queries(config, pipeline, done, work, query, QUERY_HEAD)
+        keys.acquire(i)
+        load_tile(keys, i, key, k_at, config.dim, config.rest, BLOCK_N)
+        if i > 0:
+            values.acquire(i - 1)
+            load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
+        if config.query_stages == 1:
+            wait_released(keys, i - 1, i)
+            _load_queries(config, pipeline, done, work, query, QUERY_HEAD)
+        last = Place(k_at.end, k_at.row, work.head * VALUE_HEAD)
+        former = i + 0
+        i += 1
+        cursor, next_work = scheduler.next(cursor)
+        row = k_at.row
+        for _tile in range(1, work.tiles):
+            row -= BLOCK_N
+            keys.acquire(i)
+            load_tile(keys, i, key, Place(k_at.end, row, k_at.column), config.dim, config.rest, BLOCK_N)
+            values.acquire(i - 1)
+            load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
+            last = Place(last.end, row, last.column)
+            i += 1
+        work = next_work
+        done += 1
+    if i > 0:
+        values.acquire(i - 1)
+        load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
+    wait_released(keys, (i if config.query_stages == 1 else former) - 1, i)
+    stage = done % config.query_stages
+    send(pipeline.messages.index(stage), work.queries().nothing())
+    mbarrier.arrive(pipeline.full.index(pipeline.queries.offset + stage), count=2)
+
+
+@gluon.jit(do_not_specialize=["requests", "heads", "LSE_HEAD"])
+def attention_bulk(
+    query_starts,
+    key_starts,
+    out,
+    lse,
+    query,
+    key,
+    value,
+    requests,
+    heads,
+    LSE_HEAD,
+    QUERY_HEAD,
+    KEY_HEAD,
+    VALUE_HEAD,
+    OUT_TOKEN,
+    OUT_HEAD,
+    SCALE,
+    CAUSAL: gl.constexpr,
+    DIM: gl.constexpr,
+    REST: gl.constexpr,
+    DIM_V: gl.constexpr,
+    WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+    BESIDE: gl.constexpr,
+):
+    """As :func:`.kernel.attention` for keys in a row; ``query``, ``key`` and ``value`` are descriptors.
+
+    A producer of ``WARPS`` warps; registers of a thread of consumers and producer; ``BESIDE`` as in the configuration.
+    """
+    QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2
+    config = Config(DIM, REST, DIM_V, 1, QUERY_STAGES, CAUSAL, True, gl.int32, BESIDE)
+    pipeline = alloc(config, out.dtype.element_ty, 2)
+    scheduler = Scheduler(query_starts, key_starts, requests, heads, gl.to_tensor(0), False, CAUSAL)
+    results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
+    q_head = gl.to_tensor(QUERY_HEAD)
+    k_head = gl.to_tensor(KEY_HEAD)
+    v_head = gl.to_tensor(VALUE_HEAD)
+    gl.warp_specialize(
+        [
+            (consume, (config, pipeline, results, lse, LSE_HEAD, SCALE, 0)),
+            (consume, (config, pipeline, results, lse, LSE_HEAD, SCALE, 1)),
+            (produce_bulk, (config, pipeline, scheduler, query, key, value, q_head, k_head, v_head)),
+        ],
+        [4, WARPS],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
