@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+UNFILLED = 0x7FBB
+"""The NaN of half types that a buffer holds until it is full; no computation makes this one."""
 PATIENCE = 20.0
 """Seconds after which a wait is taken for a deadlock."""
 LAYOUTS = ("Blocked", "Slice", "NVMMADistributed", "DotOperand", "NVMMAShared", "SwizzledShared", "DistributedLinear")
@@ -55,24 +57,61 @@ class Pointer:
 
 
 class Barrier:
-    """Completes a phase after ``count`` arrivals."""
+    """Completes a phase after ``count`` arrivals and the copies of as many bytes as are expected, which land then."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.changed, self.count, self.arrived, self.phases = changed, 0, 0, 0
+        self.bytes, self.copies = 0, list[Callable[[], object]]()
 
-    def arrive(self, count: int) -> None:
+    def arrive(self, count: int, expected: int = 0) -> None:
         with self.changed:
             self.arrived += count
+            self.bytes += expected
             assert self.arrived <= self.count, "more arrivals than a phase has"
-            if self.arrived == self.count:
-                self.arrived, self.phases = 0, self.phases + 1
-                self.changed.notify_all()
+            self._complete()
+
+    def copy(self, size: int, copy: Callable[[], object]) -> None:
+        with self.changed:
+            self.bytes -= size
+            self.copies.append(copy)
+            assert self.bytes >= 0, "more bytes than are expected"
+            self._complete()
+
+    def _complete(self) -> None:
+        if self.arrived == self.count and not self.bytes:
+            for copy in self.copies:
+                copy()
+            self.arrived, self.phases, self.copies = 0, self.phases + 1, []
+            self.changed.notify_all()
 
     def wait(self, parity: int) -> None:
         with self.changed:
             done = self.changed.wait_for(lambda: self.phases % 2 != parity, PATIENCE)
         if not done:
             raise TimeoutError("deadlock")
+
+
+class Descriptor:
+    """A tensor as copies in bulk see it: four dimensions, 64 bits of an address, zeros outside."""
+
+    def __init__(self, made: Any) -> None:
+        self.source = Pointer.of(made.base)
+        self.shape, self.strides, self.block = made.shape, made.strides, made.block_shape
+        assert all(stride * made.base.element_size() < 1 << 40 for stride in self.strides)
+
+    def load(self, place: list[Any]) -> Tensor:
+        size = self.source.storage.element_size()
+        found = torch.zeros(self.block, dtype=self.source.storage.dtype)
+        at = [int(start) + torch.arange(length) for start, length in zip(place, self.block, strict=True)]
+        for index in product(*(range(length) for length in self.block[:-1])):
+            row = [int(line[n]) for line, n in zip(at, index, strict=False)]
+            if all(0 <= n < bound for n, bound in zip(row, self.shape, strict=False)):
+                address = sum(n * stride * size for n, stride in zip(row, self.strides, strict=False)) % (1 << 64)
+                address -= (address >> 63) << 64
+                inside = (at[-1] >= 0) & (at[-1] < self.shape[-1])
+                offset = self.source.offset + address // size + torch.where(inside, at[-1], 0)
+                found[index] = torch.where(inside, self.source.storage[offset], 0)
+        return found
 
 
 class Shared:
@@ -95,6 +134,31 @@ class Shared:
 
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.memory.permute(order))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.memory.shape
+
+    def reshape(self, shape: list[int]) -> Shared:
+        assert list(self.shape) == [length for length in shape if length > 1]
+        return Shared(self.memory[(None,) * (len(shape) - self.memory.dim())])
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Chunks:
+        assert dtype is self.dtype
+        assert shape[1] == self.shape[1]
+        assert shape[0] * shape[2] == self.shape[0] * self.shape[2]
+        return Chunks(self.memory.unflatten(2, (-1, shape[2])))
+
+
+class Chunks:
+    """Tiles as their chunks of some columns, which lie one behind the other in shared memory."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    def index(self, index: Any) -> Shared:
+        stage, part = divmod(int(index), self.memory.shape[2])
+        return Shared(self.memory[stage, :, part])
 
 
 class Barriers:
@@ -130,6 +194,12 @@ def multiple_of(value: Tensor, factors: list[int]) -> Tensor:
     return value
 
 
+def empty(memory: Tensor) -> Tensor:
+    """Memory of a half type that nothing has been written to."""
+    memory.view(torch.int16).fill_(UNFILLED)
+    return memory
+
+
 class Product:
     """A product that is under way."""
 
@@ -156,7 +226,8 @@ class Machine:
 
     def run(self, kernel: Callable[..., None], *arguments: Any, more: tuple[int, int] = (1, 1)) -> None:
         """All programs, one after the other; ``more`` is how many the grid has along its other axes."""
-        given = [Pointer.of(value) if isinstance(value, Tensor) else value for value in arguments]
+        made = lambda value: Descriptor(value) if hasattr(value, "block_shape") else value
+        given = [Pointer.of(value) if isinstance(value, Tensor) else made(value) for value in arguments]
         for others in product(*map(range, more)):
             self.others = others
             for program in range(self.programs):
@@ -198,6 +269,7 @@ class Machine:
             shared_memory_descriptor=Shared,
             static_range=range,
             convert_layout=lambda value, layout: value,
+            num_warps=lambda: 4,
             program_id=lambda axis: torch.tensor((self.program, *self.others)[axis]),
             num_programs=lambda axis: self.programs,
             cdiv=lambda a, b: -(-a // b),
@@ -227,7 +299,10 @@ class Machine:
             "gluon": SimpleNamespace(jit=jit, constexpr_function=jit),
             "aggregate": aggregate,
             "gl": language,
-            "mbarrier": SimpleNamespace(MBarrierLayout=nothing, init=self._init, arrive=self._arrive, wait=self._wait),
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=nothing, init=self._init, arrive=self._arrive, wait=self._wait, expect=self._expect,
+            ),
+            "tma": SimpleNamespace(async_load=self._copy_in_bulk),
             "async_copy": SimpleNamespace(
                 async_copy_global_to_shared=self._copy, commit_group=self._commit, wait_group=self._wait_group,
             ),
@@ -239,7 +314,8 @@ class Machine:
     def _allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared | Barriers:
         if dtype is torch.int64:
             return Barriers([Barrier(self.changed) for _ in range(shape[0])])
-        return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 1 << 30, dtype=dtype))
+        memory = torch.full(shape, 1 << 30, dtype=dtype if not dtype.is_floating_point else torch.int32)
+        return Shared(memory if memory.dtype is dtype else empty(memory.to(dtype)))
 
     def _specialize(self, parts: list[Any], warps: list[int], registers: list[int]) -> None:
         errors: list[BaseException] = []
@@ -276,6 +352,18 @@ class Machine:
         if pred:
             one.arrive(count)
 
+    def _expect(self, barrier: Barriers, size: int) -> None:
+        self._dawdle()
+        (one,) = barrier.each
+        one.arrive(1, size)
+
+    def _copy_in_bulk(self, source: Descriptor, place: list[Any], barrier: Barriers, buffer: Shared) -> None:
+        self._dawdle()
+        (one,) = barrier.each
+        assert list(buffer.shape) == source.block
+        empty(buffer.memory)
+        one.copy(buffer.memory.nbytes, lambda: buffer.memory.copy_(source.load(place)))
+
     def _wait(self, barrier: Barriers, phase: Any, pred: Any = True) -> None:
         self._dawdle()
         (one,) = barrier.each
@@ -283,7 +371,7 @@ class Machine:
             one.wait(int(phase))
 
     def _copy(self, buffer: Shared, pointer: Pointer, mask: Tensor) -> None:
-        buffer.memory.fill_(float("nan"))
+        empty(buffer.memory)
         self.local.copies.append(lambda: buffer.memory.copy_(pointer.load(mask)))
 
     def _commit(self) -> None:
@@ -303,10 +391,16 @@ class Machine:
         assert is_async
 
         left = a.memory if isinstance(a, Shared) else a
-        early = left.float() @ b.memory.float()
+
+        def multiply() -> Tensor:
+            full = not any((side.view(torch.int16) == UNFILLED).any() for side in (left, b.memory))
+            assert full, "a buffer was not full"
+            return left.float() @ b.memory.float()
+
+        early = multiply()
 
         def work() -> Tensor:
-            assert torch.equal(left.float() @ b.memory.float(), early), "a buffer changed, or was not full"
+            assert torch.equal(multiply().view(torch.int32), early.view(torch.int32)), "a buffer changed"
             return early + (acc.result if isinstance(acc, Product) else acc) if use_acc else early
 
         self.local.products.append(Product(work))

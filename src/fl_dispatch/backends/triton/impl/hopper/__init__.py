@@ -11,6 +11,7 @@ kernel, and ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -42,16 +43,16 @@ LIMIT = 1 << 31
 FORMS: dict[str, tuple[int, int, int, int]] = {
     # warps of the producer, registers of a consumer's and of the producer's thread, what consumers do beside products
     "bulk": (1, 240, 24, 0),
-    "bulk-4": (4, 240, 24, 0),
-    "bulk-232": (1, 232, 40, 0),
-    "bulk-216": (4, 216, 72, 0),
-    "bulk-rescale": (1, 240, 24, 1),
-    "bulk-pack": (1, 240, 24, 2),
     "bulk-both": (1, 240, 24, 3),
+    "bulk-all": (1, 240, 24, 7),
+    "bulk-232-all": (1, 232, 40, 7),
+    "bulk-4": (4, 216, 72, 0),
+    "bulk-4-all": (4, 216, 72, 7),
+    "threads-all": (0, 216, 72, 7),
 }
-"""Trial: forms of latent prefill with copies in bulk."""
+"""Trial: forms of prefill with copies in bulk, and one (no warps) with copies by each thread, which is for both."""
 FORM = ""
-"""Trial: the form of latent prefill, a name of ``FORMS``, or else copies by each thread."""
+"""Trial: the form of prefill, a name of ``FORMS``, or else that of today."""
 
 
 def why_unavailable(device: torch.device) -> str:
@@ -100,14 +101,26 @@ def _bulk_launcher() -> Launcher:
 
 
 def _descriptor(tensor: Tensor) -> object:
-    """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains."""
+    """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains.
+
+    Made without Triton's checks, which take 20 µs: :func:`fits` has made them.
+    """
+    kind, layout = _descriptor_parts()
+    token, head, _ = tensor.stride()
+    made = object.__new__(kind)
+    made.base = tensor
+    made.shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, (tensor.shape[1] - 1) * head + tensor.shape[2]]
+    made.strides = [(1 << 34) - token, token, token, 1]
+    made.block_shape, made.layout, made.padding, made.round_f32_to_tf32 = [1, 1, 128, 64], layout, "zero", False
+    return made
+
+
+@functools.cache
+def _descriptor_parts() -> tuple[Any, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    token, head, _ = tensor.stride()
-    columns = (tensor.shape[1] - 1) * head + tensor.shape[2]
-    shape, strides = [0x7FFF0000, 0x7FFF0000, 1 << 30, columns], [(1 << 34) - token, token, token, 1]
-    return TensorDescriptor(tensor, shape, strides, [1, 1, 128, 64], NVMMASharedLayout(128, 16, 4))
+    return TensorDescriptor, NVMMASharedLayout(128, 16, 4)
 
 
 @functools.cache
@@ -173,6 +186,7 @@ def attend_paged(
         narrow: the blocks of both caches lie within 2**31 elements.
         others: as those of :data:`fl_dispatch.ops.attention.paged_attention`.
     """
+    warps, _, _, beside = FORMS.get(FORM, (0, 0, 0, 0))
     heads = query.shape[1]
     slots, kv_heads = key_cache.shape[1:3]
     for _, slot, head, _ in (key_cache.stride(), value_cache.stride()):
@@ -183,7 +197,7 @@ def attend_paged(
         (
             query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], out.stride(0),
             out.stride(1), block_table.stride(0), scale, heads // kv_heads, True, slots, causal, False,
-            *DIMENSIONS[query.shape[2]], value_cache.shape[3], narrow,
+            *DIMENSIONS[query.shape[2]], value_cache.shape[3], beside if not warps else 0, narrow,
         ),
     )  # fmt: skip
 
@@ -201,9 +215,9 @@ def attend(
     causal: bool,
 ) -> None:
     """Attention over keys in a row, with as many heads as queries have; see :data:`fl_dispatch.ops.mla.mla_prefill`."""
-    if FORM in FORMS:
-        warps, registers, others, beside = FORMS[FORM]
-        descriptors = tuple(map(_descriptor, (query, key, value)))
+    warps, registers, others, beside = FORMS.get(FORM, (0, 0, 0, 0))
+    if warps:
+        descriptors: tuple[Any, ...] = tuple(map(_descriptor, (query, key, value)))
         _bulk_launcher()(
             (_processors(query.device), 1, 1),
             (query_start_loc, key_start_loc, out, lse),
@@ -220,7 +234,8 @@ def attend(
         (query_start_loc.shape[0] - 1, query.shape[1], 0, lse.stride(0)),
         (
             query.stride(0), query.stride(1), 0, *key.stride()[:2], 0, *value.stride()[:2], out.stride(0),
-            out.stride(1), 0, scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]], value.shape[2], False,
+            out.stride(1), 0, scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]], value.shape[2], beside,
+            False,
         ),
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..aggregates import aggregate
 from ..rows import Rows
-from .config import BLOCK_M, BLOCK_N, STAGES, Config
+from .config import BLOCK_M, BLOCK_N, Config
 from .consumer import consume
 from .kernel import alloc
 from .producer import wait_released
@@ -20,6 +20,8 @@ from .scheduler import Scheduler, send
 
 # Triton 3.6 has another name for it.
 bulk_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# Triton 3.9 has another name for it.
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 ENDLESS = gl.constexpr(1 << 30)
 """Bound of the dimension that ends at a request's last row."""
@@ -52,11 +54,11 @@ def chunk_layout():
 def chunks(buffer, SIZE: gl.constexpr):
     """Buffers as their chunks, which lie one behind the other; ``SIZE`` columns each."""
     NUMBER: gl.constexpr = buffer.shape[0] * (SIZE // CHUNK)
-    return buffer._reinterpret(buffer.dtype, [NUMBER, buffer.shape[1], CHUNK], chunk_layout())
+    return reinterpret(buffer, buffer.dtype, [NUMBER, buffer.shape[1], CHUNK], chunk_layout())
 
 
 @gluon.jit
-def _load(buffer, SIZE: gl.constexpr, stage, barrier, source, where, FIRST: gl.constexpr, ROWS: gl.constexpr):
+def _load_chunks(buffer, SIZE: gl.constexpr, stage, barrier, source, where, FIRST: gl.constexpr, ROWS: gl.constexpr):
     """Start to copy ``SIZE`` columns, from ``FIRST`` on, of a tile."""
     cut = chunks(buffer, SIZE)
     for part in gl.static_range(SIZE // CHUNK):
@@ -71,13 +73,13 @@ def load_tile(ring, i, source, where, MAIN: gl.constexpr, REST: gl.constexpr, RO
     stage = i % ring.stages
     barrier = ring.full.index(ring.offset + stage)
     mbarrier.expect(barrier, ROWS * (MAIN + REST) * 2)
-    _load(ring.main, MAIN, stage, barrier, source, where, 0, ROWS)
+    _load_chunks(ring.main, MAIN, stage, barrier, source, where, 0, ROWS)
     if REST > 0:
-        _load(ring.rest, REST, stage, barrier, source, where, MAIN, ROWS)
+        _load_chunks(ring.rest, REST, stage, barrier, source, where, MAIN, ROWS)
 
 
 @gluon.jit
-def _load_queries(config, pipeline, done, work, query, QUERY_HEAD):
+def _send_item(config, pipeline, done, work, query, QUERY_HEAD):
     """Send a work item, and start to copy its queries, whose stage is free."""
     ring = pipeline.queries
     queries = work.queries()
@@ -105,7 +107,7 @@ def produce_bulk(config, pipeline, scheduler, query, key, value, QUERY_HEAD, KEY
         k_at = place(request.key_begin, request.length, start_n, work.head * KEY_HEAD)
         if config.query_stages > 1:
             wait_released(keys, former - 1, i)
-            _load_queries(config, pipeline, done, work, query, QUERY_HEAD)
+            _send_item(config, pipeline, done, work, query, QUERY_HEAD)
         keys.acquire(i)
         load_tile(keys, i, key, k_at, config.dim, config.rest, BLOCK_N)
         if i > 0:
@@ -113,14 +115,14 @@ def produce_bulk(config, pipeline, scheduler, query, key, value, QUERY_HEAD, KEY
             load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
         if config.query_stages == 1:
             wait_released(keys, i - 1, i)
-            _load_queries(config, pipeline, done, work, query, QUERY_HEAD)
+            _send_item(config, pipeline, done, work, query, QUERY_HEAD)
         last = Place(k_at.end, k_at.row, work.head * VALUE_HEAD)
         former = i + 0
         i += 1
         cursor, next_work = scheduler.next(cursor)
         row = k_at.row
         for _tile in range(1, work.tiles):
-            row -= BLOCK_N
+            row = row - BLOCK_N
             keys.acquire(i)
             load_tile(keys, i, key, Place(k_at.end, row, k_at.column), config.dim, config.rest, BLOCK_N)
             values.acquire(i - 1)

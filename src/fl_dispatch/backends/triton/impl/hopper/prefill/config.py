@@ -15,6 +15,8 @@ RESCALE_BESIDE = gl.constexpr(1)
 """Sums are multiplied by the rows' factors while the next scores are computed."""
 PACK_BESIDE = gl.constexpr(2)
 """Weights are rounded while the last product is computed."""
+SUM_LATER = gl.constexpr(4)
+"""Each thread keeps a sum of the weights that it has; threads add them up at the end of an item."""
 
 
 @aggregate
@@ -29,4 +31,4 @@ class Config:
     causal: gl.constexpr
     lse: gl.constexpr  # whether the rows' log-sum-exp is written
     offset_type: gl.constexpr  # of places in the caches
-    beside: gl.constexpr  # a sum of what is done beside products: RESCALE_BESIDE, PACK_BESIDE
+    beside: gl.constexpr  # a sum of what is done beside products: RESCALE_BESIDE, PACK_BESIDE, SUM_LATER

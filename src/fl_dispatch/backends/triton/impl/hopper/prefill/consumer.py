@@ -8,8 +8,8 @@ from ..aggregates import aggregate
 from ..pipeline import Tile
 from ..products import ROWS, mma_layout, scale_rows, start_scores
 from ..rows import store_layout, store_rows
-from ..softmax import LN2, LOG2E, NOTHING, Mask, inverse, pack, saw_keys, softmax, unpack
-from .config import BLOCK_N, PACK_BESIDE, RESCALE_BESIDE
+from ..softmax import LN2, LOG2E, NOTHING, Mask, inverse, pack, saw_keys, softmax, sum_of_thread, unpack
+from .config import BLOCK_N, PACK_BESIDE, RESCALE_BESIDE, SUM_LATER
 from .scheduler import receive
 
 
@@ -37,6 +37,7 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
     keys = pipeline.keys
     values = pipeline.values
     dtype: gl.constexpr = values.main.dtype
+    LATER: gl.constexpr = (config.beside & SUM_LATER) > 0
     while n >= stop:
         stage = i % keys.stages
         last = (i - 1) % values.stages
@@ -49,7 +50,7 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
         adding = warpgroup_mma(p, values.tile(last).main, acc, is_async=True)
         qk = warpgroup_mma_wait(1, deps=[pending])
         keys.release(stage)
-        p_new, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, n * BLOCK_N, mask, qk_scale, MASKED)
+        p_new, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, n * BLOCK_N, mask, qk_scale, MASKED, LATER)
         if config.beside & PACK_BESIDE:
             p_new = pack(p_new, dtype)
         # This wait ends a basic block. Without it ptxas moves the softmax behind the product that it shall run beside.
@@ -101,6 +102,7 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
     W: gl.constexpr = store_layout(ROWS, config.dim_v)
     queries = pipeline.queries
     qk_scale = SCALE * LOG2E
+    LATER: gl.constexpr = (config.beside & SUM_LATER) > 0
     i = 0  # tiles so far
     done = 0  # items so far
     queries.wait(0)
@@ -117,18 +119,26 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
         m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
         l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
         qk = _first_scores(config, pipeline, i, q)
-        p, m_i, l_i, alpha = softmax(qk, m_i, l_i, (tiles - 1) * BLOCK_N, mask, qk_scale, True)
+        if config.beside & SUM_LATER:
+            own = sum_of_thread(qk)
+            OWN: gl.constexpr = own.type.layout
+            l_i = gl.zeros([ROWS, 4], gl.float32, OWN)
+        p, m_i, l_i, alpha = softmax(qk, m_i, l_i, (tiles - 1) * BLOCK_N, mask, qk_scale, True, LATER)
         sums = Sums(acc, m_i, l_i, pack(p, pipeline.values.main.dtype), alpha)
         i += 1
         n = tiles - 2
         pipeline.keys.wait_if_any(i, tiles - 1)
         sums, i, n = _key_loop(config, pipeline, sums, i, n, whole, q, mask, qk_scale, True)
         sums, i, n = _key_loop(config, pipeline, sums, i, n, 0, q, mask, qk_scale, False)
-        acc = scale_rows(_last_product(config, pipeline, sums, i - 1), inverse(sums.m_i, sums.l_i))
+        acc = _last_product(config, pipeline, sums, i - 1)
+        l_i = sums.l_i
+        if config.beside & SUM_LATER:
+            l_i = gl.convert_layout(gl.sum(l_i, axis=1), gl.SliceLayout(1, S))
+        acc = scale_rows(acc, inverse(sums.m_i, l_i))
         token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
         store_rows(out, acc, work, token, work.head, 0, W)
         if config.lse:
-            total = gl.where(saw_keys(sums.m_i), (sums.m_i + gl.log2(sums.l_i)) * LN2, float("-inf"))
+            total = gl.where(saw_keys(sums.m_i), (sums.m_i + gl.log2(l_i)) * LN2, float("-inf"))
             token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             target = lse + work.head.to(gl.int64) * LSE_HEAD + work.begin + token
             gl.store(target, total, mask=token < work.new)

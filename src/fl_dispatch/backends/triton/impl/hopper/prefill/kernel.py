@@ -53,6 +53,12 @@ def alloc(config, dtype: gl.constexpr, QUERY_ARRIVALS: gl.constexpr):
     keys = Ring(k, k_rest, full, k_free, 0, STAGES)
     values = Ring(v, v, full, v_free, STAGES, STAGES)
     queries = Ring(q, q_rest, full, k_free, 2 * STAGES, config.query_stages)
+    if QUERY_ARRIVALS > 1:
+        # Waits for barriers of one array have a barrier of threads between them.
+        v_full = barriers(STAGES)
+        for index in gl.static_range(STAGES):
+            mbarrier.init(v_full.index(index), count=1)
+        values = Ring(v, v, v_full, v_free, 0, STAGES)
     return Pipeline(messages, queries, keys, values, full)
 
 
@@ -91,6 +97,7 @@ def attention(
     DIM: gl.constexpr,
     REST: gl.constexpr,
     DIM_V: gl.constexpr,
+    BESIDE: gl.constexpr,
     NARROW: gl.constexpr,
 ):
     """Grid: as many programs as the device has processors, each with all of a processor's memory.
@@ -101,7 +108,7 @@ def attention(
     """
     QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2  # heads of 192 leave no room for a second
     OFFSET: gl.constexpr = gl.int32 if NARROW else gl.int64
-    config = Config(DIM, REST, DIM_V, GROUP, QUERY_STAGES, CAUSAL, LSE, OFFSET, 0)
+    config = Config(DIM, REST, DIM_V, GROUP, QUERY_STAGES, CAUSAL, LSE, OFFSET, BESIDE)
     pipeline = alloc(config, query.dtype.element_ty, 1)
     scheduler = Scheduler(query_starts, key_lengths, requests, heads, least_new, PAGED, CAUSAL)
     # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
