@@ -383,7 +383,7 @@ class Machine:
             self.local.arrived += self.local.groups.pop(0)
 
     def _fence(self) -> None:
-        for copy in self.local.arrived:
+        for copy in getattr(self.local, "arrived", ()):  # outside the parts there are none
             copy()
         self.local.arrived = []
 

@@ -42,11 +42,11 @@ WARPS = 4
 LIMIT = 1 << 31
 FORMS: dict[str, tuple[int, int, int, int]] = {
     # warps of the producer, registers of a consumer's and of the producer's thread, what consumers do beside products
-    "bulk": (1, 240, 24, 0),
-    "bulk-both": (1, 240, 24, 3),
-    "bulk-all": (1, 240, 24, 7),
-    "bulk-232-all": (1, 232, 40, 7),
-    "bulk-4": (4, 216, 72, 0),
+    "bulk": (1, 224, 56, 0),
+    "bulk-both": (1, 224, 56, 3),
+    "bulk-fa3": (1, 224, 56, 5),  # what FlashAttention 3 does for this size
+    "bulk-all": (1, 224, 56, 7),
+    "bulk-240-all": (1, 240, 24, 7),
     "bulk-4-all": (4, 216, 72, 7),
     "threads-all": (0, 216, 72, 7),
 }

@@ -8,7 +8,7 @@ see :func:`place`. ``triton.tools.ragged_tma`` has the same trick.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..aggregates import aggregate
 from ..rows import Rows
@@ -91,50 +91,57 @@ def _send_item(config, pipeline, done, work, query, QUERY_HEAD):
 
 
 @gluon.jit
+def _load_keys_and_values(config, pipeline, i, key, k_at, value, v_at):
+    """Start to copy the keys of tile ``i``, and the values of the tile before, if there is one."""
+    pipeline.keys.acquire(i)
+    load_tile(pipeline.keys, i, key, k_at, config.dim, config.rest, BLOCK_N)
+    if i > 0:
+        pipeline.values.acquire(i - 1)
+        load_tile(pipeline.values, i - 1, value, v_at, config.dim_v, 0, BLOCK_N)
+
+
+@gluon.jit
 def produce_bulk(config, pipeline, scheduler, query, key, value, QUERY_HEAD, KEY_HEAD, VALUE_HEAD):
-    """Fill the rings, in the order of :func:`.producer.produce`."""
-    keys = pipeline.keys
-    values = pipeline.values
+    """Fill the rings, in the order of :func:`.producer.produce`.
+
+    The next item is searched when both stages of keys are under way.
+    """
     cursor, work = scheduler.next(scheduler.start())
     i = 0  # tiles so far
     done = 0  # items so far
     former = 0  # tiles before the item before this one
     zero = work.index * 0
-    last = Place(zero, zero, zero)  # values of the tile before
+    v_at = Place(zero, zero, zero)  # values of the tile before
     while work.index < scheduler.requests:
         request = work.request
-        start_n = (work.tiles - 1) * BLOCK_N
-        k_at = place(request.key_begin, request.length, start_n, work.head * KEY_HEAD)
+        tiles = work.tiles
+        k_at = place(request.key_begin, request.length, (tiles - 1) * BLOCK_N, work.head * KEY_HEAD)
         if config.query_stages > 1:
-            wait_released(keys, former - 1, i)
+            wait_released(pipeline.keys, former - 1, i)
             _send_item(config, pipeline, done, work, query, QUERY_HEAD)
-        keys.acquire(i)
-        load_tile(keys, i, key, k_at, config.dim, config.rest, BLOCK_N)
-        if i > 0:
-            values.acquire(i - 1)
-            load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
+        _load_keys_and_values(config, pipeline, i, key, k_at, value, v_at)
         if config.query_stages == 1:
-            wait_released(keys, i - 1, i)
+            wait_released(pipeline.keys, i - 1, i)
             _send_item(config, pipeline, done, work, query, QUERY_HEAD)
-        last = Place(k_at.end, k_at.row, work.head * VALUE_HEAD)
+        v_at = Place(k_at.end, k_at.row, work.head * VALUE_HEAD)
         former = i + 0
         i += 1
-        cursor, next_work = scheduler.next(cursor)
-        row = k_at.row
-        for _tile in range(1, work.tiles):
-            row = row - BLOCK_N
-            keys.acquire(i)
-            load_tile(keys, i, key, Place(k_at.end, row, k_at.column), config.dim, config.rest, BLOCK_N)
-            values.acquire(i - 1)
-            load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
-            last = Place(last.end, row, last.column)
+        if tiles > 1:
+            k_at = Place(k_at.end, k_at.row - BLOCK_N, k_at.column)
+            _load_keys_and_values(config, pipeline, i, key, k_at, value, v_at)
+            v_at = Place(v_at.end, k_at.row, v_at.column)
             i += 1
-        work = next_work
+        cursor, work = scheduler.next(cursor)
+        for _tile in range(2, tiles):
+            k_at = Place(k_at.end, k_at.row - BLOCK_N, k_at.column)
+            _load_keys_and_values(config, pipeline, i, key, k_at, value, v_at)
+            v_at = Place(v_at.end, k_at.row, v_at.column)
+            i += 1
         done += 1
     if i > 0:
-        values.acquire(i - 1)
-        load_tile(values, i - 1, value, last, config.dim_v, 0, BLOCK_N)
-    wait_released(keys, (i if config.query_stages == 1 else former) - 1, i)
+        pipeline.values.acquire(i - 1)
+        load_tile(pipeline.values, i - 1, value, v_at, config.dim_v, 0, BLOCK_N)
+    wait_released(pipeline.keys, (i if config.query_stages == 1 else former) - 1, i)
     stage = done % config.query_stages
     send(pipeline.messages.index(stage), work.queries().nothing())
     mbarrier.arrive(pipeline.full.index(pipeline.queries.offset + stage), count=2)
@@ -174,6 +181,7 @@ def attention_bulk(
     QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2
     config = Config(DIM, REST, DIM_V, 1, QUERY_STAGES, CAUSAL, True, gl.int32, BESIDE)
     pipeline = alloc(config, out.dtype.element_ty, 2)
+    fence_async_shared()  # barriers are there for the accelerator, too
     scheduler = Scheduler(query_starts, key_starts, requests, heads, gl.to_tensor(0), False, CAUSAL)
     results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
     q_head = gl.to_tensor(QUERY_HEAD)
