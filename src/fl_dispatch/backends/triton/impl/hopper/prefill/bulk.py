@@ -31,7 +31,7 @@ CHUNK = gl.constexpr(64)
 
 @aggregate
 class Place:
-    """Where a tile begins: coordinates of a descriptor."""
+    """The first row of a tile, as coordinates of a descriptor."""
 
     end: gl.tensor  # first row behind the request
     row: gl.tensor  # below ENDLESS by the rows that are left
