@@ -98,6 +98,12 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
             (128, 256, 8, 2),
         ):
             yield {"NARROW": some, "MIDDLE": some, "WIDE": some}
+        if kind == "blocks":
+            for some in (
+                (16, 256, 4, 6), (16, 512, 4, 4), (32, 256, 4, 6), (32, 256, 8, 4), (32, 512, 4, 3), (32, 512, 8, 3),
+                (64, 256, 4, 6), (64, 256, 8, 4),
+            ):  # fmt: skip
+                yield {"NARROW": some, "MIDDLE": some, "WIDE": some}
     else:
         for tile in (
             (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3),

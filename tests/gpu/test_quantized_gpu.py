@@ -70,6 +70,7 @@ def test_every_family_of_kernels_is_there() -> None:
         ("quantize", "vendor.cuda"),
         ("scaled_linear", "default.triton"),
         ("scaled_linear", "vendor.cuda.cutlass"),
+        ("scaled_linear", "vendor.cuda.cutlass.blocks"),
         ("weight_only_linear", "default.triton"),
         ("weight_only_linear", "vendor.cuda.marlin"),
         ("scaled_moe", "default.triton"),
@@ -87,7 +88,7 @@ WEIGHTS = ((6144, 4096), (4096, 14336))
 KINDS: Mapping[str, tuple[str, ...]] = {
     "int8": ("vendor.cuda.cutlass",),
     "fp8": ("vendor.cuda.cutlass",),
-    "fp8 in blocks": ("vendor.cuda.cutlass",),
+    "fp8 in blocks": ("vendor.cuda.cutlass.blocks",),
     "4 bits": ("vendor.cuda.marlin", "vendor.cuda.machete"),
     "4 bits, zero points": ("vendor.cuda.marlin",),
 }
