@@ -56,8 +56,9 @@ class Tile(NamedTuple):
 
 NARROW, MIDDLE, WIDE = (32, 512, 4, 4), (64, 128, 4, 8), (128, 256, 8, 2)
 """Columns, elements, warps and stages for some rows: wide where each processor gets a tile and has room for a second;
-middle where at most a third of the processors is idle. Elements of several blocks are multiplied block by
-block, and wide tiles have no blocks."""
+middle where at most a third of the processors is idle."""
+BLOCKS_NARROW, BLOCKS_MIDDLE = (32, 512, 4, 4), (64, 128, 4, 8)
+"""The same for weights with blocks: elements of several are multiplied block by block."""
 ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
@@ -330,7 +331,8 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
     """The part of a product of more than one row that a program makes."""
     units = processors(device)
     if rows <= SOME_ROWS:
-        chosen = MIDDLE if 3 * -(-columns // MIDDLE[0]) >= 2 * units else NARROW
+        narrow, middle = (BLOCKS_NARROW, BLOCKS_MIDDLE) if blocks else (NARROW, MIDDLE)
+        chosen = middle if 3 * -(-columns // middle[0]) >= 2 * units else narrow
         if not blocks and -(-columns // WIDE[0]) >= units and shared_memory(device) >= ROOM:
             chosen = WIDE
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
