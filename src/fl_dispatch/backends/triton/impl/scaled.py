@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 NARROW, MIDDLE, WIDE = (32, 512, 4, 4), (64, 128, 4, 8), (128, 256, 8, 2)
 """Columns, elements, warps and stages for some rows: wide where each processor gets a tile and has room for a second;
 middle where at most a third of the processors is idle."""
-BLOCKS_NARROW, BLOCKS_MIDDLE = (32, 512, 4, 4), (64, 128, 4, 8)
+BLOCKS_NARROW, BLOCKS_MIDDLE = (64, 512, 4, 3), (64, 256, 4, 4)
 """The same for weights with blocks: elements of several are multiplied block by block."""
 ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
