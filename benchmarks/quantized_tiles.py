@@ -2,7 +2,7 @@
 
 The products are those of Llama-3.1-8B. A candidate takes the place of a constant of the kernel's module for the calls
 that it is timed with. Times are the device's, in graphs, over copies of the weight that do not fit the cache together.
-The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, TILES, and the constants of one row and of words.
+The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, those of blocks, TILES, constants of one row, of words.
 
     python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--json FILE]
 
@@ -33,6 +33,16 @@ WEIGHTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "do
 """Columns and inner sizes."""
 KINDS = {"fp8": "scaled_linear", "int8": "scaled_linear", "blocks": "scaled_linear", "w4": "weight_only_linear"}
 BLOCK = 128
+SOME = (
+    (32, 128, 4, 6), (32, 512, 4, 4), (64, 128, 4, 8), (64, 256, 4, 4), (64, 512, 4, 3), (128, 128, 4, 6),
+    (128, 256, 8, 2),
+)  # fmt: skip
+BLOCKS_SOME = (
+    (16, 256, 4, 6), (16, 512, 4, 4), (32, 128, 4, 8), (32, 256, 4, 6), (32, 256, 8, 4), (32, 512, 4, 3),
+    (32, 512, 8, 3), (64, 128, 4, 8), (64, 256, 4, 4), (64, 256, 4, 6), (64, 256, 8, 4), (64, 512, 4, 3),
+    (128, 128, 4, 6),
+)  # fmt: skip
+"""Columns, elements, warps and stages for some rows."""
 AS_IT_IS = "as it is"
 Constants = Mapping[str, Any]
 
@@ -88,16 +98,9 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
             for inner in (1024, 2048, 4096):
                 yield {"ROW_COLUMNS": columns, "ENOUGH": 0, "ROW_INNER": inner}
     elif rows <= scaled.SOME_ROWS:
-        for some in (
-            (32, 128, 4, 6),
-            (32, 512, 4, 4),
-            (64, 128, 4, 8),
-            (64, 256, 4, 4),
-            (64, 512, 4, 3),
-            (128, 128, 4, 6),
-            (128, 256, 8, 2),
-        ):
-            yield {"NARROW": some, "MIDDLE": some, "WIDE": some}
+        for some in BLOCKS_SOME if kind == "blocks" else SOME:
+            names = ("BLOCKS_NARROW", "BLOCKS_MIDDLE") if kind == "blocks" else ("NARROW", "MIDDLE", "WIDE")
+            yield dict.fromkeys(names, some)
     else:
         for tile in (
             (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3),

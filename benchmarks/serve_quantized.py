@@ -7,7 +7,8 @@ run, and both the shipped choices for everything else; ``shipped`` takes those f
 quantizes the results of norms and gated activations by kernels of their own, as ``ours`` and ``vendor`` do;
 ``no_prefetch`` does too, but its products of one row ask for nothing of the next weight, and its prompts are read by
 other kernels of attention; ``unfused`` does too, but joins no product of one row with norms, gates or quantizations;
-``bf16`` and ``bf16_unfused`` are the plugin with weights that are not quantized.
+``by_rows`` takes ours for one row of 4 bits and for many, and Marlin for 2 to 256, which keeps a second copy of each
+weight; ``bf16`` and ``bf16_unfused`` are the plugin with weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
         [--quick] [--json FILE] [--profile FILE] [--logs FOLDER]
@@ -46,6 +47,7 @@ PRODUCTS = ("scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_mo
 APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
 NO_PREFETCH = {"VLLM_FL_CHIP_FEATURES": "0"}
 UNFUSED = {"VLLM_FL_FUSE_ONE_TOKEN": "0"}
+BY_ROWS = Path(__file__).parent / "configs" / "w4a16-by-rows.yaml"
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
 
@@ -70,6 +72,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "no_prefetch": Cell(NO_PREFETCH, change=change),
         "apart": Cell({}, {"compilation_config": {"pass_config": APART}}, change),
         "unfused": Cell(UNFUSED, change=change),
+        "by_rows": Cell({"VLLM_FL_CONFIG": str(BY_ROWS)}, change=change),
         "bf16": Cell({}, {"model": str(unquantized)}),
         "bf16_unfused": Cell(UNFUSED, {"model": str(unquantized)}),
     }

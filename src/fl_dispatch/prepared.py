@@ -7,16 +7,22 @@ whoever reads or writes it, so a prepared weight takes its memory twice.
 A write is noticed whoever does it, also through another tensor over the same memory, such as ``weight.data``: the
 weight's storage is marked as copied on write, and PyTorch takes the mark away before anything may write to it. A form
 of a weight that was written is made anew before it is used again.
+
+Some who only read take the mark away too, because they ask for an address as writers do: code that Inductor compiled
+for a GPU, launchers of Triton kernels. A host that knows when nobody writes says so (:func:`settled`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .devices import detect_device
 from .locking import ForkableLock
 from .logger_manager import get_logger
 
@@ -27,7 +33,8 @@ ATTRIBUTE = "fl_prepared"
 """The attribute of a declared weight that has its forms."""
 IN_A_ROW = 64
 """Calls in a row that find a weight written, after which it is not prepared any more."""
-_is_copied_on_write: Callable[[Tensor], bool] | None = getattr(torch._C, "_is_cow_tensor", None)
+_unwritten: Callable[[Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda weight: False)
+"""Whether nobody has asked for memory to write to since a weight was marked."""
 _making = ForkableLock()
 _in_use = False
 
@@ -40,17 +47,20 @@ def in_use() -> bool:
 class Forms:
     """The forms of one weight.
 
-    ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them. Copies
-    and pickles of a weight begin without forms, because a form may be an address. Forms that are ``held`` are
-    never given up: compiled code, and graphs, which know their addresses, go on using them.
+    ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them, and
+    ``times`` says how often that was done. Copies and pickles of a weight begin without forms, because a form may be an
+    address. Forms that are ``held`` are never given up: compiled code, and graphs, which know their addresses, go on
+    using them. ``settled`` is the weight while nobody writes it (:func:`settled`).
     """
 
     def __init__(self) -> None:
         self.made: dict[str, Any] = {}
         self.makers: dict[str, Callable[[Tensor, Any], Any]] = {}
+        self.times = 0
         self.fresh: set[str] = set()
         self.in_a_row = 0
         self.held = False
+        self.settled: Tensor | None = None
         self.given_up = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,7 +114,7 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
     if torch.compiler.is_compiling():
         found: T | None = forms.made.get(name)
         return found
-    if name in forms.fresh and _unwritten(weight):
+    if name in forms.fresh and (forms.settled is weight or _unwritten(weight)):
         forms.in_a_row = 0
         made: T | None = forms.made[name]
         return made
@@ -130,11 +140,34 @@ def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
         _made_anew(weight, forms, name, make)
 
 
+@contextmanager
+def settled(weights: Iterable[tuple[Tensor, Forms]], held: bool = True) -> Iterator[None]:
+    """A time in which nobody writes these weights, such as an engine's step: their forms are taken as they are.
+
+    A weight that was written before is followed first (:func:`follow`, which says what the arguments are). One whose
+    mark is gone at the end was read: it is marked again, and keeps its forms. Inside of another such time this changes
+    nothing.
+    """
+    begun: list[Forms] = []
+    try:
+        for weight, forms in weights:
+            if forms.settled is None:
+                follow(weight, forms, held)
+                forms.settled = weight
+                begun.append(forms)
+        yield
+    finally:
+        for forms in begun:
+            read, forms.settled = forms.settled, None
+            if forms.fresh and read is not None and not _unwritten(read):
+                _as_it_is(read)
+
+
 def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, Any], Any]) -> Any:
     global _in_use
     with _making:
         _in_use = True
-        if not _unwritten(weight):
+        if forms.settled is not weight and not _unwritten(weight):
             forms.in_a_row = forms.in_a_row + 1 if forms.fresh else 0
             forms.fresh.clear()
         if forms.given_up or name in forms.fresh:
@@ -150,15 +183,23 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
                 tuple(weight.shape), weight.dtype, forms.given_up,
             )  # fmt: skip
             return None
+        made = make(now, forms.made.get(name))
+        forms.times += 1
+        if detect_device().captures():
+            _say_captured(name)
+            return made  # it has no contents before the graph is replayed
         forms.makers[name] = make
-        forms.made[name] = make(now, forms.made.get(name))
+        forms.made[name] = made
         forms.fresh.add(name)
-        return forms.made[name]
+        return made
 
 
-def _unwritten(weight: Tensor) -> bool:
-    """Whether nobody has asked for memory to write to since the weight was marked."""
-    return _is_copied_on_write is not None and _is_copied_on_write(weight)
+@cache
+def _say_captured(name: str) -> None:
+    logger.warning(
+        "%s prepared a weight while a graph was captured, so the graph prepares it in every replay; a call before the "
+        "capture would have prepared it once", name,
+    )  # fmt: skip
 
 
 def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:

@@ -8,9 +8,9 @@ for its class; its ``apply`` becomes a call of the operator.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fl_dispatch import bind_op, get_policy, prepared
@@ -85,14 +85,15 @@ class Weights:
         found = [layer for layer in _products(model) if isinstance(layer.weight, Tensor)]
         named = [*((layer, "weight") for layer in found), *layer_kernels.weights(model), *_experts(model)]
         self.declared = [(layer, name, prepared.declare(getattr(layer, name))) for layer, name in named]
-        if compiled:
-            _look_up_uncompiled(model, {id(layer.weight) for layer in found})
+        self._places = [(vars(layer)["_parameters"], name, forms) for layer, name, forms in self.declared]
 
-    def follow(self) -> None:
-        """Have written or replaced weights prepared anew, before a step: compiled code uses what is there."""
-        for layer, name, forms in self.declared:
-            if (weight := _own(layer, name)) is not None:
-                prepared.follow(weight, forms, self._held)
+    def settled(self) -> AbstractContextManager[None]:
+        """The time of a step: weights that were written or replaced are prepared anew before, and no others inside.
+
+        Compiled code uses the forms that are there, and takes marks away from weights that it reads.
+        """
+        found = [(own, forms) for place, name, forms in self._places if (own := place.get(name)) is not None]
+        return prepared.settled(found, self._held)
 
     def try_heads(self) -> None:
         """Multiply once with the weights that no dummy batch reaches, so that the first request finds them prepared."""
@@ -104,33 +105,9 @@ class Weights:
 
 
 def _own(module: Any, name: str) -> Tensor | None:
-    """A parameter of the module itself, without the module's look-up, which is slow for every layer in every step."""
+    """A parameter of the module itself."""
     found: Tensor | None = vars(module)["_parameters"].get(name)
     return found
-
-
-@torch.library.custom_op("vllm_fl::lookup", mutates_args=())
-def lookup(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Rows ``[..., hidden]`` of an embedding ``[vocabulary, hidden]``, for compiled code that must not look inside."""
-    return torch.nn.functional.embedding(tokens, weight)
-
-
-@lookup.register_fake
-def _(tokens: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty((*tokens.shape, weight.shape[1]))
-
-
-def _look_up_uncompiled(model: nn.Module, weights: set[int]) -> None:
-    """Keep embeddings that share a product's weight out of Inductor's code.
-
-    That code asks for the weight's address, as whoever writes does, so the product's weight would be prepared anew in
-    every step.
-    """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        shares = id(_own(module, "weight")) in weights and not isinstance(module, LinearLayer)
-        if shares and hasattr(method, "embedding"):
-            method.embedding = lambda layer, tokens: lookup(tokens, layer.weight)
 
 
 def multiply_with_embeddings(model: nn.Module) -> None:

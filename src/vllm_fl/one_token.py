@@ -82,6 +82,11 @@ def prepare(model: nn.Module, vllm_config: VllmConfig) -> None:
     logger.info("%s: joined with norms and gates in graphs of one token", ", ".join(sorted(products)))
 
 
+def joined_products(vllm_config: VllmConfig) -> frozenset[str]:
+    """The products that :func:`prepare` found right, and none before it ran or where it found none."""
+    return frozenset(vllm_config.additional_config.get(KEY, ()))
+
+
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for name in ("weight", "weight_packed", "qweight"):

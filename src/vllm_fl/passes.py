@@ -57,7 +57,7 @@ class JoinOneToken(VllmInductorPass):
 
     def __init__(self, config: VllmConfig) -> None:
         super().__init__(config)
-        self.products = one_token.to_join(config)
+        self.products = one_token.joined_products(config)
 
     def is_applicable_for_range(self, compile_range: Range) -> bool:
         """Whether there is one token in every batch."""

@@ -28,7 +28,7 @@ from . import compile, eager_steps, joined, kv_layout, layers, linear, one_token
 from .compat import model_runner, versions
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = get_logger(__name__)
@@ -154,11 +154,25 @@ class WorkerFL(Worker):
     # -- serving ------------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        if prepared.in_use():
-            self.fl_weights.follow()
         tokens = scheduler_output.total_num_scheduled_tokens
-        with slots.step(tokens), self.fl_eager_steps.step(tokens):
+        with self._step(), slots.step(tokens), self.fl_eager_steps.step(tokens):
             return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        drafts = self.vllm_config.speculative_config is not None  # models of theirs run here
+        with self._step() if drafts else nullcontext():
+            return super().sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        with self._step():
+            super().execute_dummy_batch()
+
+    def _step(self) -> AbstractContextManager[None]:
+        """The time of a call that runs the model. Weights are written between such calls only.
+
+        vLLM's load balancing of experts moves them inside of one, on GPUs, where nobody keeps forms of experts.
+        """
+        return self.fl_weights.settled() if prepared.in_use() else nullcontext()
 
     # -- questions from outside, through LLM.collective_rpc -----------------------------------------------------------
 

@@ -98,14 +98,15 @@ class CPUWorkerFL(WorkerFL):
         vLLM's dummy batch has no cache slots, so ``kv_cache_write`` is called but writes nothing. If the model is
         compiled, the batch runs eagerly first: what fails there is out before the choices are fixed.
         """
-        with compile.uncompiled(self.fl_models()):
-            self._run_dummy_batch(WARM_UP_TOKENS)
-        self.fl_weights.try_heads()
-        self._compare_ranks()
-        if compile.is_compiled(self.vllm_config):
-            self._freeze()
-            for tokens in compile.warm_up_sizes(self.vllm_config, WARM_UP_TOKENS):
-                self._run_dummy_batch(tokens)
+        with self.fl_weights.settled():
+            with compile.uncompiled(self.fl_models()):
+                self._run_dummy_batch(WARM_UP_TOKENS)
+            self.fl_weights.try_heads()
+            self._compare_ranks()
+            if compile.is_compiled(self.vllm_config):
+                self._freeze()
+                for tokens in compile.warm_up_sizes(self.vllm_config, WARM_UP_TOKENS):
+                    self._run_dummy_batch(tokens)
         self._finish_start()
         heap.keep_buffers()
         return CompilationTimes(language_model=self.compilation_config.compilation_time, encoder=0.0)

@@ -78,38 +78,40 @@ class GPUWorkerFL(WorkerFL):
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache, as vLLM measures them; compiles the model."""
-        with compile.uncompiled(self.fl_models()):
-            single, *others = warm_up.token_counts(self.vllm_config)
-            if config.has_experts(self.vllm_config):  # they read so much that nothing asked for would be left
-                self._run_batch_without_cache(single)
-            else:
-                with following.recorded():
+        with self.fl_weights.settled():
+            with compile.uncompiled(self.fl_models()):
+                single, *others = warm_up.token_counts(self.vllm_config)
+                if config.has_experts(self.vllm_config):  # they read so much that nothing asked for would be left
                     self._run_batch_without_cache(single)
-                if following.known():
-                    logger.info("%d products know the weight that the next one reads", following.known())
-                    others.append(single)  # now they ask for it, in kernels that are compiled before a graph holds them
-            for tokens in others:
-                self._run_batch_without_cache(tokens)
-        self._compare_ranks()
-        captured = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        if compile.is_compiled(self.vllm_config) or captured:
-            self._freeze()
-        return super().determine_available_memory()
+                else:
+                    with following.recorded():
+                        self._run_batch_without_cache(single)
+                    if following.known():
+                        logger.info("%d products know the weight that the next one reads", following.known())
+                        others.append(single)  # now they ask for it, in kernels compiled before a graph holds them
+                for tokens in others:
+                    self._run_batch_without_cache(tokens)
+            self._compare_ranks()
+            captured = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+            if compile.is_compiled(self.vllm_config) or captured:
+                self._freeze()
+            return super().determine_available_memory()
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Capture the graphs, and run what vLLM runs before it serves."""
-        calls = warm_up.attention(self.fl_models(), self.vllm_config)
-        logger.info("attention is warm: %d calls", calls)
-        if self.vllm_config.lora_config is not None and self._makes_logits():
-            from . import lora
+        with self.fl_weights.settled():
+            calls = warm_up.attention(self.fl_models(), self.vllm_config)
+            logger.info("attention is warm: %d calls", calls)
+            if self.vllm_config.lora_config is not None and self._makes_logits():
+                from . import lora
 
-            lora.warm_up_logits(self.get_model(), self.model_config.get_hidden_size(), self.model_config.dtype)
-        if runs := warm_up.states(self.get_model(), self.vllm_config):
-            logger.info("layers with a state are warm: %d runs", runs)
-        if aten.is_active():
-            self._warm_up_replaced()
-        times = super().compile_or_warm_up_model()
+                lora.warm_up_logits(self.get_model(), self.model_config.get_hidden_size(), self.model_config.dtype)
+            if runs := warm_up.states(self.get_model(), self.vllm_config):
+                logger.info("layers with a state are warm: %d runs", runs)
+            if aten.is_active():
+                self._warm_up_replaced()
+            times = super().compile_or_warm_up_model()
         self._finish_start()
         return times
 

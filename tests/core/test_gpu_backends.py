@@ -21,6 +21,7 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     CudaBackend,
     CudaExpertsBackend,
     CutlassBackend,
+    CutlassBlocksBackend,
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
@@ -34,6 +35,7 @@ from fl_dispatch.devices import nvml
 BACKENDS = {
     "vendor.cuda": (CudaBackend, CudaExpertsBackend, ScanBackend),
     "vendor.cuda.cutlass": (CutlassBackend,),
+    "vendor.cuda.cutlass.blocks": (CutlassBlocksBackend,),
     "vendor.cuda.fa3": (FlashAttentionBackend,),
     "vendor.cuda.machete": (MacheteBackend,),
     "vendor.cuda.marlin": (MarlinBackend,),

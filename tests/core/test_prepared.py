@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,3 +184,135 @@ def test_forms_that_are_held_are_never_given_up(weight: Tensor) -> None:
         prepared.follow(weight, forms)
         assert torch.equal(forms.made["a"], weight)
     assert torch.equal(form(weight, "a", make), weight)
+
+
+# -- while nobody writes ----------------------------------------------------------------------------------------------
+
+
+def read(weight: Tensor) -> int:
+    """Take the mark away without writing, as code that Inductor compiled does, and launchers of kernels."""
+    return weight.data_ptr()
+
+
+def test_a_reader_in_a_step_costs_no_form_and_the_next_write_is_noticed(weight: Tensor) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    first = form(weight, "a", make)
+    places = set()
+    for _ in range(3):
+        with prepared.settled([(weight, forms)]):
+            places.add(read(weight))
+            assert form(weight, "a", make) is first
+            places.add(read(weight))
+    assert len(make.befores) == len(places) == 1, "made anew, or moved: captured graphs know addresses"
+    weight.data.mul_(3.0)
+    with prepared.settled([(weight, forms)]):
+        read(weight)
+        assert torch.equal(form(weight, "a", make), weight)
+    assert len(make.befores) == 2
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_step_begins_with_what_was_written_since_the_last_one(
+    weight: Tensor, write: Callable[[Tensor], object]
+) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    prepared.of(weight, "a", make)
+    with prepared.settled([(weight, forms)]):
+        read(weight)
+    write(weight)
+    with prepared.settled([(weight, forms)]):
+        assert torch.equal(forms.made["a"], weight)
+    write(weight)  # and without a step
+    assert torch.equal(form(weight, "a", make), weight)
+    assert len(make.befores) == 3
+
+
+def test_a_step_that_fails_is_over(weight: Tensor) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    prepared.of(weight, "a", make)
+    with pytest.raises(ZeroDivisionError), prepared.settled([(weight, forms)]):
+        read(weight)
+        _ = 1 / 0
+    weight.data.mul_(3.0)
+    assert torch.equal(form(weight, "a", make), weight)
+
+
+def test_a_step_that_cannot_begin_is_over(weight: Tensor) -> None:
+    """Memory runs out while the second weight is made anew."""
+    other = torch.ones(3, 4)
+    weights = [(tensor, prepared.declare(tensor)) for tensor in (weight, other)]
+    make = Maker()
+    prepared.of(weight, "a", make)
+
+    def fail(now: Tensor, before: Tensor | None) -> Tensor:
+        if before is not None:
+            raise torch.OutOfMemoryError("no memory")
+        return now.clone()
+
+    prepared.of(other, "a", fail)
+    other.add_(1.0)
+    with pytest.raises(torch.OutOfMemoryError), prepared.settled(weights):
+        pytest.fail("the step began")
+    weight.data.mul_(3.0)
+    assert torch.equal(form(weight, "a", make), weight)
+
+
+def test_a_step_inside_another_one_does_not_end_it(weight: Tensor) -> None:
+    """vLLM's warm-up runs steps."""
+    make, forms = Maker(), prepared.declare(weight)
+    prepared.of(weight, "a", make)
+    with prepared.settled([(weight, forms)]):
+        with prepared.settled([(weight, forms)]):
+            read(weight)
+        read(weight)
+        prepared.of(weight, "a", make)
+    assert len(make.befores) == 1
+    weight.data.mul_(3.0)
+    assert torch.equal(form(weight, "a", make), weight)
+
+
+def test_a_form_that_is_first_made_in_a_step_leaves_the_others_as_they_are(weight: Tensor) -> None:
+    makers, forms = {"a": Maker(), "b": Maker()}, prepared.declare(weight)
+    with prepared.settled([(weight, forms)]):
+        for name in ("a", "b", "a"):
+            prepared.of(weight, name, makers[name])
+            read(weight)
+    for name, make in makers.items():
+        prepared.of(weight, name, make)
+        assert len(make.befores) == 1
+
+
+def test_a_tensor_in_the_place_of_a_weight_is_not_taken_for_it_in_a_step(weight: Tensor) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    prepared.of(weight, "a", make)
+    other = torch.full((3, 4), 5.0)
+    with prepared.settled([(other, forms)]):
+        assert torch.equal(form(other, "a", make), other)
+    assert len(make.befores) == 2
+
+
+def test_a_copy_that_is_made_in_a_step_has_no_step(weight: Tensor) -> None:
+    forms = prepared.declare(weight)
+    prepared.of(weight, "a", Maker())
+    with prepared.settled([(weight, forms)]):
+        copied = copy.deepcopy(weight)
+    make = Maker()
+    prepared.declare(copied)
+    prepared.of(copied, "a", make)
+    copied.data.mul_(3.0)
+    assert torch.equal(form(copied, "a", make), copied)
+
+
+def test_what_is_made_in_a_capture_is_made_again_because_nothing_has_run(
+    weight: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = Maker()
+    prepared._say_captured.cache_clear()
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", "fl_dispatch"):
+        patch.setattr(prepared, "detect_device", lambda: SimpleNamespace(captures=lambda: True))
+        for _ in range(2):
+            assert torch.equal(form(weight, "a", make), weight)
+    assert caplog.text.count("while a graph was captured") == 1
+    first = prepared.of(weight, "a", make)
+    assert prepared.of(weight, "a", make) is first
+    assert make.befores == [None, None, None]

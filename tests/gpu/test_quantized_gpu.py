@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from fl_dispatch.ops.inputs.mixtures import Mixture
 from fl_dispatch.ops.inputs.quantized import Products
 from fl_dispatch.ops.results import errors, flat
 from fl_dispatch.types import OpImpl
-from quantized_checkpoints import SCHEMES
-from quantized_engines import Run, comparisons
+from quantized_checkpoints import SCHEMES, W4, compressed, few_bits
+from quantized_engines import Run, comparisons, divisible
 from quantized_mixture import LAYERS, mixture, operator
 from quantized_network import answered, computed, distance, network, right_perplexity, scores, tolerance
 
@@ -70,6 +71,7 @@ def test_every_family_of_kernels_is_there() -> None:
         ("quantize", "vendor.cuda"),
         ("scaled_linear", "default.triton"),
         ("scaled_linear", "vendor.cuda.cutlass"),
+        ("scaled_linear", "vendor.cuda.cutlass.blocks"),
         ("weight_only_linear", "default.triton"),
         ("weight_only_linear", "vendor.cuda.marlin"),
         ("scaled_moe", "default.triton"),
@@ -87,7 +89,7 @@ WEIGHTS = ((6144, 4096), (4096, 14336))
 KINDS: Mapping[str, tuple[str, ...]] = {
     "int8": ("vendor.cuda.cutlass",),
     "fp8": ("vendor.cuda.cutlass",),
-    "fp8 in blocks": ("vendor.cuda.cutlass",),
+    "fp8 in blocks": ("vendor.cuda.cutlass.blocks",),
     "4 bits": ("vendor.cuda.marlin", "vendor.cuda.machete"),
     "4 bits, zero points": ("vendor.cuda.marlin",),
 }
@@ -303,6 +305,49 @@ def test_the_vendors_kernels_give_the_dequantized_networks_perplexity(
     assert scoring.difference(run["steps"][0], right_perplexity(network(scheme))) <= limit
     products = ran(run, scheme.operators[-1])
     assert any(found.startswith("vendor.cuda") for found in products), products
+    assert run["report"]["failed"] == {}
+
+
+REPACKED = ("vendor.cuda.marlin", "vendor.cuda.machete")
+
+
+@pytest.fixture(scope="module")
+def repacked_answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Implementation → an engine of its own, compiled and with graphs, whose weights of 4 bits it repacks."""
+    folder = tmp_path_factory.mktemp("repacked")
+    config = compressed("pack-quantized", {**W4, "group_size": 64}, None)
+    scheme = replace(SCHEMES["compressed-tensors W4A16"], config=config, write=few_bits("packed", 4, 64, False))
+    model = checkpoints.write_checkpoint(folder / "quantized", scheme, model=divisible(folder / "whole"))
+    arguments = {
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": False,
+        "enable_prefix_caching": False,
+        "dtype": "bfloat16",
+    }
+    steps: list[Mapping[str, Any]] = [{"do": "replays"}, {"do": "forms"}]
+    for prompt in PROMPTS:
+        steps += [{**ASKED, "prompts": [prompt]}, {"do": "forms"}]
+    steps.append({"do": "replays"})
+    started = {
+        name: start_features((model, steps, arguments), VLLM_FL_PER_OP=f"weight_only_linear=impl:{name}")
+        for name in REPACKED
+        if name != "vendor.cuda.machete" or torch.cuda.get_device_capability()[0] == 9
+    }
+    return {name: run.result()["runs"][0] for name, run in started.items()}
+
+
+@pytest.mark.parametrize("name", REPACKED)
+def test_a_compiled_engine_repacks_each_weight_once(name: str, repacked_answers: dict[str, dict[str, Any]]) -> None:
+    """The start makes no form twice, so no captured graph makes one, and neither does a prompt of any length."""
+    if (run := repacked_answers.get(name)) is None:
+        pytest.skip("Machete needs compute capability 9")
+    first, *after = run["steps"][1::2]
+    assert first["of"] == [name]
+    assert first["made"] == first["kept"] > 0
+    assert after == [first] * len(PROMPTS)
+    assert run["steps"][-1], "no graph was replayed"
+    assert run["report"]["compiled"]["mode"] == "VLLM_COMPILE"
     assert run["report"]["failed"] == {}
 
 

@@ -186,6 +186,18 @@ def weight_bytes(worker: Any) -> int:
     return sum(parameter.untyped_storage().nbytes() for parameter in worker.get_model().parameters())
 
 
+def forms_of(worker: Any) -> dict[str, Any]:
+    """The implementations that keep forms of a worker's weights, how many forms there are, and how many were made."""
+    kept = {id(forms): forms for *_, forms in worker.fl_weights.declared}.values()
+    names = [name for forms in kept for name in forms.made]
+    return {"of": sorted(set(names)), "kept": len(names), "made": sum(forms.times for forms in kept)}
+
+
+def forms(llm: Any) -> dict[str, Any]:
+    (found,) = llm.collective_rpc(forms_of)
+    return found
+
+
 _replayed: list[list[Any]] = []
 """Owner, mode and tokens of each graph that was replayed since somebody asked."""
 
@@ -502,6 +514,7 @@ STEPS: dict[str, Callable[..., Any]] = {
         kv_groups,
         blocks,
         hashes,
+        forms,
         replays,
         sleep,
         wake_up,

@@ -49,6 +49,7 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
         batches.append((tokens, any(found is second for found in after)))
 
     worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    worker.fl_weights = SimpleNamespace(settled=nullcontext)
     worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=worker_gpu.CUDAGraphMode.NONE)
     for name, answer in (("fl_models", None), ("_compare_ranks", None)):
         monkeypatch.setattr(worker, name, lambda answer=answer: answer)

@@ -181,6 +181,26 @@ def test_products_are_joined_unless_something_speaks_against_it(
     assert one_token.to_join(SimpleNamespace(compilation_config=compilation)) == REFUSALS[refused]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_users_own_graph_of_one_token_joins_nothing_that_failed_before_it(
+    fails: bool, one_vendor: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_fl import one_token
+
+    failed = {one_token.FUSED: "x"} if fails else {}
+    monkeypatch.setattr(one_token, "to_join", lambda config: frozenset(ALL))
+    monkeypatch.setattr(one_token, "get_default_manager", lambda: SimpleNamespace(get_failed_impls=lambda: failed))
+    monkeypatch.setattr(one_token, "_samples", lambda *args: [()])
+    monkeypatch.setattr(one_token, "call_op", lambda *args: None)
+    config = SimpleNamespace(
+        additional_config={},
+        compilation_config=SimpleNamespace(compile_ranges_endpoints=None),
+        model_config=SimpleNamespace(dtype=torch.float32),
+    )
+    one_token.prepare(torch.nn.Linear(8, 8), config)
+    assert one_token.joined_products(config) == (frozenset() if fails else ALL)
+
+
 # -- graphs of traced kernels, without an engine ----------------------------------------------------------------------
 
 HIDDEN, INNER = 64, 128

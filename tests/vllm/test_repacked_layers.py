@@ -1,20 +1,29 @@
-"""vLLM's own linear layer and head with repacked weights: what a loader or a trainer writes is what is multiplied."""
+"""vLLM's own linear layer and head with repacked weights: what a loader or a trainer writes is what is multiplied.
+
+So it is in a compiled engine, too, which repacks a weight once for each time that it is written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engines import MAX_TOKENS, PROMPTS, expected_tokens, start_features
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import parameter
 from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers import vocab_parallel_embedding as vllm_embedding
+from vllm.v1.worker.gpu_worker import Worker
 
-from fl_dispatch import call_op, get_default_manager
-from vllm_fl import layers, linear
+import variants
+from fl_dispatch import call_op, get_default_manager, prepared
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from vllm_fl import layers, linear, worker
 from vllm_fl.moe import ExpertsLayer
 
 
@@ -55,9 +64,8 @@ def test_a_layer_of_vllms_multiplies_with_what_was_loaded_last(name: str) -> Non
     for _ in range(3):
         loaded = torch.randn_like(layer.weight)
         layer.weight.weight_loader(layer.weight, loaded)
-        weights.follow()
         wanted = call_op("linear", x, loaded, None)
-        with torch.inference_mode():
+        with weights.settled(), torch.inference_mode():
             torch.testing.assert_close(product(layer, x), wanted)
             assert layer.weight.fl_prepared.made[chosen.impl_id] is not None
             torch.testing.assert_close(compiled(x), wanted)
@@ -70,3 +78,51 @@ def test_the_weights_of_experts_stay_too() -> None:
         layer.register_parameter(name, torch.nn.Parameter(torch.ones(2, 4, 4)))
     declared = linear.Weights(torch.nn.ModuleList([layer]), compiled=False).declared
     assert [name for _, name, _ in declared] == ["w13_weight", "w2_weight"]
+
+
+@pytest.mark.parametrize(
+    ("method", "drafts"), [("execute_model", None), ("execute_dummy_batch", None), ("sample_tokens", "by a model")]
+)
+def test_whatever_runs_the_model_is_a_step(method: str, drafts: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code takes the mark of a weight away there, which is no reason to prepare it anew."""
+    layer: Any = object.__new__(type("Layer", (linear.LinearLayer, torch.nn.Module), {}))
+    torch.nn.Module.__init__(layer)
+    layer.weight = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False)
+    layer.quant_method = SimpleNamespace(apply=linear.apply)
+    ours: Any = object.__new__(worker.WorkerFL)
+    ours.fl_weights = linear.Weights(torch.nn.ModuleList([layer]), compiled=True)
+    ours.vllm_config = SimpleNamespace(speculative_config=drafts)
+    made: list[Tensor] = []
+
+    def run(self: Any, *arguments: Any) -> None:
+        layer.weight.data_ptr()
+        prepared.of(layer.weight, "a", lambda weight, before: made.append(weight.clone()))
+
+    monkeypatch.setattr(Worker, method, run)
+    prepared.of(layer.weight, "a", lambda weight, before: made.append(weight.clone()))
+    arguments = () if method == "execute_dummy_batch" else (SimpleNamespace(total_num_scheduled_tokens=1),)
+    for _ in range(3):
+        getattr(ours, method)(*arguments)
+    assert len(made) == 1
+    layer.weight.data.mul_(3.0)
+    getattr(ours, method)(*arguments)
+    assert [float(form.sum()) for form in made] == [32.0, 96.0]
+
+
+def test_a_compiled_engine_repacks_what_was_written_and_nothing_else(tmp_path: Path) -> None:
+    """Its embedding shares the head's weight, so code of Inductor's reads one that is repacked."""
+    model = build_checkpoint("llama", tmp_path / "tied", tie_word_embeddings=True)
+    other = variants.other_weights(model, tmp_path / "other", seed=13)
+    ask = {"do": "generate", "prompts": PROMPTS, "sampling": {"max_tokens": MAX_TOKENS}}
+    load = {"do": "rpc", "method": "trainer_load", "args": [str(other)]}
+    forms = {"do": "forms"}
+    steps = [forms, ask, forms, load, {"do": "reset_prefix_cache"}, ask, forms]
+    arguments = {"enforce_eager": False, "worker_extension_cls": "worker_extension.TrainerExtension"}
+    (run,) = start_features((model, steps, arguments)).result()["runs"]
+    started, first, served, *_, second, written = run["steps"]
+    assert run["report"]["compiled"]["backend"] == "inductor"
+    assert started["made"] == started["kept"] > 0
+    assert served == started
+    assert written == {**started, "made": 2 * started["made"]}
+    for answers, folder in ((first, model), (second, other)):
+        assert [answer["tokens"][0] for answer in answers] == expected_tokens(folder)

@@ -152,32 +152,32 @@ def packed_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Sh
         yield from _each(f"4 bits, {columns} columns", some, (inner,), multiply_weight_only(columns))
 
 
-def fuse(columns: int, kind: torch.dtype | None, group: int, gated: bool) -> Make:
-    """A norm with a residual and a product with so many columns; ``kind`` and ``group`` of quantized weights."""
+def fuse(columns: int, kind: torch.dtype | None, group: int, norm: bool, gated: bool) -> Make:
+    """A product with so many columns, after a norm with a residual; ``kind`` and ``group`` of quantized weights."""
 
     def make(place: Place, tokens: int, inner: int) -> tuple[Any, ...]:
         weight: tuple[Any, ...] = place.normal(columns, inner, scale=inner**-0.5), None, None
         if kind is not None:
             weight = _weight_only(place, (columns,), inner, kind, group, False)
-        row, residual, norm = place.normal(tokens, inner), place.normal(tokens, inner), place.normal(inner)
-        return row, *weight, None, norm, residual, 1e-6, gated
+        before = (place.normal(inner), place.normal(tokens, inner)) if norm else (None, None)
+        return place.normal(tokens, inner), *weight, None, *before, 1e-6, gated
 
     return make
 
 
-FUSED: dict[str, tuple[torch.dtype | None, int]] = {
-    "as they are": (None, 0),
-    "fp8": (torch.float8_e4m3fn, 0),
-    "4 bits": (torch.uint8, GROUP),
+FUSED: dict[str, tuple[torch.dtype | None, int, bool]] = {
+    "norm": (None, 0, True),
+    "fp8": (torch.float8_e4m3fn, 0, False),
+    "norm, 4 bits": (torch.uint8, GROUP, True),
 }
-"""Weights of products that take a norm with them: their type, and the elements that have one scale."""
+"""The type of weights, the elements that have one scale, and whether a norm comes before: as engines ask for it."""
 
 
 def fused_products(tokens: Sequence[int], hidden: Sequence[int]) -> Iterator[Shape]:
     """Shapes of ``fused_linear``: one row, and the two products of a layer of Llama-3.1-8B that follow a norm."""
-    for label, (kind, group) in FUSED.items():
-        yield from _each(f"{label}, 6144 columns", (1,), (4096,), fuse(6144, kind, group, False))
-        yield from _each(f"{label}, 28672 columns, gated", (1,), (4096,), fuse(28672, kind, group, True))
+    for label, (kind, group, norm) in FUSED.items():
+        yield from _each(f"{label}, 6144 columns", (1,), (4096,), fuse(6144, kind, group, norm, False))
+        yield from _each(f"{label}, 28672 columns, gated", (1,), (4096,), fuse(28672, kind, group, norm, True))
 
 
 def rotate(

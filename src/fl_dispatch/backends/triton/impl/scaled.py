@@ -36,6 +36,8 @@ UNIT = 16
 """Elements of a column of each of its threads."""
 SHORT_SUM = 128
 """Elements that the chip may sum by itself."""
+MOST_PARTS = 4
+"""Blocks, at most, that a program of some rows multiplies in a turn."""
 LEAST_BLOCK = 32
 """The side of the least block of fp8."""
 NEIGHBOURS = 8
@@ -54,8 +56,9 @@ class Tile(NamedTuple):
 
 NARROW, MIDDLE, WIDE = (32, 512, 4, 4), (64, 128, 4, 8), (128, 256, 8, 2)
 """Columns, elements, warps and stages for some rows: wide where each processor gets a tile and has room for a second;
-middle where at most a third of the processors is idle. Wide tiles have elements of several blocks, so blocks do
-without."""
+middle where at most a third of the processors is idle."""
+BLOCKS_NARROW, BLOCKS_MIDDLE = (64, 512, 4, 3), (64, 256, 4, 4)
+"""The same for weights with blocks: elements of several are multiplied block by block."""
 ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
@@ -163,8 +166,10 @@ def _rows(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """At most ``ROWS`` rows; see :func:`_row`."""
+    """At most ``ROWS`` rows, ``PARTS`` times ``INNER`` elements at a time; see :func:`_row`."""
     row = tl.arange(0, ROWS)
     first = tl.program_id(0) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
@@ -173,22 +178,25 @@ def _rows(
     left = weight + there[:, None] * WEIGHT_ROW + element[None, :]
     right = x + row.to(tl.int64)[None, :] * X_ROW + element[:, None]
     acc = tl.zeros([COLUMNS, ROWS], dtype=tl.int32 if INTEGERS else tl.float32)
-    for start in range(0, inner, INNER):
-        if EVEN:
-            b = tl.load(left + start, eviction_policy="evict_first")
-            a = tl.load(right + start, mask=known[None, :], other=0.0)
-        else:
-            inside = start + element < inner
-            b = tl.load(left + start, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            a = tl.load(right + start, mask=inside[:, None] & known[None, :], other=0.0)
-        if BLOCKS:
-            part = start // BLOCKS
-            factor = tl.load(x_scale + row * SCALES + part, mask=known, other=0.0)
-            factor *= tl.load(weight_scale + (first // BLOCKS) * SCALES + part)
-            zero = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
-            acc += _sum(b, a, zero, INTEGERS, EXACT, SHORT) * factor[None, :]
-        else:
-            acc = _sum(b, a, acc, INTEGERS, EXACT, SHORT)
+    for start in tl.range(0, inner, INNER * PARTS, num_stages=STAGES):
+        for part in tl.static_range(PARTS):
+            place = start + part * INNER
+            if EVEN:
+                b = tl.load(left + place, eviction_policy="evict_first")
+                a = tl.load(right + place, mask=known[None, :], other=0.0)
+            else:
+                inside = place + element < inner
+                b = tl.load(left + place, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                a = tl.load(right + place, mask=inside[:, None] & known[None, :], other=0.0)
+            if BLOCKS:
+                block = place // BLOCKS + row * 0  # for each row, because the compiler loads no scalar ahead
+                scaled = known & (block < SCALES)
+                factor = tl.load(x_scale + row * SCALES + block, mask=scaled, other=0.0)
+                factor *= tl.load(weight_scale + (first // BLOCKS) * SCALES + block, mask=scaled, other=0.0)
+                zero = tl.zeros([COLUMNS, ROWS], dtype=tl.float32)
+                acc += _sum(b, a, zero, INTEGERS, EXACT, SHORT) * factor[None, :]
+            else:
+                acc = _sum(b, a, acc, INTEGERS, EXACT, SHORT)
     y = acc.to(tl.float32)
     if not BLOCKS:
         factor = tl.load(x_scale + row, mask=known, other=0.0)
@@ -323,7 +331,8 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
     """The part of a product of more than one row that a program makes."""
     units = processors(device)
     if rows <= SOME_ROWS:
-        chosen = MIDDLE if 3 * -(-columns // MIDDLE[0]) >= 2 * units else NARROW
+        narrow, middle = (BLOCKS_NARROW, BLOCKS_MIDDLE) if blocks else (NARROW, MIDDLE)
+        chosen = middle if 3 * -(-columns // middle[0]) >= 2 * units else narrow
         if not blocks and -(-columns // WIDE[0]) >= units and shared_memory(device) >= ROOM:
             chosen = WIDE
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
@@ -370,18 +379,20 @@ def scaled_linear(
         return out
     tile = _tile(rows, columns, x.device, block_size)
     at_once = min(tile.inner, block_size or tile.inner)
+    parts = min(MOST_PARTS, tile.inner // at_once)
     wide = min(tile.columns, block_size or tile.columns)
     some, across = rows <= SOME_ROWS, -(-columns // wide)
     numbers = (
         inner, columns, x.stride(0), weight.stride(0), *scales, dtype == "float32", min(SHORT_SUM, at_once),
-        inner % at_once == 0, tile.rows, wide, at_once,
+        inner % (at_once * parts if some else at_once) == 0, tile.rows, wide, at_once,
     )  # fmt: skip
+    stages = stages_that_fit(x.device, (tile.rows + wide) * at_once * (parts if some else 1), tile.stages)
     (_launch_rows if some else _launch_tiles)(
         (across if some else across * -(-rows // tile.rows), 1, 1),
         tensors,
-        numbers if some else (*numbers, NEIGHBOURS),
+        (*numbers, parts, stages) if some else (*numbers, NEIGHBOURS),
         sizes=(rows,),
         warps=tile.warps,
-        stages=stages_that_fit(x.device, (tile.rows + wide) * at_once, tile.stages),
+        stages=stages,
     )
     return out

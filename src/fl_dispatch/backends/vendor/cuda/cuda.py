@@ -62,6 +62,14 @@ class CutlassBackend(_Compiled):
     scaled_linear = staticmethod(quantization.scaled_linear)
 
 
+class CutlassBlocksBackend(_Compiled):
+    """The same with a scale for each block of a weight."""
+
+    library = library.PRODUCTS
+
+    scaled_linear = staticmethod(quantization.scaled_blocks)
+
+
 class MarlinBackend(_Compiled):
     """Products with weights of few bits, repacked for Marlin."""
 

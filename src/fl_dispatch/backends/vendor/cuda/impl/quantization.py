@@ -71,16 +71,10 @@ def _multiplies(index: int, kind: torch.dtype, blocks: bool) -> bool:
     return bool(ask(has))
 
 
-def supports_scaled_linear(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: str = "bfloat16",
-    block_size: int = 0,
-) -> bool | str:
-    """int8 and fp8 with results in a half type, sizes that are multiples of 16, and blocks of 128 in fp8."""
+def _why_not(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
+) -> str:
+    """The reason why no kernel of the library multiplies these, or an empty string."""
     if not x.is_cuda:
         return f"x is on {x.device}, not on a GPU"
     if x.dtype is not weight.dtype or x.dtype not in (torch.int8, FP8):
@@ -91,17 +85,30 @@ def supports_scaled_linear(
         return f"the result is {dtype}, not float16 or bfloat16"
     if bias is not None and bias.dtype is not RESULTS[dtype]:
         return f"bias is {bias.dtype}, not {dtype}"
-    if block_size not in (0, GROUP):
-        return f"the kernel has blocks of {GROUP} only, not {block_size}"
-    whole = block_size or WHOLE
+    whole = GROUP if blocks else WHOLE
     if any(size % whole for size in weight.shape):
         return f"the weight's sizes {tuple(weight.shape)} are not multiples of {whole}"
     if not weight.is_contiguous():
         return "weight is not contiguous"
-    if not _multiplies(x.get_device(), x.dtype, block_size > 0):
-        of = f"blocks of {x.dtype}" if block_size else str(x.dtype)
+    if not _multiplies(x.get_device(), x.dtype, blocks):
+        of = f"blocks of {x.dtype}" if blocks else str(x.dtype)
         return f"the library has no kernel for {of} on compute capability {capability(x.get_device()) / 10}"
-    return True
+    return ""
+
+
+def supports_scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> bool | str:
+    """int8 and fp8 with results in a half type, sizes that are multiples of 16, and no blocks."""
+    if block_size:
+        return "the kernel has no blocks"
+    return _why_not(x, x_scale, weight, weight_scale, bias, dtype, False) or True
 
 
 def scaled_linear(
@@ -116,15 +123,46 @@ def scaled_linear(
     """See :data:`fl_dispatch.ops.quantization.scaled_linear`. fp8 is summed in the short accumulator of the chip."""
     columns, inner = weight.shape
     out = x.new_empty((*x.shape[:-1], columns), dtype=RESULTS[dtype])
-    if not out.numel():
-        return out
-    rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
-    product = out.view(-1, columns)
-    if not block_size:
-        torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), scales.contiguous(), weight_scale.contiguous(), bias)
-        return out
-    by_columns = scales.t().contiguous().t()  # the kernel wants the scales of a group side by side
-    torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), by_columns, weight_scale.contiguous().t(), None)
-    if bias is not None:
-        out += bias
+    if out.numel():
+        rows = x.reshape(-1, inner).contiguous()
+        scales = x_scale.reshape(-1, x_scale.shape[-1]).contiguous()
+        product = out.view(-1, columns)
+        torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), scales, weight_scale.contiguous(), bias)
+    return out
+
+
+def supports_scaled_blocks(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> bool | str:
+    """fp8 in blocks of 128 with results in a half type."""
+    if block_size != GROUP:
+        return f"the kernel has blocks of {GROUP} only, not of {block_size}"
+    return _why_not(x, x_scale, weight, weight_scale, bias, dtype, True) or True
+
+
+def scaled_blocks(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`, for blocks."""
+    columns, inner = weight.shape
+    out = x.new_empty((*x.shape[:-1], columns), dtype=RESULTS[dtype])
+    if out.numel():
+        rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
+        by_columns = scales.t().contiguous().t()  # the kernel wants the scales of a group side by side
+        product = out.view(-1, columns)
+        torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), by_columns, weight_scale.contiguous().t(), None)
+        if bias is not None:
+            out += bias
     return out
