@@ -46,6 +46,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
         monkeypatch.setattr(hopper, "_bulk_launcher", lambda: partial(launch, names["attention_bulk"]))
         monkeypatch.setattr(hopper, "_processors", lambda device: programs)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")
+        monkeypatch.setattr(hopper, "_copies_in_bulk", lambda: True)
 
     return set_up
 
@@ -207,13 +208,9 @@ def test_programs_share_the_pieces_evenly(
     assert max(loads) <= share * sum(loads) / programs
 
 
-@pytest.mark.parametrize("form", ["", "bulk", "bulk-all", "threads-all"])
 @pytest.mark.parametrize(("causal", "programs", "dim"), [(True, 3, 192), (False, 7, 192), (True, 4, 128)])
-def test_keys_in_a_row(
-    on_cpu: SetUp, monkeypatch: pytest.MonkeyPatch, causal: bool, programs: int, dim: int, form: str
-) -> None:
+def test_keys_in_a_row(on_cpu: SetUp, causal: bool, programs: int, dim: int) -> None:
     on_cpu(programs)
-    monkeypatch.setattr(hopper, "FORM", form)
     torch.manual_seed(1)
     heads, dim_v = 2, 128
     query_starts, key_starts = starts([new for new, _ in FLAT]), starts([length for _, length in FLAT])
@@ -255,9 +252,29 @@ def test_it_runs_for_aligned_rows_of_half_types_alone(on_cpu: SetUp) -> None:
     assert not hopper.fits(good.float(), good.float(), good.float())
 
 
+def test_keys_in_a_row_have_rows_and_places_that_a_descriptor_can_name(
+    on_cpu: SetUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(3)
+    good = numbers(8, 2, 128)
+    assert hopper.fits_in_a_row(good, good, good)
+    wide = torch.empty_strided((8, 3, 128), (1 << 32, 1 << 30, 1), dtype=good.dtype, device="meta")
+    for bad in (good[:0], wide):
+        assert not hopper.fits_in_a_row(good, bad, good)
+        assert not hopper.fits_in_a_row(good, good, bad)
+    monkeypatch.setattr(hopper, "_copies_in_bulk", lambda: False)
+    assert not hopper.fits_in_a_row(good, good, good)
+
+
+def recording(numbers: list[tuple[Any, ...]]) -> Callable[..., None]:
+    """A launcher that notes what a kernel is compiled for."""
+    return lambda grid, tensors, given, **more: numbers.append(given)
+
+
 def test_what_is_compiled_depends_on_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    monkeypatch.setattr(hopper, "_launch", lambda tensors, sizes, numbers: compiled.append(numbers))
+    compiled: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper, "_bulk_launcher", lambda: recording(compiled))
+    monkeypatch.setattr(hopper, "_processors", lambda device: 3)
     for tokens in (1, 5, 16):
         query, total = numbers(tokens, 2, 192), torch.zeros(2, tokens)
         offsets = starts([tokens])
@@ -277,7 +294,8 @@ def test_offsets_of_32_bits_hold_heads_and_slots(
     monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...], narrow: bool
 ) -> None:
     compiled: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(hopper, "_launch", lambda tensors, sizes, numbers: compiled.append(numbers))
+    monkeypatch.setattr(hopper, "_launcher", lambda: recording(compiled))
+    monkeypatch.setattr(hopper, "_processors", lambda device: 3)
     near = torch.empty((9, 16, 8, 64), dtype=torch.bfloat16, device="meta")
     far = torch.empty_strided(near.shape, strides, dtype=near.dtype, device="meta")
     query, table, lengths = numbers(4, 16, 64), torch.zeros(1, 9), torch.tensor([4])
@@ -301,14 +319,18 @@ def test_it_is_taken_on_its_chip_with_tested_versions(monkeypatch: pytest.Monkey
     for version, capability, why in (
         ("3.6.0", (9, 0), ""),
         ("3.6.1+git1234", (9, 0), ""),
+        ("3.8.0", (9, 0), ""),
         ("3.9.0", (9, 0), "it is not tested with Triton 3.9.0"),
         ("3.6.0", (10, 0), "the device is not of compute capability 9"),
     ):
         monkeypatch.setattr(hopper.triton, "__version__", version)
         monkeypatch.setattr(hopper, "device_of", lambda kind: replace(CUDA, capability=lambda index: capability))
         hopper._why_unavailable.cache_clear()
+        hopper._copies_in_bulk.cache_clear()
         assert hopper.why_unavailable(torch.device("cuda", 0)) == why
+        assert hopper._copies_in_bulk() == version.startswith("3.8")
     hopper._why_unavailable.cache_clear()
+    hopper._copies_in_bulk.cache_clear()
 
 
 def test_chip_features_off_takes_the_plain_kernel_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ class Launcher:
         tensors: tuple[Tensor, ...],
         numbers: tuple[Any, ...],
         *,
-        sizes: tuple[int, ...] = (),
+        sizes: tuple[Any, ...] = (),
         warps: int = 4,
         stages: int = 3,
     ) -> None:
@@ -119,7 +119,7 @@ class Launcher:
             grid: programs along three axes, none of them empty.
             tensors: the leading arguments.
             numbers: strides, sizes of weights, constants; each combination of their values is kept, so few may exist.
-            sizes: numbers below 2**31 that vary from call to call.
+            sizes: numbers below 2**31 that vary from call to call, and descriptors of tensors, all of one kind.
             warps, stages: of the compiled kernel.
 
         Raises:

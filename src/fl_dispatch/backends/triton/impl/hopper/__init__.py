@@ -27,6 +27,8 @@ logger = get_logger(__name__)
 
 TESTED = ((3, 6), (3, 8))
 """Versions of Triton with which the kernels are tested and measured on a GPU."""
+TESTED_IN_BULK = ((3, 8),)
+"""The same for keys in a row, whose tiles the tensor memory accelerator copies."""
 CAPABILITY = 9
 DIMENSIONS = {64: (64, 0), 128: (128, 0), 192: (128, 64)}
 """Sizes of a head's key, as a power of two and the rest."""
@@ -39,20 +41,10 @@ ALIGNMENT = 16
 """Divisor of strides and of pointers, which the compiler has to know, because copies move 16 bytes."""
 WARPS = 4
 """Warps of each consumer."""
+ENDLESS, ENDS = 1 << 30, 0x7FFF0000
+"""Bounds of a descriptor's dimension that ends at a request's last row, and of those that make up for it."""
 LIMIT = 1 << 31
-FORMS: dict[str, tuple[int, int, int, int]] = {
-    # warps of the producer, registers of a consumer's and of the producer's thread, what consumers do beside products
-    "bulk": (1, 224, 56, 0),
-    "bulk-both": (1, 224, 56, 3),
-    "bulk-fa3": (1, 224, 56, 5),  # what FlashAttention 3 does for this size
-    "bulk-all": (1, 224, 56, 7),
-    "bulk-240-all": (1, 240, 24, 7),
-    "bulk-4-all": (4, 216, 72, 7),
-    "threads-all": (0, 216, 72, 7),
-}
-"""Trial: forms of prefill with copies in bulk, and one (no warps) with copies by each thread, which is for both."""
-FORM = ""
-"""Trial: the form of prefill, a name of ``FORMS``, or else that of today."""
+"""Bound of places and of a row's extent that fit 32 bits."""
 
 
 def why_unavailable(device: torch.device) -> str:
@@ -62,7 +54,6 @@ def why_unavailable(device: torch.device) -> str:
 
 @functools.cache
 def _why_unavailable(device: torch.device, chip_features: bool) -> str:
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     spec = device_of(device.type)
     if INTERPRETED or spec.vendor != CUDA.vendor:
         return "not an NVIDIA GPU"
@@ -71,7 +62,7 @@ def _why_unavailable(device: torch.device, chip_features: bool) -> str:
     reason = ""
     if not chip_features:
         reason = f"chip_features is off ({get_settings().origin('chip_features')})"
-    elif version not in TESTED:
+    elif _version() not in TESTED:
         reason = f"it is not tested with Triton {triton.__version__}"
     else:
         try:
@@ -82,6 +73,19 @@ def _why_unavailable(device: torch.device, chip_features: bool) -> str:
     if reason:
         logger.info("Attention on %s takes the plain Triton kernels, not those for Hopper: %s", device, reason)
     return reason
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@functools.cache
+def _copies_in_bulk() -> bool:
+    if _version() in TESTED_IN_BULK:
+        return True
+    why = f"copies in bulk are not tested with Triton {triton.__version__}"
+    logger.info("Attention over keys in a row takes the plain Triton kernel, not that for Hopper: %s", why)
+    return False
 
 
 @functools.cache
@@ -100,27 +104,32 @@ def _bulk_launcher() -> Launcher:
     return Launcher(attention_bulk)
 
 
-def _descriptor(tensor: Tensor) -> object:
-    """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains.
-
-    Made without Triton's checks, which take 20 µs: :func:`fits` has made them.
-    """
-    kind, layout = _descriptor_parts()
-    token, head, _ = tensor.stride()
-    made = object.__new__(kind)
-    made.base = tensor
-    made.shape = [0x7FFF0000, 0x7FFF0000, 1 << 30, (tensor.shape[1] - 1) * head + tensor.shape[2]]
-    made.strides = [(1 << 34) - token, token, token, 1]
-    made.block_shape, made.layout, made.padding, made.round_f32_to_tf32 = [1, 1, 128, 64], layout, "zero", False
-    return made
-
-
 @functools.cache
 def _descriptor_parts() -> tuple[Any, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor, NVMMASharedLayout(128, 16, 4)
+
+
+def _descriptor(tensor: Tensor) -> object:
+    """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains.
+
+    Made without Triton's checks, which take 20 µs: :func:`fits_in_a_row` has made them.
+    """
+    kind, layout = _descriptor_parts()
+    token = tensor.stride(0)
+    made = object.__new__(kind)
+    made.base = tensor
+    made.shape = [ENDS, ENDS, ENDLESS, _extent(tensor)]
+    made.strides = [(1 << 34) - token, token, token, 1]
+    made.block_shape, made.layout, made.padding, made.round_f32_to_tf32 = [1, 1, 128, 64], layout, "zero", False
+    return made
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the begin of a token's first head to the end of its last."""
+    return (tensor.shape[1] - 1) * tensor.stride(1) + tensor.shape[2]
 
 
 @functools.cache
@@ -137,12 +146,19 @@ def _processors(device: torch.device) -> int:
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the prefill kernel takes these tensors, whose last dimension is a head's."""
+    """Return whether a prefill kernel takes these tensors, whose last dimension is a head's."""
     if why_unavailable(query.device):
         return False
     if query.shape[-1] not in DIMENSIONS or value.shape[-1] not in VALUE_DIMENSIONS:
         return False
     return _aligned_halves(query, key, value)
+
+
+def fits_in_a_row(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the prefill kernel for keys in a row takes these tensors, ``[tokens, heads, dim]``."""
+    if not fits(query, key, value) or not _copies_in_bulk():
+        return False
+    return all(0 < tensor.shape[0] < ENDLESS and 0 < _extent(tensor) < LIMIT for tensor in (query, key, value))
 
 
 def fits_latent(query: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
@@ -186,19 +202,20 @@ def attend_paged(
         narrow: the blocks of both caches lie within 2**31 elements.
         others: as those of :data:`fl_dispatch.ops.attention.paged_attention`.
     """
-    warps, _, _, beside = FORMS.get(FORM, (0, 0, 0, 0))
     heads = query.shape[1]
     slots, kv_heads = key_cache.shape[1:3]
     for _, slot, head, _ in (key_cache.stride(), value_cache.stride()):
         narrow = narrow and max(slots * slot, kv_heads * head) < LIMIT
-    _launch(
-        (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, out),
-        (seq_lens.shape[0], heads, least_new, 0),
+    _launcher()(
+        (_processors(query.device), 1, 1),
+        (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out),
         (
             query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], out.stride(0),
-            out.stride(1), block_table.stride(0), scale, heads // kv_heads, True, slots, causal, False,
-            *DIMENSIONS[query.shape[2]], value_cache.shape[3], beside if not warps else 0, narrow,
+            out.stride(1), block_table.stride(0), scale, heads // kv_heads, slots, causal,
+            *DIMENSIONS[query.shape[2]], value_cache.shape[3], narrow,
         ),
+        sizes=(seq_lens.shape[0], heads, least_new),
+        warps=WARPS,
     )  # fmt: skip
 
 
@@ -214,29 +231,19 @@ def attend(
     *,
     causal: bool,
 ) -> None:
-    """Attention over keys in a row, with as many heads as queries have; see :data:`fl_dispatch.ops.mla.mla_prefill`."""
-    warps, registers, others, beside = FORMS.get(FORM, (0, 0, 0, 0))
-    if warps:
-        descriptors: tuple[Any, ...] = tuple(map(_descriptor, (query, key, value)))
-        _bulk_launcher()(
-            (_processors(query.device), 1, 1),
-            (query_start_loc, key_start_loc, out, lse),
-            (
-                query.stride(1), key.stride(1), value.stride(1), out.stride(0), out.stride(1), scale, causal,
-                *DIMENSIONS[query.shape[2]], value.shape[2], warps, registers, others, beside,
-            ),
-            sizes=(*descriptors, query_start_loc.shape[0] - 1, query.shape[1], lse.stride(0)),
-            warps=WARPS,
-        )  # fmt: skip
-        return
-    _launch(
-        (query, key, value, key_start_loc, query_start_loc, key_start_loc, out, lse),
-        (query_start_loc.shape[0] - 1, query.shape[1], 0, lse.stride(0)),
+    """Attention over keys in a row, if :func:`fits_in_a_row`, with as many heads as queries have.
+
+    See :data:`fl_dispatch.ops.mla.mla_prefill`.
+    """
+    _bulk_launcher()(
+        (_processors(query.device), 1, 1),
+        (query_start_loc, key_start_loc, out, lse),
         (
-            query.stride(0), query.stride(1), 0, *key.stride()[:2], 0, *value.stride()[:2], out.stride(0),
-            out.stride(1), 0, scale, 1, False, 1, causal, True, *DIMENSIONS[query.shape[2]], value.shape[2], beside,
-            False,
+            query.stride(1), key.stride(1), value.stride(1), out.stride(0), out.stride(1), scale, causal,
+            *DIMENSIONS[query.shape[2]], value.shape[2],
         ),
+        sizes=(*map(_descriptor, (query, key, value)), query_start_loc.shape[0] - 1, query.shape[1], lse.stride(0)),
+        warps=WARPS,
     )  # fmt: skip
 
 
@@ -269,7 +276,3 @@ def decode_latent(
         (tiles, requests, splits), tensors, (*numbers, block_size, causal, most_new, splits > 1), sizes=(splits,),
         warps=WARPS,
     )  # fmt: skip
-
-
-def _launch(tensors: tuple[Tensor, ...], sizes: tuple[int, ...], numbers: tuple[object, ...]) -> None:
-    _launcher()((_processors(tensors[0].device), 1, 1), tensors, numbers, sizes=sizes, warps=WARPS)

@@ -30,18 +30,8 @@ class Mask:
 
 
 @gluon.jit
-def sum_of_thread(p):
-    """Sums ``[rows, 4]`` of the weights that each thread has, of the four that share a row."""
-    pairs = gl.sum(gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2]), axis=3)
-    return gl.sum(pairs, axis=1)
-
-
-@gluon.jit
-def softmax(qk, m_i, l_i, start_n, mask, qk_scale, MASKED: gl.constexpr, LATER: gl.constexpr = False):
-    """Weights ``p`` of a tile, the rows' new maximum and sum, and ``alpha``, which rescales the sums before it.
-
-    With ``LATER`` sums are those of :func:`sum_of_thread`.
-    """
+def softmax(qk, m_i, l_i, start_n, mask, qk_scale, MASKED: gl.constexpr):
+    """Weights ``p`` of a tile, the rows' new maximum and sum, and ``alpha``, which rescales the sums before it."""
     if MASKED:
         # Tiles come from the last to the first. A row that sees nothing here adds to its sums all the same, because
         # alpha is 0 as soon as it sees a key.
@@ -52,12 +42,7 @@ def softmax(qk, m_i, l_i, start_n, mask, qk_scale, MASKED: gl.constexpr, LATER: 
         m_new = gl.maximum(m_i, gl.max(qk, axis=1) * qk_scale)
         p = gl.exp2(qk * qk_scale - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
-    if LATER:
-        own = sum_of_thread(p)
-        l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, own.type.layout))[:, None] + own
-    else:
-        l_i = l_i * alpha + gl.sum(p, axis=1)
-    return p, m_new, l_i, alpha
+    return p, m_new, l_i * alpha + gl.sum(p, axis=1), alpha
 
 
 @gluon.jit

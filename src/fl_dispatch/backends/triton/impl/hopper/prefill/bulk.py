@@ -27,6 +27,10 @@ ENDLESS = gl.constexpr(1 << 30)
 """Bound of the dimension that ends at a request's last row."""
 CHUNK = gl.constexpr(64)
 """Columns of a copy: 128 bytes, as wide as the swizzle."""
+PRODUCER_WARPS = gl.constexpr(1)
+CONSUMER_REGISTERS = gl.constexpr(224)
+"""Of a thread. With 240 a producer that has the rest spills, and consumers need 226 at most."""
+PRODUCER_REGISTERS = gl.constexpr(56)
 
 
 @aggregate
@@ -169,17 +173,13 @@ def attention_bulk(
     DIM: gl.constexpr,
     REST: gl.constexpr,
     DIM_V: gl.constexpr,
-    WARPS: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
-    BESIDE: gl.constexpr,
 ):
     """As :func:`.kernel.attention` for keys in a row; ``query``, ``key`` and ``value`` are descriptors.
 
-    A producer of ``WARPS`` warps; registers of a thread of consumers and producer; ``BESIDE`` as in the configuration.
+    ``key_starts`` has where each request's keys start, and where the last ones end.
     """
     QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2
-    config = Config(DIM, REST, DIM_V, 1, QUERY_STAGES, CAUSAL, True, gl.int32, BESIDE)
+    config = Config(DIM, REST, DIM_V, 1, QUERY_STAGES, CAUSAL, True, gl.int32)
     pipeline = alloc(config, out.dtype.element_ty, 2)
     fence_async_shared()  # barriers are there for the accelerator, too
     scheduler = Scheduler(query_starts, key_starts, requests, heads, gl.to_tensor(0), False, CAUSAL)
@@ -193,6 +193,6 @@ def attention_bulk(
             (consume, (config, pipeline, results, lse, LSE_HEAD, SCALE, 1)),
             (produce_bulk, (config, pipeline, scheduler, query, key, value, q_head, k_head, v_head)),
         ],
-        [4, WARPS],
-        [REGISTERS, PRODUCER_REGISTERS],
+        [4, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

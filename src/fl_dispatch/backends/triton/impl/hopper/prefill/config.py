@@ -11,12 +11,6 @@ BLOCK_N = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 """Pipeline depth. At head size 128 three stages fit only with one query buffer; measured slower."""
 PRODUCER_WARPS = gl.constexpr(4)
-RESCALE_BESIDE = gl.constexpr(1)
-"""Sums are multiplied by the rows' factors while the next scores are computed."""
-PACK_BESIDE = gl.constexpr(2)
-"""Weights are rounded while the last product is computed."""
-SUM_LATER = gl.constexpr(4)
-"""Each thread keeps a sum of the weights that it has; threads add them up at the end of an item."""
 
 
 @aggregate
@@ -31,4 +25,3 @@ class Config:
     causal: gl.constexpr
     lse: gl.constexpr  # whether the rows' log-sum-exp is written
     offset_type: gl.constexpr  # of places in the caches
-    beside: gl.constexpr  # a sum of what is done beside products: RESCALE_BESIDE, PACK_BESIDE, SUM_LATER

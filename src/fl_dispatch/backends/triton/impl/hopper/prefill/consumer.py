@@ -8,8 +8,8 @@ from ..aggregates import aggregate
 from ..pipeline import Tile
 from ..products import ROWS, mma_layout, scale_rows, start_scores
 from ..rows import store_layout, store_rows
-from ..softmax import LN2, LOG2E, NOTHING, Mask, inverse, pack, saw_keys, softmax, sum_of_thread, unpack
-from .config import BLOCK_N, PACK_BESIDE, RESCALE_BESIDE, SUM_LATER
+from ..softmax import LN2, LOG2E, NOTHING, Mask, inverse, pack, saw_keys, softmax, unpack
+from .config import BLOCK_N
 from .scheduler import receive
 
 
@@ -17,15 +17,13 @@ from .scheduler import receive
 class Sums:
     """State that a consumer carries from tile to tile.
 
-    ``p`` are the packed weights of the last tile, whose product with its values is still to be added to ``acc``, after
-    ``acc`` was multiplied by ``alpha``, if that is done beside the next scores.
+    ``p`` are the packed weights of the last tile, whose product with its values is still to be added to ``acc``.
     """
 
     acc: gl.tensor
     m_i: gl.tensor
     l_i: gl.tensor
     p: gl.tensor
-    alpha: gl.tensor
 
 
 @gluon.jit
@@ -37,31 +35,21 @@ def _key_loop(config, pipeline, sums, i, n, stop, q, mask, qk_scale, MASKED: gl.
     keys = pipeline.keys
     values = pipeline.values
     dtype: gl.constexpr = values.main.dtype
-    LATER: gl.constexpr = (config.beside & SUM_LATER) > 0
     while n >= stop:
         stage = i % keys.stages
         last = (i - 1) % values.stages
         p = unpack(sums.p, sums.acc, dtype)
         pending = start_scores(q, keys.tile(stage), BLOCK_N, config.rest > 0)
-        acc = sums.acc
-        if config.beside & RESCALE_BESIDE:
-            acc = scale_rows(acc, sums.alpha)
         values.wait(i - 1)
-        adding = warpgroup_mma(p, values.tile(last).main, acc, is_async=True)
+        adding = warpgroup_mma(p, values.tile(last).main, sums.acc, is_async=True)
         qk = warpgroup_mma_wait(1, deps=[pending])
         keys.release(stage)
-        p_new, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, n * BLOCK_N, mask, qk_scale, MASKED, LATER)
-        if config.beside & PACK_BESIDE:
-            p_new = pack(p_new, dtype)
+        p_new, m_i, l_i, alpha = softmax(qk, sums.m_i, sums.l_i, n * BLOCK_N, mask, qk_scale, MASKED)
         # This wait ends a basic block. Without it ptxas moves the softmax behind the product that it shall run beside.
         keys.wait_if_any(i + 1, n)
         acc, p, p_new, l_i, alpha = warpgroup_mma_wait(0, deps=[adding, p, p_new, l_i, alpha])
         values.release(last)
-        if not config.beside & PACK_BESIDE:
-            p_new = pack(p_new, dtype)
-        if not config.beside & RESCALE_BESIDE:
-            acc = scale_rows(acc, alpha)
-        sums = Sums(acc, m_i, l_i, p_new, alpha)
+        sums = Sums(scale_rows(acc, alpha), m_i, l_i, pack(p_new, dtype))
         n -= 1
         i += 1
     return sums, i, n
@@ -79,16 +67,13 @@ def _first_scores(config, pipeline, i, q):
 
 
 @gluon.jit
-def _last_product(config, pipeline, sums, i):
+def _last_product(pipeline, sums, i):
     """The sums with the values of tile ``i``."""
     values = pipeline.values
     stage = i % values.stages
     p = unpack(sums.p, sums.acc, values.main.dtype)
-    acc = sums.acc
-    if config.beside & RESCALE_BESIDE:
-        acc = scale_rows(acc, sums.alpha)
     values.wait(i)
-    adding = warpgroup_mma(p, values.tile(stage).main, acc, is_async=True)
+    adding = warpgroup_mma(p, values.tile(stage).main, sums.acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=[adding, p])
     values.release(stage)
     return acc
@@ -102,7 +87,6 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
     W: gl.constexpr = store_layout(ROWS, config.dim_v)
     queries = pipeline.queries
     qk_scale = SCALE * LOG2E
-    LATER: gl.constexpr = (config.beside & SUM_LATER) > 0
     i = 0  # tiles so far
     done = 0  # items so far
     queries.wait(0)
@@ -119,26 +103,18 @@ def consume(config, pipeline, out, lse, LSE_HEAD, SCALE, WHICH: gl.constexpr):
         m_i = gl.full([ROWS], NOTHING, gl.float32, gl.SliceLayout(1, S))
         l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
         qk = _first_scores(config, pipeline, i, q)
-        if config.beside & SUM_LATER:
-            own = sum_of_thread(qk)
-            OWN: gl.constexpr = own.type.layout
-            l_i = gl.zeros([ROWS, 4], gl.float32, OWN)
-        p, m_i, l_i, alpha = softmax(qk, m_i, l_i, (tiles - 1) * BLOCK_N, mask, qk_scale, True, LATER)
-        sums = Sums(acc, m_i, l_i, pack(p, pipeline.values.main.dtype), alpha)
+        p, m_i, l_i, _alpha = softmax(qk, m_i, l_i, (tiles - 1) * BLOCK_N, mask, qk_scale, True)
+        sums = Sums(acc, m_i, l_i, pack(p, pipeline.values.main.dtype))
         i += 1
         n = tiles - 2
         pipeline.keys.wait_if_any(i, tiles - 1)
         sums, i, n = _key_loop(config, pipeline, sums, i, n, whole, q, mask, qk_scale, True)
         sums, i, n = _key_loop(config, pipeline, sums, i, n, 0, q, mask, qk_scale, False)
-        acc = _last_product(config, pipeline, sums, i - 1)
-        l_i = sums.l_i
-        if config.beside & SUM_LATER:
-            l_i = gl.convert_layout(gl.sum(l_i, axis=1), gl.SliceLayout(1, S))
-        acc = scale_rows(acc, inverse(sums.m_i, l_i))
+        acc = scale_rows(_last_product(pipeline, sums, i - 1), inverse(sums.m_i, sums.l_i))
         token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, W))
         store_rows(out, acc, work, token, work.head, 0, W)
         if config.lse:
-            total = gl.where(saw_keys(sums.m_i), (sums.m_i + gl.log2(l_i)) * LN2, float("-inf"))
+            total = gl.where(saw_keys(sums.m_i), (sums.m_i + gl.log2(sums.l_i)) * LN2, float("-inf"))
             token = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
             target = lse + work.head.to(gl.int64) * LSE_HEAD + work.begin + token
             gl.store(target, total, mask=token < work.new)

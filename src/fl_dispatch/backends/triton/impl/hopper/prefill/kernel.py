@@ -63,7 +63,7 @@ def alloc(config, dtype: gl.constexpr, QUERY_ARRIVALS: gl.constexpr):
 
 
 # Triton's launcher takes numbers and tensors alone, so the aggregates are made here.
-@gluon.jit(do_not_specialize=["requests", "heads", "least_new", "LSE_HEAD", "TABLE_ROW"])
+@gluon.jit(do_not_specialize=["requests", "heads", "least_new", "TABLE_ROW"])
 def attention(
     query,
     key_cache,
@@ -72,11 +72,9 @@ def attention(
     query_starts,
     key_lengths,
     out,
-    lse,
     requests,
     heads,
     least_new,
-    LSE_HEAD,
     QUERY_TOKEN,
     QUERY_HEAD,
     KEY_BLOCK,
@@ -90,37 +88,34 @@ def attention(
     TABLE_ROW,
     SCALE,
     GROUP: gl.constexpr,
-    PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     CAUSAL: gl.constexpr,
-    LSE: gl.constexpr,
     DIM: gl.constexpr,
     REST: gl.constexpr,
     DIM_V: gl.constexpr,
-    BESIDE: gl.constexpr,
     NARROW: gl.constexpr,
 ):
     """Grid: as many programs as the device has processors, each with all of a processor's memory.
 
     A head's elements are cut into ``DIM`` and ``REST``, powers of two. Requests with fewer than ``least_new`` new
-    tokens are left out. ``key_lengths`` has each request's number of keys, or, unless ``PAGED``, where its keys start.
-    With ``NARROW`` all places in the caches fit 32 bits.
+    tokens are left out. ``key_lengths`` has each request's number of keys. With ``NARROW`` all places in the caches fit
+    32 bits.
     """
     QUERY_STAGES: gl.constexpr = 1 if REST > 0 else 2  # heads of 192 leave no room for a second
     OFFSET: gl.constexpr = gl.int32 if NARROW else gl.int64
-    config = Config(DIM, REST, DIM_V, GROUP, QUERY_STAGES, CAUSAL, LSE, OFFSET, BESIDE)
+    config = Config(DIM, REST, DIM_V, GROUP, QUERY_STAGES, CAUSAL, False, OFFSET)
     pipeline = alloc(config, query.dtype.element_ty, 1)
-    scheduler = Scheduler(query_starts, key_lengths, requests, heads, least_new, PAGED, CAUSAL)
+    scheduler = Scheduler(query_starts, key_lengths, requests, heads, least_new, True, CAUSAL)
     # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
     queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))
     results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
     keys = Cache(key_cache, gl.to_tensor(KEY_BLOCK), gl.to_tensor(KEY_SLOT), gl.to_tensor(KEY_HEAD))
     values = Cache(value_cache, gl.to_tensor(VALUE_BLOCK), gl.to_tensor(VALUE_SLOT), gl.to_tensor(VALUE_HEAD))
-    table = PageTable(block_table, TABLE_ROW, PAGED, BLOCK_SIZE)
+    table = PageTable(block_table, TABLE_ROW, BLOCK_SIZE)
     gl.warp_specialize(
         [
-            (consume, (config, pipeline, results, lse, LSE_HEAD, SCALE, 0)),
-            (consume, (config, pipeline, results, lse, LSE_HEAD, SCALE, 1)),
+            (consume, (config, pipeline, results, out, 0, SCALE, 0)),
+            (consume, (config, pipeline, results, out, 0, SCALE, 1)),
             (produce, (config, pipeline, scheduler, queries, keys, values, table)),
         ],
         [4, PRODUCER_WARPS],

@@ -16,7 +16,7 @@ NO_ROW = gl.constexpr(-16)
 
 @aggregate
 class Cache:
-    """Keys or values ``[block, slot, head, dim]``, or, if they are not paged, ``[token, head, dim]`` with no blocks."""
+    """Keys or values ``[block, slot, head, dim]``."""
 
     pointer: gl.tensor
     block_stride: gl.tensor
@@ -26,34 +26,27 @@ class Cache:
 
 @aggregate
 class PageTable:
-    """Numbers of the blocks that hold a request's keys; keys that are not paged lie in a row."""
+    """Numbers of the blocks that hold a request's keys."""
 
     pointer: gl.tensor
     row_stride: gl.tensor
-    paged: gl.constexpr
     block_size: gl.constexpr
 
     @gluon.jit
     def pages(self, request, start_n, length, L: gl.constexpr):
         """Blocks of a tile's keys."""
         position = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L))
-        if self.paged:
-            table = self.pointer + gl.cast(request, gl.int64) * self.row_stride
-            mask = (position >= 0) & (position < length)
-            position = gl.load(table + position // self.block_size, mask=mask, other=0).to(gl.int32)
-        return position
+        table = self.pointer + gl.cast(request, gl.int64) * self.row_stride
+        mask = (position >= 0) & (position < length)
+        return gl.load(table + position // self.block_size, mask=mask, other=0).to(gl.int32)
 
     @gluon.jit
     def rows(self, pages, start_n, length, keys, values, value_offset, OFFSET: gl.constexpr, L: gl.constexpr):
         """Offsets of a tile's keys and values; values that do not exist are at ``NO_ROW``."""
         position = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L))
-        if self.paged:
-            slot = position % self.block_size
-            key_rows = pages.to(OFFSET) * keys.block_stride + slot * keys.slot_stride
-            value_rows = pages.to(OFFSET) * values.block_stride + slot * values.slot_stride
-        else:
-            key_rows = position.to(OFFSET) * keys.slot_stride
-            value_rows = position.to(OFFSET) * values.slot_stride
+        slot = position % self.block_size
+        key_rows = pages.to(OFFSET) * keys.block_stride + slot * keys.slot_stride
+        value_rows = pages.to(OFFSET) * values.block_stride + slot * values.slot_stride
         return key_rows, gl.where(position < length, value_rows + value_offset.to(OFFSET), NO_ROW)
 
 
@@ -121,9 +114,6 @@ def produce(config, pipeline, scheduler, query, keys, values, table):
         kv_head = (queries.head // config.group).to(gl.int64)
         key = keys.pointer + kv_head * keys.head_stride
         value_offset = kv_head * values.head_stride
-        if not table.paged:
-            key += work.request.key_begin.to(gl.int64) * keys.slot_stride
-            value_offset += work.request.key_begin.to(gl.int64) * values.slot_stride
         # The numbers of a tile's pages are asked for one tile ahead, those of an item's first tile one item ahead.
         start_n = (work.tiles - 1) * BLOCK_N
         ahead = table.pages(work.index, start_n - BLOCK_N, length, L)
