@@ -257,13 +257,18 @@ def test_keys_in_a_row_have_rows_and_places_that_a_descriptor_can_name(
 ) -> None:
     on_cpu(3)
     good = numbers(8, 2, 128)
-    assert hopper.fits_in_a_row(good, good, good)
-    wide = torch.empty_strided((8, 3, 128), (1 << 32, 1 << 30, 1), dtype=good.dtype, device="meta")
-    for bad in (good[:0], wide):
-        assert not hopper.fits_in_a_row(good, bad, good)
-        assert not hopper.fits_in_a_row(good, good, bad)
+    assert hopper.fits_in_a_row(good, good, good, good)
+    wide, far = (
+        torch.empty_strided((8, 3, 128), (*strides, 1), dtype=good.dtype, device="meta")
+        for strides in ((1 << 32, 1 << 30), (1 << 34, 128))
+    )
+    for bad in (good[:0], wide, far, good[:1].expand(8, 2, 128)):
+        assert not hopper.fits_in_a_row(good, bad, good, good)
+        assert not hopper.fits_in_a_row(good, good, bad, good)
+    for other in (torch.float16, torch.float32):
+        assert not hopper.fits_in_a_row(good, good, good, good.to(other))
     monkeypatch.setattr(hopper, "_copies_in_bulk", lambda: False)
-    assert not hopper.fits_in_a_row(good, good, good)
+    assert not hopper.fits_in_a_row(good, good, good, good)
 
 
 def recording(numbers: list[tuple[Any, ...]]) -> Callable[..., None]:

@@ -185,9 +185,10 @@ def test_products_are_joined_unless_something_speaks_against_it(
 def test_a_users_own_graph_of_one_token_joins_nothing_that_failed_before_it(
     fails: bool, one_vendor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_fl import one_token
+    from vllm_fl import one_token, passes
 
     failed = {one_token.FUSED: "x"} if fails else {}
+    monkeypatch.setattr(passes.VllmInductorPass, "__init__", lambda self, config: None)
     monkeypatch.setattr(one_token, "to_join", lambda config: frozenset(ALL))
     monkeypatch.setattr(one_token, "get_default_manager", lambda: SimpleNamespace(get_failed_impls=lambda: failed))
     monkeypatch.setattr(one_token, "_samples", lambda *args: [()])
@@ -198,7 +199,7 @@ def test_a_users_own_graph_of_one_token_joins_nothing_that_failed_before_it(
         model_config=SimpleNamespace(dtype=torch.float32),
     )
     one_token.prepare(torch.nn.Linear(8, 8), config)
-    assert one_token.joined_products(config) == (frozenset() if fails else ALL)
+    assert passes.JoinOneToken(config).products == (frozenset() if fails else ALL)
 
 
 # -- graphs of traced kernels, without an engine ----------------------------------------------------------------------

@@ -187,7 +187,7 @@ def mla_prefill(
     requests = query_start_loc.shape[0] - 1
     if not requests or not tokens or not max_query_len:
         return out, lse
-    if key.shape[1] == heads and hopper.fits_in_a_row(query, key, value):
+    if key.shape[1] == heads and hopper.fits_in_a_row(query, key, value, out):
         hopper.attend(query, key, value, query_start_loc, key_start_loc, scale, out, lse, causal=causal)
         return out, lse
     wide = query.dtype is torch.float32

@@ -43,6 +43,8 @@ WARPS = 4
 """Warps of each consumer."""
 ENDLESS, ENDS = 1 << 30, 0x7FFF0000
 """Bounds of a descriptor's dimension that ends at a request's last row, and of those that make up for it."""
+FAR = 1 << 34
+"""What a descriptor's outermost stride is made up from, and a bound of a tensor's stride from row to row."""
 LIMIT = 1 << 31
 """Bound of places and of a row's extent that fit 32 bits."""
 
@@ -122,7 +124,7 @@ def _descriptor(tensor: Tensor) -> object:
     made = object.__new__(kind)
     made.base = tensor
     made.shape = [ENDS, ENDS, ENDLESS, _extent(tensor)]
-    made.strides = [(1 << 34) - token, token, token, 1]
+    made.strides = [FAR - token, token, token, 1]
     made.block_shape, made.layout, made.padding, made.round_f32_to_tf32 = [1, 1, 128, 64], layout, "zero", False
     return made
 
@@ -154,11 +156,17 @@ def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return _aligned_halves(query, key, value)
 
 
-def fits_in_a_row(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether the prefill kernel for keys in a row takes these tensors, ``[tokens, heads, dim]``."""
-    if not fits(query, key, value) or not _copies_in_bulk():
+def fits_in_a_row(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
+    """Return whether the prefill kernel for keys in a row takes these tensors, ``[tokens, heads, dim]``.
+
+    Compiled kernels are kept under the type of ``out``, not under those of descriptors, so all have one.
+    """
+    if out.dtype is not query.dtype or not fits(query, key, value) or not _copies_in_bulk():
         return False
-    return all(0 < tensor.shape[0] < ENDLESS and 0 < _extent(tensor) < LIMIT for tensor in (query, key, value))
+    return all(
+        0 < tensor.shape[0] < ENDLESS and 0 < tensor.stride(0) < FAR and 0 < _extent(tensor) < LIMIT
+        for tensor in (query, key, value)
+    )
 
 
 def fits_latent(query: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
