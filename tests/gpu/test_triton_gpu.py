@@ -132,7 +132,7 @@ def test_latent_prefill_on_hopper(dim: int, dim_v: int, dtype: str, causal: bool
     bad = slice(int(key_starts[2]), int(key_starts[3]))
     key[bad], value[bad] = float("nan"), float("inf")  # which no other request may see
     args = (query, key, value[..., dim_v:], starts, key_starts, 512, 1024, dim**-0.5, None, causal)
-    special, (plain, plain_lse) = by_both(mla_prefill.mla_prefill, args, "fits_in_a_row")
+    special, (plain, plain_lse) = by_both(mla_prefill.mla_prefill, args, "fits_in_a_row", (0, 1, 2, 0))
     mine = int(starts[2])  # the one new token of the request with NaNs
     others = torch.arange(len(plain), device=CUDA) != mine
     for result, lse in special:
