@@ -157,9 +157,11 @@ def settled(weights: Iterable[tuple[Tensor, Forms]], held: bool = True) -> Itera
                 begun.append(forms)
         yield
     finally:
+        ended = [(forms.settled, forms.fresh) for forms in begun]
         for forms in begun:
-            read, forms.settled = forms.settled, None
-            if forms.fresh and read is not None and not _unwritten(read):
+            forms.settled = None
+        for read, fresh in ended:
+            if fresh and read is not None and not _unwritten(read):
                 _as_it_is(read)
 
 
@@ -208,6 +210,8 @@ def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
     Nothing is copied until somebody asks either of both for memory to write to, as kernels do that do not say what they
     only read.
     """
+    if weight.untyped_storage().nbytes() > weight.nbytes:
+        return None, "it lies in one memory with other tensors, and the mark is the memory's"
     try:
         snapshot = torch._lazy_clone(weight.detach())
     except RuntimeError as error:

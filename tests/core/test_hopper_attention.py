@@ -271,6 +271,14 @@ def test_keys_in_a_row_have_rows_and_places_that_a_descriptor_can_name(
     assert not hopper.fits_in_a_row(good, good, good, good)
 
 
+def test_descriptors_have_the_kernels_tiles() -> None:
+    bulk = pytest.importorskip("fl_dispatch.backends.triton.impl.hopper.prefill.bulk")
+    made: Any = hopper._descriptor(numbers(8, 2, 128))
+    assert made.block_shape == [1, 1, bulk.BLOCK_N.value, bulk.CHUNK.value] == [1, 1, bulk.BLOCK_M.value, 64]
+    assert made.shape[2] == bulk.ENDLESS.value
+    assert all(bound > bulk.ENDLESS.value for bound in made.shape[:2])
+
+
 def recording(numbers: list[tuple[Any, ...]]) -> Callable[..., None]:
     """A launcher that notes what a kernel is compiled for."""
     return lambda grid, tensors, given, **more: numbers.append(given)

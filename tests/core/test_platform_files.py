@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from fl_dispatch import devices
 from fl_dispatch.devices import DeviceSpec
@@ -112,3 +113,14 @@ def test_what_was_tuned_with_something_else_is_named_in_one_warning_and_still_ho
     assert told == stale - {"every operator"}
     assert "; stale: " in str(found.origin("op_tuned"))
     assert found.policy.get_tuned_rules("rms_norm")[0].order == ("impl:default.triton",)
+
+
+# -- files of benchmarks
+
+
+def test_the_choice_by_rows_is_that_of_the_h100_but_for_weights_of_few_bits() -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = "benchmarks/configs/w4a16-by-rows.yaml", "src/fl_dispatch/config/cuda-h100.yaml"
+    by_rows, shipped = (yaml.safe_load((root / name).read_text()) for name in files)
+    assert by_rows["op_tuned"].pop("weight_only_linear") != shipped["op_tuned"].pop("weight_only_linear")
+    assert by_rows == shipped

@@ -147,6 +147,17 @@ def test_memory_whose_writes_nobody_can_notice_is_not_prepared() -> None:
     assert prepared.of(shared, "a", Maker()) is None
 
 
+def test_a_part_of_a_memory_is_not_prepared_because_a_mark_is_all_of_its() -> None:
+    whole = torch.zeros(24)
+    first, second = whole[:12], whole[12:]
+    for part in (first, second):
+        prepared.declare(part)
+        assert prepared.of(part, "packed", Maker()) is None
+        assert not prepared.may_be(part)
+    whole.fill_(7.0)
+    assert first.sum() == second.sum() == 84.0
+
+
 def test_a_tensor_in_the_place_of_a_weight_gets_its_forms_anew(weight: Tensor) -> None:
     make, forms = Maker(), prepared.declare(weight)
     prepared.of(weight, "a", make)

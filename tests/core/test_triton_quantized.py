@@ -68,6 +68,18 @@ def test_a_tile_leaves_no_processor_idle_where_that_can_be(
     assert scaled._tile(rows, columns, torch.device("meta"), blocks) == tile
 
 
+@pytest.mark.parametrize(("room", "parts"), [(227, 4), (163, 2), (99, 2), (64, 1), (0, 4)])
+def test_so_many_blocks_at_a_time_leave_room_for_three_stages(
+    room: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaled, "stages_that_fit", lambda device, stage, wanted: stages(room << 10, stage, wanted))
+    assert scaled._parts(torch.device("meta"), (64 + 64) * 128, 4) == parts
+
+
+def stages(room: int, stage: int, wanted: int) -> int:
+    return max(2, min(wanted, room // stage)) if room else wanted
+
+
 def test_wide_tiles_are_for_chips_with_room_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled, "processors", lambda device: 108)
     monkeypatch.setattr(scaled, "shared_memory", lambda device: 163 << 10)

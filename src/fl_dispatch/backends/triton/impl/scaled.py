@@ -38,6 +38,8 @@ SHORT_SUM = 128
 """Elements that the chip may sum by itself."""
 MOST_PARTS = 4
 """Blocks, at most, that a program of some rows multiplies in a turn."""
+LEAST_STAGES = 3
+"""Stages of which one is multiplied while the others are loaded."""
 LEAST_BLOCK = 32
 """The side of the least block of fp8."""
 NEIGHBOURS = 8
@@ -342,6 +344,14 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
     return TILES[-1]
 
 
+def _parts(device: torch.device, stage: int, wanted: int) -> int:
+    """Blocks that a program multiplies in a turn: so few that three stages of them fit, ``stage`` bytes a block."""
+    parts = min(MOST_PARTS, wanted)
+    while parts > 1 and stages_that_fit(device, stage * parts, LEAST_STAGES) < LEAST_STAGES:
+        parts //= 2
+    return parts
+
+
 def supports(x: Tensor, *others: object) -> bool | str:
     """Rows of a type that compiles."""
     return compiles(x.dtype, x.device)
@@ -379,14 +389,15 @@ def scaled_linear(
         return out
     tile = _tile(rows, columns, x.device, block_size)
     at_once = min(tile.inner, block_size or tile.inner)
-    parts = min(MOST_PARTS, tile.inner // at_once)
     wide = min(tile.columns, block_size or tile.columns)
     some, across = rows <= SOME_ROWS, -(-columns // wide)
+    stage = (tile.rows + wide) * at_once
+    parts = _parts(x.device, stage, tile.inner // at_once) if some else 1
     numbers = (
         inner, columns, x.stride(0), weight.stride(0), *scales, dtype == "float32", min(SHORT_SUM, at_once),
-        inner % (at_once * parts if some else at_once) == 0, tile.rows, wide, at_once,
+        inner % (at_once * parts) == 0, tile.rows, wide, at_once,
     )  # fmt: skip
-    stages = stages_that_fit(x.device, (tile.rows + wide) * at_once * (parts if some else 1), tile.stages)
+    stages = stages_that_fit(x.device, stage * parts, tile.stages)
     (_launch_rows if some else _launch_tiles)(
         (across if some else across * -(-rows // tile.rows), 1, 1),
         tensors,

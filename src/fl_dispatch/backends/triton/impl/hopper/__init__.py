@@ -44,7 +44,7 @@ WARPS = 4
 ENDLESS, ENDS = 1 << 30, 0x7FFF0000
 """Bounds of a descriptor's dimension that ends at a request's last row, and of those that make up for it."""
 FAR = 1 << 34
-"""What a descriptor's outermost stride is made up from, and a bound of a tensor's stride from row to row."""
+"""Bound of a tensor's stride from row to row; a descriptor's outermost stride is the rest of it."""
 LIMIT = 1 << 31
 """Bound of places and of a row's extent that fit 32 bits."""
 
@@ -117,7 +117,7 @@ def _descriptor_parts() -> tuple[Any, Any]:
 def _descriptor(tensor: Tensor) -> object:
     """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains.
 
-    Made without Triton's checks, which take 20 µs: :func:`fits_in_a_row` has made them.
+    Made without Triton's checks, which take 20 µs each: :func:`fits_in_a_row` has made them.
     """
     kind, layout = _descriptor_parts()
     token = tensor.stride(0)

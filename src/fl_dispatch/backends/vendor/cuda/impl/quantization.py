@@ -141,6 +141,8 @@ def supports_scaled_blocks(
     block_size: int = 0,
 ) -> bool | str:
     """fp8 in blocks of 128 with results in a half type."""
+    if not block_size:
+        return "the weight has no blocks"
     if block_size != GROUP:
         return f"the kernel has blocks of {GROUP} only, not of {block_size}"
     return _why_not(x, x_scale, weight, weight_scale, bias, dtype, True) or True
