@@ -369,10 +369,17 @@ READ = (
     ),
     HostFact(
         f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-        ("apply(layer, x, bias=None)", "embedding(layer, input_)"),
+        ("apply(layer, x, bias=None)",),
         "replaces",
         "linear",
-        "The product that makes logits would be vLLM's; an embedding that shares its weight would be Inductor's.",
+        "The product that makes logits would be vLLM's.",
+    ),
+    HostFact(
+        f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
+        ("embedding",),
+        "reads",
+        "linear",
+        "A method that has it looks tokens up, and may make logits.",
     ),
     HostFact(
         f"{_ROPE}.base:RotaryEmbedding",
@@ -687,6 +694,13 @@ OVERRIDDEN = (
         "overrides",
         "worker",
         "Behind the step's tokens all slots are padding; batches that vLLM makes up do not come this way.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
+        ("sample_tokens(grammar_output)", "execute_dummy_batch()"),
+        "overrides",
+        "worker",
+        "They run models too: drafts, and batches that vLLM makes up. Nobody writes weights meanwhile.",
     ),
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
