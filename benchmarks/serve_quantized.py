@@ -47,7 +47,8 @@ PRODUCTS = ("scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_mo
 APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
 NO_PREFETCH = {"VLLM_FL_CHIP_FEATURES": "0"}
 UNFUSED = {"VLLM_FL_FUSE_ONE_TOKEN": "0"}
-BY_ROWS = Path(__file__).parent / "configs" / "w4a16-by-rows.yaml"
+ROOT = Path(__file__).resolve().parents[1]
+BY_ROWS = ROOT / "benchmarks" / "configs" / "w4a16-by-rows.yaml"
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
 
@@ -92,7 +93,10 @@ def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace
             made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1
         )
     found["compared"] = compare(found["rates"])
-    found["cells"] = {name: dict(known[name].variables) for name in found["started"]}
+    found["cells"] = {
+        name: {key: value.removeprefix(f"{ROOT}/") for key, value in known[name].variables.items()}
+        for name in found["started"]
+    }
     return found
 
 

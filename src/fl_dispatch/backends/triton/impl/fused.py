@@ -35,9 +35,7 @@ FORMS: dict[tuple[int, bool], Form | None] = {
     (2, False): Form(4, 4096, 4),
     (2, True): Form(4, 4096, 8),
 }
-"""Bytes of a weight's number, at most two, and whether the row is normalized → the form; none where norms are faster by
-themselves.
-"""
+"""Bytes of a weight's number, at most two, and whether the row is normalized → the form, if norms gain by it."""
 APART = "norms of rows for such a weight, which are faster by themselves"
 ENOUGH = 1536
 """Programs from which on they have several columns; fewer have one."""

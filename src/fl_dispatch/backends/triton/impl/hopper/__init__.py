@@ -117,7 +117,7 @@ def _descriptor_parts() -> tuple[Any, Any]:
 def _descriptor(tensor: Tensor) -> object:
     """A tensor ``[tokens, heads, dim]`` for copies in bulk, which :mod:`.prefill.bulk` explains.
 
-    Made without Triton's checks, which take 20 µs each: :func:`fits_in_a_row` has made them.
+    Made without Triton's checks, because :func:`fits_in_a_row` has made them.
     """
     kind, layout = _descriptor_parts()
     token = tensor.stride(0)

@@ -29,7 +29,7 @@ CHUNK = gl.constexpr(64)
 """Columns of a copy: 128 bytes, as wide as the swizzle."""
 PRODUCER_WARPS = gl.constexpr(1)
 CONSUMER_REGISTERS = gl.constexpr(224)
-"""Registers of a thread. With 240 a producer that has the rest spills, and consumers need 226 at most."""
+"""Registers of a thread. With 240 a producer that has the rest spills."""
 PRODUCER_REGISTERS = gl.constexpr(56)
 
 
