@@ -8,7 +8,8 @@ quantizes the results of norms and gated activations by kernels of their own, as
 ``no_prefetch`` does too, but its products of one row ask for nothing of the next weight, and its prompts are read by
 other kernels of attention; ``unfused`` does too, but joins no product of one row with norms, gates or quantizations;
 ``by_rows`` takes ours for one row of 4 bits and for many, and Marlin for 2 to 256, which keeps a second copy of each
-weight; ``bf16`` and ``bf16_unfused`` are the plugin with weights that are not quantized.
+weight; ``deep_gemm`` takes DeepGEMM for more than 64 rows of fp8 in blocks, whose kernels it compiles; ``bf16`` and
+``bf16_unfused`` are the plugin with weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
         [--quick] [--json FILE] [--profile FILE] [--logs FOLDER]
@@ -48,7 +49,7 @@ APART = {"fuse_norm_quant": False, "fuse_act_quant": False}
 NO_PREFETCH = {"VLLM_FL_CHIP_FEATURES": "0"}
 UNFUSED = {"VLLM_FL_FUSE_ONE_TOKEN": "0"}
 ROOT = Path(__file__).resolve().parents[1]
-BY_ROWS = ROOT / "benchmarks" / "configs" / "w4a16-by-rows.yaml"
+CONFIGS = ROOT / "benchmarks" / "configs"
 QUICK_LAYERS, QUICK_ROUNDS = 8, 2
 QUICK_WORKLOADS = (*WORKLOADS[:3], NAMED[0])
 
@@ -73,7 +74,8 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "no_prefetch": Cell(NO_PREFETCH, change=change),
         "apart": Cell({}, {"compilation_config": {"pass_config": APART}}, change),
         "unfused": Cell(UNFUSED, change=change),
-        "by_rows": Cell({"VLLM_FL_CONFIG": str(BY_ROWS)}, change=change),
+        "by_rows": Cell({"VLLM_FL_CONFIG": str(CONFIGS / "w4a16-by-rows.yaml")}, change=change),
+        "deep_gemm": Cell({"VLLM_FL_CONFIG": str(CONFIGS / "fp8-blocks-deep-gemm.yaml")}, change=change),
         "bf16": Cell({}, {"model": str(unquantized)}),
         "bf16_unfused": Cell(UNFUSED, {"model": str(unquantized)}),
     }
@@ -88,6 +90,9 @@ def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace
         (unquantized / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": given.layers}))
         known = cells_of(shape, unquantized)
         cells = {name: known[name] for name in given.cells or known}
+        if "weight_block_size" in quantization:
+            kept = [*quantization["modules_to_not_convert"], *shape.odd]
+            quantization = {**quantization, "modules_to_not_convert": kept}
         made = dataclasses.replace(shape, config={**shape.config, "quantization_config": quantization})
         found = measure(
             made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1

@@ -152,6 +152,7 @@ class Shape:
         vanilla: short name → vLLM's own attention classes.
         cached: elements that a layer caches for a token.
         layer, rest: millions of parameters of a layer (one with experts), and of the embeddings and the head.
+        odd: modules whose rows are no whole number of groups of 128; vLLM's own quantization to blocks refuses them.
     """
 
     config: Mapping[str, Any]
@@ -161,6 +162,7 @@ class Shape:
     cached: int
     layer: float
     rest: float
+    odd: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -199,5 +201,6 @@ SHAPES: Mapping[str, Shape] = {
         512 + 64,
         584.7,
         419.4,
+        tuple(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     CudaExpertsBackend,
     CutlassBackend,
     CutlassBlocksBackend,
+    DeepGemmBackend,
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
@@ -29,13 +30,14 @@ from fl_dispatch.backends.vendor.cuda.cuda import (
     SglangAttentionBackend,
     StateSpaceBackend,
 )
-from fl_dispatch.backends.vendor.cuda.impl import attention, experts
+from fl_dispatch.backends.vendor.cuda.impl import attention, deep_gemm, experts, quantization
 from fl_dispatch.devices import nvml
 
 BACKENDS = {
     "vendor.cuda": (CudaBackend, CudaExpertsBackend, ScanBackend),
     "vendor.cuda.cutlass": (CutlassBackend,),
     "vendor.cuda.cutlass.blocks": (CutlassBlocksBackend,),
+    "vendor.cuda.deep_gemm": (DeepGemmBackend,),
     "vendor.cuda.fa3": (FlashAttentionBackend,),
     "vendor.cuda.machete": (MacheteBackend,),
     "vendor.cuda.marlin": (MarlinBackend,),
@@ -195,6 +197,101 @@ def test_routers_are_called_as_each_version_declares_them(namespace: str, monkey
     experts._router.cache_clear()
     padding = [None] if PADDED[namespace] else []
     assert [list(rest) for rest in got.values()] == [[True, None, *padding], [True, None, 1.0, *padding]]
+
+
+GROUP = 128
+
+
+def blocks(rows: int) -> tuple[torch.Tensor, ...]:
+    """Quantized rows ``[rows, 256]`` and their scales, a weight ``[384, 256]`` and those of its blocks, a bias."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(count, 256, generator=generator).to(torch.float8_e4m3fn) for count in (rows, 384))
+    scales = (torch.rand(*shape, generator=generator) for shape in ((rows, 2), (3, 2)))
+    return x, next(scales), weight, next(scales), torch.randn(384, generator=generator).bfloat16()
+
+
+def product(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    rows, columns = (
+        one.double() * scale.double().repeat_interleave(GROUP, -1)
+        for one, scale in ((x, x_scale), (weight, weight_scale.repeat_interleave(GROUP, 0)))
+    )
+    return (rows @ columns.t()).bfloat16() + bias
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 30])
+def test_cutlass_multiplies_blocks_of_rows_in_fours(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What added rows hold stays in them."""
+    asked = []
+
+    def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> None:
+        asked.append((len(x), len(out), len(x_scale), x_scale.stride(0), x.is_contiguous()))
+        (weight_scale, bias) = rest
+        assert bias is None
+        out.copy_(product(x, x_scale, weight.t(), weight_scale.t(), torch.zeros(384)))
+
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        made = empty(self, *args, **options)
+        return made.view(torch.uint8).fill_(255).view(made.dtype)  # NaN in fp8 and in float32
+
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(cutlass_scaled_mm=multiply))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    given = blocks(rows)
+    found = quantization.scaled_blocks(*given, block_size=GROUP)
+    assert torch.equal(found, product(*given))
+    whole = -(-rows // 4) * 4
+    assert asked == ([(whole, whole, whole, 1, True)] if rows else [])
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder for modules, on a machine with a GPU of compute capability 9."""
+    found = (library.deep_gemm, library.why_no_deep_gemm, deep_gemm._kernel)
+    monkeypatch.setattr(library, "CUDA", replace(device.CUDA, detect=lambda: True, capability=lambda index: (9, 0)))
+    monkeypatch.setattr(library, "DEEP_GEMM", ("no_such_gemm", "fl_test_host.third_party.gemm"))
+    monkeypatch.syspath_prepend(tmp_path)
+    for asked in found:
+        asked.cache_clear()
+    yield tmp_path
+    for asked in found:
+        asked.cache_clear()
+
+
+def test_deep_gemm_says_what_it_lacks(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why() -> str:
+        library.deep_gemm.cache_clear()
+        library.why_no_deep_gemm.cache_clear()
+        return library.why_no_deep_gemm()
+
+    assert why() == "neither no_such_gemm nor fl_test_host.third_party.gemm is installed"
+    module = hopper / "fl_test_host" / "third_party" / "gemm"
+    module.mkdir(parents=True)
+    (hopper / "fl_test_host" / "__init__.py").touch()
+    (module / "__init__.py").write_text("raise SystemExit('nothing imports it to find it')")
+    for name in ("PATH", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setenv(name, str(hopper))
+    monkeypatch.setattr(library, "USUAL_HOME", str(hopper))
+    assert why() == "it compiles its kernels with nvcc, and there is none in PATH or CUDA_HOME"
+    (hopper / "bin").mkdir()
+    (hopper / "bin" / "nvcc").touch()
+    assert why() == ""
+    monkeypatch.setattr(library, "CUDA", replace(device.CUDA, detect=lambda: True, capability=lambda index: (10, 0)))
+    assert why() == "its scales are float32 on compute capability 9 alone, this GPU has 10"
+
+
+def test_deep_gemm_multiplies_scales_as_they_are(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(x: Any, weight: Any, out: torch.Tensor, *, disable_ue8m0_cast: bool) -> None:
+        assert disable_ue8m0_cast
+        out.copy_(product(*x, *weight, torch.zeros(384)))
+
+    monkeypatch.setitem(sys.modules, "fl_test_gemm", SimpleNamespace(fp8_gemm_nt=multiply))
+    monkeypatch.setattr(library, "deep_gemm", lambda: "fl_test_gemm")
+    for rows in (0, 1, 30):
+        given = blocks(rows)
+        assert torch.equal(deep_gemm.scaled_linear(*given, block_size=GROUP), product(*given))
 
 
 def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,9 +118,12 @@ def test_what_was_tuned_with_something_else_is_named_in_one_warning_and_still_ho
 # -- files of benchmarks
 
 
-def test_the_choice_by_rows_is_that_of_the_h100_but_for_weights_of_few_bits() -> None:
+@pytest.mark.parametrize(
+    ("name", "operator"), [("w4a16-by-rows", "weight_only_linear"), ("fp8-blocks-deep-gemm", "scaled_linear")]
+)
+def test_a_choice_is_that_of_the_h100_but_for_one_operator(name: str, operator: str) -> None:
     root = Path(__file__).resolve().parents[2]
-    files = "benchmarks/configs/w4a16-by-rows.yaml", "src/fl_dispatch/config/cuda-h100.yaml"
-    by_rows, shipped = (yaml.safe_load((root / name).read_text()) for name in files)
-    assert by_rows["op_tuned"].pop("weight_only_linear") != shipped["op_tuned"].pop("weight_only_linear")
-    assert by_rows == shipped
+    files = f"benchmarks/configs/{name}.yaml", "src/fl_dispatch/config/cuda-h100.yaml"
+    other, shipped = (yaml.safe_load((root / file).read_text()) for file in files)
+    assert other["op_tuned"].pop(operator) != shipped["op_tuned"].pop(operator)
+    assert other == shipped

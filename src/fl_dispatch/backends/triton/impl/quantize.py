@@ -38,6 +38,34 @@ def quotient_of(number, unit, LARGEST: tl.constexpr, INTEGERS: tl.constexpr):
     return quotient
 
 
+@triton.jit
+def store_groups(
+    number,
+    part,
+    parts,
+    target,
+    inside,
+    given,
+    out,
+    scales,
+    GIVEN: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Quantize groups ``part``, ``[TOGETHER, 1]``, whose numbers are ``[TOGETHER, BLOCK]``, and write them.
+
+    ``target`` are the numbers' places in the result, ``given`` those of scales that are given.
+    """
+    if GIVEN:
+        unit = tl.load(given, mask=part < parts, other=1.0)
+    else:
+        unit = unit_of(number, LARGEST, LEAST, 1)
+    tl.store(scales + part, unit, mask=part < parts)
+    quotient = quotient_of(number, unit, LARGEST, INTEGERS)
+    tl.store(out + target, quotient.to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _quantize(
     x,
@@ -67,13 +95,8 @@ def _quantize(
     place = group * GROUP + tl.arange(0, BLOCK)[None, :]
     inside = (part < rows) & (tl.arange(0, BLOCK)[None, :] < GROUP) & (place < INNER)
     number = tl.load(x + row // REPEAT * X_ROW + place, mask=inside, other=0.0).to(tl.float32)
-    if GIVEN:
-        unit = tl.load(scale + row * SCALE_ROW, mask=part < rows, other=1.0)
-    else:
-        unit = unit_of(number, LARGEST, LEAST, 1)
-    quotient = quotient_of(number, unit, LARGEST, INTEGERS)
-    tl.store(out + row * INNER + place, quotient.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + part, unit, mask=part < rows)
+    target, given = row * INNER + place, scale + row * SCALE_ROW
+    store_groups(number, part, rows, target, inside, given, out, scales, GIVEN, INTEGERS, LARGEST, LEAST)
 
 
 _launch = Launcher(_quantize)

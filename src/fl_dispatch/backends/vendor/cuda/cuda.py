@@ -8,7 +8,17 @@ from __future__ import annotations
 from fl_dispatch.backends.base import Backend
 
 from . import library
-from .impl import activation, attention, experts, normalization, quantization, rotary, state_space, weight_only
+from .impl import (
+    activation,
+    attention,
+    deep_gemm,
+    experts,
+    normalization,
+    quantization,
+    rotary,
+    state_space,
+    weight_only,
+)
 
 
 class _Compiled(Backend):
@@ -68,6 +78,15 @@ class CutlassBlocksBackend(_Compiled):
     library = library.PRODUCTS
 
     scaled_linear = staticmethod(quantization.scaled_blocks)
+
+
+class DeepGemmBackend(_Compiled):
+    """The same by DeepGEMM, which compiles kernels while a process runs."""
+
+    scaled_linear = staticmethod(deep_gemm.scaled_linear)
+
+    def why_unavailable(self) -> str:
+        return library.why_no_deep_gemm()
 
 
 class MarlinBackend(_Compiled):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +125,11 @@ STATE_SPACES = (
     ),
 )
 
+DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+"""Modules that DeepGEMM may be: the first counts, as with vLLM."""
+HOPPER = 9
+USUAL_HOME = "/usr/local/cuda"
+
 
 def _folder(package: str) -> Path | None:
     try:
@@ -182,3 +189,29 @@ def _why_other(launcher: Launcher) -> str:
     taken = {one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)}
     missing = [name for name in launcher.arguments if name not in taken]
     return f"{launcher.name} of {path} takes no {', '.join(missing)}" if missing else ""
+
+
+@functools.cache
+def deep_gemm() -> str:
+    """The module that is DeepGEMM, or an empty string. Imports nothing, and is imported with a first call."""
+    for module in DEEP_GEMM:
+        package, *inside = module.split(".")
+        folder = _folder(package)
+        if folder is not None and folder.joinpath(*inside, "__init__.py").is_file():
+            return module
+    return ""
+
+
+@functools.cache
+def why_no_deep_gemm() -> str:
+    """An empty string, or why DeepGEMM does not compile kernels here. Imports nothing."""
+    if not CUDA.detect():
+        return "no NVIDIA GPU that PyTorch can use"
+    if (capability := CUDA.capability(0)) and capability[0] != HOPPER:
+        return f"its scales are float32 on compute capability {HOPPER} alone, this GPU has {capability[0]}"
+    if not deep_gemm():
+        return f"neither {' nor '.join(DEEP_GEMM)} is installed"
+    homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
+    places = [Path(home) / "bin" for home in (*homes, USUAL_HOME) if home]
+    compiler = shutil.which("nvcc") or next((place for place in places if (place / "nvcc").is_file()), None)
+    return "" if compiler else "it compiles its kernels with nvcc, and there is none in PATH or CUDA_HOME"

@@ -10,6 +10,7 @@ from .cuda import (
     CudaExpertsBackend,
     CutlassBackend,
     CutlassBlocksBackend,
+    DeepGemmBackend,
     FlashAttentionBackend,
     MacheteBackend,
     MarlinBackend,
@@ -17,7 +18,17 @@ from .cuda import (
     SglangAttentionBackend,
     StateSpaceBackend,
 )
-from .impl import activation, attention, experts, normalization, quantization, rotary, state_space, weight_only
+from .impl import (
+    activation,
+    attention,
+    deep_gemm,
+    experts,
+    normalization,
+    quantization,
+    rotary,
+    state_space,
+    weight_only,
+)
 
 ACTIVATIONS = (
     "silu_and_mul",
@@ -75,6 +86,14 @@ def register_builtins(registry: Registry) -> None:
                 "vendor.cuda.cutlass.blocks",
                 priority,
                 supports={"scaled_linear": quantization.supports_scaled_blocks},
+                opaque=True,
+                device_types=devices,
+            ),
+            *DeepGemmBackend().implementations(
+                kind,
+                "vendor.cuda.deep_gemm",
+                priority - 1,  # the others compile nothing
+                supports={"scaled_linear": deep_gemm.supports},
                 opaque=True,
                 device_types=devices,
             ),

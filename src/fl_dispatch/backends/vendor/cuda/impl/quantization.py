@@ -15,6 +15,8 @@ GROUP = 128
 """The size of groups and of blocks that the kernels have."""
 WHOLE = 16
 """Rows and columns of a weight come in multiples of it."""
+FOUR = 4
+"""Rows of ``x`` come in multiples of it where a weight has blocks."""
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LEAST_SCALE_OF_ROWS = 1 / (448 * 512)
 FIRST_INT8, LAST_INT8 = 75, 99
@@ -71,10 +73,10 @@ def _multiplies(index: int, kind: torch.dtype, blocks: bool) -> bool:
     return bool(ask(has))
 
 
-def _why_not(
+def why_no_product(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
 ) -> str:
-    """The reason why no kernel of the library multiplies these, or an empty string."""
+    """The reason why no compiled kernel multiplies these, whatever the GPU is, or an empty string."""
     if not x.is_cuda:
         return f"x is on {x.device}, not on a GPU"
     if x.dtype is not weight.dtype or x.dtype not in (torch.int8, FP8):
@@ -88,8 +90,15 @@ def _why_not(
     whole = GROUP if blocks else WHOLE
     if any(size % whole for size in weight.shape):
         return f"the weight's sizes {tuple(weight.shape)} are not multiples of {whole}"
-    if not weight.is_contiguous():
-        return "weight is not contiguous"
+    return "" if weight.is_contiguous() else "weight is not contiguous"
+
+
+def _why_not(
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: str, blocks: bool
+) -> str:
+    """The reason why CUTLASS does not multiply these, or an empty string."""
+    if why := why_no_product(x, x_scale, weight, weight_scale, bias, dtype, blocks):
+        return why
     if not _multiplies(x.get_device(), x.dtype, blocks):
         of = f"blocks of {x.dtype}" if blocks else str(x.dtype)
         return f"the library has no kernel for {of} on compute capability {capability(x.get_device()) / 10}"
@@ -157,14 +166,25 @@ def scaled_blocks(
     dtype: str = "bfloat16",
     block_size: int = 0,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.scaled_linear`, for blocks."""
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`, for blocks.
+
+    Where rows are not a multiple of four, vLLM 0.33 takes a kernel that is made for few of them, and several times as
+    slow with thousands; earlier versions refuse. So rows are added, whatever they hold, and left out of the result.
+    """
     columns, inner = weight.shape
-    out = x.new_empty((*x.shape[:-1], columns), dtype=RESULTS[dtype])
-    if out.numel():
-        rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
-        by_columns = scales.t().contiguous().t()  # the kernel wants the scales of a group side by side
-        product = out.view(-1, columns)
-        torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), by_columns, weight_scale.contiguous().t(), None)
-        if bias is not None:
-            out += bias
+    rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
+    count = rows.shape[0]
+    whole = -(-count // FOUR) * FOUR
+    product = x.new_empty((whole, columns), dtype=RESULTS[dtype])
+    if product.numel():
+        by_columns = scales.new_empty((scales.shape[1], whole))  # the kernel wants the scales of a group side by side
+        by_columns[:, :count] = scales.t()
+        if whole != count:
+            filled = rows.new_empty((whole, inner))
+            filled[:count] = rows
+            rows = filled
+        torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), by_columns.t(), weight_scale.contiguous().t(), None)
+    out = product[:count].view(*x.shape[:-1], columns)
+    if bias is not None:
+        out += bias
     return out

@@ -1,0 +1,63 @@
+"""Products of fp8 with blocks by DeepGEMM, which compiles a kernel for sizes that it meets for the first time.
+
+That takes seconds, and the kernels are kept in ``DG_JIT_CACHE_DIR``, or else in the user's home.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.backends.vendor.cuda import library
+
+from .quantization import GROUP, why_no_product
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    multiply: Callable[..., None] = importlib.import_module(library.deep_gemm()).fp8_gemm_nt
+    return multiply
+
+
+def supports(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> bool | str:
+    """fp8 in blocks of 128 with results in bfloat16."""
+    if block_size != GROUP:
+        return (
+            f"the kernel has blocks of {GROUP} only, not of {block_size}" if block_size else "the weight has no blocks"
+        )
+    if dtype != "bfloat16":
+        return f"the result is {dtype}, not bfloat16"
+    return why_no_product(x, x_scale, weight, weight_scale, bias, dtype, True) or True
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`."""
+    columns, inner = weight.shape
+    out: Tensor = x.new_empty((*x.shape[:-1], columns), dtype=torch.bfloat16)
+    if out.numel():
+        rows = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1]).contiguous()
+        kept = weight, weight_scale.contiguous()
+        _kernel()(rows, kept, out.view(-1, columns), disable_ue8m0_cast=True)  # scales as they are
+        if bias is not None:
+            out += bias
+    return out
