@@ -4,7 +4,10 @@ The products are those of Llama-3.1-8B. A candidate takes the place of a constan
 that it is timed with. Times are the device's, in graphs, over copies of the weight that do not fit the cache together.
 The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, those of blocks, TILES, constants of one row, of words.
 
-    python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--json FILE]
+    python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--as-it-is]
+        [--json FILE]
+
+``--as-it-is``: no candidates, only the tables as they are beside the vendor's kernels.
 
 Needs an NVIDIA GPU.
 """
@@ -128,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
+    parser.add_argument("--as-it-is", action="store_true", help="no candidates")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     clock, found = Clock(torch.device("cuda")), []
@@ -143,7 +147,7 @@ def main() -> None:
                 moved, times = operator.work(*args).bytes_moved, {}
                 for impl_id, function in rivals(operator.name, args):
                     times[impl_id] = microseconds(clock, function, args, moved)
-                for constants in candidates(kind, rows):
+                for constants in [{}] if given.as_it_is else candidates(kind, rows):
                     label = ", ".join(f"{key} {value}" for key, value in constants.items()) or AS_IT_IS
                     with mock.patch.multiple(module, **constants) if constants else nullcontext():
                         try:

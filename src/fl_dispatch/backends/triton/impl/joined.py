@@ -18,6 +18,9 @@ from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 from . import activation, normalization, quantize
 from .launch import Launcher, power_of_two, row_warps
 
+GATED_TILE = 1024
+"""Elements that a program of the activation takes at least: several groups, where they are short."""
+
 
 @triton.jit
 def _target(y, row, columns, WIDTH: tl.constexpr):
@@ -183,7 +186,7 @@ def silu_and_mul_quantize(
     rows, parts = _rows(x), scales.numel()
     if rows.numel():
         block = power_of_two(group)
-        together = max(1, quantize.TILE // block)
+        together = max(1, GATED_TILE // block)
         _launch_gated(
             (-(-parts // together), 1, 1),
             (rows, scales if scale is None else scale, out, scales),
