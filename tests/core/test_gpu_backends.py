@@ -222,7 +222,7 @@ def product(
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 30])
 def test_cutlass_multiplies_blocks_of_rows_in_fours(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What added rows hold stays in them."""
+    """Rows that are added stay out of the result, whatever they hold."""
     asked = []
 
     def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> None:

@@ -18,7 +18,7 @@ QUANTIZED_ROWS = (1, 8, 32, 256, 4096)
 QUANTIZED = {"int8": (torch.int8, 0), "fp8": (torch.float8_e4m3fn, 0), "fp8 blocks": (torch.float8_e4m3fn, 128)}
 """Type of both sides of a product, and the side of a block with one scale."""
 GROUP = 128
-"""Elements of a weight of 4 bits that have one scale."""
+"""Elements that have one scale, of rows and of weights of 4 bits."""
 HEADS, HEAD_DIM, KV_HEADS, BLOCK_SIZE = 32, 128, 8, 16
 DECODE = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 4096), (128, 1024), (128, 4096))
 """Requests and keys of each. There are at most 32 times as many keys as the largest number of tokens in all."""
@@ -75,16 +75,19 @@ def normalize_heads(place: Place, tokens: int, heads: int, head_dim: int) -> tup
 norm = rows(_=normalize, with_residual=add_and_normalize)
 
 
-quantized_norm = rows(
-    _=lambda place, tokens, hidden: (
-        place.normal(tokens, hidden),
-        "float8_e4m3fn",
-        place.normal(tokens, hidden),
-        place.normal(hidden),
-        1e-6,
-    )
-)
-quantized_gated = rows(_=lambda place, tokens, width: (place.normal(tokens, 2 * width), "float8_e4m3fn"))
+def normalize_and_quantize(place: Place, tokens: int, hidden: int, *how: int) -> tuple[Any, ...]:
+    """A norm with a residual, whose result is quantized."""
+    x, residual, weight, epsilon = add_and_normalize(place, tokens, hidden)
+    return x, "float8_e4m3fn", residual, weight, epsilon, *how
+
+
+def gate_and_quantize(place: Place, tokens: int, width: int, *how: int) -> tuple[Any, ...]:
+    """A gated activation, whose result is quantized."""
+    return place.normal(tokens, 2 * width), "float8_e4m3fn", *how
+
+
+quantized_norm = rows(_=normalize_and_quantize, groups=lambda *place: normalize_and_quantize(*place, GROUP))
+quantized_gated = rows(_=gate_and_quantize, groups=lambda *place: gate_and_quantize(*place, GROUP))
 
 
 def multiply(columns: int) -> Make:

@@ -168,8 +168,8 @@ def scaled_blocks(
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.scaled_linear`, for blocks.
 
-    Where rows are not a multiple of four, vLLM 0.33 takes a kernel that is made for few of them, and several times as
-    slow with thousands; earlier versions refuse. So rows are added, whatever they hold, and left out of the result.
+    vLLM 0.33 multiplies rows that are no multiple of four with a kernel for few rows, which takes several times as long
+    for thousands; earlier versions refuse. So rows are added, whatever they hold, and left out of the result.
     """
     columns, inner = weight.shape
     rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])
