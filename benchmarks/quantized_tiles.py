@@ -146,7 +146,10 @@ def main() -> None:
                 assert operator.work is not None
                 moved, times = operator.work(*args).bytes_moved, {}
                 for impl_id, function in rivals(operator.name, args):
-                    times[impl_id] = microseconds(clock, function, args, moved)
+                    try:
+                        times[impl_id] = microseconds(clock, function, args, moved)
+                    except (RuntimeError, ImportError, AssertionError) as error:
+                        print(f"{kind}, {rows} rows, {name}: {impl_id}: {error}", flush=True)
                 for constants in [{}] if given.as_it_is else candidates(kind, rows):
                     label = ", ".join(f"{key} {value}" for key, value in constants.items()) or AS_IT_IS
                     with mock.patch.multiple(module, **constants) if constants else nullcontext():

@@ -152,7 +152,7 @@ class Shape:
         vanilla: short name → vLLM's own attention classes.
         cached: elements that a layer caches for a token.
         layer, rest: millions of parameters of a layer (one with experts), and of the embeddings and the head.
-        odd: modules whose rows are no whole number of groups of 128; vLLM's own quantization to blocks refuses them.
+        odd: modules whose rows or columns are no whole blocks of 128; vLLM's own quantization to blocks refuses them.
     """
 
     config: Mapping[str, Any]

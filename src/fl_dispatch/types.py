@@ -41,6 +41,7 @@ _DEFAULT_PRIORITY = {
 
 BATCH_INVARIANT = "batch_invariant"
 ONLY_BATCH_INVARIANT = "only_batch_invariant"
+ONLY_BY_NAME = "only_by_name"
 GRAPHS = "graphs"
 DETERMINISTIC = "deterministic"
 INDUCTOR = "inductor"
@@ -51,6 +52,7 @@ KV_BLOCK = "kv_block"
 PROPERTIES = (
     BATCH_INVARIANT,
     ONLY_BATCH_INVARIANT,
+    ONLY_BY_NAME,
     GRAPHS,
     DETERMINISTIC,
     INDUCTOR,
@@ -79,7 +81,8 @@ class OpImpl:
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
         properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``,
-            ``{"only_batch_invariant": True}`` where nobody wants it otherwise, ``{"graphs": False}`` where no
+            ``{"only_batch_invariant": True}`` where nobody wants it otherwise, ``{"only_by_name": True}`` where
+            nobody wants it unasked (it compiles while requests wait), ``{"graphs": False}`` where no
             graph can hold its calls (it takes a batch's numbers as integers, or waits for the device),
             ``{"deterministic": False}``, ``{"inductor": False}`` where the reference is faster if Inductor fuses it
             with the code around it, ``{"reference_from": 33}`` where it calls the reference itself for 33 tokens and
@@ -216,10 +219,13 @@ def match_token(impl: OpImpl, token: str) -> bool:
     """Whether a selection token names this implementation.
 
     Tokens are ``flagos``, ``reference``, ``vendor`` (any), ``vendor:NAME`` and ``impl:IMPL_ID``; an unknown one names
-    nothing. Vendor names are compared without regard to case.
+    nothing. Vendor names are compared without regard to case. An implementation that is ``only_by_name`` has the last
+    kind of token alone.
     """
     if token.startswith("impl:"):
         return impl.impl_id == token[5:]
+    if impl.properties.get(ONLY_BY_NAME):
+        return False
     if token.startswith("vendor:"):
         return impl.vendor is not None and impl.vendor.casefold() == token[7:].casefold()
     return impl.kind.value == token

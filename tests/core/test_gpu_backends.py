@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fl_dispatch import BackendImplKind, config, get_default_manager
+from fl_dispatch import BackendImplKind, config, get_default_manager, match_token
 from fl_dispatch import devices as device
 from fl_dispatch.backends.flaggems import library as flaggems
 from fl_dispatch.backends.flaggems.flaggems import FlagGemsBackend
@@ -220,15 +221,30 @@ def product(
     return (rows @ columns.t()).bfloat16() + bias
 
 
+def spread(rows: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The same product in ways that a caller may have it: rows and scales apart, scales turned, another dimension."""
+    x, x_scale, *rest = given = blocks(rows)
+    weight, weight_scale, bias = rest
+    apart = torch.cat((x, x), -1)[:, : x.shape[1]]
+    turned = weight_scale.t().contiguous().t()
+    return {
+        "as it lies": given,
+        "apart": (apart, x_scale.repeat(1, 2)[:, :2], weight, turned, bias),
+        "3-d": (x.unflatten(0, (-1, 1)), x_scale.unflatten(0, (-1, 1)), *rest),
+    }
+
+
+@pytest.mark.parametrize("how", spread(1))
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 30])
-def test_cutlass_multiplies_blocks_of_rows_in_fours(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cutlass_multiplies_blocks_of_rows_in_fours(rows: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are added stay out of the result, whatever they hold."""
     asked = []
 
     def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, *rest: Any) -> None:
-        asked.append((len(x), len(out), len(x_scale), x_scale.stride(0), x.is_contiguous()))
         (weight_scale, bias) = rest
+        asked.append((len(x), len(out), len(x_scale), x_scale.stride(0)))
         assert bias is None
+        assert all(one.is_contiguous() for one in (x, out, x_scale.t(), weight.t(), weight_scale.t()))
         out.copy_(product(x, x_scale, weight.t(), weight_scale.t(), torch.zeros(384)))
 
     empty = torch.Tensor.new_empty
@@ -239,11 +255,32 @@ def test_cutlass_multiplies_blocks_of_rows_in_fours(rows: int, monkeypatch: pyte
 
     monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(cutlass_scaled_mm=multiply))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-    given = blocks(rows)
+    given = spread(rows)[how]
     found = quantization.scaled_blocks(*given, block_size=GROUP)
-    assert torch.equal(found, product(*given))
+    assert torch.equal(found, product(*blocks(rows)).view(*given[0].shape[:-1], 384))
     whole = -(-rows // 4) * 4
-    assert asked == ([(whole, whole, whole, 1, True)] if rows else [])
+    assert asked == ([(whole, whole, whole, 1)] if rows else [])
+
+
+@pytest.mark.parametrize("supports", [quantization.supports_scaled_blocks, deep_gemm.supports])
+def test_products_of_blocks_take_fp8_alone(
+    supports: Callable[..., bool | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "_multiplies", lambda *args: True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+
+        def ask(kind: torch.dtype, dtype: str = "bfloat16", block: int = GROUP, columns: int = 384) -> bool | str:
+            x, weight = (torch.empty(count, 256, device="cuda").to(kind) for count in (5, columns))
+            scales = (torch.empty(*shape, device="cuda") for shape in ((5, 2), (3, 2)))
+            return supports(x, next(scales), weight, next(scales), None, dtype, block)
+
+        assert ask(torch.float8_e4m3fn) is True
+        assert "fn only" in str(ask(torch.int8))
+        assert "not both int8 or" in str(ask(torch.bfloat16))
+        assert "no blocks" in str(ask(torch.float8_e4m3fn, block=0))
+        assert "128 only" in str(ask(torch.float8_e4m3fn, block=64))
+        assert "multiples of 128" in str(ask(torch.float8_e4m3fn, columns=320))
+        assert "float32" in str(ask(torch.float8_e4m3fn, "float32"))
 
 
 @pytest.fixture
@@ -260,38 +297,84 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         asked.cache_clear()
 
 
+def program(folder: Path, mode: int = 0o755) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    path = folder / "bin" / "nvcc"
+    path.touch(mode)
+    return path
+
+
 def test_deep_gemm_says_what_it_lacks(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def why() -> str:
         library.deep_gemm.cache_clear()
         library.why_no_deep_gemm.cache_clear()
         return library.why_no_deep_gemm()
 
-    assert why() == "neither no_such_gemm nor fl_test_host.third_party.gemm is installed"
     module = hopper / "fl_test_host" / "third_party" / "gemm"
     module.mkdir(parents=True)
     (hopper / "fl_test_host" / "__init__.py").touch()
+    assert why() == "neither no_such_gemm nor fl_test_host.third_party.gemm is installed"
     (module / "__init__.py").write_text("raise SystemExit('nothing imports it to find it')")
-    for name in ("PATH", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.setenv(name, str(hopper))
-    monkeypatch.setattr(library, "USUAL_HOME", str(hopper))
-    assert why() == "it compiles its kernels with nvcc, and there is none in PATH or CUDA_HOME"
-    (hopper / "bin").mkdir()
-    (hopper / "bin" / "nvcc").touch()
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(hopper))
+    monkeypatch.setattr(library, "USUAL_HOME", str(hopper / "usual"))
+    no_program = f"it compiles its kernels with nvcc, and {hopper}/usual/bin/nvcc is no program"
+    assert why() == no_program
+    usual = program(hopper / "usual", 0o644)
+    assert why() == no_program
+    usual.chmod(0o755)
+    assert why() == ""
+    monkeypatch.setenv("CUDA_PATH", str(hopper / "other"))
+    assert why() == f"it compiles its kernels with nvcc, and {hopper}/other/bin/nvcc is no program"
+    program(hopper / "other")
+    assert why() == ""
+    monkeypatch.setenv("CUDA_HOME", str(hopper))
+    assert "is no program" in why()
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name)
+    usual.unlink()
+    monkeypatch.setenv("PATH", str(hopper / "other" / "bin"))
     assert why() == ""
     monkeypatch.setattr(library, "CUDA", replace(device.CUDA, detect=lambda: True, capability=lambda index: (10, 0)))
     assert why() == "its scales are float32 on compute capability 9 alone, this GPU has 10"
 
 
-def test_deep_gemm_multiplies_scales_as_they_are(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_gemm_is_the_first_module_that_can_be_imported(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "DEEP_GEMM", ("fl_broken_gemm", "fl_whole_gemm"))
+    for name, text in (("fl_broken_gemm", "import fl_no_such_extension"), ("fl_whole_gemm", "fp8_gemm_nt = print")):
+        (hopper / name).mkdir()
+        (hopper / name / "__init__.py").write_text(text)
+    assert library.deep_gemm() == ("fl_broken_gemm", "fl_whole_gemm")
+    assert deep_gemm._kernel() is print
+    deep_gemm._kernel.cache_clear()
+    (hopper / "fl_broken_gemm" / "__init__.py").write_text("fp8_gemm_nt = repr")
+    monkeypatch.delitem(sys.modules, "fl_broken_gemm", raising=False)
+    assert deep_gemm._kernel() is repr
+
+
+@pytest.mark.parametrize("how", spread(1))
+@pytest.mark.parametrize("rows", [0, 1, 30])
+def test_deep_gemm_multiplies_scales_as_they_are(rows: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(x: Any, weight: Any, out: torch.Tensor, *, disable_ue8m0_cast: bool) -> None:
         assert disable_ue8m0_cast
+        assert len(x[0]) == len(x[1]) == len(out) > 0
+        assert all(one.is_contiguous() and one.dim() == 2 for one in (*x, *weight, out))
         out.copy_(product(*x, *weight, torch.zeros(384)))
 
-    monkeypatch.setitem(sys.modules, "fl_test_gemm", SimpleNamespace(fp8_gemm_nt=multiply))
-    monkeypatch.setattr(library, "deep_gemm", lambda: "fl_test_gemm")
-    for rows in (0, 1, 30):
-        given = blocks(rows)
-        assert torch.equal(deep_gemm.scaled_linear(*given, block_size=GROUP), product(*given))
+    monkeypatch.setattr(deep_gemm, "_kernel", lambda: multiply)
+    given = spread(rows)[how]
+    found = deep_gemm.scaled_linear(*given, block_size=GROUP)
+    assert torch.equal(found, product(*blocks(rows)).view(*given[0].shape[:-1], 384))
+
+
+def test_deep_gemm_is_taken_by_its_name_alone() -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    impl = manager.registry.get_implementation("scaled_linear", "vendor.cuda.deep_gemm")
+    assert impl is not None
+    assert not any(match_token(impl, token) for token in ("vendor", "vendor:cuda", "flagos"))
+    assert match_token(impl, "impl:vendor.cuda.deep_gemm")
 
 
 def test_kernels_for_another_capability_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

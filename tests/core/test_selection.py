@@ -160,6 +160,25 @@ def tuned(*rules: TunedRule) -> SelectionPolicy:
     return SelectionPolicy(op_tuned=(("silu_and_mul", rules),))
 
 
+def test_who_is_taken_by_its_name_alone_comes_nowhere_else() -> None:
+    alone = replace(impl("vendor.a", priority=200), properties={"only_by_name": True})
+    others = [impl("vendor.b"), impl("reference.torch")]
+    for prefer in ("vendor", "flagos", "reference"):
+        decision = select("demo", [alone, *others], SelectionPolicy(prefer=prefer))
+        assert "vendor.a" not in ids(decision)
+        assert "vendor.a: skipped, not named in the order" in str(decision)
+    for order in (["vendor:a", "reference"], ["vendor", "reference"]):
+        assert "vendor.a" not in ids(
+            select("demo", [alone, *others], SelectionPolicy.from_dict(per_op_order={"demo": order}))
+        )
+    named = SelectionPolicy.from_dict(per_op_order={"demo": ["impl:vendor.a", "vendor"]})
+    assert ids(select("demo", [alone, *others], named)) == ["vendor.a", "vendor.b"]
+    rule = TunedRule(order=("impl:vendor.a",), tokens=(65, 8192))
+    tuned = select("demo", [alone, *others], SelectionPolicy(op_tuned=(("demo", (rule,)),)))
+    assert tuned.branches[0].candidates[0].impl_id == "vendor.a"
+    assert alone not in tuned.branches[-1].candidates
+
+
 def test_a_conditional_choice_looks_at_dtype_and_tokens() -> None:
     few = TunedRule(order=("impl:vendor.few",), dtype="float32", tokens=(1, 4))
     seen: list[str] = []

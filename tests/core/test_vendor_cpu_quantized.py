@@ -13,19 +13,21 @@ from builders import as_called
 from fl_dispatch import prepared
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cpu import library
-from fl_dispatch.backends.vendor.cpu.impl import quantization
+from fl_dispatch.backends.vendor.cpu.impl import own_integers, quantization
 from fl_dispatch.backends.vendor.cpu.register_ops import register_builtins
 from fl_dispatch.ops import OPERATORS, Sample
 from fl_dispatch.types import OpImpl
 
 MISSING = library.why_unavailable()
+NO_INTEGERS = own_integers.why_unavailable()
+needs_integers = pytest.mark.skipif(bool(NO_INTEGERS), reason=NO_INTEGERS)
 FAST = quantization._multiplies_int8()
 HALF, DTYPES = [torch.bfloat16], [torch.float32, torch.bfloat16, torch.float16]
 KERNELS = [
     pytest.param("quantize", "vendor.cpu", DTYPES, marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
     pytest.param("scaled_linear", "vendor.cpu.onednn", DTYPES, marks=pytest.mark.skipif(not FAST, reason="no VNNI")),
     ("weight_only_linear", "vendor.cpu.onednn", HALF),
-    ("scaled_linear", "vendor.cpu.cpp", DTYPES),
+    pytest.param("scaled_linear", "vendor.cpu.cpp", DTYPES, marks=needs_integers),
     ("weight_only_linear", "vendor.cpu.cpp", [torch.float32, torch.bfloat16]),
 ]
 each_kernel = pytest.mark.parametrize(("name", "implementation", "dtypes"), KERNELS)
@@ -121,6 +123,47 @@ NOT_TOGETHER = {
 def test_tensors_that_do_not_belong_together_are_declined_before_their_memory_is_read(what: str) -> None:
     name, args = NOT_TOGETHER[what]
     assert isinstance(found(name, "vendor.cpu.cpp").supports(*args), str)
+
+
+SIZES = ((1, 1, 1), (2, 3, 0), (5, 13, 17), (6, 12, 768), (7, 25, 770), (96, 24, 64), (97, 3, 1600), (203, 31, 33))
+"""Rows, columns and elements, on both sides of what a thread takes at a time."""
+
+
+@needs_integers
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("rows", "columns", "inner"), SIZES)
+def test_sums_of_integers_are_exact(
+    rows: int, columns: int, inner: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest products, too: a sum is rounded once, when it becomes a number of float32."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (
+        torch.randint(-128, 128, (count, inner), generator=generator, dtype=torch.int8) for count in (rows, columns)
+    )
+    x[0], weight[0] = -128, -128
+    x_scale, scale = torch.rand(rows, 1, generator=generator), torch.rand(columns, 1, generator=generator)
+    bias = torch.rand(columns, generator=generator)
+    wanted = (x.double() @ weight.double().t()).float() * x_scale * scale.t()
+    assert torch.equal(own_integers.scaled_linear(x, x_scale, weight, scale, None, "float32"), wanted)
+    assert torch.equal(own_integers.scaled_linear(x, x_scale, weight, scale, bias, "float32"), wanted + bias)
+    one = own_integers.scaled_linear(x, x_scale, weight, scale[:1], None, "float32")
+    assert torch.equal(one, (x.double() @ weight.double().t()).float() * x_scale * scale[0])
+
+
+@needs_integers
+def test_a_row_is_as_long_as_its_sum_fits_32_bits() -> None:
+    longest = own_integers.LONGEST
+    x, one = torch.full((1, longest), -128, dtype=torch.int8), ONES(1, 1)
+    assert own_integers.supports_scaled_linear(x, one, x, one) is True
+    assert float(own_integers.scaled_linear(x, one, x, one, None, "float32")) == longest * 128 * 128
+    longer = torch.cat((x, x[:, :1]), -1)
+    assert "32 bits" in str(own_integers.supports_scaled_linear(longer, one, longer, one))
+
+
+def test_a_processor_without_avx2_has_no_products_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "processor_flags", lambda: frozenset({"sse4_2"}))
+    assert own_integers.why_unavailable() == "the processor has no AVX2"
 
 
 def test_the_processor_is_asked_once_whether_it_multiplies_int8(monkeypatch: pytest.MonkeyPatch) -> None:

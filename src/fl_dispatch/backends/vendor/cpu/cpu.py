@@ -19,6 +19,7 @@ from .impl import (
     normalization,
     own_attention,
     own_experts,
+    own_integers,
     own_quantization,
     quantization,
     recurrent,
@@ -123,10 +124,19 @@ class CpuOwnExpertsBackend(_Compiled):
         return _elsewhere() or own_experts.why_unavailable()
 
 
+class CpuOwnIntegersBackend(_Compiled):
+    """Products of quantized rows in C++ of this project, which need AVX2 too."""
+
+    scaled_linear = staticmethod(own_integers.scaled_linear)
+
+    def why_unavailable(self) -> str:
+        """Why they do not compile, or are not for this machine's models."""
+        return _elsewhere() or own_integers.why_unavailable()
+
+
 class CpuOwnQuantizedBackend(_Compiled):
     """Products with quantized weights in C++ of this project, likewise."""
 
-    scaled_linear = staticmethod(own_quantization.scaled_linear)
     weight_only_linear = staticmethod(own_quantization.weight_only_linear)
 
     def why_unavailable(self) -> str:

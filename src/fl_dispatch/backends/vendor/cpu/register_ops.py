@@ -11,6 +11,7 @@ from .cpu import (
     CpuExpertsBackend,
     CpuOwnBackend,
     CpuOwnExpertsBackend,
+    CpuOwnIntegersBackend,
     CpuOwnQuantizedBackend,
     CpuProductsBackend,
     CpuRecurrentBackend,
@@ -24,6 +25,7 @@ from .impl import (
     normalization,
     own_attention,
     own_experts,
+    own_integers,
     own_quantization,
     quantization,
     recurrent,
@@ -125,14 +127,18 @@ def register_builtins(registry: Registry) -> None:
                 supports={"fused_moe": own_experts.supports_fused_moe},
                 opaque=True,
             ),
-            *CpuOwnQuantizedBackend().implementations(
+            *CpuOwnIntegersBackend().implementations(
                 BackendImplKind.VENDOR,
                 "vendor.cpu.cpp",
                 BackendPriority.VENDOR - 6,  # after PyTorch's, where that one has instructions for them
-                supports={
-                    "scaled_linear": own_quantization.supports_scaled_linear,
-                    "weight_only_linear": own_quantization.supports_weight_only_linear,
-                },
+                supports={"scaled_linear": own_integers.supports_scaled_linear},
+                opaque=True,
+            ),
+            *CpuOwnQuantizedBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu.cpp",
+                BackendPriority.VENDOR - 6,
+                supports={"weight_only_linear": own_quantization.supports_weight_only_linear},
                 opaque=True,
             ),
         ]

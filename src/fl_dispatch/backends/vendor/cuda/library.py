@@ -126,7 +126,7 @@ STATE_SPACES = (
 )
 
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
-"""Modules that DeepGEMM may be: the first counts, as with vLLM."""
+"""Modules that DeepGEMM may be, in vLLM's order."""
 HOPPER = 9
 USUAL_HOME = "/usr/local/cuda"
 
@@ -192,14 +192,15 @@ def _why_other(launcher: Launcher) -> str:
 
 
 @functools.cache
-def deep_gemm() -> str:
-    """The module that is DeepGEMM, or an empty string. Imports nothing, and is imported with a first call."""
+def deep_gemm() -> tuple[str, ...]:
+    """The modules there that may be DeepGEMM. Imports nothing; a first call imports one."""
+    found = []
     for module in DEEP_GEMM:
         package, *inside = module.split(".")
         folder = _folder(package)
         if folder is not None and folder.joinpath(*inside, "__init__.py").is_file():
-            return module
-    return ""
+            found.append(module)
+    return tuple(found)
 
 
 @functools.cache
@@ -211,7 +212,7 @@ def why_no_deep_gemm() -> str:
         return f"its scales are float32 on compute capability {HOPPER} alone, this GPU has {capability[0]}"
     if not deep_gemm():
         return f"neither {' nor '.join(DEEP_GEMM)} is installed"
-    homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
-    places = [Path(home) / "bin" for home in (*homes, USUAL_HOME) if home]
-    compiler = shutil.which("nvcc") or next((place for place in places if (place / "nvcc").is_file()), None)
-    return "" if compiler else "it compiles its kernels with nvcc, and there is none in PATH or CUDA_HOME"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = None if home else shutil.which("nvcc")
+    compiler = path or str(Path(home or USUAL_HOME).absolute() / "bin" / "nvcc")
+    return "" if os.access(compiler, os.X_OK) else f"it compiles its kernels with nvcc, and {compiler} is no program"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Registry
-from fl_dispatch.types import BackendImplKind, BackendPriority
+from fl_dispatch.types import ONLY_BY_NAME, BackendImplKind, BackendPriority
 
 from .cuda import (
     CudaBackend,
@@ -92,8 +92,9 @@ def register_builtins(registry: Registry) -> None:
             *DeepGemmBackend().implementations(
                 kind,
                 "vendor.cuda.deep_gemm",
-                priority - 1,  # the others compile nothing
+                priority,
                 supports={"scaled_linear": deep_gemm.supports},
+                properties={ONLY_BY_NAME: True},  # it compiles kernels while requests wait
                 opaque=True,
                 device_types=devices,
             ),

@@ -19,7 +19,7 @@ from .own_attention import problem
 from .own_experts import address
 
 SOURCE = Path(__file__).with_name("quantized.cpp")
-MANY, MANY_INT8 = 32, 8
+MANY = 32
 """Rows from which on it is faster to turn the whole weight into float32 for a product of matrices."""
 
 
@@ -35,41 +35,6 @@ class _Call(ctypes.Structure):
 def why_unavailable() -> str:
     """Why the function is not there, or an empty string."""
     return cpp.why_not(SOURCE)
-
-
-def supports_scaled_linear(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: str = "bfloat16",
-    block_size: int = 0,
-) -> bool | str:
-    """A few rows of int8, without blocks."""
-    if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
-        return "int8 without scales of blocks only"
-    if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
-        return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
-    if x_scale.shape != (*x.shape[:-1], 1) or weight_scale.shape not in ((len(weight), 1), (1, 1)):
-        return f"scales are {tuple(x_scale.shape)} and {tuple(weight_scale.shape)}, not one a row and a column"
-    return _mismatch(x, weight, len(weight), bias) or _limits(MANY_INT8, x, weight) or True
-
-
-def scaled_linear(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: str = "bfloat16",
-    block_size: int = 0,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantization.scaled_linear`."""
-    product = _product(x, weight, weight_scale.expand(len(weight), 1).contiguous(), None).mul_(x_scale)
-    if bias is not None:
-        product += bias
-    return product.to(getattr(torch, dtype))
 
 
 def supports_weight_only_linear(
@@ -89,7 +54,7 @@ def supports_weight_only_linear(
     if why := _mismatch(x, weight, len(scale), bias):
         return why
     given = (weight, scale) if zero is None else (weight, scale, zero)
-    return _limits(MANY, x, *given) or True
+    return _limits(x, *given) or True
 
 
 def weight_only_linear(
@@ -112,14 +77,14 @@ def _mismatch(x: Tensor, weight: Tensor, columns: int, bias: Tensor | None) -> s
     return ""
 
 
-def _limits(many: int, x: Tensor, *weights: Tensor) -> str:
+def _limits(x: Tensor, *weights: Tensor) -> str:
     """Why these are not for the function, or an empty string."""
     if not all(tensor.is_cpu for tensor in (x, *weights)):
         return "a tensor is not on the CPU"
     if not all(tensor.is_contiguous() for tensor in weights):
         return "the elements of a weight lie apart"
-    if x.shape[:-1].numel() > many:
-        return f"more than {many} rows, which a product of matrices is faster for"
+    if x.shape[:-1].numel() > MANY:
+        return f"more than {MANY} rows, which a product of matrices is faster for"
     return ""
 
 

@@ -19,8 +19,17 @@ from .quantization import GROUP, why_no_product
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    multiply: Callable[..., None] = importlib.import_module(library.deep_gemm()).fp8_gemm_nt
-    return multiply
+    """Its function, from the first module that can be imported, as with vLLM."""
+    modules = library.deep_gemm()
+    for module in modules:
+        try:
+            multiply: Callable[..., None] = importlib.import_module(module).fp8_gemm_nt
+        except ImportError:
+            if module == modules[-1]:
+                raise
+        else:
+            return multiply
+    raise ImportError(f"there is no {' or '.join(library.DEEP_GEMM)}")
 
 
 def supports(

@@ -68,7 +68,7 @@ def _multiplies(index: int, kind: torch.dtype, blocks: bool) -> bool:
     """Whether the library has a kernel for a type on a GPU."""
     has = capability(index)
     if kind is torch.int8:
-        return not blocks and FIRST_INT8 <= has <= LAST_INT8
+        return FIRST_INT8 <= has <= LAST_INT8
     ask = torch.ops._C.cutlass_scaled_mm_supports_block_fp8 if blocks else torch.ops._C.cutlass_scaled_mm_supports_fp8
     return bool(ask(has))
 
@@ -81,6 +81,8 @@ def why_no_product(
         return f"x is on {x.device}, not on a GPU"
     if x.dtype is not weight.dtype or x.dtype not in (torch.int8, FP8):
         return f"x is {x.dtype} and weight {weight.dtype}, not both int8 or {FP8}"
+    if blocks and x.dtype is not FP8:
+        return f"the kernels have blocks of {FP8} only"
     if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
         return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
     if dtype not in RESULTS:
@@ -169,7 +171,7 @@ def scaled_blocks(
     """See :data:`fl_dispatch.ops.quantization.scaled_linear`, for blocks.
 
     vLLM 0.33 multiplies rows that are no multiple of four with a kernel for few rows, which takes several times as long
-    for thousands; earlier versions refuse. So rows are added, whatever they hold, and left out of the result.
+    for thousands; old versions refuse. So rows are added, whatever they hold, and left out of the result.
     """
     columns, inner = weight.shape
     rows, scales = x.reshape(-1, inner).contiguous(), x_scale.reshape(-1, x_scale.shape[-1])

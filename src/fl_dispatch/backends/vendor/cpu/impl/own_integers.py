@@ -1,0 +1,95 @@
+"""Products of quantized rows with quantized weights in C++ of our own, on processors with AVX2.
+
+``integers.cpp`` adds integers, so its sums are exact for as many elements as 32 bits hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fl_dispatch import cpp
+from fl_dispatch.errors import NotSupported
+
+from .. import library
+from .own_experts import address
+
+SOURCE = Path(__file__).with_name("integers.cpp")
+LONGEST = (1 << 31) // (128 * 128) - 1
+"""Elements of a row whose products 32 bits hold, all of them the largest."""
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of ``integers.cpp``."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("x", "x_scale", "weight", "weight_scale", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "inner", "threads")),
+    ]
+
+
+def why_unavailable() -> str:
+    """Why the function is not there, or an empty string."""
+    return cpp.why_not(SOURCE) if "avx2" in library.processor_flags() else "the processor has no AVX2"
+
+
+def supports_scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> bool | str:
+    """int8 without blocks."""
+    if x.dtype is not torch.int8 or weight.dtype is not torch.int8 or block_size:
+        return "int8 without scales of blocks only"
+    if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
+        return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
+    if x_scale.shape != (*x.shape[:-1], 1) or weight_scale.shape not in ((len(weight), 1), (1, 1)):
+        return f"scales are {tuple(x_scale.shape)} and {tuple(weight_scale.shape)}, not one a row and a column"
+    if weight.shape[1:] != x.shape[-1:] or (bias is not None and bias.shape != (len(weight),)):
+        given = "no bias" if bias is None else f"a bias of shape {tuple(bias.shape)}"
+        return f"rows of {x.shape[-1]}, a weight of shape {tuple(weight.shape)} and {given} do not belong together"
+    if not all(tensor.is_cpu for tensor in (x, x_scale, weight, weight_scale)):
+        return "a tensor is not on the CPU"
+    if not weight.is_contiguous():
+        return "the elements of a weight lie apart"
+    return x.shape[-1] <= LONGEST or f"rows of {x.shape[-1]} elements, whose sums may exceed 32 bits"
+
+
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    dtype: str = "bfloat16",
+    block_size: int = 0,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantization.scaled_linear`. Sums are exact."""
+    columns, inner = weight.shape
+    rows, scales = x.contiguous(), weight_scale.expand(columns, 1).contiguous()
+    out = x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
+    call = _Call(
+        *(address(tensor) for tensor in (rows, x_scale.contiguous(), weight, scales)), out.data_ptr(),
+        x.shape[:-1].numel(), columns, inner, torch.get_num_threads(),
+    )  # fmt: skip
+    if not _function()(ctypes.byref(call)):
+        raise NotSupported("the function was compiled for a processor without AVX2")
+    if bias is not None:
+        out += bias
+    return out.to(getattr(torch, dtype))
+
+
+@cache
+def _function() -> Any:
+    function = cpp.load(SOURCE).integer_product
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int64
+    return function
