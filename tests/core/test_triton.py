@@ -97,7 +97,6 @@ SMALL = {
         "1 of 512 to 384, bias",
         "1 of 1024 to 512, no norm, gated",
         "float8, 1 of 3072 to 256, no norm",
-        "float8, 1 of 1024 to 1536, no norm, gated",
         "float8, bias, no norm",
         "float8, one scale, no norm",
         "odd sizes",
