@@ -1,8 +1,8 @@
 """Quantized results of a norm and of a gated activation: only they are written.
 
 A program holds whole rows of a norm, and whole groups or rows of an activation. If none can, the two kernels run one
-after the other. The results are the same, bit by bit in Triton's interpreter; on a GPU the compiler
-may add a row up in another order.
+after the other. The results are the same, bit by bit in Triton's interpreter; on a GPU the compiler may add a row up in
+another order.
 """
 
 from __future__ import annotations
