@@ -1,11 +1,12 @@
 """Times candidates for the launch tables of the quantized Triton kernels, beside the vendor's kernels.
 
-The products are those of Llama-3.1-8B. A candidate takes the place of a constant of the kernel's module for the calls
-that it is timed with. Times are the device's, in graphs, over copies of the weight that do not fit the cache together.
-The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, those of blocks, TILES, constants of one row, of words.
+The products are those of Llama-3.1-8B, or of DeepSeek-V2-Lite. A candidate takes the place of a constant of the
+kernel's module for the calls that it is timed with. Times are the device's, in graphs, over copies of the weight that
+do not fit the cache together. The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, those of blocks, TILES,
+constants of one row, of words.
 
     python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--as-it-is]
-        [--json FILE]
+        [--model deepseek-v2-lite] [--json FILE]
 
 ``--as-it-is``: no candidates, only the tables as they are beside the vendor's kernels.
 
@@ -32,8 +33,13 @@ from fl_dispatch.evidence.bench import calls_of, rotated
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops import OPERATORS
 
-WEIGHTS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-"""Columns and inner sizes."""
+WEIGHTS = {
+    "llama-3.1-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "deepseek-v2-lite": {
+        "q": (3072, 2048), "kv_a": (576, 2048), "o": (2048, 2048), "gate_up": (5632, 2048), "down": (2048, 2816),
+    },
+}  # fmt: skip
+"""Model → columns and inner sizes; a mixture's are those of its shared experts."""
 KINDS = {"fp8": "scaled_linear", "int8": "scaled_linear", "blocks": "scaled_linear", "w4": "weight_only_linear"}
 BLOCK = 128
 SOME = (
@@ -64,7 +70,7 @@ def arguments(kind: str, rows: int, columns: int, inner: int) -> tuple[Any, ...]
     x, weight = (
         (torch.randn(count, inner, device="cuda") * 32).clamp(-127, 127).to(dtype) for count in (rows, columns)
     )
-    across, down = (inner // BLOCK, columns // BLOCK) if kind == "blocks" else (1, columns)
+    across, down = (inner // BLOCK, -(-columns // BLOCK)) if kind == "blocks" else (1, columns)
     block = BLOCK if kind == "blocks" else 0
     return x, scales(rows, across), weight, scales(down, across), None, "bfloat16", block
 
@@ -131,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
+    parser.add_argument("--model", choices=WEIGHTS, default="llama-3.1-8b")
     parser.add_argument("--as-it-is", action="store_true", help="no candidates")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -140,7 +147,7 @@ def main() -> None:
         operator = OPERATORS[KINDS[kind]]
         module: Any = weight_only if kind == "w4" else scaled
         for rows in given.rows:
-            for name, (columns, inner) in WEIGHTS.items():
+            for name, (columns, inner) in WEIGHTS[given.model].items():
                 args = operator.bind(arguments(kind, rows, columns, inner), {})
                 prepared.declare_all(operator.stay(args))
                 assert operator.work is not None

@@ -3,8 +3,8 @@
 vLLM splits such a layer into a runner, which owns the router and the collectives, and a method, which owns the weights
 and a kernel made of "prepare and finalize" and "experts". On an out-of-tree platform it has neither experts nor, for
 most models, a router that runs: those are compiled CUDA code. Here the method gets experts of :mod:`vllm_fl.experts`,
-the runner a router of :mod:`vllm_fl.routers`. Everything else stays vLLM's: shared experts, expert maps, the exchange
-of tokens between ranks.
+the runner a router of :mod:`vllm_fl.routers` and the stream of :mod:`vllm_fl.shared_experts`. Everything else stays
+vLLM's: what shared experts compute, expert maps, the exchange of tokens between ranks.
 
 Importing this module imports nothing of vLLM, as for every module that :mod:`vllm_fl.layers` has rows of.
 """
@@ -71,9 +71,11 @@ class RunnerLayer(DispatchedLayer):
     fl_operator = ""
     fl_traced = False
     router: Any
+    _shared_experts: Any
 
     def __init__(self, *args: Any, layer_name: str, router: Any, **kwargs: Any) -> None:
         from .routers import RouterFL, route
+        from .shared_experts import beside
 
         try:
             found = route(router)
@@ -87,6 +89,7 @@ class RunnerLayer(DispatchedLayer):
                 )
             self.fl_operator, router = found.operator, RouterFL(router, found)
         super().__init__(*args, layer_name=layer_name, router=router, **kwargs)
+        self._shared_experts = beside(self._shared_experts)
 
     def fl_bind(self, scope: str | None) -> None:
         if self.fl_operator:

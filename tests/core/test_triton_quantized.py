@@ -16,6 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 from fl_dispatch.backends.triton.impl import moe, quantized_moe, scaled, weight_only
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.quantized_moe import sums_narrow
 
 FP8 = torch.float8_e4m3fn
 HALF, SINGLE = torch.float16, torch.float32
@@ -171,7 +173,6 @@ def test_words_have_the_numbers_of_their_bytes_in_the_interpreter() -> None:
     [
         moe.PLANS,
         quantized_moe.SCALED_PLANS,
-        quantized_moe.BLOCK_PLANS,
         quantized_moe.PACKED_PLANS,
     ],
 )
@@ -180,6 +181,27 @@ def test_pairs_of_an_expert_decide_the_tiles(plans: moe.Plans) -> None:
     assert plans.choose(129, 8, 128) is plans.choose(256, 8, 128) is plans.few[1][1]
     assert plans.choose(512, 8, 128) is plans.few[2][1]
     assert plans.choose(513, 8, 128) is plans.choose(16384, 8, 128) is plans.many
+
+
+@pytest.mark.parametrize("plans", [quantized_moe.BLOCK_PLANS, quantized_moe.EXACT_BLOCK_PLANS])
+def test_pairs_of_an_expert_decide_the_tiles_of_blocks(plans: moe.Plans) -> None:
+    assert plans.choose(16, 8, 128) is plans.few[0][1]
+    assert plans.choose(17, 8, 128) is plans.choose(256, 8, 128) is plans.few[1][1]
+    assert plans.choose(257, 8, 128) is plans.choose(512, 8, 128) is plans.few[2][1]
+    assert plans.choose(513, 8, 128) is plans.many
+
+
+@pytest.mark.parametrize(("tokens", "narrow"), [(1, False), (512, False), (513, True), (1024, True)])
+def test_many_pairs_of_bfloat16_alone_are_summed_with_fewer_bits(tokens: int, narrow: bool) -> None:
+    """From the pairs on that get the last plan; the accepted error grows with it."""
+    half, ids = torch.empty(0, dtype=torch.bfloat16), torch.empty(tokens, 8, dtype=torch.int32)
+    assert sums_narrow(half, ids, 128) is narrow
+    assert not sums_narrow(half.float(), ids, 128)
+    assert not sums_narrow(half.half(), ids, 128)
+    operator, given = OPERATORS["scaled_moe"], {**experts_of(FP8), "hidden_states": half}
+    few, many = ({**given, "w13": torch.empty(128, 0, 0), "topk_ids": each} for each in (ids[:1], ids))
+    usual, accepted = (operator.tolerance(half.dtype, operator.bind((), call)) for call in (few, many))
+    assert (accepted.atol > usual.atol + 0.1) is narrow
 
 
 @pytest.mark.parametrize(("tokens", "sorts"), [(1, False), (2, False), (3, True)])
@@ -263,6 +285,46 @@ def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
+
+
+SIDES = """
+import json, sys
+import torch
+from fl_dispatch.backends.triton.impl import quantized_moe
+from fl_dispatch.ops.inputs import mixtures
+from fl_dispatch.ops.inputs.mixtures import Mixture
+
+host, forms, wrong, launch = torch.device("cpu"), set(), [], quantized_moe._launch_scaled
+names = quantized_moe._scaled.arg_names
+
+def noted(grid, tensors, numbers, *, sizes, **options):
+    forms.add(dict(zip(names, (*tensors, *sizes, *numbers)))["EXACT"])
+    launch(grid, tensors, numbers, sizes=sizes, **options)
+
+quantized_moe._launch_scaled = noted
+for tokens in json.loads(sys.argv[1]):
+    made = mixtures.scaled(torch.bfloat16, host, torch.Generator().manual_seed(tokens), torch.float8_e4m3fn, block=32)
+    half, *rest = made(Mixture(tokens, 3, 2, 96, 40, local=[2, 0]))
+    seen = []
+    for x in (half, half.float()):
+        forms.clear()
+        result = quantized_moe.scaled_moe(x, *rest).float()
+        seen.append([result, sorted(forms)])
+    (found, by_half), (right, by_wide) = seen
+    wrong.append([tokens, by_half, by_wide, float((found - right).abs().max() / right.std()) < 0.1])
+print(json.dumps(wrong))
+"""
+
+
+def test_blocks_are_multiplied_alike_from_either_side_in_the_interpreter() -> None:
+    """Float32 is exact everywhere; bfloat16 in the first product alone, and from many pairs on nowhere."""
+    tokens = [1, 8, 32, 64]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", SIDES, json.dumps(tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    expected = [[count, [False] if count > 48 else [False, True], [True], True] for count in tokens]
+    assert json.loads(done.stdout) == expected
 
 
 CHOSEN_BY_KEY = """

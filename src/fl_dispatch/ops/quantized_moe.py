@@ -14,6 +14,14 @@ from .inputs.mixtures import Mixture
 from .moe import CHAIN, OPAQUE, OUTPUT, PLAIN_ACTIVATIONS, TOLERANCES, read_experts, tokens_workload
 from .quantization import FP8
 
+NARROW_PAIRS = 32
+"""Pairs of a token and a choice for each expert beyond which the first product of bfloat16 may be summed with fewer
+bits; of as many tokens as the next power of two."""
+QUANTIZED_OTHERWISE = 2**16
+"""Narrow terms, together an eighth, that stand for numbers between the products that such a sum quantizes otherwise. On
+an H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape results were off by 0.0044 of their root mean square, and
+at most by 0.085; the quantization itself is off by 0.044."""
+
 
 def _fake(place: int) -> Callable[..., Tensor]:
     """The result of a mixture whose argument ``out`` is in this place."""
@@ -81,9 +89,31 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     )
 
 
-def _fp8_terms(hidden_states: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, *args: object) -> int:
-    """Those of the second product: the first one's results are quantized again, so they are near float32."""
-    return w2.shape[2] if w2.dtype is FP8 else 0
+def sums_narrow(hidden_states: Tensor, topk_ids: Tensor, experts: int) -> bool:
+    """Whether the first product too may be summed with fewer bits than float32 has; ``experts``: here or not."""
+    tokens, topk = topk_ids.shape
+    rounded = 1 << max(0, tokens - 1).bit_length()
+    return hidden_states.dtype is torch.bfloat16 and rounded * topk > NARROW_PAIRS * experts
+
+
+def _fp8_terms(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    *args: object,
+) -> int:
+    """Those of the second product; the first one's results are near float32, or else some are quantized otherwise."""
+    if w2.dtype is not FP8:
+        return 0
+    experts = len(w13) if expert_map is None else len(expert_map)
+    return w2.shape[2] + sums_narrow(hidden_states, topk_ids, experts) * QUANTIZED_OTHERWISE
 
 
 @operator(
@@ -122,7 +152,8 @@ def scaled_moe(
     """As :data:`fused_moe`, where each product is :data:`quantize` of its rows and then :data:`scaled_linear`.
 
     Between the two products numbers are at least float32, because a half type would decide how they are quantized. So
-    matrix units may sum fp8 with fewer bits in the second product alone.
+    matrix units may sum fp8 with fewer bits in the second product, and in the first one where :func:`sums_narrow` says
+    so.
 
     Args:
         hidden_states: ``[tokens, hidden]``, floating point.

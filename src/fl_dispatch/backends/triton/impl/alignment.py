@@ -1,8 +1,8 @@
 """Sorting (token, choice) pairs by expert for a grouped matrix product, without atomics: the order is always the same.
 
 Pairs are cut into chunks. A first kernel counts each chunk's pairs by expert; in the second one every program adds up
-all counts for itself, so it knows where its chunk's pairs go, and it also fills the free places of some blocks. Pairs
-that fit one chunk take the second kernel alone.
+all counts for itself, so it knows where its chunk's pairs go, and it also fills the free places of some blocks. Few
+pairs take the second kernel alone: each of its programs counts all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ ELEMENTS = 8192
 MOST_AT_ONCE = 256
 """Pairs that a program compares with one another at a time."""
 MOST_CHUNKS = 128
+FEW = 32768
+"""Comparisons of all pairs with all experts up to which each program counts for itself."""
+FEW_AT_ONCE = 32
+"""Pairs of a chunk then."""
 
 
 @triton.jit
@@ -69,12 +73,16 @@ def _place(
     COUNTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STEP: tl.constexpr,
+    ALL: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_PLACES: tl.constexpr,
 ):
-    """Grid: chunks. Every program also fills up some blocks, ``BLOCKS`` at a time."""
+    """Grid: chunks. Every program also fills up some blocks, ``BLOCKS`` at a time.
+
+    It counts all pairs, ``ALL`` at a time, unless they are ``COUNTED``.
+    """
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_EXPERTS)
     before = tl.zeros([BLOCK_EXPERTS], dtype=tl.int32)
@@ -85,9 +93,12 @@ def _place(
         before = tl.sum(tl.where(other < chunk, count, 0), axis=0)
     else:
         total = before
-        for step in range(steps):
-            mine = _experts(topk_ids, expert_map, step * STEP + tl.arange(0, STEP), pairs, MAPPED)
-            total += tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        for first in range(0, pairs, ALL):
+            pair = first + tl.arange(0, ALL)
+            mine = _experts(topk_ids, expert_map, pair, pairs, MAPPED)
+            hit = (mine[:, None] == expert[None, :]).to(tl.int32)
+            total += tl.sum(hit, axis=0)
+            before += tl.sum(tl.where((pair < chunk * steps * STEP)[:, None], hit, 0), axis=0)
     used = (total + BLOCK_SIZE - 1) // BLOCK_SIZE
     end = tl.cumsum(used, axis=0)
     start = (end - used) * BLOCK_SIZE
@@ -138,12 +149,14 @@ def moe_align_block_size(
     experts = power_of_two(num_experts)
     most_pairs = power_of_two(topk_ids.shape[0]) * topk_ids.shape[1]
     most_blocks = aligned_blocks(most_pairs, block_size, num_experts)
-    step = max(16, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(most_pairs)))
+    most_step = max(16, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(most_pairs)))
+    few = power_of_two(most_pairs) * experts <= FEW
+    step = min(most_step, FEW_AT_ONCE) if few else most_step
     steps = power_of_two(-(-most_pairs // (step * MOST_CHUNKS)))
     chunks = -(-pairs // (step * steps))
     most_chunks = power_of_two(-(-most_pairs // (step * steps)))
     counts = padded
-    if most_chunks > 1:
+    if not few:
         counts = topk_ids.new_empty(chunks * experts, dtype=torch.int32)
         _launch_count((chunks, 1, 1), (topk_ids, other, counts), (mapped, step, experts), sizes=(pairs, steps), warps=8)
     _launch_place(
@@ -151,15 +164,16 @@ def moe_align_block_size(
         (topk_ids, other, counts, sorted_ids, expert_ids, padded),
         (
             mapped,
-            most_chunks > 1,
+            not few,
             block_size,
             step,
+            most_step,
             experts,
             most_chunks,
             max(1, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(-(-most_blocks // most_chunks)))),
             power_of_two(block_size),
         ),
         sizes=(pairs, steps, chunks, blocks),
-        warps=8,
+        warps=4 if few else 8,
     )
     return sorted_ids, expert_ids, padded

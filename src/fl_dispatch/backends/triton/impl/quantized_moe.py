@@ -2,8 +2,10 @@
 
 Rows that are quantized too are written once more between the two products, in float32 and in the order of their pairs,
 because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
-bits would decide how its result is quantized. Weights alone become a half type tile by tile, in registers, and a
-group's scale is a factor of its sum.
+bits would decide how its result is quantized. Few pairs for each expert leave time for that while weights are read;
+more of bfloat16, where it would double the time, are summed as the declaration allows. Weights with blocks that fp8
+units multiply are the long side of a tile. Weights alone become a half type tile by tile, in registers, and a group's
+scale is a factor of its sum.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from fl_dispatch.ops.quantization import FP8
+from fl_dispatch.ops.quantized_moe import NARROW_PAIRS, sums_narrow
 
 from .launch import Launcher, compiles, stages_that_fit
 from .moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
@@ -31,8 +34,15 @@ SCALED_FEW = (
     (48, Plan(64, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4))),
 )
 SCALED_PLANS = Plans(SCALED_FEW, Plan(128, Tile(128, 128, 8, 3, 8), Tile(128, 128, 8, 3, 8)))
-BLOCK_PLANS = Plans(SCALED_FEW, Plan(64, Tile(128, 128, 8, 4, 8), Tile(128, 128, 8, 4, 8)))
-"""With blocks, whose scales need registers."""
+BLOCK_FEW = (
+    (1, Plan(16, Tile(64, 128, 4, 6), Tile(64, 128, 4, 6))),
+    (16, Plan(16, Tile(64, 128, 4, 6), Tile(128, 128, 4, 5))),
+    (NARROW_PAIRS, Plan(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3))),
+)
+BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(128, 128, 4, 4, 8), Tile(128, 128, 4, 4, 8)))
+"""With blocks."""
+EXACT_BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(64, 128, 2, 4), Tile(128, 128, 4, 4, 8)))
+"""Where many pairs are multiplied in float16 too."""
 PACKED_PLANS = Plans(
     (
         (8, Plan(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
@@ -80,6 +90,7 @@ def _scaled(
     INTEGERS: tl.constexpr,
     EXACT: tl.constexpr,
     SHORT: tl.constexpr,
+    STAGES: tl.constexpr,
     SORTED: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -103,24 +114,22 @@ def _scaled(
     scale_row = weight_row
     if BLOCKS:
         scale_row = weight_row // BLOCKS
-    acc = scaled_tile(
-        x + source[:, None] * INNER,
-        weight + expert.to(tl.int64) * EXPERT_STRIDE + weight_row[None, :] * WEIGHT_ROW,
-        x_scale + source * SCALES,
-        weight_scale + (expert.to(tl.int64) * SCALE_ROWS + scale_row) * SCALES,
-        INNER,
-        BLOCKS,
-        True,
-        INTEGERS,
-        EXACT,
-        SHORT,
-        INNER % BLOCK_K == 0,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    rows, row_scales = x + source * INNER, x_scale + source * SCALES
+    weights = weight + expert.to(tl.int64) * EXPERT_STRIDE + weight_row * WEIGHT_ROW
+    weight_scales = weight_scale + (expert.to(tl.int64) * SCALE_ROWS + scale_row) * SCALES
+    if BLOCKS and not EXACT:
+        y = scaled_tile(
+            weights[:, None], rows[None, :], weight_scales, row_scales, INNER, BLOCKS, True, INTEGERS, EXACT, SHORT,
+            INNER % BLOCK_K == 0, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+        y = tl.trans(y)
+    else:
+        y = scaled_tile(
+            rows[:, None], weights[None, :], row_scales, weight_scales, INNER, BLOCKS, True, INTEGERS, EXACT, SHORT,
+            INNER % BLOCK_K == 0, None, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     _finish(
-        acc, bias, topk_weights, out, expert, pair, pair, seen, weight_row, tile, BIAS_ROW, WIDTH, ACTIVATION, GATED,
+        y, bias, topk_weights, out, expert, pair, pair, seen, weight_row, tile, BIAS_ROW, WIDTH, ACTIVATION, GATED,
         BIASED, False, WEIGHTED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
@@ -309,7 +318,10 @@ def scaled_moe(
     topk, integers = topk_ids.shape[1], w13.dtype is torch.int8
     kind = "int8" if integers else "float8_e4m3fn"
     numbered = experts if expert_map is None else expert_map.shape[0]
-    plan = (BLOCK_PLANS if block_size else SCALED_PLANS).choose(tokens, topk, numbered)
+    wide = hidden_states.dtype is torch.float32
+    narrow = sums_narrow(hidden_states, topk_ids, numbered)
+    block_plans = BLOCK_PLANS if narrow else EXACT_BLOCK_PLANS
+    plan = (block_plans if block_size else SCALED_PLANS).choose(tokens, topk, numbered)
     order = arrange(topk_ids, expert_map, numbered, plan.rows)
 
     def product(
@@ -318,22 +330,23 @@ def scaled_moe(
         tile: Tile,
         activated: tuple[str, bool],
         weighted: bool,
-        wide: bool,
+        exact: bool,
         to: Tensor,
     ) -> None:
         numbers, scale, bias = weight
         (_, columns, depth), at_once = numbers.shape, min(tile.depth, block_size or tile.depth)
+        stages = stages_that_fit(to.device, (plan.rows + tile.columns) * at_once, tile.stages)
         tensors = (*rows, numbers, scale.contiguous(), numbers if bias is None else bias, topk_weights, *order.tensors)
         multiply(
             _launch_scaled,
             (*tensors, to),
             (
                 *strides(numbers, bias), pairs // len(rows[0]), depth, columns, scale.shape[1], scale.shape[2],
-                block_size, *activated, bias is not None, weighted, integers, wide, min(SHORT_SUM, at_once),
+                block_size, *activated, bias is not None, weighted, integers, exact, min(SHORT_SUM, at_once), stages,
             ),
             columns,
             tile._replace(depth=at_once),
-            stages_that_fit(to.device, (plan.rows + tile.columns) * at_once, tile.stages),
+            stages,
             order,
         )  # fmt: skip
 
@@ -353,9 +366,8 @@ def scaled_moe(
     outputs = hidden_states.new_empty((pairs, hidden))
     rows = quantized_rows(x, kind, block_size or hidden, given(x13_scale), repeat)
     first, second = (w13, w13_scale, w13_bias), (w2, w2_scale, w2_bias)
-    product(rows, first, plan.up, (activation.removesuffix("_no_mul"), gated), False, True, between)
+    product(rows, first, plan.up, (activation.removesuffix("_no_mul"), gated), False, not narrow, between)
     rows = quantized_rows(between, kind, block_size or inner, given(x2_scale))
-    wide = hidden_states.dtype is torch.float32
     product(rows, second, plan.down, ("", False), not apply_router_weight_on_input, wide, outputs)
     add_up(outputs.view(tokens, topk, hidden), out, topk_ids, expert_map)
     return out

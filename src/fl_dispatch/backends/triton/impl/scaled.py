@@ -61,6 +61,8 @@ NARROW, MIDDLE, WIDE = (32, 512, 4, 4), (64, 128, 4, 8), (128, 256, 8, 2)
 middle where at most a third of the processors is idle."""
 BLOCKS_NARROW, BLOCKS_MIDDLE = (64, 512, 4, 3), (64, 256, 4, 4)
 """The same for weights with blocks: elements of several are multiplied block by block."""
+BLOCKS_SLIM, SLIM_ROWS = (16, 256, 4, 6), 32
+"""The same for 17 to 32 rows where narrow tiles would leave three quarters of the processors idle."""
 ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
@@ -222,6 +224,7 @@ def scaled_tile(
     EXACT: tl.constexpr,
     SHORT: tl.constexpr,
     EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
@@ -232,17 +235,19 @@ def scaled_tile(
         left, right: where rows begin, ``[ROWS, 1]``, and columns, ``[1, COLUMNS]``.
         left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``; with blocks the columns have
             one place in common unless ``SPREAD``.
+        AHEAD: stages by which scales are loaded ahead too, where the rows are a weight's; or ``None``.
     """
+    POLICY: tl.constexpr = "" if AHEAD is None else "evict_first"
     element = tl.arange(0, INNER)
     left, right = left + element[None, :], right + element[:, None]
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.int32 if INTEGERS else tl.float32)
-    for start in range(0, inner, INNER):
+    for start in tl.range(0, inner, INNER, num_stages=AHEAD):
         if EVEN:
-            a = tl.load(left + start)
+            a = tl.load(left + start, eviction_policy=POLICY)
             b = tl.load(right + start)
         else:
             inside = start + element < inner
-            a = tl.load(left + start, mask=inside[None, :], other=0.0)
+            a = tl.load(left + start, mask=inside[None, :], other=0.0, eviction_policy=POLICY)
             b = tl.load(right + start, mask=inside[:, None], other=0.0)
         if BLOCKS:
             part = start // BLOCKS
@@ -300,7 +305,7 @@ def _tiles(
         scales = weight_scale + there * COLUMN_SCALE
     y = scaled_tile(
         x + here[:, None] * X_ROW, weight + there[None, :] * WEIGHT_ROW, x_scale + here * SCALES, scales, inner, BLOCKS,
-        False, INTEGERS, EXACT, SHORT, EVEN, ROWS, COLUMNS, INNER,
+        False, INTEGERS, EXACT, SHORT, EVEN, None, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[None, :]
@@ -335,6 +340,8 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
     if rows <= SOME_ROWS:
         narrow, middle = (BLOCKS_NARROW, BLOCKS_MIDDLE) if blocks else (NARROW, MIDDLE)
         chosen = middle if 3 * -(-columns // middle[0]) >= 2 * units else narrow
+        if blocks and FEW_ROWS < rows <= SLIM_ROWS and 4 * -(-columns // narrow[0]) < units:
+            chosen = BLOCKS_SLIM
         if not blocks and -(-columns // WIDE[0]) >= units and shared_memory(device) >= ROOM:
             chosen = WIDE
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
