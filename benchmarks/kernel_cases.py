@@ -433,6 +433,24 @@ CASES = (
 
 
 @contextlib.contextmanager
+def h200(offer_hopper: bool) -> Iterator[None]:
+    """Operators choose their kernels as on an H200, and Triton compiles for it."""
+    gpu = SimpleNamespace(
+        compute_units=lambda index: H200.multi_processor_count,
+        shared_memory=lambda index: H200.shared_memory_per_block_optin,
+    )
+    triton.runtime.driver.set_active(CompilingDriver())
+    with (
+        mock.patch.object(attention, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
+        mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
+        mock.patch.object(launch, "device_of", return_value=gpu, create=True),
+        mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
     """Compile what is launched instead of running it."""
 
@@ -442,18 +460,7 @@ def launches(offer_hopper: bool, compiled: list[Any]) -> Iterator[None]:
         arguments = (*tensors, *sizes, *numbers)
         compiled.append(launcher.kernel.warmup(*arguments, grid=grid, num_warps=warps, num_stages=stages))
 
-    gpu = SimpleNamespace(
-        compute_units=lambda index: H200.multi_processor_count,
-        shared_memory=lambda index: H200.shared_memory_per_block_optin,
-    )
-    with (
-        mock.patch.object(attention, "device_of", return_value=gpu, create=True),  # older trees ask torch.cuda
-        mock.patch.object(hopper, "device_of", return_value=gpu, create=True),
-        mock.patch.object(launch, "device_of", return_value=gpu, create=True),
-        mock.patch.object(launch.Launcher, "__call__", compile_only),
-        mock.patch.object(hopper, "why_unavailable", return_value="" if offer_hopper else "not offered"),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=H200),
-    ):
+    with h200(offer_hopper), mock.patch.object(launch.Launcher, "__call__", compile_only):
         yield
 
 
@@ -471,7 +478,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--case", default="", help="only cases with this text in their name")
     options = parser.parse_args()
-    triton.runtime.driver.set_active(CompilingDriver())
     kernels: list[dict[str, Any]] = []
     for case in CASES:
         if options.case not in case.name:

@@ -93,8 +93,8 @@ def _place(
         before = tl.sum(tl.where(other < chunk, count, 0), axis=0)
     else:
         total = before
-        for first in range(0, pairs, ALL):
-            pair = first + tl.arange(0, ALL)
+        for begin in range(0, pairs, ALL):
+            pair = begin + tl.arange(0, ALL)
             mine = _experts(topk_ids, expert_map, pair, pairs, MAPPED)
             hit = (mine[:, None] == expert[None, :]).to(tl.int32)
             total += tl.sum(hit, axis=0)
