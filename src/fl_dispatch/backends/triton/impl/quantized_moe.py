@@ -42,7 +42,7 @@ BLOCK_FEW = (
 BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(128, 128, 4, 4, 8), Tile(128, 128, 4, 4, 8)))
 """With blocks."""
 EXACT_BLOCK_PLANS = Plans(BLOCK_FEW, Plan(64, Tile(64, 128, 2, 4), Tile(128, 128, 4, 4, 8)))
-"""Where many pairs are multiplied in float16 too."""
+"""The same for many pairs whose first product is one of float16."""
 PACKED_PLANS = Plans(
     (
         (8, Plan(16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 4))),
