@@ -28,6 +28,7 @@ KERNELS = [
     pytest.param("scaled_linear", "vendor.cpu.onednn", DTYPES, marks=pytest.mark.skipif(not FAST, reason="no VNNI")),
     ("weight_only_linear", "vendor.cpu.onednn", HALF),
     pytest.param("scaled_linear", "vendor.cpu.cpp", DTYPES, marks=needs_integers),
+    pytest.param("scaled_moe", "vendor.cpu.cpp", DTYPES, marks=needs_integers),
     ("weight_only_linear", "vendor.cpu.cpp", [torch.float32, torch.bfloat16]),
 ]
 each_kernel = pytest.mark.parametrize(("name", "implementation", "dtypes"), KERNELS)
@@ -102,6 +103,14 @@ def bytes_of(*shape: int, dtype: torch.dtype = torch.int8) -> Tensor:
 
 
 ONES = torch.ones
+
+
+def experts_of(hidden: int = 64, inner: int = 8, scales: int = 16) -> tuple[Tensor, ...]:
+    """Two experts of 64 elements whose first product has 16 columns, and three tokens."""
+    first, second = (bytes_of(2, 16, hidden), ONES(2, scales, 1)), (bytes_of(2, 64, inner), ONES(2, 64, 1))
+    return ONES(3, 64), *first, *second, ONES(3, 1), torch.zeros(3, 1, dtype=torch.int32)
+
+
 NOT_TOGETHER = {
     "a weight of shorter rows": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 32), ONES(4, 2))),
     "more scales than columns": ("weight_only_linear", (ONES(1, 64), bytes_of(4, 64), ONES(8, 2))),
@@ -116,6 +125,10 @@ NOT_TOGETHER = {
     "int8 of shorter rows": ("scaled_linear", (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 32), ONES(4, 1))),
     "int8 with scales of other columns": ("scaled_linear", (bytes_of(1, 64), ONES(1, 1), bytes_of(4, 64), ONES(3, 1))),
     "int8 with scales of other rows": ("scaled_linear", (bytes_of(2, 64), ONES(1, 1), bytes_of(4, 64), ONES(4, 1))),
+    "experts of shorter rows": ("scaled_moe", experts_of(hidden=32)),
+    "experts whose second product has other rows": ("scaled_moe", experts_of(inner=16)),
+    "experts with scales of other columns": ("scaled_moe", experts_of(scales=8)),
+    "experts without a gate that should have one": ("scaled_moe", (*experts_of(), "relu2_no_mul")),
 }
 
 
@@ -149,6 +162,20 @@ def test_sums_of_integers_are_exact(
     assert torch.equal(own_integers.scaled_linear(x, x_scale, weight, scale, bias, "float32"), wanted + bias)
     one = own_integers.scaled_linear(x, x_scale, weight, scale[:1], None, "float32")
     assert torch.equal(one, (x.double() @ weight.double().t()).float() * x_scale * scale[0])
+
+
+@needs_integers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_integers_give_the_references_results(dtype: torch.dtype) -> None:
+    """Sums of the reference are exact too: its numbers are small, and it adds them in float32."""
+    impl, ran = found("scaled_moe", "vendor.cpu.cpp"), 0
+    for sample in samples("scaled_moe", dtype):
+        args = OPERATORS["scaled_moe"].bind(sample.args, {})
+        if impl.supports(*args) is True:
+            ran += 1
+            right = ReferenceBackend().scaled_moe(*args)
+            torch.testing.assert_close(impl.fn(*args), right, rtol=1e-5 if dtype is torch.float32 else 8e-3, atol=1e-6)
+    assert ran >= 5
 
 
 @needs_integers

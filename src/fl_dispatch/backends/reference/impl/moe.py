@@ -17,6 +17,8 @@ from .quantization import quantize, scaled_linear, weight_only_linear
 
 Product = Callable[[int, Tensor], Tensor]
 """An expert and its rows → the product, at least float32."""
+ScaledLinear = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, str, int], Tensor]
+"""As the operator ``scaled_linear``."""
 
 
 def _local(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
@@ -153,6 +155,31 @@ def scaled_moe(
     out: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`."""
+    experts = (w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+    rest = (expert_map, w13_bias, w2_bias, x13_scale, x2_scale, block_size, out)
+    return scaled_mixture(scaled_linear, hidden_states, *experts, *rest)
+
+
+def scaled_mixture(
+    multiply: ScaledLinear,
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    x13_scale: Tensor | None,
+    x2_scale: Tensor | None,
+    block_size: int,
+    out: Tensor | None,
+) -> Tensor:
+    """The operator ``scaled_moe`` around a product of an expert."""
     kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"  # verification widens what is not integer
 
     def product(weight: Tensor, scale: Tensor, bias: Tensor | None, given: Tensor | None) -> Product:
@@ -162,7 +189,7 @@ def scaled_moe(
             else:
                 rows = quantize(x, kind, TENSOR, given[expert : expert + 1])
             added = None if bias is None else bias[expert]
-            return scaled_linear(*rows, weight[expert], scale[expert], added, "float32", block_size)
+            return multiply(*rows, weight[expert], scale[expert], added, "float32", block_size)
 
         return of
 

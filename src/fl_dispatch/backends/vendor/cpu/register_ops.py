@@ -131,7 +131,10 @@ def register_builtins(registry: Registry) -> None:
                 BackendImplKind.VENDOR,
                 "vendor.cpu.cpp",
                 BackendPriority.VENDOR - 6,  # after PyTorch's, where that one has instructions for them
-                supports={"scaled_linear": own_integers.supports_scaled_linear},
+                supports={
+                    "scaled_linear": own_integers.supports_scaled_linear,
+                    "scaled_moe": own_integers.supports_scaled_moe,
+                },
                 opaque=True,
             ),
             *CpuOwnQuantizedBackend().implementations(

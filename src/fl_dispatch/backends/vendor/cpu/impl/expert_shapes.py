@@ -1,4 +1,4 @@
-"""The shapes of a call of ``fused_moe``, which compiled kernels do not look at."""
+"""The shapes of a call of experts, which compiled kernels do not look at."""
 
 from __future__ import annotations
 

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import cpp
+from fl_dispatch.backends.reference.impl.moe import scaled_mixture
 from fl_dispatch.errors import NotSupported
+from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 from .. import library
+from .expert_shapes import mismatch
 from .own_experts import address
 
 SOURCE = Path(__file__).with_name("integers.cpp")
@@ -86,6 +89,68 @@ def scaled_linear(
     if bias is not None:
         out += bias
     return out.to(getattr(torch, dtype))
+
+
+def supports_scaled_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    x13_scale: Tensor | None = None,
+    x2_scale: Tensor | None = None,
+    block_size: int = 0,
+    out: Tensor | None = None,
+) -> bool | str:
+    """int8 without blocks, and everything else as for a product."""
+    if w13.dtype is not torch.int8 or w2.dtype is not torch.int8 or block_size:
+        return "int8 without scales of blocks only"
+    if hidden_states.dtype is torch.float64 or activation not in (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS):
+        return f"{hidden_states.dtype} and the activation '{activation}'"
+    gated, biases = activation in GATED_ACTIVATIONS, (w13_bias, w2_bias)
+    if why := mismatch(hidden_states, w13, w2, topk_weights, topk_ids, gated, expert_map, *biases, out):
+        return why
+    for weight, scale in ((w13, w13_scale), (w2, w2_scale)):
+        if scale.dtype is not torch.float32 or scale.shape != (*weight.shape[:2], 1):
+            return f"scales are {scale.dtype} of shape {tuple(scale.shape)}, not float32, one a column"
+        if not weight.is_contiguous():
+            return "the elements of a weight lie apart"
+        if weight.shape[2] > LONGEST:
+            return f"rows of {weight.shape[2]} elements, whose sums may exceed 32 bits"
+    return (
+        all(tensor.is_cpu for tensor in (hidden_states, w13, w13_scale, w2, w2_scale)) or "a tensor is not on the CPU"
+    )
+
+
+def scaled_moe(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    expert_map: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    x13_scale: Tensor | None = None,
+    x2_scale: Tensor | None = None,
+    block_size: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. The reference, around products whose sums are exact."""
+    experts = (w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, activation, apply_router_weight_on_input)
+    rest = (expert_map, w13_bias, w2_bias, x13_scale, x2_scale, block_size, out)
+    return scaled_mixture(scaled_linear, hidden_states, *experts, *rest)
 
 
 @cache
