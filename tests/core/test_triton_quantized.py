@@ -6,9 +6,6 @@ That products are right: test_triton.py, and tests/gpu.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 from fl_dispatch.backends.triton.impl import moe, quantized_moe, scaled, weight_only
+from interpreting import run
 
 FP8 = torch.float8_e4m3fn
 HALF, SINGLE = torch.float16, torch.float32
@@ -258,11 +256,7 @@ print(json.dumps(wrong))
 def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
     """Three experts, one of them elsewhere; groups of 8, which matrix units do not take."""
     tokens = [1, 8, 16, 64, 128]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", PLANS, json.dumps(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    assert json.loads(run(PLANS, json.dumps(tokens))) == []
 
 
 CHOSEN_BY_KEY = """
@@ -298,10 +292,7 @@ print(json.dumps([launched[0] > 30, wrong, ids.tolist(), weights.tolist()]))
 
 def interpreted(script: str) -> Any:
     """The last line that a script prints in Triton's interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run(script).splitlines()[-1])
 
 
 def test_integers_choose_the_same_experts_in_the_interpreter() -> None:
