@@ -91,6 +91,7 @@ SMALL = {
         "empty batch",
     ],
     "fused_linear": [
+        "1 of 2048 to 1024",
         "1 of 1024 to 768, no residual",
         "1 of 512 to 384, bias",
         "1 of 1024 to 512, no norm, gated",
@@ -187,6 +188,7 @@ SMALL = {
         "float8_e4m3fn, odd sizes",
         "float8_e4m3fn, 3-d",
         "float8_e4m3fn, empty batch",
+        "blocks of 128, 1 of 1024 to 512",
         "blocks of 128, one row",
         "blocks of 128, 33 of 512 to 256",
         "blocks of 128, 100 of 384 to 256",
