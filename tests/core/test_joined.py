@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from fl_dispatch import NotSupported
+from interpreting import run
 
 pytest.importorskip("triton")
 joined = pytest.importorskip("fl_dispatch.backends.triton.impl.joined")
@@ -69,10 +70,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def interpreted() -> list[Any]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", INTERPRETED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return list(json.loads(done.stdout.splitlines()[-1]))
+    return list(json.loads(run(INTERPRETED).splitlines()[-1]))
 
 
 def test_joined_and_apart_are_the_same_bit_by_bit(interpreted: list[Any]) -> None:
@@ -154,9 +152,7 @@ print(json.dumps(results))
 
 def test_a_rotation_joined_with_the_write_is_the_two_bit_by_bit() -> None:
     """Queries, keys, both caches in all of their memory; what is read stays as it is."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", ROTATED], capture_output=True, text=True, env=environment, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run(ROTATED).splitlines()[-1])
     assert len(found) == 4 * 14
     assert [case for case in found if case[2] != [True] * 5 or case[3] != 1] == []
 

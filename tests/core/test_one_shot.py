@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from fl_dispatch.devices.cpu import CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.hosting import one_shot_kernel
 from fl_dispatch.hosting.one_shot import DTYPES, RANKS, SIZES, VECTOR, OneShotSums, _refusal, largest_faster
+from interpreting import run
 
 FAST, SLOW = [1.0] * len(SIZES), [2.0] * len(SIZES)
 
@@ -107,10 +105,5 @@ print(json.dumps(found))
 
 
 def test_programs_add_whole_tensors_in_turns_and_use_the_places_in_turn() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run(KERNEL).splitlines()[-1])
     assert found == [True] * len(DTYPES) * 7

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +18,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.backends.triton.register_ops import IMPL_ID, KERNELS, PRIORITY
 from fl_dispatch.devices import CPU
 from fl_dispatch.devices.triton import why_unavailable
+from interpreting import run
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -73,7 +71,7 @@ for name, labels in json.loads(sys.argv[1]).items():
         made = filter(None, (OPERATORS[name].samples, OPERATORS[name].probes))
         samples = [sample for make in made for sample in make(dtype, device, torch.Generator().manual_seed(0))]
         chosen = [sample for sample in samples if sample.label in labels]
-        found = verify(manager, impl, dtype, device, samples=chosen, repeats=1)
+        found = verify(manager, impl, dtype, device, samples=chosen, repeats=1, race_calls=3)
         rows.append([name, found.dtype, found.samples == len(labels), found.problems])
 print(json.dumps(rows))
 """
@@ -93,6 +91,7 @@ SMALL = {
         "empty batch",
     ],
     "fused_linear": [
+        "1 of 2048 to 1024",
         "1 of 1024 to 768, no residual",
         "1 of 512 to 384, bias",
         "1 of 1024 to 512, no norm, gated",
@@ -189,6 +188,7 @@ SMALL = {
         "float8_e4m3fn, odd sizes",
         "float8_e4m3fn, 3-d",
         "float8_e4m3fn, empty batch",
+        "blocks of 128, 1 of 1024 to 512",
         "blocks of 128, one row",
         "blocks of 128, 33 of 512 to 256",
         "blocks of 128, 100 of 384 to 256",
@@ -415,21 +415,9 @@ SMALL = {
 }
 
 
-def run(program: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> list[Any]:
-    rows: list[Any] = json.loads(run(VERIFY, json.dumps(SMALL), TRITON_INTERPRET="1"))
+    rows: list[Any] = json.loads(run(VERIFY, json.dumps(SMALL)))
     return rows
 
 
@@ -460,7 +448,7 @@ print(float((found - right).norm() / right.norm()))
 
 @needs_triton
 def test_a_cache_in_int8_keeps_small_values_in_float16() -> None:
-    assert 0 < float(run(SMALL_VALUES, TRITON_INTERPRET="1")) < 2e-3
+    assert 0 < float(run(SMALL_VALUES)) < 2e-3
 
 
 OLDER_GPU = """
@@ -498,7 +486,7 @@ def test_fp8_is_left_to_others_where_it_does_not_compile() -> None:
     """By the choice itself: under frozen dispatch a kernel that declines would end the call."""
     names = ("quantize", "scaled_linear", "weight_only_linear", "scaled_moe", "weight_only_moe")
     per_op = ";".join(f"{name}=impl:default.triton|reference" for name in names)
-    ran, *waiting = json.loads(run(OLDER_GPU, TRITON_INTERPRET="1", VLLM_FL_PER_OP=per_op))
+    ran, *waiting = json.loads(run(OLDER_GPU, VLLM_FL_PER_OP=per_op))
     assert ran == {"int8": ["default.triton"], "float8_e4m3fn": ["reference.torch"]}
     assert waiting == 2 * ["Triton compiles fp8 from compute capability 8.9 on, and this is 8.0"]
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 from fl_dispatch.backends.triton.impl import launch, linear
+from interpreting import run
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
@@ -170,11 +168,6 @@ print(json.dumps(found))
 
 
 def test_one_row_is_right_with_several_columns_a_program_and_whatever_their_length_is() -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run(PROGRAM).splitlines()[-1])
     assert len(found) == 22
     assert {name: error for name, error in found.items() if not error <= 1e-3} == {}

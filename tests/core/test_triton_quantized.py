@@ -6,9 +6,6 @@ That products are right: test_triton.py, and tests/gpu.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ pytest.importorskip("triton")
 from fl_dispatch.backends.triton.impl import moe, quantized_moe, scaled, weight_only
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.quantized_moe import sums_narrow
+from interpreting import run
 
 FP8 = torch.float8_e4m3fn
 HALF, SINGLE = torch.float16, torch.float32
@@ -280,11 +278,7 @@ print(json.dumps(wrong))
 def test_experts_of_every_plan_are_right_in_the_interpreter() -> None:
     """Three experts, one of them elsewhere; groups of 8, which matrix units do not take."""
     tokens = [1, 8, 16, 64, 128]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", PLANS, json.dumps(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+    assert json.loads(run(PLANS, json.dumps(tokens))) == []
 
 
 SIDES = """
@@ -319,12 +313,8 @@ print(json.dumps(wrong))
 def test_blocks_are_multiplied_alike_from_either_side_in_the_interpreter() -> None:
     """Float32 is exact everywhere; bfloat16 in the first product alone, and from many pairs on nowhere."""
     tokens = [1, 8, 32, 64]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", SIDES, json.dumps(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
     expected = [[count, [False] if count > 48 else [False, True], [True], True] for count in tokens]
-    assert json.loads(done.stdout) == expected
+    assert json.loads(run(SIDES, json.dumps(tokens))) == expected
 
 
 CHOSEN_BY_KEY = """
@@ -360,10 +350,7 @@ print(json.dumps([launched[0] > 30, wrong, ids.tolist(), weights.tolist()]))
 
 def interpreted(script: str) -> Any:
     """The last line that a script prints in Triton's interpreter."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run(script).splitlines()[-1])
 
 
 def test_integers_choose_the_same_experts_in_the_interpreter() -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from interpreting import run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("causal_conv1d", "causal_conv1d_update", "gated_delta_rule", "gated_delta_rule_update")
@@ -35,7 +35,7 @@ manager, device, found = get_default_manager(), torch.device("cpu"), {}
 def probed(name, dtype):
     (impl,) = implementations(manager, [name], ["default.triton"])
     probes = list(OPERATORS[name].probes(dtype, device, torch.Generator().manual_seed(0)))
-    made = verify(manager, impl, dtype, device, samples=probes, repeats=1)
+    made = verify(manager, impl, dtype, device, samples=probes, repeats=1, race_calls=3)
     return made.samples == len(probes), made.problems
 
 
@@ -119,10 +119,7 @@ print(json.dumps(found))
 def found() -> dict[str, Any]:
     pytest.importorskip("triton")
     program = f"NAMES, FORMS = {NAMES!r}, {FORMS!r}\n{PROGRAM}"
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=variables)
-    assert done.returncode == 0, done.stderr
-    made: dict[str, Any] = json.loads(done.stdout)
+    made: dict[str, Any] = json.loads(run(program, OMP_NUM_THREADS="1"))
     return made
 
 

@@ -86,6 +86,11 @@ def near_miss(name: str, known: Iterable[str], cutoff: float = 0.8) -> str | Non
 
     A known name with further words (``paged_attention_v2``, ``RMSNormGated``) is another name on purpose.
     """
+    return _near_miss(name, tuple(known), cutoff)
+
+
+@functools.lru_cache(maxsize=4096)  # every look at the settings asks about each variable of the environment
+def _near_miss(name: str, known: tuple[str, ...], cutoff: float) -> str | None:
     spelled = {other.casefold(): other for other in known}
     folded = name.casefold()
     if spelled.get(folded) == name:
