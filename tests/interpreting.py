@@ -15,7 +15,7 @@ from typing import Any
 
 
 def run(program: str, *arguments: str, **environment: str) -> str:
-    """What a Python program prints, with Triton interpreted unless the environment says otherwise."""
+    """The output of a Python program, with Triton interpreted unless the environment says otherwise."""
     done = subprocess.run(
         [sys.executable, __file__, program, *arguments],
         capture_output=True,
