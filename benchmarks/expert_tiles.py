@@ -31,8 +31,8 @@ from fl_dispatch.ops.quantization import FP8
 
 EXPERTS, TOPK, HIDDEN, INNER, BLOCK = 64, 6, 2048, 1408, 128
 TILES = (
-    (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 4, 5), (128, 128, 8, 3),
-    (128, 128, 8, 4), (256, 128, 8, 3),
+    (64, 128, 2, 4), (64, 128, 4, 4), (64, 128, 4, 6), (128, 128, 4, 3), (128, 128, 4, 4), (128, 128, 4, 5),
+    (128, 128, 8, 3), (128, 128, 8, 4), (256, 128, 8, 3),
 )  # fmt: skip
 """Columns, depth, warps and stages."""
 TOGETHER = (1, 8)
@@ -176,14 +176,14 @@ def main() -> None:
         try:
             one["us"]["vLLM's"] = microseconds(vllms(args))
         except (ImportError, RuntimeError, AssertionError) as error:
-            print(f"vLLM's kernel: {str(error).splitlines()[0]}", flush=True)
+            print(f"vLLM's kernel: {error!r}", flush=True)
         up, down = (microseconds(product) for product in products(args, None))
         one["products"] = {"as it is": [up, down]}
         for label, plans in [] if given.as_it_is else candidates(tokens):
             try:
                 one["products"][label] = [microseconds(product) for product in products(args, plans)]
-            except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
-                print(f"{label}: {str(error).splitlines()[0]}", flush=True)
+            except (RuntimeError, triton.runtime.errors.OutOfResources, triton.CompilationError) as error:
+                print(f"{label}: {error!r}", flush=True)
         found.append(one)
         times = ", ".join(f"{label} {us:.1f} us" for label, us in one["us"].items())
         print(f"{tokens} tokens, {chosen} experts: {times}; bytes at the copy's rate {one['bytes_us']:.1f} us")

@@ -434,7 +434,7 @@ CASES = (
 
 @contextlib.contextmanager
 def h200(offer_hopper: bool) -> Iterator[None]:
-    """Operators choose their kernels as on an H200, and Triton compiles for it."""
+    """Operators choose their kernels as on an H200; Triton compiles for it, from then on in this process."""
     gpu = SimpleNamespace(
         compute_units=lambda index: H200.multi_processor_count,
         shared_memory=lambda index: H200.shared_memory_per_block_optin,

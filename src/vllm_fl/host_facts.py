@@ -497,6 +497,13 @@ READ = (
         "Shared experts on a stream of their own are made from vLLM's, which have none outside its own platforms.",
     ),
     HostFact(
+        f"{_MOE}.runner.shared_experts:SharedExpertsOrder",
+        ("NO_OVERLAP", "MULTI_STREAM_OVERLAPPED"),
+        "reads",
+        "shared_experts",
+        "What vLLM decides for a step, and what we do.",
+    ),
+    HostFact(
         f"{_MOE}.runner.shared_experts:SharedExperts",
         ("_input_ready_event", "_output_ready_event"),
         "reads",
@@ -843,7 +850,10 @@ OVERRIDDEN = (
     ),
     HostFact(
         f"{_MOE}.runner.shared_experts:SharedExperts",
-        ("_determine_shared_experts_order(hidden_states)",),
+        (
+            "__init__(layer, moe_config, enable_dbo, mk_can_overlap_shared_experts)",
+            "_determine_shared_experts_order(hidden_states)",
+        ),
         "overrides",
         "shared_experts",
         "vLLM asks whether the platform is its own.",

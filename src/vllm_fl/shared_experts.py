@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
 from vllm.platforms import current_platform
 
-from fl_dispatch.devices import CUDA
+from fl_dispatch.devices import CUDA, detect_device
 from vllm import envs
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -38,8 +38,8 @@ class SharedExpertsFL(SharedExperts):
 
 
 def beside(host: SharedExperts | None) -> SharedExperts | None:
-    """The shared experts of a layer, on a stream of their own where vLLM would do that if the platform were its own."""
-    cuda = current_platform.device_type == CUDA.torch_type and not current_platform.is_cuda_alike()
-    if host is None or not cuda or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
+    """The shared experts of a layer, on a stream of their own on an NVIDIA GPU whose platform is not vLLM's own."""
+    ours = detect_device() is CUDA and not current_platform.is_cuda_alike()
+    if host is None or not ours or envs.VLLM_DISABLE_SHARED_EXPERTS_STREAM:
         return host
     return SharedExpertsFL(host)

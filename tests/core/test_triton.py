@@ -283,6 +283,7 @@ SMALL = {
         "float8_e4m3fn, scales of the rows given, 9 tokens",
         "float8_e4m3fn in blocks of 128, 17 tokens",
         "float8_e4m3fn in blocks of 32, short last ones, biases",
+        "float8_e4m3fn in blocks of 32, many tokens of two experts",
     ],
     "weight_only_moe": [
         "4 bits, groups of 32, half of the experts is here",

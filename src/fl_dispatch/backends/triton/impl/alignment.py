@@ -21,8 +21,8 @@ ELEMENTS = 8192
 MOST_AT_ONCE = 256
 """Pairs that a program compares with one another at a time."""
 MOST_CHUNKS = 128
-FEW = 32768
-"""Comparisons of all pairs with all experts up to which each program counts for itself."""
+FEW_TURNS = 4
+"""Turns up to which each program counts all pairs for itself."""
 FEW_AT_ONCE = 32
 """Pairs of a chunk then."""
 
@@ -150,7 +150,7 @@ def moe_align_block_size(
     most_pairs = power_of_two(topk_ids.shape[0]) * topk_ids.shape[1]
     most_blocks = aligned_blocks(most_pairs, block_size, num_experts)
     most_step = max(16, min(MOST_AT_ONCE, ELEMENTS // experts, power_of_two(most_pairs)))
-    few = power_of_two(most_pairs) * experts <= FEW
+    few = most_pairs <= FEW_TURNS * most_step
     step = min(most_step, FEW_AT_ONCE) if few else most_step
     steps = power_of_two(-(-most_pairs // (step * MOST_CHUNKS)))
     chunks = -(-pairs // (step * steps))

@@ -3,8 +3,8 @@
 Rows that are quantized too are written once more between the two products, in float32 and in the order of their pairs,
 because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
 bits would decide how its result is quantized. Few pairs for each expert leave time for that while weights are read;
-more of bfloat16, where it would double the time, are summed as the declaration allows. Weights with blocks that fp8
-units multiply are the long side of a tile. Weights alone become a half type tile by tile, in registers, and a group's
+more of bfloat16, with blocks, are summed as the declaration allows. Weights with blocks that fp8 units multiply are the
+long side of a tile. Weights alone become a half type tile by tile, in registers, and a group's
 scale is a factor of its sum.
 """
 
@@ -319,7 +319,7 @@ def scaled_moe(
     kind = "int8" if integers else "float8_e4m3fn"
     numbered = experts if expert_map is None else expert_map.shape[0]
     wide = hidden_states.dtype is torch.float32
-    narrow = sums_narrow(hidden_states, topk_ids, numbered)
+    narrow = sums_narrow(hidden_states, topk_ids, numbered, block_size)
     block_plans = BLOCK_PLANS if narrow else EXACT_BLOCK_PLANS
     plan = (block_plans if block_size else SCALED_PLANS).choose(tokens, topk, numbered)
     order = arrange(topk_ids, expert_map, numbered, plan.rows)
