@@ -309,6 +309,17 @@ def test_experts_that_the_chosen_kernel_declines_are_refused(size: str, vendors_
             load_experts()
 
 
+def test_experts_that_wait_anyway_may_leave_some_to_the_reference(vendors_experts: list[str]) -> None:
+    """Where no graph holds the chosen kernel either, as on a CPU."""
+    registry = get_default_manager().registry
+    (impl,) = (each for each in registry.get_implementations("scaled_moe") if each.impl_id == "vendor.some")
+    waiting = replace(impl, impl_id="vendor.waits", properties={"graphs": False}, priority=impl.priority + 1)
+    registry.register_impl(waiting)
+    vendors_experts.append("few")
+    with policy_context(SelectionPolicy(per_op_order=(("scaled_moe", ("impl:vendor.waits", "reference")),))):
+        load_experts()
+
+
 @pytest.mark.parametrize("size", ["few", "many"])
 def test_experts_that_no_other_kernel_may_compute_are_refused(size: str, vendors_experts: list[str]) -> None:
     """Without words about them the first batch would fail."""

@@ -128,10 +128,19 @@ class CpuOwnIntegersBackend(_Compiled):
     """Products of quantized rows in C++ of this project, which need AVX2 too."""
 
     scaled_linear = staticmethod(own_integers.scaled_linear)
-    scaled_moe = staticmethod(own_integers.scaled_moe)
 
     def why_unavailable(self) -> str:
         """Why they do not compile, or are not for this machine's models."""
+        return _elsewhere() or own_integers.why_unavailable()
+
+
+class CpuOwnIntegerExpertsBackend(_Compiled):
+    """Experts made of these products."""
+
+    scaled_moe = staticmethod(own_integers.scaled_moe)
+
+    def why_unavailable(self) -> str:
+        """Why the products are not there."""
         return _elsewhere() or own_integers.why_unavailable()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_dispatch.backends.base import Registry
-from fl_dispatch.types import BackendImplKind, BackendPriority
+from fl_dispatch.types import GRAPHS, BackendImplKind, BackendPriority
 
 from .cpu import (
     CpuAttentionBackend,
@@ -11,6 +11,7 @@ from .cpu import (
     CpuExpertsBackend,
     CpuOwnBackend,
     CpuOwnExpertsBackend,
+    CpuOwnIntegerExpertsBackend,
     CpuOwnIntegersBackend,
     CpuOwnQuantizedBackend,
     CpuProductsBackend,
@@ -131,10 +132,15 @@ def register_builtins(registry: Registry) -> None:
                 BackendImplKind.VENDOR,
                 "vendor.cpu.cpp",
                 BackendPriority.VENDOR - 6,  # after PyTorch's, where that one has instructions for them
-                supports={
-                    "scaled_linear": own_integers.supports_scaled_linear,
-                    "scaled_moe": own_integers.supports_scaled_moe,
-                },
+                supports={"scaled_linear": own_integers.supports_scaled_linear},
+                opaque=True,
+            ),
+            *CpuOwnIntegerExpertsBackend().implementations(
+                BackendImplKind.VENDOR,
+                "vendor.cpu.cpp",
+                BackendPriority.VENDOR - 6,
+                supports={"scaled_moe": own_integers.supports_scaled_moe},
+                properties={GRAPHS: False},  # as the reference, which takes what it declines
                 opaque=True,
             ),
             *CpuOwnQuantizedBackend().implementations(
