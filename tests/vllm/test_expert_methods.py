@@ -310,7 +310,7 @@ def test_experts_that_the_chosen_kernel_declines_are_refused(size: str, vendors_
 
 
 def test_experts_that_wait_anyway_may_leave_some_to_the_reference(vendors_experts: list[str]) -> None:
-    """Where no graph holds the chosen kernel either, as on a CPU."""
+    """No graph holds the chosen kernel either, as on a CPU."""
     registry = get_default_manager().registry
     (impl,) = (each for each in registry.get_implementations("scaled_moe") if each.impl_id == "vendor.some")
     waiting = replace(impl, impl_id="vendor.waits", properties={"graphs": False}, priority=impl.priority + 1)
