@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events that occupy the GPU."""
 SHORT_US = 10.0
 """A wait that is shorter lies between two kernels of one launch sequence; a longer one is the host's."""
+LAST = "_gumbel_sample"
+"""A part of the name of the kernel with which vLLM's forward passes end: it samples tokens."""
 SHARE = 1e-3
 """Kernels that take a smaller part of the busy time are added up as ``others``."""
 
@@ -24,13 +27,15 @@ def read(path: Path) -> dict[str, Any]:
 
     Returns:
         ``kernels`` (name → calls and µs, the longest first), ``busy_us``, ``span_us`` (first start to last end),
-        ``short_waits_us`` and ``long_waits_us`` (below and above :data:`SHORT_US`) and ``long_waits``, their number.
+        ``short_waits_us`` and ``long_waits_us`` (below and above :data:`SHORT_US`) and ``long_waits``, their number;
+        ``passes_busy_us``, the busy time of each forward pass.
     """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("cat") in WORK]
     events.sort(key=lambda event: event["ts"])
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     busy, waits, end = 0.0, [], events[0]["ts"] if events else 0.0
+    ends = [0.0]
     for event in events:
         start, stop = event["ts"], event["ts"] + event["dur"]
         row = kernels[event["name"]]
@@ -39,6 +44,8 @@ def read(path: Path) -> dict[str, Any]:
             waits.append(start - end)
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
+        if LAST in event["name"]:
+            ends.append(busy)
     for name in [name for name, (_, us) in kernels.items() if us < SHARE * busy]:
         calls, us = kernels.pop(name)
         others = kernels["others"]
@@ -47,6 +54,7 @@ def read(path: Path) -> dict[str, Any]:
     return {
         "span_us": end - events[0]["ts"] if events else 0.0,
         "busy_us": busy,
+        "passes_busy_us": [round(stop - start) for start, stop in pairwise(ends)],
         "short_waits_us": sum(wait for wait in waits if wait < SHORT_US),
         "long_waits_us": sum(wait for wait in waits if wait >= SHORT_US),
         "long_waits": sum(wait >= SHORT_US for wait in waits),

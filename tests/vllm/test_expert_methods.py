@@ -292,11 +292,12 @@ def vendors_experts() -> Iterator[list[str]]:
     reset_default_manager()
 
 
-def load_experts() -> None:
-    """Load a layer of ``scaled_moe``, on a rank without experts."""
+def load_experts() -> Any:
+    """Load a layer of ``scaled_moe``, on a rank without experts; return vLLM's kernel around them."""
     config = Fp8ConfigFL.from_config({**FP8, "activation_scheme": "static"})
     layer = mixture(config, count=1, ep_size=2, ep_rank=1, use_ep=True)
     layer.quant_method.process_weights_after_loading(layer)
+    return layer.quant_method.moe_kernel
 
 
 @pytest.mark.parametrize("size", ["few", "many"])
@@ -317,7 +318,7 @@ def test_experts_that_wait_anyway_may_leave_some_to_the_reference(vendors_expert
     registry.register_impl(waiting)
     vendors_experts.append("few")
     with policy_context(SelectionPolicy(per_op_order=(("scaled_moe", ("impl:vendor.waits", "reference")),))):
-        load_experts()
+        assert load_experts().fused_experts.fl_kernel.fl_operator == "scaled_moe"
 
 
 @pytest.mark.parametrize("size", ["few", "many"])

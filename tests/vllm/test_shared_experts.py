@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts, SharedExpertsOrder
 
-from fl_dispatch.devices import CUDA, detect_device
+from fl_dispatch.devices import CUDA
 from vllm_fl import shared_experts
 
 PLAIN: dict[str, Any] = {"enable_eplb": False, "all2all_backend": "", "use_fi_nvl_two_sided_kernels": False}
@@ -31,6 +32,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_experts, "_streams", {0: SimpleNamespace()})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    for name in ("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -60,7 +63,9 @@ def test_the_hosts_variable_and_layers_without_any_are_left_alone(monkeypatch: p
     assert shared_experts.beside(host) is host
 
 
-def test_other_devices_keep_one_stream() -> None:
-    assert detect_device() is not CUDA
+@pytest.mark.usefixtures("on_gpu")
+def test_other_devices_keep_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those too whose PyTorch device has the name of NVIDIA's."""
+    monkeypatch.setattr(shared_experts, "detect_device", lambda: replace(CUDA, name="other"))
     host = experts()
     assert shared_experts.beside(host) is host

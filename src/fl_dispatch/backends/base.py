@@ -80,9 +80,8 @@ class Backend(abc.ABC):
         """
         names = [name for name in OPERATORS if callable(getattr(self, name, None))]
         for own in vars(type(self)):
-            if own in OPERATORS or own.startswith("_"):
-                continue
-            if near := difflib.get_close_matches(own, OPERATORS, 1, cutoff=0.85):
+            known = own in OPERATORS or own.startswith("_")
+            if not known and (near := difflib.get_close_matches(own, OPERATORS, 1, cutoff=0.85)):
                 logger.warning("backend %s: method '%s' is no operator; did you mean '%s'?", self.name, own, near[0])
         predicates: Mapping[str, Callable[..., Any]] = supports or {}
         for name in predicates:

@@ -16,7 +16,7 @@ from .quantization import FP8
 
 NARROW_PAIRS = 32
 """Pairs of a token and a choice for each expert beyond which the first product of bfloat16 with blocks may be summed
-with fewer bits; of as many tokens as the next power of two."""
+with fewer bits."""
 QUANTIZED_OTHERWISE = 2**15
 """Narrow terms, together a 16th, that stand for numbers between the products that such a sum quantizes otherwise. On
 an H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape results were off by 0.0044 of their root mean square, and
@@ -90,15 +90,15 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     )
 
 
-def sums_narrow(hidden_states: Tensor, topk_ids: Tensor, experts: int, block_size: int) -> bool:
+def sums_narrow(dtype: torch.dtype, pairs: int, experts: int, block_size: int) -> bool:
     """Whether the first product of fp8 too may be summed with fewer bits than float32 has.
 
     Args:
-        experts: here or not.
+        dtype: of ``hidden_states``.
+        pairs: of a token and a choice; a kernel may count those of as many tokens as the next power of two.
+        experts: that tokens choose from, here or not.
     """
-    tokens, topk = topk_ids.shape
-    rounded = 1 << max(0, tokens - 1).bit_length()
-    return block_size > 0 and hidden_states.dtype is torch.bfloat16 and rounded * topk > NARROW_PAIRS * experts
+    return block_size > 0 and dtype is torch.bfloat16 and pairs > NARROW_PAIRS * experts
 
 
 def _fp8_terms(
@@ -123,7 +123,10 @@ def _fp8_terms(
     if w2.dtype is not FP8:
         return 0
     experts = len(w13) if expert_map is None else len(expert_map)
-    return w2.shape[2] + sums_narrow(hidden_states, topk_ids, experts, block_size) * QUANTIZED_OTHERWISE
+    narrow = sums_narrow(
+        hidden_states.dtype, 2 * topk_ids.numel(), experts, block_size
+    )  # the most that a kernel counts
+    return w2.shape[2] + narrow * QUANTIZED_OTHERWISE
 
 
 @operator(

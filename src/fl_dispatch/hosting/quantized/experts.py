@@ -79,9 +79,7 @@ class QuantizedExperts(QuantizedKernel):
         found = explain(self.fl_operator, *args, scope=self.fl_scope)
         if found.chosen is None:
             return "; ".join(f"{impl.impl_id}: {reason}" for impl, reason in found.refusals.items() if reason)
-        if first is None or first is found.chosen or not first.properties.get(GRAPHS, True):
-            return ""
-        if found.chosen.properties.get(GRAPHS, True):
+        if first is None or not first.properties.get(GRAPHS, True) or found.chosen.properties.get(GRAPHS, True):
             return ""
         return found.refusals[first]
 

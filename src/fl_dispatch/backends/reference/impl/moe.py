@@ -136,66 +136,49 @@ def fused_moe(
     return mixture(hidden_states, w13.shape[0], *routing, product(w13, w13_bias), product(w2, w2_bias))
 
 
-def scaled_moe(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    x13_scale: Tensor | None = None,
-    x2_scale: Tensor | None = None,
-    block_size: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`."""
-    experts = (w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, activation, apply_router_weight_on_input)
-    rest = (expert_map, w13_bias, w2_bias, x13_scale, x2_scale, block_size, out)
-    return scaled_mixture(scaled_linear, hidden_states, *experts, *rest)
-
-
-def scaled_mixture(
-    multiply: ScaledLinear,
-    hidden_states: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    apply_router_weight_on_input: bool,
-    expert_map: Tensor | None,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    x13_scale: Tensor | None,
-    x2_scale: Tensor | None,
-    block_size: int,
-    out: Tensor | None,
-) -> Tensor:
+def scaled_experts(multiply: ScaledLinear) -> Callable[..., Tensor]:
     """The operator ``scaled_moe`` around a product of an expert."""
-    kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"  # verification widens what is not integer
 
-    def product(weight: Tensor, scale: Tensor, bias: Tensor | None, given: Tensor | None) -> Product:
-        def of(expert: int, x: Tensor) -> Tensor:
-            if given is None:
-                rows = quantize(x, kind, block_size or ROW)
-            else:
-                rows = quantize(x, kind, TENSOR, given[expert : expert + 1])
-            added = None if bias is None else bias[expert]
-            return multiply(*rows, weight[expert], scale[expert], added, "float32", block_size)
+    def scaled_moe(
+        hidden_states: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: str = "silu",
+        apply_router_weight_on_input: bool = False,
+        expert_map: Tensor | None = None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
+        x13_scale: Tensor | None = None,
+        x2_scale: Tensor | None = None,
+        block_size: int = 0,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`."""
+        kind = "int8" if w13.dtype is torch.int8 else "float8_e4m3fn"  # verification widens what is not integer
 
-        return of
+        def product(weight: Tensor, scale: Tensor, bias: Tensor | None, given: Tensor | None) -> Product:
+            def of(expert: int, x: Tensor) -> Tensor:
+                if given is None:
+                    rows = quantize(x, kind, block_size or ROW)
+                else:
+                    rows = quantize(x, kind, TENSOR, given[expert : expert + 1])
+                added = None if bias is None else bias[expert]
+                return multiply(*rows, weight[expert], scale[expert], added, "float32", block_size)
 
-    routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
-    first, second = product(w13, w13_scale, w13_bias, x13_scale), product(w2, w2_scale, w2_bias, x2_scale)
-    return mixture(hidden_states, w13.shape[0], *routing, first, second)
+            return of
+
+        routing = (topk_weights, topk_ids, activation, apply_router_weight_on_input, expert_map, out)
+        first, second = product(w13, w13_scale, w13_bias, x13_scale), product(w2, w2_scale, w2_bias, x2_scale)
+        return mixture(hidden_states, w13.shape[0], *routing, first, second)
+
+    return scaled_moe
+
+
+scaled_moe = scaled_experts(scaled_linear)
 
 
 def weight_only_moe(

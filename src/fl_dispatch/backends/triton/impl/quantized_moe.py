@@ -4,8 +4,8 @@ Rows that are quantized too are written once more between the two products, in f
 because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
 bits would decide how its result is quantized. Few pairs for each expert leave time for that while weights are read;
 more of bfloat16, with blocks, are summed as the declaration allows. Weights with blocks that fp8 units multiply are the
-long side of a tile. Weights alone become a half type tile by tile, in registers, and a group's
-scale is a factor of its sum.
+long side of a tile. Weights alone become a half type tile by tile, in registers, and a group's scale is a factor of its
+sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from fl_dispatch.ops.quantization import FP8
 from fl_dispatch.ops.quantized_moe import NARROW_PAIRS, sums_narrow
 
-from .launch import Launcher, compiles, stages_that_fit
+from .launch import Launcher, compiles, power_of_two, stages_that_fit
 from .moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
 from .moe_kernels import _block_expert, _block_pairs, _finish, _tile, _weight_rows
 from .quantize import WIDEST, quantized_rows
@@ -319,7 +319,7 @@ def scaled_moe(
     kind = "int8" if integers else "float8_e4m3fn"
     numbered = experts if expert_map is None else expert_map.shape[0]
     wide = hidden_states.dtype is torch.float32
-    narrow = sums_narrow(hidden_states, topk_ids, numbered, block_size)
+    narrow = sums_narrow(hidden_states.dtype, power_of_two(tokens) * topk, numbered, block_size)
     block_plans = BLOCK_PLANS if narrow else EXACT_BLOCK_PLANS
     plan = (block_plans if block_size else SCALED_PLANS).choose(tokens, topk, numbered)
     order = arrange(topk_ids, expert_map, numbered, plan.rows)

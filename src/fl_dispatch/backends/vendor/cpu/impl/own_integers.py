@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import cpp
-from fl_dispatch.backends.reference.impl.moe import scaled_mixture
+from fl_dispatch.backends.reference.impl.moe import scaled_experts
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
@@ -129,28 +129,8 @@ def supports_scaled_moe(
     )
 
 
-def scaled_moe(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    x13_scale: Tensor | None = None,
-    x2_scale: Tensor | None = None,
-    block_size: int = 0,
-    out: Tensor | None = None,
-) -> Tensor:
-    """See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. The reference, around products whose sums are exact."""
-    experts = (w13, w13_scale, w2, w2_scale, topk_weights, topk_ids, activation, apply_router_weight_on_input)
-    rest = (expert_map, w13_bias, w2_bias, x13_scale, x2_scale, block_size, out)
-    return scaled_mixture(scaled_linear, hidden_states, *experts, *rest)
+scaled_moe = scaled_experts(scaled_linear)
+"""See :data:`fl_dispatch.ops.quantized_moe.scaled_moe`. The reference's steps, around products whose sums are exact."""
 
 
 @cache
