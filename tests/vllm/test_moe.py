@@ -132,7 +132,7 @@ class Runner:
     """As much of vLLM's runner as ours needs."""
 
     def __init__(self, layer_name: str, router: Any) -> None:
-        self.layer_name, self.router = layer_name, router
+        self.layer_name, self.router, self._shared_experts = layer_name, router, None
 
 
 def our_runner(router: Any) -> Any:
