@@ -298,8 +298,8 @@ class MLAFLBackend(AttentionFLBackend):
             None,
             True,
             scale,
-            metadata.query_start_loc_host,
-            metadata.seq_lens_host,
+            query_start_loc_host=metadata.query_start_loc_host,
+            seq_lens_host=metadata.seq_lens_host,
         )
         return result.reshape(-1, layer.tp_q_head_num * rank)
 

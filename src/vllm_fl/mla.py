@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend,
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from fl_dispatch import bind_op
-from fl_dispatch.hosting import warm_batches
+from fl_dispatch.hosting import first_choices, warm_batches
 
 from . import kv_layout
 from .mla_context import context_rows
@@ -103,6 +103,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_decode = bind_op("mla_decode", scope)
         self.fl_prefill = bind_op("mla_prefill", scope)
+        self.fl_in_parts = first_choices.all_take("mla_decode", ("query_rope",))
 
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""
@@ -124,11 +125,13 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         rotary = latents.new_zeros(tokens, 1, self.qk_rope_head_dim)
         self._write(latents, rotary, kv_cache, torch.full((tokens,), -1, device=device), scale)
         if most <= self.fl_longest_decode:
-            query = latents.new_zeros(tokens, self.num_heads, kv_cache.shape[-1])
+            query = latents.new_zeros(tokens, self.num_heads, self.kv_lora_rank)
+            not_absorbed = latents.new_zeros(tokens, self.num_heads, self.qk_head_dim)
             blocks = -(-longest // kv_cache.shape[1])
             table = torch.zeros(len(queries), blocks, dtype=torch.int32, device=device)
-            rest = (most, longest, self.scale, self.kv_lora_rank, None, True, scale)
-            self.fl_decode(query, self._stored(kv_cache), table, starts, starts.diff(), *rest)
+            absorbed, rope = self._taken((query, not_absorbed[..., self.qk_nope_head_dim :]))
+            rest = (most, longest, self.scale, self.kv_lora_rank, None, True, scale, rope)
+            self.fl_decode(absorbed, self._stored(kv_cache), table, starts, starts.diff(), *rest)
             return
         query = latents.new_zeros(tokens, self.num_heads, self.qk_head_dim)
         key, value = self._project(latents, rotary)
@@ -180,8 +183,9 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         """The absorbed form; ``q`` is ``[tokens, heads, rank + rope]``, whole or in its two parts."""
         decode = attn_metadata.decode
         assert decode is not None
+        query, rope = self._taken(q)
         out = self.fl_decode(
-            torch.cat(q, dim=-1) if isinstance(q, tuple) else q,
+            query,
             self._stored(kv_c_and_k_pe_cache),
             decode.block_table,
             decode.query_start_loc,
@@ -193,10 +197,17 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
             None,
             attn_metadata.causal,
             layer._k_scale_float if self.fl_fp8 else None,
+            rope,
             decode.query_start_loc_host,
             decode.seq_lens_host,
         )
         return out, None
+
+    def _taken(self, query: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """A query as the implementations take it: its parts, or a whole one and nothing."""
+        if not isinstance(query, tuple):
+            return query, None
+        return query if self.fl_in_parts else (torch.cat(query, dim=-1), None)
 
     def forward_mha(
         self,

@@ -150,6 +150,20 @@ def test_latent_keys(
     batch.check(causal)
 
 
+def test_a_query_in_two_parts(on_cpu: SetUp) -> None:
+    """The rotary part behind one that is not absorbed, as vLLM has it."""
+    on_cpu(1)
+    batch = Batch([(2, 300), (1, 65)], 96)
+    rope = torch.cat((batch.query[..., :128], batch.query[..., RANK:]), dim=-1)[..., 128:]
+    _query, *rest = batch.arguments()
+    mla.mla_decode(batch.query[..., :RANK].contiguous(), *rest, None, rope)
+    batch.check()
+    batch.out.fill_(-7.0)
+    mla.mla_decode(batch.query[..., :RANK].contiguous(), *rest, None, 2 * rope)
+    with pytest.raises(AssertionError):
+        batch.check()
+
+
 @pytest.mark.parametrize(("processors", "splits"), [(1, 1), (20, 2)])
 def test_requests_without_tokens_or_keys(on_cpu: SetUp, processors: int, splits: int) -> None:
     on_cpu(processors)
@@ -200,7 +214,7 @@ def test_strides_beyond_32_bits() -> None:
     names["_load_queries"] = lambda *args: None
     for which, first in ((1, 0), (0, 1)):
         asked.clear()
-        names["produce"](config, SimpleNamespace(left=ring, right=ring), begins, lengths, 1, None, cache, which)
+        names["produce"](config, SimpleNamespace(left=ring, right=ring), begins, lengths, 1, None, None, cache, which)
         position = torch.arange(64) + 64 * first
         want = (1000 + position // 16) * (1 << 24) + position % 16 * 576
         assert len(asked) == 3
@@ -257,5 +271,5 @@ def test_other_tensors_take_the_plain_kernel(on_cpu: SetUp) -> None:
 
 def test_another_device_takes_the_plain_kernel() -> None:
     batch = Batch([(1, 70)], 64)
-    assert not hopper.fits_latent(batch.query, batch.cache, RANK)
+    assert not hopper.fits_latent(batch.query[..., :RANK], batch.query[..., RANK:], batch.cache)
     plain(batch)

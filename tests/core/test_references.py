@@ -329,8 +329,11 @@ def exact_paged_attention(
     return [result]
 
 
-def exact_mla_decode(query, cache, table, starts, lengths, _, __, scale, rank, out, causal, unit) -> list[Tensor]:
+def exact_mla_decode(
+    query, cache, table, starts, lengths, _, __, scale, rank, out, causal, unit, rotary
+) -> list[Tensor]:
     """One query at a time, over the latent rows that it sees."""
+    query = query if rotary is None else torch.cat((query, rotary), dim=-1)
     cache = cache if unit is None else cache * unit
     result = query.new_zeros(*query.shape[:2], rank) if out is None else out.clone()
     for request, length in enumerate(lengths.tolist()):

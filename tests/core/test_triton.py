@@ -343,6 +343,7 @@ SMALL = {
         "fp8 cache, 3 tokens a request",
         "fp8 cache, row stride, not causal",
         "not causal",
+        "query in two parts, rank 24, odd heads",
         "no rotary part",
         "empty batch",
     ],

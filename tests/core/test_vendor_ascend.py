@@ -293,6 +293,20 @@ def test_a_latent_batch_is_copied_in_two_parts_into_blocks_of_128(npu: Calls) ->
     assert out.shape == (2, 8, 512)
 
 
+def test_a_query_in_two_parts_goes_to_the_kernel_as_it_is(npu: Calls) -> None:
+    cache, table = torch.zeros(2, 128, 576, dtype=HALF), torch.tensor([[1]], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([40], dtype=torch.int32)
+    query, rope = torch.ones(1, 8, 512, dtype=HALF), torch.full((1, 8, 192), 2.0, dtype=HALF)[..., 128:]
+    values = (query, cache, table, starts, lengths, 1, 40, 0.1, 512)
+    given = dict(zip(OPERATORS["mla_decode"].parameters, values, strict=False))
+    assert answer("mla_decode", **given, query_rope=rope) is True
+    assert "query_rope" in str(answer("mla_decode", **given, query_rope=rope.float()))
+    mla.mla_decode(**given, query_rope=rope)
+    (call,) = npu.made
+    assert call.args[0].data_ptr() == query.data_ptr()
+    assert torch.equal(call.query_rope, rope)
+
+
 def test_a_large_latent_batch_is_copied_in_parts(npu: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla, "COPIED_AT_ONCE", 256)
     cache, query = torch.zeros(9, 128, 576, dtype=HALF), torch.zeros(4, 2, 576, dtype=HALF)

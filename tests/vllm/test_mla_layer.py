@@ -297,6 +297,37 @@ def test_a_chunk_that_vllm_names_by_its_number_gives_what_the_chunk_gives(layer:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_decoding_gives_a_query_as_the_implementations_take_it(layer: MLAFLImpl, in_parts: bool) -> None:
+    torch.manual_seed(1)
+    cache, absorbed, rope = (
+        torch.randn(41, BLOCK, RANK + ROPE),
+        torch.randn(4, HEADS, RANK),
+        torch.randn(4, HEADS, ROPE),
+    )
+    lengths = torch.tensor([length + 1 for length in CONTEXT], dtype=torch.int32)
+    decode = SimpleNamespace(
+        block_table=PAGES, query_start_loc=starts([1] * 4), seq_lens=lengths, max_query_len=1, max_seq_len=40,
+        query_start_loc_host=None, seq_lens_host=None,
+    )  # fmt: skip
+    given: list[tuple[int, ...]] = []
+    real = layer.fl_decode
+
+    def recorded(query: Tensor, *args: Any) -> Any:
+        given.append(tuple(query.shape))
+        return real(query, *args)
+
+    assert layer.fl_in_parts
+    layer.fl_decode, layer.fl_in_parts = recorded, in_parts
+    whole, parted = (
+        layer.forward_mqa(query, cache, SimpleNamespace(decode=decode, causal=True), None)[0]
+        for query in (torch.cat((absorbed, rope), dim=-1), (absorbed, rope))
+    )
+    layer.fl_try(cache, [1], 40)
+    assert [shape[-1] for shape in given] == [RANK + ROPE, *[RANK if in_parts else RANK + ROPE] * 2]
+    assert torch.equal(whole, parted)
+
+
 # ---- graphs
 
 

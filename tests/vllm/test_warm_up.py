@@ -117,9 +117,10 @@ def latent(heads: int, dtype: torch.dtype, queries: Sequence[int], longest: int,
     starts = integers(len(queries) + 1)
     if max(queries) == 1:
         cache = torch.empty(64, 16, 576, dtype=dtype, device=META)
-        query = torch.empty(len(queries), heads, 576, dtype=dtype, device=META)
+        query = torch.empty(len(queries), heads, 512, dtype=dtype, device=META)
+        rope = torch.empty(len(queries), heads, 192, dtype=dtype, device=META)[..., 128:]
         table, lengths = integers(len(queries), width), integers(len(queries))
-        mla.mla_decode(query, cache, table, starts, lengths, 1, longest, 0.1, 512)
+        mla.mla_decode(query, cache, table, starts, lengths, 1, longest, 0.1, 512, query_rope=rope)
         return
     query = torch.empty(sum(queries), heads, 192, dtype=dtype, device=META)
     value = torch.empty(sum(queries), heads, 128, dtype=dtype, device=META)

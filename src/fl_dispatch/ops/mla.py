@@ -46,6 +46,7 @@ def _decode_fake(
     out: Tensor | None = None,
     causal: bool = True,
     cache_scale: float | None = None,
+    query_rope: Tensor | None = None,
 ) -> Tensor:
     return query.new_empty((*query.shape[:2], kv_lora_rank)) if out is None else out
 
@@ -67,6 +68,7 @@ def _decode_work(
     out: Tensor | None = None,
     causal: bool = True,
     cache_scale: float | None = None,
+    query_rope: Tensor | None = None,
 ) -> Work:
     rows: list[int] = query_start_loc.diff().tolist()
     lengths = [length if new else 0 for new, length in zip(rows, seq_lens.tolist(), strict=True)]
@@ -78,7 +80,7 @@ def _decode_work(
 
 @operator(
     hints=("query_start_loc_host", "seq_lens_host"),
-    later=LATENT_SCALES,
+    later=(*LATENT_SCALES, "query_rope"),
     writes={"out": Write(Access.OUTPUT)},
     modes=MODES,
     fake=_decode_fake,
@@ -105,6 +107,7 @@ def mla_decode(
     out: Tensor | None = None,
     causal: bool = True,
     cache_scale: float | None = None,
+    query_rope: Tensor | None = None,
     query_start_loc_host: Sequence[int] | None = None,
     seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
@@ -116,7 +119,7 @@ def mla_decode(
 
     Args:
         query: ``[tokens, heads, kv_lora_rank + rope_dim]``, floating point: the query of each head, multiplied by the
-            key projection, then its rotary part.
+            key projection, then its rotary part. With ``query_rope`` without that part.
         kv_cache: ``[blocks, block_size, kv_lora_rank + rope_dim]``, a view in any strides. Slots that hold no token of
             a request may hold anything, NaN included.
         block_table: ``[requests, max_blocks]``, int32: the blocks of a request in order. Entries behind the last needed
@@ -132,6 +135,8 @@ def mla_decode(
         causal: a query sees no token behind its own position.
         cache_scale: of a cache in float8_e4m3fn: a row is ``cache_scale * stored``; ``None`` for a cache of another
             dtype.
+        query_rope: ``[tokens, heads, rope_dim]``, dtype of ``query``, a view in any strides: the rotary part, if
+            ``query`` has not got it.
         query_start_loc_host: hint: the numbers in ``query_start_loc``, for kernels that take them as integers.
         seq_lens_host: hint: the numbers in ``seq_lens``, likewise.
 

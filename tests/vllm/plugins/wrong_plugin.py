@@ -76,6 +76,7 @@ def mla_decode(
     out=None,
     causal=True,
     cache_scale=None,
+    query_rope=None,
 ):
     return query[..., :kv_lora_rank].contiguous()
 

@@ -32,13 +32,15 @@ class _Decodes(Source):
         causal: bool = True,
         row_stride: int | None = None,
         scale: float | None = None,
+        parted: bool = False,
         spare: int = 0,
         hostile: bool = False,
         serving: bool = True,
     ) -> Sample:
         """``requests`` are (new tokens, all tokens). With ``padding``, ``out`` is given and has so many rows more.
 
-        With ``scale`` the cache is in fp8. ``spare`` and ``hostile`` are as for ``paged_attention``.
+        With ``scale`` the cache is in fp8. ``parted`` gives the rotary part as hosts have it: behind a part of the
+        query that is not absorbed. ``spare`` and ``hostile`` are as for ``paged_attention``.
         """
         rows, lengths = [new for new, _ in requests], [length for _, length in requests]
         blocks = [-(-length // block_size) for length in lengths]
@@ -49,7 +51,8 @@ class _Decodes(Source):
         for row, count in zip(table, blocks, strict=True):
             row[:count] = torch.tensor([pages.pop() for _ in range(count)], dtype=torch.int32)
         tokens = sum(rows) + (padding or 0)
-        query = self.normal(tokens, heads, rank + rope)
+        query = self.normal(tokens, heads, rank if parted else rank + rope)
+        query_rope = self.normal(tokens, heads, 2 * rope)[..., rope:] if parted else None
         cache = self.normal(free + hidden, block_size, row_stride or rank + rope)
         cache = (cache if scale is None else (cache.float() / scale).to(FP8))[..., : rank + rope]
         if hostile:
@@ -68,7 +71,7 @@ class _Decodes(Source):
             rank,
             None if padding is None else self.normal(tokens, heads, rank),
             causal,
-            *(() if scale is None else (scale,)),
+            *((scale, query_rope) if parted else () if scale is None else (scale,)),
         )
         return Sample(label, args, serving)
 
@@ -82,6 +85,9 @@ def decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("speculative decode, 3 tokens a request", [(3, 40), (3, 3), (3, 130)], 16, 512, 64)
     yield sample("decode with out, padded batch", [*decode[:4], (0, 0)], 8, 512, 64, padding=3)
     yield sample("mixed lengths, block size 1", [(1, 30), (5, 21), (17, 17)], 4, 256, 64, block_size=1)
+    yield sample("query in two parts, 16 heads", decode, 16, 512, 64, parted=True)
+    yield sample("query in two parts, 128 heads, fp8 cache", decode[2:6], 128, 512, 64, block_size=64, scale=SCALE,
+                 parted=True)  # fmt: skip
     yield sample("fp8 cache, decode, 16 heads", decode, 16, 512, 64, scale=SCALE)
     yield sample("fp8 cache, 128 heads", decode[2:6], 128, 512, 64, block_size=64, padding=0, scale=SCALE)
     yield sample("fp8 cache, 3 tokens a request", [(3, 40), (3, 3), (3, 130)], 4, 64, 16, scale=SCALE, serving=False)
@@ -90,6 +96,7 @@ def decode_samples(dtype: torch.dtype, device: torch.device, generator: torch.Ge
     yield sample("not causal", [(4, 20), (4, 7)], 4, 64, 32, causal=False, serving=False)
     yield sample("rank 24, rotary part 8, odd heads", [(1, 9), (2, 5)], 3, 24, 8, serving=False)
     yield sample("cache row stride larger than the row", [(1, 40)], 4, 64, 16, row_stride=96, serving=False)
+    yield sample("query in two parts, rank 24, odd heads", [(1, 9), (2, 5)], 3, 24, 8, parted=True, serving=False)
     yield sample("no rotary part", [(1, 18)], 4, 64, 0, serving=False)
     yield sample("one token", [(1, 1)], 2, 64, 16, serving=False)
     yield sample("empty batch", [], 4, 64, 16, serving=False)

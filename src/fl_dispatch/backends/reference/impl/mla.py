@@ -21,13 +21,14 @@ def mla_decode(
     out: Tensor | None = None,
     causal: bool = True,
     cache_scale: float | None = None,
+    query_rope: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.mla.mla_decode`: paged attention with one key-value head, whose values are the first
     part of its keys.
     """
     keys = kv_cache.unsqueeze(2)
     return paged_attention(
-        query,
+        query if query_rope is None else torch.cat((query, query_rope), dim=-1),
         keys,
         keys[..., :kv_lora_rank],
         block_table,

@@ -34,6 +34,7 @@ MOST_SPLITS = 64
 @triton.jit(do_not_specialize=["splits", "TABLE_ROW"])
 def _decode(
     query,
+    query_rope,
     cache,
     block_table,
     query_starts,
@@ -44,6 +45,8 @@ def _decode(
     splits,
     QUERY_TOKEN,
     QUERY_HEAD,
+    ROPE_TOKEN,
+    ROPE_HEAD,
     CACHE_BLOCK,
     CACHE_SLOT,
     OUT_TOKEN,
@@ -95,7 +98,8 @@ def _decode(
         source = query + ((begin + token).to(tl.int64) * QUERY_TOKEN + head * QUERY_HEAD)[:, None]
         q = tl.load(source + rank[None, :], mask=valid[:, None] & (rank < RANK)[None, :], other=0.0)
         if ROPE > 0:
-            q_rope = tl.load(source + RANK + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
+            source = query_rope + ((begin + token).to(tl.int64) * ROPE_TOKEN + head * ROPE_HEAD)[:, None]
+            q_rope = tl.load(source + rope[None, :], mask=valid[:, None] & (rope < ROPE)[None, :], other=0.0)
         table = block_table + request.to(tl.int64) * TABLE_ROW
         acc = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
         m_i = tl.full([BLOCK_M], -1e30, dtype=tl.float32)
@@ -148,10 +152,13 @@ def mla_decode(
     out: Tensor | None = None,
     causal: bool = True,
     cache_scale: float | None = None,
+    query_rope: Tensor | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.mla.mla_decode`. Declines float64, and rows whose elements are strided."""
-    check_arguments((query, kv_cache), out, scale)
-    tokens, heads, width = query.shape
+    if query_rope is None:
+        query, query_rope = query[..., :kv_lora_rank], query[..., kv_lora_rank:]
+    check_arguments((query, query_rope, kv_cache), out, scale)
+    tokens, heads, rope = query_rope.shape
     if out is None:
         out = query.new_empty((tokens, heads, kv_lora_rank))
     requests = seq_lens.shape[0]
@@ -162,7 +169,7 @@ def mla_decode(
     tile = DECODE_TILE_WIDE if wide else DECODE_TILE if rows < MANY_ROWS else DECODE_TILE_LARGE
     block_m, block_n, warps, stages = tile
     slots = _slots(query.device)
-    special = rows >= MANY_ROWS and hopper.fits_latent(query, kv_cache, kv_lora_rank)
+    special = rows >= MANY_ROWS and hopper.fits_latent(query, query_rope, kv_cache)
     if special:
         block_m, block_n, slots = hopper.LATENT_ROWS, hopper.LATENT_KEYS, hopper.latent_slots(query.device)
     tiles = -(-rows // block_m)
@@ -172,11 +179,11 @@ def mla_decode(
     parts = requests * most_new * heads * splits if splits > 1 else 0
     partial = query.new_empty(parts * (kv_lora_rank + 2), dtype=torch.float32) if parts else out
     statistics = partial[parts * kv_lora_rank :] if parts else out
-    rope = width - kv_lora_rank
-    tensors = (query, kv_cache, block_table, query_start_loc, seq_lens, out, partial, statistics)
+    tensors = (query, query_rope, kv_cache, block_table, query_start_loc, seq_lens, out, partial, statistics)
     numbers = (
-        query.stride(0), query.stride(1), kv_cache.stride(0), kv_cache.stride(1), out.stride(0), out.stride(1),
-        block_table.stride(0), scale if cache_scale is None else scale * cache_scale, heads,
+        query.stride(0), query.stride(1), query_rope.stride(0), query_rope.stride(1), kv_cache.stride(0),
+        kv_cache.stride(1), out.stride(0), out.stride(1), block_table.stride(0),
+        scale if cache_scale is None else scale * cache_scale, heads,
     )  # fmt: skip
     if special:
         hopper.decode_latent(

@@ -169,13 +169,13 @@ def fits_in_a_row(query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> boo
     )
 
 
-def fits_latent(query: Tensor, kv_cache: Tensor, kv_lora_rank: int) -> bool:
+def fits_latent(query: Tensor, query_rope: Tensor, kv_cache: Tensor) -> bool:
     """Return whether the kernel for decoding of latent attention takes these tensors."""
     if why_unavailable(query.device):
         return False
-    if kv_lora_rank != LATENT_RANK or query.shape[-1] != LATENT_RANK + LATENT_ROPE:
+    if (query.shape[-1], query_rope.shape[-1]) != (LATENT_RANK, LATENT_ROPE):
         return False
-    return _aligned_halves(query, kv_cache)
+    return _aligned_halves(query, query_rope, kv_cache)
 
 
 def _aligned_halves(*tensors: Tensor) -> bool:

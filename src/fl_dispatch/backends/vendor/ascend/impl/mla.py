@@ -45,13 +45,15 @@ def supports_mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    cache_scale: float | None = None,
+    query_rope: Tensor | None = None,
 ) -> bool | str:
     """Half types, rows of 512 and 64 elements."""
-    for name, tensor in (("query", query), ("kv_cache", kv_cache)):
-        if why := problem(KERNEL, name, tensor, HALVES, like=query):
+    for name, tensor in (("query", query), ("query_rope", query_rope), ("kv_cache", kv_cache)):
+        if tensor is not None and (why := problem(KERNEL, name, tensor, HALVES, like=query)):
             return why
-    if (kv_lora_rank, query.shape[2] - kv_lora_rank) != (RANK, ROPE):
-        return f"rows of {kv_lora_rank} and {query.shape[2] - kv_lora_rank} elements, not of {RANK} and {ROPE}"
+    if (kv_lora_rank, kv_cache.shape[2] - kv_lora_rank) != (RANK, ROPE):
+        return f"rows of {kv_lora_rank} and {kv_cache.shape[2] - kv_lora_rank} elements, not of {RANK} and {ROPE}"
     if query.shape[1] not in HEADS:
         return f"{query.shape[1]} heads, not one of {', '.join(map(str, HEADS))}"
     if not causal and max_query_len > 1:
@@ -75,12 +77,15 @@ def mla_decode(
     kv_lora_rank: int,
     out: Tensor | None = None,
     causal: bool = True,
+    query_rope: Tensor | None = None,
     query_start_loc_host: Sequence[int] | None = None,
     seq_lens_host: Sequence[int] | None = None,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.mla.mla_decode`."""
     import torch_npu
 
+    if query_rope is None:
+        query, query_rope = query[..., :kv_lora_rank], query[..., kv_lora_rank:]
     if query_start_loc_host is None or seq_lens_host is None:
         query_start_loc_host, seq_lens_host = from_device(query_start_loc, seq_lens)
     ends = without_padding(query_start_loc_host)
@@ -100,10 +105,10 @@ def mla_decode(
                 continue
             several = causal and any(piece.end - piece.start > 1 for piece in batch)
             result, _ = torch_npu.npu_fused_infer_attention_score_v2(
-                query[rows, :, :kv_lora_rank].contiguous(),
+                query[rows].contiguous(),
                 latents,
                 latents,
-                query_rope=query[rows, :, kv_lora_rank:].contiguous(),
+                query_rope=query_rope[rows].contiguous(),
                 key_rope=rope,
                 atten_mask=triangle(query.device) if several else None,
                 actual_seq_qlen=[piece.end - rows.start for piece in batch],

@@ -53,6 +53,7 @@ def alloc(dtype: gl.constexpr):
 @gluon.jit(do_not_specialize=["splits", "TABLE_ROW"])
 def latent_attention(
     query,
+    query_rope,
     cache,
     block_table,
     query_starts,
@@ -63,6 +64,8 @@ def latent_attention(
     splits,
     QUERY_TOKEN,
     QUERY_HEAD,
+    ROPE_TOKEN,
+    ROPE_HEAD,
     CACHE_BLOCK,
     CACHE_SLOT,
     OUT_TOKEN,
@@ -83,6 +86,7 @@ def latent_attention(
     pipeline = alloc(query.dtype.element_ty)
     # A stride of 1, which a tensor with one head may have, is a constant until it is made a tensor.
     queries = Rows(query, gl.to_tensor(QUERY_TOKEN), gl.to_tensor(QUERY_HEAD))
+    rotary = Rows(query_rope, gl.to_tensor(ROPE_TOKEN), gl.to_tensor(ROPE_HEAD))
     results = Rows(out, gl.to_tensor(OUT_TOKEN), gl.to_tensor(OUT_HEAD))
     latents = LatentCache(cache, gl.to_tensor(CACHE_BLOCK), gl.to_tensor(CACHE_SLOT), block_table, TABLE_ROW)
     parts = Partial(partial, statistics, splits)
@@ -90,8 +94,8 @@ def latent_attention(
         [
             (consume, (config, pipeline, query_starts, lengths, results, parts, SCALE, 0)),
             (consume, (config, pipeline, query_starts, lengths, results, parts, SCALE, 1)),
-            (produce, (config, pipeline, query_starts, lengths, splits, queries, latents, 0)),
-            (produce, (config, pipeline, query_starts, lengths, splits, queries, latents, 1)),
+            (produce, (config, pipeline, query_starts, lengths, splits, queries, rotary, latents, 0)),
+            (produce, (config, pipeline, query_starts, lengths, splits, queries, rotary, latents, 1)),
         ],
         [4, PRODUCER_WARPS, PRODUCER_WARPS],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -34,18 +34,19 @@ class LatentCache:
 
 
 @gluon.jit
-def _load_queries(pipeline, query, work, L: gl.constexpr):
-    """Start to copy a program's queries, if it has keys; rows that do not exist are 0."""
+def _load_queries(pipeline, query, rotary, work, L: gl.constexpr):
+    """Start to copy a program's queries and their rotary parts, if it has keys; rows that do not exist are 0."""
     if work.tiles > 0:
         token, head, valid = work.rows(gl.SliceLayout(1, L))
         rows = query.offsets(work.begin + token, head)
         copy_rows(pipeline.q_left.index(0), query.pointer, rows, valid, 0, HALF, L)
         copy_rows(pipeline.q_right.index(0), query.pointer, rows, valid, HALF, HALF, L)
-        copy_rows(pipeline.q_rotary.index(0), query.pointer, rows, valid, 2 * HALF, ROTARY, L)
+        rows = rotary.offsets(work.begin + token, head)
+        copy_rows(pipeline.q_rotary.index(0), rotary.pointer, rows, valid, 0, ROTARY, L)
 
 
 @gluon.jit
-def produce(config, pipeline, query_starts, lengths, splits, query, cache, WHICH: gl.constexpr):
+def produce(config, pipeline, query_starts, lengths, splits, query, rotary, cache, WHICH: gl.constexpr):
     """Fill stage ``WHICH`` with every other tile, from the last to the first, and with zeros beyond the last key.
 
     The queries go with the first half of the first tile.
@@ -58,7 +59,7 @@ def produce(config, pipeline, query_starts, lengths, splits, query, cache, WHICH
     n = work.tiles - 1 - WHICH
     blocks = cache.blocks(work.start, work.stop, n, config.block_size, R)
     if WHICH == 0:
-        _load_queries(pipeline, query, work, L)
+        _load_queries(pipeline, query, rotary, work, L)
     phase = 1
     while n >= 0:
         ahead = cache.blocks(work.start, work.stop, n - STAGES, config.block_size, R)
