@@ -274,8 +274,8 @@ def decode_latent(
     """Decoding of latent attention, if :func:`fits_latent`.
 
     Args:
-        tensors, numbers: query, cache, block table, query starts, lengths, out, partial results, their statistics; then
-            strides, scale and heads, as the plain kernel takes them.
+        tensors, numbers: query, its rotary part, cache, block table, query starts, lengths, out, partial results, their
+            statistics; then strides, scale and heads, as the plain kernel takes them.
         tiles: of ``LATENT_ROWS`` rows.
         splits: programs that share a request's keys; more than one write parts, each of some tiles of ``LATENT_KEYS``.
         block_size, causal, most_new: slots of a block of the cache, and what the plain kernel knows of the queries.
