@@ -119,10 +119,14 @@ def _latent(
     *,
     dtype: torch.dtype = torch.bfloat16,
     stored: torch.dtype | None = None,
+    parted: bool = False,
     **options: Any,
 ) -> None:
+    tokens = new * requests
+    if parted:
+        options["query_rope"] = _empty(tokens, heads, 192, dtype=dtype)[..., 128:]
     mla.mla_decode(
-        _empty(new * requests, heads, 576, dtype=dtype),
+        _empty(tokens, heads, 512 if parted else 576, dtype=dtype),
         _empty(1024, 64, 576, dtype=stored or dtype),
         _integers(requests, 64),
         _integers(requests + 1),
@@ -313,6 +317,7 @@ CASES = (
     Case("latent prefill 192 and 128, not causal", lambda: _latent_prefill(192, 128, causal=False)),
     Case("latent prefill 128 and 64, float16", lambda: _latent_prefill(128, 64, dtype=HALF)),
     Case("latent decode 128 heads", lambda: _latent(128, 1, 256)),
+    Case("latent decode 128 heads, query in parts", lambda: _latent(128, 1, 256, parted=True)),
     Case("latent decode 128 heads, float16", lambda: _latent(128, 1, 256, dtype=HALF)),
     Case("latent decode 128 heads, keys split", lambda: _latent(128, 1, 4)),
     Case("latent decode 16 heads, 4 new", lambda: _latent(16, 4, 256)),
@@ -325,6 +330,7 @@ CASES = (
     Case("plain decode 128", lambda: _paged(128, 32, 8, 1), hopper=False),
     Case("plain decode 256, not split", lambda: _paged(256, 16, 8, 1, requests=512), hopper=False),
     Case("plain latent decode 16 heads", lambda: _latent(16, 1, 4), hopper=False),
+    Case("plain latent decode 16 heads, query in parts", lambda: _latent(16, 1, 4, parted=True), hopper=False),
     Case("plain latent decode 128 heads", lambda: _latent(128, 1, 256), hopper=False),
     Case("plain latent decode 16 heads, fp8", lambda: _latent(16, 1, 4, stored=FP8, cache_scale=0.1), hopper=False),
     Case("plain latent decode 128 heads, fp8", lambda: _latent(128, 1, 256, stored=FP8, cache_scale=0.1), hopper=False),

@@ -22,8 +22,8 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonImpl
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
-from fl_dispatch import bind_op
-from fl_dispatch.hosting import first_choices, warm_batches
+from fl_dispatch import bind_op, get_default_manager
+from fl_dispatch.hosting import warm_batches
 
 from . import kv_layout
 from .mla_context import context_rows
@@ -103,7 +103,7 @@ class MLAFLImpl(MLACommonImpl[MLAFLMetadata]):
         self.fl_write = bind_op("kv_cache_write", scope)
         self.fl_decode = bind_op("mla_decode", scope)
         self.fl_prefill = bind_op("mla_prefill", scope)
-        self.fl_in_parts = first_choices.all_take("mla_decode", ("query_rope",))
+        self.fl_in_parts = get_default_manager().all_take("mla_decode", ("query_rope",))
 
     def fl_kind(self) -> tuple[Any, ...]:
         """Layers of one kind call the operators with arguments of the same kind."""

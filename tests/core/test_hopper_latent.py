@@ -273,3 +273,15 @@ def test_another_device_takes_the_plain_kernel() -> None:
     batch = Batch([(1, 70)], 64)
     assert not hopper.fits_latent(batch.query[..., :RANK], batch.query[..., RANK:], batch.cache)
     plain(batch)
+
+
+def test_parts_of_a_query_that_do_not_fit_each_other_are_declined(on_cpu: SetUp) -> None:
+    on_cpu(1)
+    batch = Batch([(1, 70)], 64)
+    whole, *rest = batch.arguments()
+    query, rope = whole[..., :RANK], whole[..., RANK:]
+    for wrong in ((query, rope.float()), (whole, rope)):
+        with pytest.raises(NotSupported, match="parts of the query"):
+            mla.mla_decode(wrong[0], *rest, None, wrong[1])
+    mla.mla_decode(query, *rest, None, rope)
+    batch.check()

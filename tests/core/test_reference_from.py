@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fl_dispatch import BackendImplKind, Manifest, OpImpl, SelectionPolicy, get_default_manager, set_global_policy
-from fl_dispatch.hosting.first_choices import all_take, boundary, joins, of_one_backend, reference_from
+from fl_dispatch.hosting.first_choices import boundary, joins, of_one_backend, reference_from
 from fl_dispatch.manager import reset_default_manager
 from fl_dispatch.settings.selection_policy import TunedRule
 
@@ -66,20 +66,6 @@ def test_a_layer_has_its_own_choices_or_those_of_the_operator() -> None:
 def test_before_the_start_first_choices_say_so(first: str, begin: int | None) -> None:
     set_global_policy(SelectionPolicy.from_dict(per_op_order={"linear": [f"impl:{first}"]}))
     assert boundary("linear") == begin
-
-
-def test_a_first_choice_without_a_later_parameter_is_not_passed_over() -> None:
-    given = ("query_rope",)
-    assert all_take("mla_decode", given)
-    get_default_manager().registry.register_impl(
-        OpImpl("mla_decode", PLAIN, BackendImplKind.VENDOR, lambda *args, **hints: None, "plain", signature="unchecked")
-    )
-    policies = {f"mla_decode{where}": ["impl:vendor.plain"] for where in ("", "@model.layers.0.*")}
-    for name, rule in policies.items():
-        set_global_policy(SelectionPolicy.from_dict(per_op_order={name: rule}))
-        assert not all_take("mla_decode", given)
-    set_global_policy(SelectionPolicy.from_dict(per_op_order={"mla_decode": ["reference", *rule]}))
-    assert all_take("mla_decode", given)
 
 
 JOINED, PARTS = "rotary_embedding_kv_cache_write", ("rotary_embedding", "kv_cache_write")

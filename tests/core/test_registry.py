@@ -18,6 +18,7 @@ from fl_dispatch import (
     SelectionPolicy,
     set_global_policy,
 )
+from fl_dispatch.ops import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
 
@@ -32,6 +33,18 @@ def test_implementations_keep_the_order_of_registration() -> None:
     assert registry.get_implementation("demo", "reference.b") is registry.get_implementations("demo")[1]
     assert registry.get_implementation("demo", "nobody") is None
     assert registry.get_implementations("nobody") == []
+
+
+def test_one_implementation_without_a_later_parameter_is_enough_for_no() -> None:
+    """Whatever the policy puts first, which may change."""
+    manager = manager_of()
+    assert manager.all_take("mla_decode", ["query_rope"])
+    manager.registry.register_many([impl("default.new", op="mla_decode", fn=OPERATORS["mla_decode"].prototype)])
+    assert manager.all_take("mla_decode", ["query_rope"])
+    old = impl("vendor.old", op="mla_decode", fn=lambda *args: None, vendor="old", signature="unchecked")
+    manager.registry.register_impl(old)
+    assert not manager.all_take("mla_decode", ["query_rope"])
+    assert manager.all_take("mla_decode", ["out"])
 
 
 def test_an_id_is_unique_within_its_operator() -> None:

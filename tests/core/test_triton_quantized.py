@@ -368,3 +368,36 @@ def test_integers_choose_the_same_experts_in_the_interpreter() -> None:
     assert wrong == []
     assert ids == [[9, 0, 1]]
     assert weights == [[1.0, 0.0, 0.0]]
+
+
+ALIGNED_AMONG_OTHERS = """
+import json, torch
+from fl_dispatch.backends.triton.impl import alignment
+
+empty, made, count, counted = torch.Tensor.new_empty, [], alignment._launch_count, []
+
+def amid(self, size, **options):  # what is behind it belongs to others
+    size = size if isinstance(size, int) else size[0]
+    made.append(empty(self, size + 4096, **options).fill_(-7))
+    return made[-1][:size]
+
+def counting(*args, **options):
+    counted.append(True)
+    count(*args, **options)
+
+torch.Tensor.new_empty, alignment._launch_count = amid, counting
+found = []
+for tokens, experts, block in ((1, 8, 16), (5, 60, 7), (33, 8, 64), (700, 64, 16)):
+    made.clear(), counted.clear()
+    ids = torch.randn(tokens, experts).topk(2).indices.int()
+    results = alignment.moe_align_block_size(ids, block, experts)
+    found.append([len(counted), all(bool((each[-4096:] == -7).all()) for each in made), int(results[2])])
+print(json.dumps(found))
+"""
+
+
+def test_pairs_are_sorted_without_a_store_beyond_the_results_in_the_interpreter() -> None:
+    found = interpreted(ALIGNED_AMONG_OTHERS)
+    assert [counted for counted, *_ in found] == [0, 0, 0, 1]  # many pairs are counted by a kernel of their own
+    assert all(within for _, within, _ in found)
+    assert all(padded > 0 for *_, padded in found)

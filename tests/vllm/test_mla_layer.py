@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from fl_dispatch import SelectionPolicy, policy_context
+from fl_dispatch import SelectionPolicy, get_default_manager, policy_context
 from fl_dispatch.ops import OPERATORS
 from vllm_fl import mla, startup, warm_up
 from vllm_fl.compat import accelerator
@@ -295,6 +295,22 @@ def test_a_chunk_that_vllm_names_by_its_number_gives_what_the_chunk_gives(layer:
     expected = layer.fl_prefill(query, key, value, starts(NEW), key_starts, max(NEW), 5, SCALE, None, False)
     actual = backend.run_prefill_context_chunk(chunk_idx=1, q=query, k=key, v=value)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_layer_asks_whether_every_implementation_takes_the_parts_of_a_query(
+    layer: MLAFLImpl, in_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, asked = get_default_manager(), []
+
+    def all_take(op_name: str, given: Any) -> bool:
+        asked.append((op_name, *given))
+        return in_parts
+
+    monkeypatch.setattr(manager, "all_take", all_take)
+    layer.fl_bind("model.layers.0.self_attn.attn")
+    assert asked == [("mla_decode", "query_rope")]
+    assert layer.fl_in_parts is in_parts
 
 
 @pytest.mark.parametrize("in_parts", [True, False])

@@ -35,16 +35,6 @@ def has_kernel(op_name: str, given: Iterable[str] = ()) -> bool:
     return any(impl.kind is not BackendImplKind.REFERENCE or impl.properties.get(BATCH_INVARIANT) for impl in first)
 
 
-def all_take(op_name: str, given: Iterable[str]) -> bool:
-    """Whether whatever the policy puts first, in some layer or under some condition, takes these optional parameters.
-
-    A host that gives them otherwise would pass over an implementation that was written before they were declared.
-    """
-    manager = get_default_manager()
-    first, taking = (manager.first_choices(op_name, in_layers=True, given=names) for names in ((), given))
-    return first == taking
-
-
 def joins(joined: str, parts: Iterable[str], tokens: int | None = None) -> bool:
     """Whether calls of the parts, of so many tokens or any, may become calls of an operator that joins them.
 

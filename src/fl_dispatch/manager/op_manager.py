@@ -157,6 +157,14 @@ class OpManager:
         taking = ([impl for impl in impls if self._takes(impl, given)] for impls in branches)
         return list(dict.fromkeys(impls[0] for impls in taking if impls))
 
+    def all_take(self, op_name: str, given: Iterable[str]) -> bool:
+        """Whether every implementation, chosen or not, takes these optional parameters.
+
+        A host that gives them otherwise would pass over one that was written before they were declared.
+        """
+        self.ensure_initialized()
+        return all(self._takes(impl, given) for impl in self.registry.get_implementations(op_name))
+
     def _takes(self, impl: OpImpl, given: Iterable[str]) -> bool:
         convention = self.registry.convention(impl)
         return convention is None or not {*given} & {*convention.left_out}

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fl_dispatch.errors import NotSupported
+
 from . import hopper
 from .attention import _slots, _splits, combining_warps
 from .attention_kernels import _combine
@@ -80,7 +82,7 @@ def _decode(
     if first < new * HEADS:
         row = first + tl.arange(0, BLOCK_M)
         token = row // HEADS
-        head = row % HEADS
+        head = (row % HEADS).to(tl.int64)
         valid = token < new
         length = tl.load(lengths + request)
         place = length - new + token
@@ -110,7 +112,8 @@ def _decode(
             inside = position < stop
             page = ahead.to(tl.int64)
             ahead = tl.load(table + (position + BLOCK_N) // BLOCK_SIZE, mask=position + BLOCK_N < stop, other=0)
-            latent = cache + (page * CACHE_BLOCK + position % BLOCK_SIZE * CACHE_SLOT)[:, None]
+            slot = (position % BLOCK_SIZE).to(tl.int64)
+            latent = cache + (page * CACHE_BLOCK + slot * CACHE_SLOT)[:, None]
             kv = tl.load(latent + rank[None, :], mask=inside[:, None] & (rank < RANK)[None, :], other=0.0).to(q.dtype)
             qk = tl.dot(q, tl.trans(kv), input_precision=PRECISION)
             if ROPE > 0:
@@ -157,6 +160,8 @@ def mla_decode(
     """See :data:`fl_dispatch.ops.mla.mla_decode`. Declines float64, and rows whose elements are strided."""
     if query_rope is None:
         query, query_rope = query[..., :kv_lora_rank], query[..., kv_lora_rank:]
+    if query_rope.dtype is not query.dtype or query.shape[2] != kv_lora_rank:
+        raise NotSupported("the parts of the query do not fit each other")
     check_arguments((query, query_rope, kv_cache), out, scale)
     tokens, heads, rope = query_rope.shape
     if out is None:
