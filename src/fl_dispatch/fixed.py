@@ -105,9 +105,9 @@ class FixedChoices:
                 raise DispatchFrozenError(change, different)
         self._differences = {key: found for key, found in self._differences.items() if not found}
 
-    def allows(self, policy: SelectionPolicy, *, bans: bool = True) -> bool:
-        """Whether a policy makes the choices that are fixed."""
-        return not self._remembered(policy, bans)
+    def allows(self, policy: SelectionPolicy) -> bool:
+        """Whether a policy makes the choices that are fixed, bans included."""
+        return not self._remembered(policy, True)
 
     def require_allowed(self, change: str, policy: SelectionPolicy, *, bans: bool) -> None:
         """Refuse a policy that makes other choices.

@@ -42,7 +42,8 @@ def run_report() -> Choices:
 
     ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints;
     ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with
-    ``fallbacks``, the calls that another implementation took over; ``shadow`` is what shadow mode did and found.
+    ``fallbacks``, the calls that failed and that another implementation took over; ``shadow`` is what shadow mode did
+    and found.
     """
     manager = get_default_manager()
     settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest

@@ -43,7 +43,7 @@ def direct(
         convention: how it is called.
         form: ``call`` (the caller may leave defaults out), ``bound`` (all arguments are passed) or ``layer`` (a layer
             comes first).
-        fn: the implementation's function, or a counting wrapper of it.
+        fn: the implementation's function, or a wrapper of it that counts or compares.
         otherwise: called with the same arguments when the candidate must not run.
         unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.
         ask: ask the implementation's ``supports``.

@@ -20,5 +20,7 @@ def register_builtins(registry: Registry) -> None:
             "vendor.template",
             BackendPriority.VENDOR,
             supports={"rms_norm": supports_rms_norm},  # only for kernels that do not take everything
+            device_types=None,  # of a chip: ("npu",), the PyTorch types of tensors that its kernels take
+            opaque=None,  # True where torch.compile cannot trace into the kernels
         )
     )

@@ -11,7 +11,7 @@ def supports_rms_norm(
 ) -> bool | str:
     """Return ``True``, or say why the kernel cannot take these arguments; the next implementation gets them then.
 
-    It runs at every call, so look at dtypes, shapes and strides only, never at values.
+    It runs at every call that comes here, so look at dtypes, shapes and strides only, never at values.
     """
     if weight is None:
         return "the kernel needs a weight"
