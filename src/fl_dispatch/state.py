@@ -95,7 +95,7 @@ class State:
             available=self.availability.of,
             banned=self.failures.as_a_whole if bans else lambda impl: "",
             facts=self.facts if facts else {},
-            untraceable=self.traces.untraceable(),
+            notes={impl: f"opaque in compiled code: {why}" for impl, why in self.traces.untraceable().items()},
         )
 
     def who_may_run(self, decision: Decision, branch: Branch, bans: bool = True) -> list[OpImpl]:

@@ -71,6 +71,20 @@ def test_resolve_call_and_explain_agree_before_and_after_a_ban() -> None:
         assert manager.explain("silu_and_mul", arguments).chosen.impl_id == expected
 
 
+def test_explain_without_arguments_tells_a_ban_for_one_kind() -> None:
+    manager = two(failing(RuntimeError("boom")))
+    assert "banned" not in str(manager.explain("silu_and_mul"))
+    manager.call("silu_and_mul", x())
+    first, second = manager.explain("silu_and_mul").considered
+    assert first.status == "chosen"
+    assert "banned for float32" in first.reason
+    assert "boom" in first.reason
+    assert "banned" not in second.reason
+    assert "banned" not in str(manager.explain("silu_and_mul", scope="layers.3"))
+    manager.clear_failed_impls()
+    assert "banned" not in str(manager.explain("silu_and_mul"))
+
+
 @pytest.mark.parametrize(
     "change", [lambda t: t.half(), lambda t: t[0], lambda t: t.t().contiguous().t()], ids=["dtype", "rank", "layout"]
 )

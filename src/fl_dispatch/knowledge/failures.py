@@ -85,6 +85,10 @@ class FailureLog:
         failure = self._failures.get((impl.op_name, impl.impl_id), {}).get(kind)
         return f"banned for {kind}: {failure.cause} ({failure.count} times)" if failure else ""
 
+    def for_some_kinds(self, impl: OpImpl, scope: str | None) -> str:
+        """For which kinds of arguments in this scope an implementation is banned, and why; empty for none."""
+        return "; ".join(self.for_kind(impl, kind) for kind in sorted(self.kinds(impl, scope), key=str))
+
     def kinds(self, impl: OpImpl, scope: str | None) -> frozenset[ArgumentKind]:
         """The kinds of arguments in this scope for which an implementation must not run."""
         kinds = self._failures.get((impl.op_name, impl.impl_id), {})

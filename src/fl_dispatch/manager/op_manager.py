@@ -130,7 +130,7 @@ class OpManager:
         self.ensure_initialized()
         decision = self.state.decide(op_name, scope, self.table_keeper.policy_of(self._current()))
         if not args and not kwargs:
-            return decision
+            return decision.noting(lambda impl: self.state.failures.for_some_kinds(impl, scope))
         call = Call.of(op_name, scope, args, kwargs)
         return decision.for_call(call.branch(decision), lambda impl: recovery.why_not_for_call(self.state, impl, call))
 

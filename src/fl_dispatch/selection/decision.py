@@ -105,25 +105,33 @@ class Decision:
         scope: the scope that it was decided for, or ``None``.
         branches: the candidates by condition; the last branch has no condition.
         refusals: every registered implementation, and why it may not run; empty when it may.
-        untraceable: implementations that run behind an opaque view in compiled code, and why.
+        notes: what else is told of an implementation that may run.
     """
 
     op_name: str
     scope: str | None
     branches: tuple[Branch, ...]
     refusals: Mapping[OpImpl, str]
-    untraceable: Mapping[OpImpl, str] = field(default_factory=lambda: MappingProxyType({}))
+    notes: Mapping[OpImpl, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def considered(self) -> tuple[Considered, ...]:
         """Every registered implementation, candidates first, for a call that no condition singles out."""
-        return tuple(map(self._with_obstacle, self.branches[-1].consider(self.refusals)))
+        return tuple(map(self._with_note, self.branches[-1].consider(self.refusals)))
 
-    def _with_obstacle(self, entry: Considered) -> Considered:
-        obstacle = self.untraceable.get(entry.impl)
-        if obstacle is None:
+    def _with_note(self, entry: Considered) -> Considered:
+        note = self.notes.get(entry.impl)
+        if note is None or entry.status == SKIPPED:
             return entry
-        return replace(entry, reason=f"{entry.reason}; opaque in compiled code: {obstacle}")
+        return replace(entry, reason=f"{entry.reason}; {note}")
+
+    def noting(self, told: Callable[[OpImpl], str]) -> Decision:
+        """The same decision with more told of its candidates; ``told`` returns an empty text for nothing."""
+        notes = dict(self.notes)
+        for impl in self.candidates:
+            if more := told(impl):
+                notes[impl] = "; ".join(filter(None, [notes.get(impl), more]))
+        return replace(self, notes=notes)
 
     @property
     def candidates(self) -> tuple[OpImpl, ...]:
@@ -218,7 +226,7 @@ def select(
     available: Callable[[OpImpl], tuple[bool, str]] = OpImpl.availability,
     banned: Callable[[OpImpl], str] = lambda impl: "",
     facts: Mapping[str, Any] = MappingProxyType({}),
-    untraceable: Mapping[OpImpl, str] = MappingProxyType({}),
+    notes: Mapping[OpImpl, str] = MappingProxyType({}),
 ) -> Decision:
     """Rank an operator's implementations under a policy.
 
@@ -230,7 +238,7 @@ def select(
         available: whether an implementation can run here, and why not.
         banned: why an implementation must not run after failures; empty when it may.
         facts: what the host stated about the process; compared with what implementations require.
-        untraceable: implementations that Dynamo was found not to trace, and why; they are told, and decide nothing.
+        notes: what else is told of an implementation that may run; decides nothing.
     """
     refusals = {impl: why_excluded(op_name, impl, impls, policy, available, facts) or banned(impl) for impl in impls}
     fit = [impl for impl in impls if not refusals[impl]]
@@ -238,7 +246,7 @@ def select(
     if key is not None:
         order = dict(policy.per_op_order)[key]
         own = Branch(None, _rank(fit, order), order, f"order of {key}", policy.origin(f"per_op_order.{key}"))
-        return Decision(op_name, scope, (own,), refusals, untraceable)
+        return Decision(op_name, scope, (own,), refusals, notes)
     order = tuple(policy.get_default_order())
     branches: list[Branch] = []
     for rule in policy.get_tuned_rules(op_name, scope) if policy.enabled else ():
@@ -251,7 +259,7 @@ def select(
             break
     if not branches or branches[-1].rule is not None:
         branches.append(Branch(None, _rank(fit, order), order, f"prefer={policy.prefer}", policy.origin("prefer")))
-    return Decision(op_name, scope, tuple(branches), refusals, untraceable)
+    return Decision(op_name, scope, tuple(branches), refusals, notes)
 
 
 def admits(rule: TunedRule, workload: Workload) -> bool:
