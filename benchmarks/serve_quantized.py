@@ -83,6 +83,13 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
     }
 
 
+def whole_blocks(quantization: Mapping[str, Any], shape: Shape) -> Mapping[str, Any]:
+    """The same format, but for weights of the shape that are no whole blocks."""
+    if "weight_block_size" not in quantization:
+        return quantization
+    return {**quantization, "modules_to_not_convert": [*quantization["modules_to_not_convert"], *shape.odd]}
+
+
 def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace, logs: Path) -> dict[str, Any]:
     """Measure one format."""
     with tempfile.TemporaryDirectory() as name:
@@ -92,10 +99,9 @@ def run(shape: Shape, quantization: Mapping[str, Any], given: argparse.Namespace
         (unquantized / "config.json").write_text(json.dumps({**shape.config, "num_hidden_layers": given.layers}))
         known = cells_of(shape, unquantized)
         cells = {name: known[name] for name in given.cells or known}
-        if "weight_block_size" in quantization:
-            kept = [*quantization["modules_to_not_convert"], *shape.odd]
-            quantization = {**quantization, "modules_to_not_convert": kept}
-        made = dataclasses.replace(shape, config={**shape.config, "quantization_config": quantization})
+        made = dataclasses.replace(
+            shape, config={**shape.config, "quantization_config": whole_blocks(quantization, shape)}
+        )
         found = measure(
             made, cells, given.workloads, given.rounds, given.layers, folder, logs, given.profile is not None, 1
         )

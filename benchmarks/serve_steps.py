@@ -3,16 +3,20 @@
 A prompt of more tokens than the largest captured graph runs outside of graphs, so this is where the host's share shows,
 and what a client waits for its first token. One engine, in this process; run it once for each way and compare.
 
-    python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--layers 32] [--beside 16] [--profile]
+    python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--format fp8_blocks] [--layers 32]
+        [--beside 16] [--profile] [--host FILE]
 
-The model has a published shape and random weights, in bfloat16. Needs vLLM, and for the plugin this package installed.
+The model has a published shape and random weights, in bfloat16 or in a format of ``serve_quantized.py``. ``--host``
+writes what Python's profiler finds in ten steps of one prompt. Needs vLLM, and for the plugin this package installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import random
 import statistics
 import tempfile
@@ -21,10 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from serve_quantized import FORMATS, whole_blocks
 from shapes import SHAPES
 
 ALONE = (64, 300, 513, 601, 1001, 1500, 2048, 3001)
 BESIDE = (300, 700, 1001, 1500)
+HOST_TOKENS = 1001
 REPEATS = 9
 CONTEXT = 900
 """Tokens of the prompts of requests that decode."""
@@ -78,6 +84,16 @@ class Steps:
         return took
 
 
+def profiled(steps: Steps, file: Path) -> None:
+    """Write the functions that ten steps of one prompt spend the host's time in."""
+    found = cProfile.Profile()
+    for _ in range(10):
+        found.runcall(steps.prompt, HOST_TOKENS, 1)
+    with file.open("w") as out:
+        for order in ("tottime", "cumtime"):
+            pstats.Stats(found, stream=out).sort_stats(order).print_stats(70)
+
+
 def _median(measure: Callable[[], float]) -> str:
     return f"{statistics.median(measure() for _ in range(REPEATS)):.1f}"
 
@@ -86,21 +102,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vanilla", action="store_true", help="vLLM without the plugin, with FlashAttention 3")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--format", choices=FORMATS, help="of the weights; else bfloat16")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--beside", type=int, default=16, metavar="REQUESTS", help="that decode meanwhile")
     parser.add_argument(
         "--profile", action="store_true", help="print the host's and the device's time of each operator"
     )
+    parser.add_argument("--host", type=Path, metavar="FILE", help="the functions that take the host's time")
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if given.vanilla:
         os.environ["VLLM_PLUGINS"] = ""
-    config = dict(SHAPES[given.shape].config)
+    shape = SHAPES[given.shape]
+    config = dict(shape.config)
     if given.layers:
         config["num_hidden_layers"] = given.layers
+    if given.format:
+        config["quantization_config"] = whole_blocks(FORMATS[given.format], shape)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        steps = Steps(Path(folder), {"attention_backend": "FLASH_ATTN"} if given.vanilla else {})
+        steps = Steps(Path(folder), {"attention_backend": shape.vanilla["fa3"]} if given.vanilla else {})
         for tokens in ALONE[-3:]:
             steps.prompt(tokens, 1)
         for tokens in ALONE:
@@ -113,6 +134,8 @@ def main() -> None:
         for tokens in BESIDE:
             took = _median(lambda tokens=tokens: steps.prompt(tokens, 2))
             print(f"prompt of {tokens} beside {given.beside}: {took} ms", flush=True)
+        if given.host:
+            profiled(steps, given.host)
         if given.profile:
             from torch.profiler import ProfilerActivity, profile
 
