@@ -118,6 +118,10 @@ class PlatformFL(Dispatching, Platform):
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        """Bytes of this process's tensors on its device; all that is in use where PyTorch counts none."""
+        allocated = getattr(DEVICE.module(), "memory_allocated", None) if DEVICE.accelerator else None
+        if allocated is not None:
+            return float(allocated(device))
         available, total = DEVICE.memory(0)
         return float(total - available)
 

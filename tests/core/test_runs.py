@@ -6,20 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from builders import impl
-from fl_dispatch import get_default_manager
+from fl_dispatch import SelectionPolicy, freeze_dispatch, get_default_manager, set_global_policy, thaw_dispatch
 from fl_dispatch.cli import run_view
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.errors import DispatchError
-from fl_dispatch.hosting import metrics, processes, runs
+from fl_dispatch.hosting import metrics, processes, report, runs
 from fl_dispatch.hosting.survey import LayerChoice, Survey
+from fl_dispatch.knowledge.failures import ArgumentKind
 
 SURVEY = Survey("SGLang", {"RMSNorm": ("rms_norm", 13)}, {"Conv2dLayer": 1}, {"RadixAttention": 3})
 
@@ -100,8 +103,6 @@ def test_a_record_has_what_runs_and_follows_a_change() -> None:
         raise RuntimeError("boom")
 
     manager.registry.register_impl(impl("default.fails", fails, op="silu_and_mul", priority=900))
-    import torch
-
     manager.call("silu_and_mul", torch.ones(2, 4))
     runs._recorder.update()
     (ban,) = _recorded()["choices"]["failed"]
@@ -117,12 +118,60 @@ def test_what_did_not_change_is_not_written_again() -> None:
     assert _recorded()["updated"] == before
 
 
+def test_a_report_is_made_anew_by_whatever_changes_it_and_by_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, made = get_default_manager(), []
+    manager.ensure_initialized()
+    original = report.run_choices
+    monkeypatch.setattr(report, "run_choices", lambda manager: made.append(1) or original(manager))
+    kept = report.RunReport()
+
+    def fails(x: Any) -> Any:
+        raise RuntimeError("boom")
+
+    def call() -> None:
+        manager.call("silu_and_mul", torch.ones(2, 4))
+
+    def trace() -> None:
+        manager.state.traces.add(manager.explain("rms_norm").chosen, "it calls C")
+
+    changes: dict[str, Callable[[], Any]] = {
+        "a registration, which is banned": lambda: manager.registry.register_impl(
+            impl("default.fails", fails, op="silu_and_mul", priority=900)
+        ),
+        "a second failure": lambda: manager.state.failures.record(
+            manager.explain("silu_and_mul").chosen, ArgumentKind.of((), None), RuntimeError("again")
+        ),
+        "lifting bans": manager.clear_failed_impls,
+        "a policy": lambda: set_global_policy(SelectionPolicy(prefer="vendor")),
+        "a bound layer": lambda: manager.bind("silu_and_mul", "layers.3"),
+        "a rule for it": lambda: set_global_policy(
+            SelectionPolicy(per_op_order=(("silu_and_mul@layers.3", ("reference",)),))
+        ),
+        "a fact": lambda: manager.set_facts(kv_layout="NHD"),
+        "a trace": trace,
+        "a manifest": freeze_dispatch,
+        "no manifest": thaw_dispatch,
+    }
+    call()
+    for name, change in changes.items():
+        before = kept.choices()
+        made.clear()
+        assert kept.choices() == before, name
+        assert not made, name
+        change()
+        call()
+        made.clear()
+        assert kept.choices() == report.RunReport().choices(), name
+        assert len(made) == 2, name
+
+
 def test_a_worker_that_ends_leaves_its_last_word(tmp_path: Path) -> None:
     program = """
 import torch
 from fl_dispatch import get_default_manager, BackendImplKind, OpImpl
 from fl_dispatch.hosting import runs
 from fl_dispatch.hosting.survey import LayerChoice, Survey
+from fl_dispatch.knowledge.failures import ArgumentKind
 import multiprocessing
 def fails(x):
     raise RuntimeError("boom")

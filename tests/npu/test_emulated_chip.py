@@ -47,6 +47,22 @@ def test_memory_is_counted_and_used_again() -> None:
     torch.empty(1400 * MIB, dtype=torch.uint8, device="npu")  # only without the 900 MiB
 
 
+USAGE = """
+import torch
+from vllm_fl.platform import PlatformFL
+torch.npu.set_device(1)
+before = PlatformFL.get_current_memory_usage()
+x = torch.ones(8 << 20, dtype=torch.uint8, device="npu")
+used = PlatformFL.get_current_memory_usage() - before
+print("used", 8 << 20 <= used < 9 << 20, PlatformFL.get_current_memory_usage(torch.device("npu:0")) < 8 << 20)
+"""
+
+
+def test_vllm_is_told_what_this_process_holds_on_its_own_device() -> None:
+    ended = python(USAGE, EMU_NPUS="2")
+    assert "used True True" in ended.stdout, ended.stdout + ended.stderr
+
+
 def test_an_allocation_above_the_total_fails_as_on_a_chip() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="NPU out of memory"):
         torch.empty(3 * 1024 * MIB, dtype=torch.uint8, device="npu")

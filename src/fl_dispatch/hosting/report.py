@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from operator import is_not
 from typing import Any
 
 from ..fixed import data
@@ -37,15 +38,39 @@ def dispatch_report() -> dict[str, Any]:
     }
 
 
-def run_report() -> Choices:
-    """Choices of this process and events since its start: the part of its record that may change.
+class RunReport:
+    """The part of this process's record that may change. It is put together anew only where something has changed.
+
+    The thread that asks for it shares Python's lock with the one that serves: of a model with hundreds of layers a
+    report takes tenths of a second, in which each launch of a kernel may wait for the lock.
+    """
+
+    def __init__(self) -> None:
+        self._made_of: tuple[object, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._choices: Choices = {}
+
+    def choices(self) -> Choices:
+        """What :func:`run_choices` says, and ``shadow``: what shadow mode did and found, or ``None``."""
+        manager = get_default_manager()
+        state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
+        # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow too.
+        made_of: tuple[object, ...] = (manager, get_settings(), root.plans, root.stale, manager.freezer.manifest)
+        made_of += (state.failures.failures(), shadow.findings.banned)
+        sizes = len(root.plans), len(state.traces.untraceable())
+        if sizes != self._sizes or any(map(is_not, made_of, self._made_of)):
+            self._choices = run_choices(manager)
+            self._made_of, self._sizes = made_of, sizes
+        return {**self._choices, "shadow": None if shadow.sampling is None else _shadow(manager, shadow.sampling)}
+
+
+def run_choices(manager: OpManager) -> Choices:
+    """Choices of this process and events since its start.
 
     ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints;
     ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with
-    ``fallbacks``, the calls that failed and that another implementation took over; ``shadow`` is what shadow mode did
-    and found.
+    ``fallbacks``, the calls that failed and that another implementation took over.
     """
-    manager = get_default_manager()
     settings, state, manifest = get_settings(), manager.state, manager.freezer.manifest
     return {
         "settings": {item.field: [str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS},
@@ -63,7 +88,6 @@ def run_report() -> Choices:
             for (op_name, impl_id), kinds in state.failures.failures().items()
             for kind, failure in kinds.items()
         ],
-        "shadow": None if manager.shadow.sampling is None else _shadow(manager, manager.shadow.sampling),
     }
 
 

@@ -23,7 +23,7 @@ from ..errors import DispatchError
 from ..logger_manager import get_logger
 from . import aten, processes
 from .private_file import write_private
-from .report import Choices, run_report
+from .report import Choices, RunReport
 from .survey import Survey
 
 logger = get_logger(__name__)
@@ -75,7 +75,7 @@ class Run:
         ancestors: the processes that it descends from, nearest first, each with when it began.
         updated: when the record was written, in seconds since the epoch.
         runner: which of the host's model runners it has, and why; empty for a host with one.
-        choices: what runs, see :func:`~fl_dispatch.hosting.report.run_report`.
+        choices: what runs, see :class:`~fl_dispatch.hosting.report.RunReport`.
         layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.survey.LayerChoice`.
         sizes: those of :class:`Sizes`; empty in an older record.
     """
@@ -125,6 +125,7 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._run: Run | None = None
+        self._report = RunReport()
         self._written: Choices = {}
         self._pid = 0
         self._refused = False
@@ -147,7 +148,7 @@ class Recorder:
         if self._run is None or self._pid != os.getpid():  # a forked child leaves its parent's record alone
             return
         with self._lock:
-            choices = run_report()
+            choices = self._report.choices()
             if choices == self._written:
                 return
             run = replace(self._run, choices=choices, updated=time.time(), aten=aten.describe())

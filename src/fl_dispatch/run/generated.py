@@ -31,9 +31,10 @@ def direct(
     form: str,
     fn: Callable[..., Any],
     otherwise: Callable[..., Any],
-    unproven: Sequence[str] = (),
+    unproven: Sequence[str] | None = (),
     ask: bool = True,
     view: Callable[..., Any] | None = None,
+    declined: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """The function for a table entry whose first candidate usually runs at once.
 
@@ -46,18 +47,24 @@ def direct(
         fn: the implementation's function, or a wrapper of it that counts or compares.
         otherwise: called with the same arguments when the candidate must not run.
         unproven: parameters that, when given, make the call write arguments for which the candidate is not proven.
+            ``None``: it is not proven at all, so ``otherwise`` runs unless it declines.
         ask: ask the implementation's ``supports``.
         view: what runs instead inside compiled code, with all of the operator's parameters.
+        declined: called with the same arguments where the candidate is known not to take them; else ``otherwise``.
     """
     supports = impl.supports if ask else None
+    declined = declined or otherwise
     if operator is None or convention is None:
-        return fn if supports is None else _predicated(fn, supports, otherwise)
+        fn = otherwise if unproven is None else fn
+        return fn if supports is None else _predicated(fn, supports, otherwise, declined)
     guards = [_at_default(operator, name) for name in convention.left_out]
-    guards += [f"({name} is None or {name} is False)" for name in unproven]
+    free = ["False"] if unproven is None else [f"({name} is None or {name} is False)" for name in unproven]
     bare = convention.takes_all(layer_first=form == LAYER)
-    if bare and not guards and view is None and supports is None and (form == BOUND or convention.defaults):
+    unguarded = supports is None and not guards and not free
+    if bare and unguarded and view is None and (form == BOUND or convention.defaults):
         return fn
-    return _generate(operator, convention, form, fn, otherwise, supports, guards, view)
+    names = {"_fn": fn, "_otherwise": otherwise, "_declined": declined, "_supports": supports, "_view": view}
+    return _generate(operator, convention, form, names, guards, free)
 
 
 def bound(
@@ -116,12 +123,11 @@ def _generate(
     operator: Operator,
     convention: Convention,
     form: str,
-    fn: Callable[..., Any],
-    otherwise: Callable[..., Any],
-    supports: Callable[..., bool | str] | None,
-    guards: list[str],
-    view: Callable[..., Any] | None,
+    names: Mapping[str, Callable[..., Any] | None],
+    guards: Sequence[str],
+    free: Sequence[str],
 ) -> Callable[..., Any]:
+    """See :func:`direct`; unless all ``guards`` hold it declines, and unless all of ``free`` do it may not run."""
     attributes, own = attributes_of(operator), passed_by(operator)
     if form == LAYER:
         head = ", ".join(["_obj", _signature(operator, own)]) if own else "_obj"
@@ -136,24 +142,26 @@ def _generate(
     else:
         call = f"_fn({', '.join(convention.takes)})"
     lines = [f"def {operator.name}({head}):", *prepare]
-    if view is not None:
+    if names["_view"] is not None:
         lines += ["    if _is_compiling():", f"        return _view({', '.join(operator.parameters)})"]
-    if supports is not None:  # one that raises is asked again, and its error logged, on the other path
+    if names["_supports"] is not None:  # one that raises is asked again, and its error logged, on the other path
         # In a trace the answer may be symbolic: neither True itself nor a string.
         lines += [
             "    try:",
             f"        _fits = _supports({_asked(convention)})",
             "        _fits = _fits is True or (not isinstance(_fits, str) and bool(_fits))",
             "    except Exception:",
-            "        _fits = False",
+            "        _fits = None",
+            "    if _fits is None:",
+            f"        return _otherwise({passed})",
         ]
         guards = ["_fits", *guards]
     if guards:
-        lines += [f"    if {' and '.join(guards)}:", f"        return {call}", f"    return _otherwise({passed})"]
-    else:
-        lines.append(f"    return {call}")
-    namespace = {"_fn": fn, "_otherwise": otherwise, "_supports": supports, "_LayerStandIn": LayerStandIn}
-    namespace |= {"_view": view, "_is_compiling": torch.compiler.is_dynamo_compiling}
+        lines += [f"    if not ({' and '.join(guards)}):", f"        return _declined({passed})"]
+    if free:
+        lines += [f"    if not ({' and '.join(free)}):", f"        return _otherwise({passed})"]
+    lines.append(f"    return {call}")
+    namespace = {**names, "_LayerStandIn": LayerStandIn, "_is_compiling": torch.compiler.is_dynamo_compiling}
     return _compile(operator, "\n".join(lines), namespace)
 
 
@@ -169,15 +177,20 @@ def _read_attributes(attributes: Mapping[str, str]) -> list[str]:
 
 
 def _predicated(
-    fn: Callable[..., Any], supports: Callable[..., bool | str], otherwise: Callable[..., Any]
+    fn: Callable[..., Any],
+    supports: Callable[..., bool | str],
+    otherwise: Callable[..., Any],
+    declined: Callable[..., Any],
 ) -> Callable[..., Any]:
     def predicated(*args: Any, **kwargs: Any) -> Any:
         try:
             answer = supports(*args, **kwargs)
             fits = not isinstance(answer, str) and bool(answer)
         except Exception:  # it is asked again, and its error logged, on the other path
-            fits = False
-        return fn(*args, **kwargs) if fits else otherwise(*args, **kwargs)
+            fits = None
+        if fits is None:
+            return otherwise(*args, **kwargs)
+        return fn(*args, **kwargs) if fits else declined(*args, **kwargs)
 
     return predicated
 

@@ -22,7 +22,7 @@ from ..types import OpImpl
 from . import generated, recovery
 from .arguments import Call
 from .keys import BOUND, CALL, LAYER, Key
-from .recovery import FinalError
+from .recovery import FinalError, LaterError
 from .table import MADE_FROM, Plan
 from .traced import Site, undeclared, untried, with_other_trace
 
@@ -138,29 +138,22 @@ def _first_candidate(
 ) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
 
-    While dispatch is frozen it need not be proven: its failure is raised, so nothing has to be restored.
+    While dispatch is frozen it need not be proven: its failure is raised, so nothing has to be restored. What it
+    declines goes to the next candidate in the same way.
     """
     if not branch.candidates:
         return careful
     first, state, operator, decision = branch.candidates[0], site.state, site.operator, site.decision
     if is_elsewhere(first):
         return careful
-    unproven: list[str] = []
-    if not state.frozen:
-        proofs = state.proofs
-        if proofs.watches(first):
-            return careful
-        if not proofs.holds(first, wrote=True):
-            if not proofs.holds(first, wrote=False) or operator is None:
-                return careful
-            updates = [write for write in operator.writes.values() if write.access is Access.UPDATE]
-            if any(write.given is None for write in updates):
-                return careful
-            unproven = list(dict.fromkeys(write.given for write in updates if write.given is not None))
+    unproven = _unproven(state, first, operator)
+    following = _next_candidate(recipe, site, branch, scope, careful)
+    if unproven is None and following is careful:
+        return careful
     fn = state.counter.function(first)
     if state.wrapper is not None:
         fn = state.wrapper(first, decision, scope, fn)
-    entry = site.direct(first, fn, careful, unproven, view)
+    entry = site.direct(first, fn, careful, unproven, view, following)
     if recipe.undeclared:
         entry = with_other_trace(entry, site.once_tried(recipe.undeclared, entry))
     if entry is not fn:
@@ -171,6 +164,53 @@ def _first_candidate(
     if operator is None or site.form == LAYER:
         return careful
     return _kind_checked(operator, decision.scope, banned, entry, careful, recipe.traced)
+
+
+def _unproven(state: State, impl: OpImpl, operator: Operator | None) -> Sequence[str] | None:
+    """Parameters that, when given, make a call write arguments for which an implementation is not proven.
+
+    ``None``: it is not proven at all, or watched.
+    """
+    proofs = state.proofs
+    if state.frozen:
+        return ()
+    if proofs.watches(impl):
+        return None
+    if proofs.holds(impl, wrote=True):
+        return ()
+    if not proofs.holds(impl, wrote=False) or operator is None:
+        return None
+    given = [write.given for write in operator.writes.values() if write.access is Access.UPDATE]
+    return None if None in given else list(dict.fromkeys(name for name in given if name is not None))
+
+
+def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | None, careful: Function) -> Function:
+    """What runs a call that the first candidate declines: the others, or the careful path where that has to choose."""
+    first, *rest = branch.candidates
+    convention = site.state.registry.convention(first)
+    if first.supports is None and not (convention and convention.left_out):
+        return careful  # it takes every call
+    others = replace(branch, candidates=tuple(rest))
+    entry = _first_candidate(recipe, site, others, scope, careful, None)
+    if entry is careful:
+        return careful
+    impl = rest[0]
+
+    def next_candidate(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return careful(*args, **kwargs)  # which a trace has its own form of
+        try:
+            return entry(*args, **kwargs)
+        except (FinalError, LaterError):
+            raise
+        except Exception as error:
+            failure = LaterError(error, impl)
+        try:
+            raise failure
+        finally:
+            del failure, args, kwargs  # the error's traceback holds this frame
+
+    return next_candidate
 
 
 def _kind_checked(

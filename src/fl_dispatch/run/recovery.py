@@ -37,6 +37,13 @@ class FinalError(Exception):
         self.error = error
 
 
+class LaterError(Exception):
+    """Carries an error out of a table entry that another candidate than the first one raised."""
+
+    def __init__(self, error: Exception, impl: OpImpl) -> None:
+        self.error, self.impl = error, impl
+
+
 def must_raise(state: State, error: BaseException, policy: SelectionPolicy) -> bool:
     """Whether an implementation's error goes to the caller unchanged."""
     if policy.strict or state.frozen:
@@ -66,10 +73,13 @@ def recover(
         if isinstance(error, NotSupported):
             return table.plans[key].declined(*args, **kwargs)
         raise error
-    call = None
+    call: Call | None = None
+    failed: OpImpl | None = None
     try:
         if type(error) is FinalError:
             raise error.error
+        if isinstance(error, LaterError):
+            failed, error = error.impl, error.error
         plan = table.plans.get(key)
         if plan is None:
             raise error  # the operator was taken away during the call: nobody can take over
@@ -78,7 +88,8 @@ def recover(
         except TypeError:
             raise error from None  # the call does not fit the operator: the caller's mistake
         decision = plan.decision if plan.entry is fn else getattr(fn, MADE_FROM, None)
-        failed = _bare(table.state, fn, plan) if decision is None else call.branch(decision).candidates[0]
+        if failed is None:
+            failed = _bare(table.state, fn, plan) if decision is None else call.branch(decision).candidates[0]
         return _after_fast_path(table.state, table.policy, decision or plan.decision, call, failed, error)
     finally:
         del error, call, args, kwargs

@@ -47,12 +47,15 @@ class Site:
         impl: OpImpl,
         fn: Function,
         otherwise: Function,
-        unproven: Sequence[str] = (),
+        unproven: Sequence[str] | None = (),
         view: Function | None = None,
+        declined: Function | None = None,
     ) -> Function:
         """A function that runs one implementation, see :func:`.generated.direct`."""
         convention = self.state.registry.convention(impl)
-        return generated.direct(self.operator, impl, convention, self.form, fn, otherwise, unproven, view=view)
+        return generated.direct(
+            self.operator, impl, convention, self.form, fn, otherwise, unproven, view=view, declined=declined
+        )
 
     def who_may_run(self) -> list[OpImpl]:
         """The candidates up to the first one that takes every call, for calls that no condition singles out."""

@@ -179,14 +179,16 @@ def scaled_blocks(
     whole = -(-count // FOUR) * FOUR
     product = x.new_empty((whole, columns), dtype=RESULTS[dtype])
     if product.numel():
-        by_columns = scales.new_empty((scales.shape[1], whole))  # the kernel wants the scales of a group side by side
-        by_columns[:, :count] = scales.t()
-        if whole != count:
+        if whole == count:
+            by_columns = scales.t().contiguous()  # the kernel wants the scales of a group side by side
+        else:
+            by_columns = scales.new_empty((scales.shape[1], whole))
+            by_columns[:, :count] = scales.t()
             filled = rows.new_empty((whole, inner))
             filled[:count] = rows
             rows = filled
         torch.ops._C.cutlass_scaled_mm(product, rows, weight.t(), by_columns.t(), weight_scale.contiguous().t(), None)
-    out = product[:count].view(*x.shape[:-1], columns)
+    out = (product if whole == count else product[:count]).view(*x.shape[:-1], columns)
     if bias is not None:
         out += bias
     return out
