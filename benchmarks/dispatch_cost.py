@@ -49,6 +49,7 @@ GOALS = {  # DESIGN 3.10, microseconds
     "call_op, 2 keywords": 0.40,
     "call_op, layer first": 0.30,
     "bound, 4 positional": 0.10,
+    "bound, the first candidate declines": 1.0,
     "call_op, 4 positional, after a context": 0.20,
     "bound, 4 positional, after a context": 0.12,
     "frozen, 4 positional": 0.0,
@@ -66,6 +67,10 @@ def supported(x: Any, residual: Any = None, weight: Any = None, epsilon: float =
 
 def gelu_and_mul(x: Any, approximate: str = "none") -> Any:
     return x.new_empty(2)
+
+
+def silu_and_mul(x: Any) -> Any:
+    return x[:2]
 
 
 class Layer:
@@ -138,6 +143,15 @@ def prepare() -> dict[str, Any]:
                 priority=999,
                 supports=lambda x, r, w, e: True,
             ),
+            OpImpl(
+                "silu_and_mul",
+                "default.bench",
+                BackendImplKind.DEFAULT,
+                silu_and_mul,
+                priority=999,
+                supports=lambda x: "nothing",
+            ),
+            OpImpl("silu_and_mul", "default.next", BackendImplKind.DEFAULT, silu_and_mul, priority=998),
             *many,
         ]
     )
@@ -150,8 +164,10 @@ def prepare() -> dict[str, Any]:
         "resolve_op": resolve_op,
         "bound": bind_op("rms_norm"),
         "bound_supports": bind_op("gemma_rms_norm"),
+        "bound_declines": bind_op("silu_and_mul"),
         "view": opaque.view(ROOT, OPERATORS["gelu_and_mul"]),
         "fn": rms_norm,
+        "silu": silu_and_mul,
         "gelu": gelu_and_mul,
         "layer": Layer(),
         **{f"op{index}": impl.fn for index, impl in enumerate(many)},
@@ -198,6 +214,7 @@ def main() -> None:
             "bound(x, None, weight=None, epsilon=1e-6)", "fn(x, None, weight=None, epsilon=1e-6)", calls, names
         ),
         "bound, with supports": way(f"bound_supports({four})", none, calls, names),
+        "bound, the first candidate declines": way("bound_declines(x)", "silu(x)", calls // VIEW_CALLS, names),
         "resolve_op": way("resolve_op('rms_norm')", "fn", calls // VIEW_CALLS, names),
     }
     results = measure(ways, rounds)

@@ -4,7 +4,7 @@ A prompt of more tokens than the largest captured graph runs outside of graphs, 
 and what a client waits for its first token. One engine, in this process; run it once for each way and compare.
 
     python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--format fp8_blocks] [--layers 32]
-        [--beside 16] [--profile] [--host FILE]
+        [--beside 16] [--graphs 1,16] [--profile] [--host FILE]
 
 The model has a published shape and random weights, in bfloat16 or in a format of ``serve_quantized.py``. ``--host``
 writes what Python's profiler finds in ten steps of one prompt. Needs vLLM, and for the plugin this package installed.
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print the host's and the device's time of each operator"
     )
+    parser.add_argument("--graphs", metavar="TOKENS,…", help="capture graphs of these sizes alone, to be ready sooner")
     parser.add_argument("--host", type=Path, metavar="FILE", help="the functions that take the host's time")
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -121,7 +122,11 @@ def main() -> None:
         config["quantization_config"] = whole_blocks(FORMATS[given.format], shape)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        steps = Steps(Path(folder), {"attention_backend": shape.vanilla["fa3"]} if given.vanilla else {})
+        arguments: dict[str, Any] = {"attention_backend": shape.vanilla["fa3"]} if given.vanilla else {}
+        if given.graphs:
+            sizes = [int(size) for size in given.graphs.split(",")]
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        steps = Steps(Path(folder), arguments)
         for tokens in ALONE[-3:]:
             steps.prompt(tokens, 1)
         for tokens in ALONE:
