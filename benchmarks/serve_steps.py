@@ -49,7 +49,8 @@ class Steps:
             dtype="bfloat16",
             max_model_len=4096,
             max_num_batched_tokens=8192,
-            gpu_memory_utilization=0.4,
+            gpu_memory_utilization=0.2,
+            kv_cache_memory_bytes=4 << 30,  # nothing is measured, so two engines may start beside each other
             enable_prefix_caching=False,
             async_scheduling=False,
             **arguments,
