@@ -42,7 +42,7 @@ def halves_only(x: Tensor) -> bool | str:
 
 
 def three(second: Callable[[Tensor], Any], policy: SelectionPolicy = CARE, **first: Any) -> OpManager:
-    """Of three candidates the first one takes float16 alone."""
+    """Three candidates, the first of which takes float16 alone."""
     first.setdefault("supports", halves_only)
     return manager_of(
         impl("default.a", says("a"), op=OP, priority=30, **first),

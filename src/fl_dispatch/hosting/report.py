@@ -51,7 +51,7 @@ class RunReport:
         self._choices: Choices = {}
 
     def choices(self) -> Choices:
-        """What :func:`run_choices` says, and ``shadow``: what shadow mode did and found, or ``None``."""
+        """The result of :func:`run_choices`, and ``shadow``: what shadow mode did and found, or ``None``."""
         manager = get_default_manager()
         state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
         # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow too.

@@ -138,7 +138,7 @@ def _first_candidate(
 ) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
 
-    While dispatch is frozen it need not be proven: its failure is raised, so nothing has to be restored. What it
+    While dispatch is frozen it need not be proven: its failure is raised, so nothing has to be restored. A call that it
     declines goes to the next candidate in the same way.
     """
     if not branch.candidates:
@@ -185,7 +185,7 @@ def _unproven(state: State, impl: OpImpl, operator: Operator | None) -> Sequence
 
 
 def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | None, careful: Function) -> Function:
-    """What runs a call that the first candidate declines: the others, or the careful path where that has to choose."""
+    """The function for calls that the first candidate declines: the next one, or the careful path if it has to choose."""
     first, *rest = branch.candidates
     convention = site.state.registry.convention(first)
     if first.supports is None and not (convention and convention.left_out):
