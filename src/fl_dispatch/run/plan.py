@@ -185,7 +185,7 @@ def _unproven(state: State, impl: OpImpl, operator: Operator | None) -> Sequence
 
 
 def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | None, careful: Function) -> Function:
-    """The function for calls that the first candidate declines: the next one, or the careful path if it has to choose."""
+    """The function for calls that the first candidate declines: the next, or the careful path if that must choose."""
     first, *rest = branch.candidates
     convention = site.state.registry.convention(first)
     if first.supports is None and not (convention and convention.left_out):
