@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from builders import impl, manager_of
-from fl_dispatch import NoImplementationError, NotSupported, OpManager, SelectionPolicy
+from fl_dispatch import (
+    NoImplementationError,
+    NotSupported,
+    OpManager,
+    SelectionPolicy,
+    bind_op,
+    get_default_manager,
+)
 from fl_dispatch.run import recovery
 from fl_dispatch.settings.selection_policy import TunedRule
 
@@ -136,16 +143,43 @@ def test_where_nobody_may_take_over_the_error_is_raised_unchanged(way: str, requ
         assert raised.value is broken[0]
 
 
-def test_a_predicate_that_raises_is_logged_once_and_its_implementation_left_out(
+def test_a_predicate_that_begins_to_raise_is_logged_once_and_its_implementation_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def supports(x: Tensor) -> bool:
-        raise ValueError("no idea")
+    asked: list[int] = []
+
+    def supports(x: Tensor) -> bool | str:
+        asked.append(len(x))
+        if len(x) == 3:
+            raise ValueError("no idea")
+        return "not yet"
 
     manager = three(says("b"), supports=supports)
     with caplog.at_level(logging.WARNING):
-        assert [manager.call(OP, x()) for _ in range(4)] == ["b"] * 4
+        assert [manager.call(OP, x(rows)) for rows in (2, 2, 3, 3, 2)] == ["b"] * 5
+    assert len(asked) >= 5
     assert [record.levelname for record in caplog.records if "no idea" in record.getMessage()] == ["WARNING"]
+
+
+def test_a_trace_goes_on_with_the_one_after_next_if_the_next_declines_by_an_error() -> None:
+    def second(x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise NotSupported("three rows")
+        return x[:, :2] + 2
+
+    impls = (
+        impl("default.a", says("a"), op=OP, priority=930, supports=halves_only, opaque=False),
+        impl("default.b", second, op=OP, priority=920, opaque=False),
+        impl("default.c", lambda x: x[:, :2] + 3, op=OP, priority=910, opaque=False),
+    )
+    get_default_manager().registry.register_many(impls)
+    bound = bind_op(OP, "layers.3")
+    for _ in range(2):
+        assert bound(x())[0, 0] == 3
+    compiled = torch.compile(bound, fullgraph=True, backend="eager")
+    assert compiled(x())[0, 0] == 3
+    torch._dynamo.reset()
+    assert compiled(x(3))[0, 0] == 4
 
 
 def test_when_all_decline_each_reason_is_told() -> None:
