@@ -182,6 +182,16 @@ def test_a_trace_goes_on_with_the_one_after_next_if_the_next_declines_by_an_erro
     assert compiled(x(3))[0, 0] == 4
 
 
+def test_tensors_on_another_device_go_to_who_takes_them() -> None:
+    manager = manager_of(
+        impl("default.a", says("a"), op=OP, priority=30, supports=halves_only),
+        impl("reference.b", says("b"), op=OP, priority=20, device_types=("cpu",)),
+        impl("reference.c", says("c"), op=OP, priority=10),
+    )
+    assert [manager.call(OP, x()), manager.call(OP, x())] == ["b", "b"]
+    assert manager.call(OP, x().to("meta")) == "c"
+
+
 def test_when_all_decline_each_reason_is_told() -> None:
     manager = manager_of(
         impl("default.a", says("a"), op=OP, priority=30, supports=halves_only),

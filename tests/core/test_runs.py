@@ -143,9 +143,9 @@ def test_a_report_is_made_anew_by_whatever_changes_it_and_by_nothing_else(monkey
         ),
         "lifting bans": manager.clear_failed_impls,
         "a policy": lambda: set_global_policy(SelectionPolicy(prefer="vendor")),
-        "a bound layer": lambda: manager.bind("silu_and_mul", "layers.3"),
+        "a bound layer": lambda: manager.bind("silu_and_mul", "recorded.3"),
         "a rule for it": lambda: set_global_policy(
-            SelectionPolicy(per_op_order=(("silu_and_mul@layers.3", ("reference",)),))
+            SelectionPolicy(per_op_order=(("silu_and_mul@recorded.3", ("reference",)),))
         ),
         "a fact": lambda: manager.set_facts(kv_layout="NHD"),
         "a trace": trace,

@@ -56,7 +56,7 @@ class RunReport:
         state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
         # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow too.
         made_of: tuple[object, ...] = (manager, get_settings(), root.plans, root.stale, manager.freezer.manifest)
-        made_of += (state.failures.failures(), state.facts, shadow.findings.banned)
+        made_of += (root.current, state.failures.failures(), state.facts, shadow.findings.banned)
         sizes = len(root.plans), len(state.traces.untraceable())
         if sizes != self._sizes or any(map(is_not, made_of, self._made_of)):
             self._choices = run_choices(manager)

@@ -15,6 +15,7 @@ import torch
 from ..errors import NoImplementationError, NotSupported
 from ..knowledge.failures import ArgumentKind
 from ..ops import OPERATORS, Access, Operator
+from ..ops.declaration import leading_tensor
 from ..selection.decision import Branch, Decision, admits
 from ..settings.selection_policy import SelectionPolicy
 from ..state import Function, State, is_elsewhere
@@ -194,11 +195,17 @@ def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | No
     entry = _first_candidate(recipe, site, others, scope, careful, None)
     if entry is careful:
         return careful
-    impl = rest[0]
+    impl, proofs = rest[0], site.state.proofs
+    if not (proofs.holds(impl, wrote=True) or proofs.holds(impl, wrote=False)):
+        return careful  # also while dispatch is frozen: its first result is compared with the declaration
 
     def next_candidate(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return careful(*args, **kwargs)  # which a trace has its own form of
+        if impl.device_types is not None:
+            tensor = leading_tensor((*args, *kwargs.values()))
+            if not impl.takes_device("none" if tensor is None else tensor.device.type):
+                return careful(*args, **kwargs)
         try:
             return entry(*args, **kwargs)
         except (FinalError, LaterError):
