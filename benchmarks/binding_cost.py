@@ -1,4 +1,4 @@
-"""The cost of binding the layers of a model, and of changing the policy once they are bound.
+"""The cost of binding the layers of a model, of changing the policy once they are bound, and of the record of a run.
 
 Meanwhile a second thread calls an operator again and again, also in a context that it knows, because no reader may
 wait for a writer. Printed are seconds of the clock, and the processor time of the thread at work, which a busy machine
@@ -22,10 +22,12 @@ import torch
 
 from fl_dispatch import SelectionPolicy, bind_op, call_op, policy_context, set_global_policy
 from fl_dispatch.cli.output import print_table
+from fl_dispatch.hosting.report import RunReport
 from fl_dispatch.ops import OPERATORS
 
 X = torch.ones(1, 2)
 BIND, BIND_MORE, CHANGE = "bind the layers", "bind ten more layers", "change the policy"
+RECORD, LOOK = "put the record of the run together", "look whether it has changed"
 ENTER = "enter the contexts whose policies are kept"
 GOALS = {BIND: 5.0, CHANGE: 2.0}  # seconds of the clock on two cores, for the default numbers
 LONGEST_WAIT = 0.1  # of a reader: Python's threads take turns of 5 ms, and a busy machine adds to that
@@ -91,12 +93,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     operators = [name for name, operator in OPERATORS.items() if not operator.selection][: arguments.operators]
+    record = RunReport()
     more = range(arguments.layers, arguments.layers + 10)
     results = {
         BIND: measure(lambda: bind(operators, range(arguments.layers))),
         ENTER: measure(lambda: keep(arguments.kept)),
         BIND_MORE: measure(lambda: bind(operators, more)),
         CHANGE: measure(lambda: set_global_policy(SelectionPolicy(prefer="vendor")) and None),
+        RECORD: measure(lambda: record.choices() and None),
+        LOOK: measure(lambda: record.choices() and None),
     }
     print_table(
         f"{arguments.layers} layers of {len(operators)} operators, {arguments.kept} kept policies; seconds",

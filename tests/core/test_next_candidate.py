@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from fl_dispatch import (
     bind_op,
     get_default_manager,
 )
+from fl_dispatch.errors import BrokenPromiseError
 from fl_dispatch.run import recovery
 from fl_dispatch.settings.selection_policy import TunedRule
 
@@ -115,6 +120,60 @@ def test_a_failure_is_the_one_of_who_failed() -> None:
     assert manager.get_failed_impls() == {OP: {"reference.b"}}
     assert manager.call(OP, x(dtype=torch.float16)) == "a"
     assert manager.get_selected_impl_id(OP, x()) == "reference.c"
+
+
+def test_a_failure_behind_two_that_decline_is_the_one_of_who_failed() -> None:
+    broken: list[int] = []
+    manager = manager_of(
+        impl("default.a", says("a"), op=OP, priority=30, supports=halves_only),
+        impl("default.b", says("b"), op=OP, priority=25, supports=halves_only),
+        impl("reference.c", lambda x: _raise(RuntimeError("boom")) if broken else "c", op=OP, priority=20),
+        impl("reference.d", says("d"), op=OP, priority=10),
+    )
+    for _ in range(3):
+        assert manager.call(OP, x()) == "c"
+    broken.append(1)
+    assert manager.call(OP, x()) == "d"
+    assert manager.get_failed_impls() == {OP: {"reference.c"}}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failure_keeps_no_argument_alive(strict: bool) -> None:
+    broken: list[int] = []
+
+    def second(x: Tensor) -> str:
+        if broken:
+            raise RuntimeError("boom")
+        return "b"
+
+    manager = three(second, SelectionPolicy(strict=strict))
+    assert [manager.call(OP, x()), manager.call(OP, x())] == ["b", "b"]
+    broken.append(1)
+    argument = x()
+    kept = weakref.ref(argument)
+    gc.disable()
+    try:
+        with contextlib.suppress(RuntimeError):
+            manager.call(OP, argument)
+        del argument
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_one_that_never_succeeded_is_compared_with_its_declaration_also_while_frozen(
+    request: pytest.FixtureRequest,
+) -> None:
+    manager = manager_of(
+        impl("default.a", says("a"), op=OP, priority=30, supports=halves_only),
+        impl("reference.b", lambda x: x.double(), op=OP, priority=20),
+    )
+    bound = manager.bind(OP, "layers.3")
+    request.addfinalizer(manager.freezer.thaw)
+    manager.freezer.freeze()
+    found = mock.patch.object(recovery, "broken_promise", return_value="it returns what was not declared")
+    with found, pytest.raises(BrokenPromiseError, match="not declared"):
+        bound(x())
 
 
 def test_one_that_raises_not_supported_is_passed_over_and_not_banned() -> None:

@@ -16,7 +16,14 @@ import torch
 import typer
 
 from builders import impl
-from fl_dispatch import SelectionPolicy, freeze_dispatch, get_default_manager, set_global_policy, thaw_dispatch
+from fl_dispatch import (
+    SelectionPolicy,
+    freeze_dispatch,
+    get_default_manager,
+    set_global_policy,
+    thaw_dispatch,
+    with_preference,
+)
 from fl_dispatch.cli import run_view
 from fl_dispatch.cli.doctor import examine
 from fl_dispatch.errors import DispatchError
@@ -165,13 +172,36 @@ def test_a_report_is_made_anew_by_whatever_changes_it_and_by_nothing_else(monkey
         assert len(made) == 2, name
 
 
+def test_a_report_made_while_a_change_was_tried_and_refused_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, here = get_default_manager(), [True]
+    manager.registry.register_impl(
+        impl("default.flips", lambda x: x[..., :2], op="silu_and_mul", priority=900, available=lambda: here[0])
+    )
+    manager.call("silu_and_mul", torch.ones(2, 4))
+    kept, availability = report.RunReport(), manager.state.availability
+    before = kept.choices()["decisions"]["silu_and_mul"]
+    here[0] = False
+    with pytest.raises(RuntimeError, match="refused"), availability.asked_again():
+        for _ in range(2):  # the answers are as many as before in the second look
+            assert kept.choices()["decisions"]["silu_and_mul"] != before
+        raise RuntimeError("refused")
+    assert kept.choices()["decisions"]["silu_and_mul"] == before
+
+
+def test_a_report_first_made_in_a_context_is_not_kept_outside_of_it() -> None:
+    get_default_manager().ensure_initialized()
+    kept = report.RunReport()
+    with with_preference("vendor"):
+        inside = kept.choices()["decisions"]
+    assert kept.choices()["decisions"] == report.RunReport().choices()["decisions"] != inside
+
+
 def test_a_worker_that_ends_leaves_its_last_word(tmp_path: Path) -> None:
     program = """
 import torch
 from fl_dispatch import get_default_manager, BackendImplKind, OpImpl
 from fl_dispatch.hosting import runs
 from fl_dispatch.hosting.survey import LayerChoice, Survey
-from fl_dispatch.knowledge.failures import ArgumentKind
 import multiprocessing
 def fails(x):
     raise RuntimeError("boom")

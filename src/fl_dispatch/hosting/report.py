@@ -41,8 +41,8 @@ def dispatch_report() -> dict[str, Any]:
 class RunReport:
     """The part of this process's record that may change. It is put together anew only where something has changed.
 
-    The thread that asks for it shares Python's lock with the one that serves: of a model with hundreds of layers a
-    report takes tenths of a second, in which each launch of a kernel may wait for the lock.
+    The thread that asks for it shares Python's lock with the one that serves, and a report of hundreds of layers takes
+    tens of milliseconds (``benchmarks/binding_cost.py``), in which each launch of a kernel may wait for the lock.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,11 @@ class RunReport:
         """The result of :func:`run_choices`, and ``shadow``: what shadow mode did and found, or ``None``."""
         manager = get_default_manager()
         state, root, shadow = manager.state, manager.table_keeper.root, manager.shadow
-        # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow too.
+        # Each is replaced, and not changed, by whatever changes a report; a dictionary may grow.
+        answers = state.availability.answers
         made_of: tuple[object, ...] = (manager, get_settings(), root.plans, root.stale, manager.freezer.manifest)
-        made_of += (root.current, state.failures.failures(), state.facts, shadow.findings.banned)
-        sizes = len(root.plans), len(state.traces.untraceable())
+        made_of += (root.current, state.failures.failures(), answers, state.facts, shadow.findings.banned)
+        sizes = len(root.plans), len(answers), len(state.traces.untraceable())
         if sizes != self._sizes or any(map(is_not, made_of, self._made_of)):
             self._choices = run_choices(manager)
             self._made_of, self._sizes = made_of, sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ..importing import NOT_YET
@@ -34,6 +34,11 @@ class Availability:
         """Those that have to be asked again, because their check needs a module that is being imported."""
         self.slow: dict[str, float] = {}
         """Implementation's id → seconds of its slowest check, where these were many."""
+
+    @property
+    def answers(self) -> Mapping[OpImpl, Answer]:
+        """All of them: it grows, and is replaced where everybody is asked again, or was in vain."""
+        return self._answers
 
     def of(self, impl: OpImpl) -> Answer:
         """Whether an implementation can run here, and a message why not."""

@@ -135,7 +135,13 @@ def _entry(recipe: _Recipe, scope: str | None) -> Function:
 
 
 def _first_candidate(
-    recipe: _Recipe, site: Site, branch: Branch, scope: str | None, careful: Function, view: Function | None
+    recipe: _Recipe,
+    site: Site,
+    branch: Branch,
+    scope: str | None,
+    careful: Function,
+    view: Function | None,
+    later: bool = False,
 ) -> Function:
     """The first candidate itself once it is proven, guarded by what it asks for; until then the careful path.
 
@@ -147,7 +153,7 @@ def _first_candidate(
     first, state, operator, decision = branch.candidates[0], site.state, site.operator, site.decision
     if is_elsewhere(first):
         return careful
-    unproven = _unproven(state, first, operator)
+    unproven = _unproven(state, first, operator, later)
     following = _next_candidate(recipe, site, branch, scope, careful)
     if unproven is None and following is careful:
         return careful
@@ -167,19 +173,21 @@ def _first_candidate(
     return _kind_checked(operator, decision.scope, banned, entry, careful, recipe.traced)
 
 
-def _unproven(state: State, impl: OpImpl, operator: Operator | None) -> Sequence[str] | None:
+def _unproven(state: State, impl: OpImpl, operator: Operator | None, later: bool) -> Sequence[str] | None:
     """Parameters that, when given, make a call write arguments for which an implementation is not proven.
 
-    ``None``: it is not proven at all, or watched.
+    ``None``: it is not proven at all, or watched. While dispatch is frozen nothing has to be proven, but a ``later``
+    candidate, which may never have run before, is compared with the declaration once.
     """
     proofs = state.proofs
+    succeeded = proofs.holds(impl, wrote=True) or proofs.holds(impl, wrote=False)
     if state.frozen:
-        return ()
+        return () if succeeded or not later else None
     if proofs.watches(impl):
         return None
     if proofs.holds(impl, wrote=True):
         return ()
-    if not proofs.holds(impl, wrote=False) or operator is None:
+    if not succeeded or operator is None:
         return None
     given = [write.given for write in operator.writes.values() if write.access is Access.UPDATE]
     return None if None in given else list(dict.fromkeys(name for name in given if name is not None))
@@ -192,12 +200,10 @@ def _next_candidate(recipe: _Recipe, site: Site, branch: Branch, scope: str | No
     if first.supports is None and not (convention and convention.left_out):
         return careful  # it takes every call
     others = replace(branch, candidates=tuple(rest))
-    entry = _first_candidate(recipe, site, others, scope, careful, None)
+    entry = _first_candidate(recipe, site, others, scope, careful, None, later=True)
     if entry is careful:
         return careful
-    impl, proofs = rest[0], site.state.proofs
-    if not (proofs.holds(impl, wrote=True) or proofs.holds(impl, wrote=False)):
-        return careful  # also while dispatch is frozen: its first result is compared with the declaration
+    impl = rest[0]
 
     def next_candidate(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
