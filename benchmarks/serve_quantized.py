@@ -9,7 +9,8 @@ quantizes the results of norms and gated activations by kernels of their own, as
 other kernels of attention; ``unfused`` does too, but joins no product of one row with norms, gates or quantizations;
 ``by_rows`` takes ours for one row of 4 bits and for many, and Marlin for 2 to 256, which keeps a second copy of each
 weight; ``deep_gemm`` takes DeepGEMM for more than 64 rows of fp8 in blocks, whose kernels it compiles; ``one_stream``
-takes the shipped choices, but its shared experts wait for the router; ``bf16`` and ``bf16_unfused`` are the plugin with
+takes the shipped choices, but its shared experts wait for the router; ``vllm_sizes`` does too, but captures graphs of
+batches of vLLM's sizes alone; ``bf16`` and ``bf16_unfused`` are the plugin with
 weights that are not quantized.
 
     python benchmarks/serve_quantized.py [--formats fp8,w4a16] [--cells vanilla_fa3,ours] [--rounds 5] [--layers 32]
@@ -77,6 +78,7 @@ def cells_of(shape: Shape, unquantized: Path) -> dict[str, Cell]:
         "unfused": Cell(UNFUSED, change=change),
         "by_rows": Cell({"VLLM_FL_CONFIG": str(CONFIGS / "w4a16-by-rows.yaml")}, change=change),
         "deep_gemm": Cell({"VLLM_FL_CONFIG": str(CONFIGS / "fp8-blocks-deep-gemm.yaml")}, change=change),
+        "vllm_sizes": Cell({}, {"compilation_config": {"max_cudagraph_capture_size": 512}}, change),
         "one_stream": Cell({"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}, change=change),
         "bf16": Cell({}, {"model": str(unquantized)}),
         "bf16_unfused": Cell(UNFUSED, {"model": str(unquantized)}),

@@ -1,10 +1,10 @@
 """Milliseconds of one step that reads a prompt, on a GPU: alone, and beside requests that decode.
 
 A prompt of more tokens than the largest captured graph runs outside of graphs, so this is where the host's share shows,
-and what a client waits for its first token. One engine, in this process; run it once for each way and compare.
+and what a client waits for its first token. The plugin captures larger ones than vLLM where that pays. One engine, in this process; run it once for each way and compare.
 
     python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--format fp8_blocks] [--layers 32]
-        [--beside 16] [--graphs 1,16] [--profile] [--host FILE]
+        [--beside 16] [--graphs 1,16] [--largest-graph 512] [--profile] [--host FILE]
 
 The model has a published shape and random weights, in bfloat16 or in a format of ``serve_quantized.py``. ``--host``
 writes what Python's profiler finds in ten steps of one prompt. Needs vLLM, and for the plugin this package installed.
@@ -110,6 +110,7 @@ def main() -> None:
         "--profile", action="store_true", help="print the host's and the device's time of each operator"
     )
     parser.add_argument("--graphs", metavar="TOKENS,…", help="capture graphs of these sizes alone, to be ready sooner")
+    parser.add_argument("--largest-graph", type=int, metavar="TOKENS", help="vLLM's sizes of graphs, up to this one")
     parser.add_argument("--host", type=Path, metavar="FILE", help="the functions that take the host's time")
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -127,6 +128,8 @@ def main() -> None:
         if given.graphs:
             sizes = [int(size) for size in given.graphs.split(",")]
             arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        if given.largest_graph:
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": given.largest_graph}
         steps = Steps(Path(folder), arguments)
         for tokens in ALONE[-3:]:
             steps.prompt(tokens, 1)

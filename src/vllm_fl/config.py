@@ -20,7 +20,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, cores, delta_net, kv_layout, startup, state_space, states
+from . import compile, cores, delta_net, kv_layout, prompt_graphs, startup, state_space, states
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -99,6 +99,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
+    prompt_graphs.note_choice(compilation)
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     model = vllm_config.model_config

@@ -39,3 +39,8 @@ def refuse_other_manifest(manifest: Manifest, group: GroupCoordinator) -> None:
 def warn_of_unmatched_scopes() -> None:
     """Log each rule that fits no layer of any pipeline stage; the first stage does. Every rank must call it."""
     ranks.warn_of_unmatched_scopes(get_pp_group().cpu_group)
+
+
+def everywhere(holds: bool) -> bool:
+    """Whether something holds on all ranks. Every rank must call it."""
+    return ranks.everywhere(get_world_group().cpu_group, holds)

@@ -25,7 +25,7 @@ from fl_dispatch.devices import DeviceSpec, detect_device
 from fl_dispatch.hosting import aten
 from fl_dispatch.logger_manager import get_logger
 
-from . import compile, config, warm_up
+from . import compile, config, prompt_graphs, warm_up
 from .compat import determinism, device_memory, library, streams
 from .worker import WorkerFL
 
@@ -77,7 +77,7 @@ class GPUWorkerFL(WorkerFL):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """Bytes for the KV cache, as vLLM measures them; compiles the model."""
+        """Bytes for the KV cache, as vLLM measures them, less those for graphs of prompts; compiles the model."""
         with self.fl_weights.settled():
             with compile.uncompiled(self.fl_models()):
                 single, *others = warm_up.token_counts(self.vllm_config)
@@ -95,7 +95,11 @@ class GPUWorkerFL(WorkerFL):
             captured = self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
             if compile.is_compiled(self.vllm_config) or captured:
                 self._freeze()
-            return super().determine_available_memory()
+            room = super().determine_available_memory()
+            chosen = self.cache_config.kv_cache_memory_bytes
+            beside = torch.accelerator.get_memory_info()[0] - chosen if chosen else room
+            for_graphs = prompt_graphs.add(self.vllm_config, self.fl_models(), self._run_batch_without_cache, beside)
+            return room if chosen else room - for_graphs
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:

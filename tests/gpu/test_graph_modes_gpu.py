@@ -88,6 +88,33 @@ def _kinds(replayed: list[list[Any]]) -> set[tuple[str, int]]:
     return {(mode, tokens) for _, mode, tokens in replayed}
 
 
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+LONG, PADDED = 700, 704
+CHOSEN = {"compilation_config": {"max_cudagraph_capture_size": 512}}
+
+
+@pytest.fixture(scope="module")
+def long(model: Path) -> Runs:
+    """A prompt of more tokens than vLLM's graphs have, read with our sizes and with those that a user chose."""
+    prompts = [[10 + (7 * place) % 200 for place in range(LONG)]]
+    ask = {"do": "generate", "prompts": prompts, "sampling": {"max_tokens": NEW, "logprobs": 0}}
+    steps = [{"do": "replays"}, ask, {"do": "replays"}]
+    engines = {"ours": {}, "chosen": CHOSEN}
+    common = {**COMMON, "max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    common["kv_cache_memory_bytes"] = 1 << 30
+    return Runs({name: start_features((model, steps, {**common, **engine}), **OURS) for name, engine in engines.items()})
+
+
+def test_a_prompt_replays_graphs_where_the_host_takes_as_long_as_the_device(long: Runs) -> None:
+    (ours,), (chosen,) = long["ours"]["runs"], long["chosen"]["runs"]
+    assert (PIECEWISE, PADDED) in _kinds(ours["steps"][2])
+    assert not {kind for kind in _kinds(chosen["steps"][2]) if kind[1] > 512}
+    layers = sum(ours["report"]["attention"].values())
+    assert Counter(tokens for _, _, tokens in ours["steps"][2])[PADDED] == layers + 1
+    assert ours["steps"][1][0]["tokens"] == chosen["steps"][1][0]["tokens"]
+
+
 # -- a kernel that fails ----------------------------------------------------------------------------------------------
 
 PLUGIN = {"VLLM_FL_PLUGIN_MODULES": "asserting_plugin", "VLLM_FL_PER_OP": "kv_cache_write=impl:vendor.asserting"}

@@ -76,6 +76,11 @@ def warn_of_unmatched_scopes(stages: ProcessGroup) -> None:
         manager.warn_of_unmatched_scopes(*unmatched[1:])
 
 
+def everywhere(everybody: ProcessGroup, holds: bool) -> bool:
+    """Whether something holds on all ranks. Every rank must call it."""
+    return all(_gather(everybody, holds))
+
+
 def _gather(group: ProcessGroup, mine: Any) -> list[Any]:
     """Everybody's, in the order of the ranks."""
     everybody: list[Any] = [None] * dist.get_world_size(group)

@@ -1,0 +1,167 @@
+"""Graphs of prompts: sizes beyond vLLM's own, as far as the host takes as long as the device.
+
+vLLM captures batches of up to 512 tokens. A larger one runs outside of graphs, where the host launches every kernel:
+for a model of many small kernels it takes longer than the device needs. Whether it does is measured here, on batches
+without attention, which no piecewise graph holds. Who chooses sizes (``max_cudagraph_capture_size``,
+``cudagraph_capture_sizes``) gets those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fl_dispatch.logger_manager import get_logger
+
+from .states import StateLayer
+from .warm_up import WarmableAttention
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import CompilationConfig, VllmConfig
+
+logger = get_logger(__name__)
+
+MARK = "fl_sizes_left_to_us"
+"""An attribute of a compilation configuration for which the user chose no sizes; it reaches the workers with it."""
+PER_DOUBLING = 8
+"""Sizes between a number of tokens and twice as many: a batch is padded by 3 % on average."""
+LEAST_STEP = 16
+"""Tokens between two sizes at least, as in vLLM's own list."""
+WAITED = 0.1
+"""The share of a batch's time that may be left for the device when the host has launched all of it."""
+LEAST_LIMIT = 512
+"""Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
+PART = 16
+"""Graphs may take one part in so many of the memory that is free, which the KV cache would have."""
+RUNS = 3
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a batch outside of graphs took.
+
+    Args:
+        tokens: in it.
+        seconds: from its first launch until the device had ended.
+        waited: of these, after the last launch.
+        memory: bytes that it held at once, besides what was there before.
+    """
+
+    tokens: int
+    seconds: float
+    waited: float
+    memory: int
+
+    @property
+    def is_the_hosts(self) -> bool:
+        """Whether the device kept up with the host."""
+        return self.waited <= WAITED * self.seconds
+
+
+def note_choice(compilation: CompilationConfig) -> None:
+    """Remember that sizes are left to vLLM. Call it before vLLM fills them in; called again, it changes nothing."""
+    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        setattr(compilation, MARK, True)
+
+
+def sizes(captured: int, most: int) -> list[int]:
+    """Numbers of tokens to capture beyond ``captured``, up to ``most``, which is one of them; ascending."""
+    found, size = [], captured
+    while (size := size + max(LEAST_STEP, (1 << size.bit_length() - 1) // PER_DOUBLING)) < most:
+        found.append(size)
+    return [*found, most] if captured < most else []
+
+
+def limits(captured: int, most: int) -> list[int]:
+    """Numbers of tokens up to which graphs may go, to try: doublings of ``captured``, and ``most``; ascending."""
+    doubled = (captured << times for times in range(1, most.bit_length()))
+    return [*(tokens for tokens in doubled if LEAST_LIMIT <= tokens < most), *([most] if captured < most else [])]
+
+
+def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
+    """Why no graphs of prompts are to be captured for a model, or ``None``."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+    graphs = compilation.cudagraph_mode
+    pieces = compilation.mode == CompilationMode.VLLM_COMPILE and graphs.mixed_mode() == CUDAGraphMode.PIECEWISE
+    attention = [impl for module in model.modules() if (impl := getattr(module, "impl", None)) is not None]
+    reasons = [
+        (not getattr(compilation, MARK, False), "sizes were chosen"),
+        (not pieces, "no piecewise graphs are captured"),
+        (compilation.max_cudagraph_capture_size in (None, 0), "no sizes are captured"),
+        (vllm_config.lora_config is not None, "each size would be captured for numbers of adapters"),
+        (vllm_config.speculative_config is not None, "drafting models capture all sizes too"),
+        (parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1, "ranks would have to agree on each"),
+        (parallel.use_ubatching, "batches are cut in two (ubatching)"),
+        # vLLM's own backends plan memory for every captured size; of layers with a state nothing was measured.
+        (not all(isinstance(impl, WarmableAttention) for impl in attention), "another backend's attention has limits"),
+        (any(isinstance(module, StateLayer) for module in model.modules()), "layers have a state"),
+    ]
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], room: int) -> int:
+    """Have graphs of prompts captured where they pay; returns the bytes to leave for them. Every rank must call it.
+
+    Call it when the model is compiled, and before the runner reads the sizes, which it does for its KV cache.
+
+    Args:
+        vllm_config: of the worker; its sizes are extended.
+        model: with its layers.
+        run: runs a batch of so many tokens, without attention.
+        room: free bytes of the device, which the KV cache would have, or those beside one of a size that was chosen.
+    """
+    from . import ranks  # configurations are read before vLLM's groups can be imported
+
+    if reason := why_none(vllm_config, model):
+        logger.info("no graphs of prompts: %s", reason)
+        return 0
+    compilation = vllm_config.compilation_config
+    captured, most = compilation.max_cudagraph_capture_size, vllm_config.scheduler_config.max_num_batched_tokens
+    best = None
+    for tokens in limits(captured, most):
+        batch = measure(run, tokens)
+        logger.info(
+            "a batch of %d tokens outside of graphs: %.1f ms, of which the device works alone for %.1f; %.2f GiB",
+            *(tokens, 1e3 * batch.seconds, 1e3 * batch.waited, batch.memory / (1 << 30)),
+        )
+        if not ranks.everywhere(batch.is_the_hosts and batch.memory <= room // PART):
+            break
+        best = batch
+    if best is None:
+        return 0
+    more = sizes(captured, best.tokens)
+    compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
+    compilation.max_cudagraph_capture_size = best.tokens
+    logger.info(
+        "%d graphs more, for batches of up to %d tokens, where the device waits for the host; %.2f GiB are left for "
+        "them (max_cudagraph_capture_size=%d in --compilation-config keeps to vLLM's)",
+        *(len(more), best.tokens, best.memory / (1 << 30), captured),
+    )
+    return best.memory
+
+
+def measure(run: Callable[[int], object], tokens: int) -> Batch:
+    """The median of some runs, after one in which kernels are compiled."""
+    run(tokens)
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    found = sorted(_timed(run, tokens) for _ in range(RUNS))
+    seconds, waited = found[RUNS // 2]
+    return Batch(tokens, seconds, waited, torch.accelerator.max_memory_allocated() - before)
+
+
+def _timed(run: Callable[[int], object], tokens: int) -> tuple[float, float]:
+    begun = time.perf_counter()
+    run(tokens)
+    launched = time.perf_counter()
+    torch.accelerator.synchronize()
+    ended = time.perf_counter()
+    return ended - begun, ended - launched
