@@ -37,7 +37,7 @@ WAITED = 0.1
 LEAST_LIMIT = 512
 """Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
 PART = 16
-"""Graphs may take one part in so many of the memory that is free, which the KV cache would have."""
+"""Graphs may take one part in so many of the memory that the KV cache would have, or that is left beside it."""
 RUNS = 3
 
 
@@ -106,8 +106,8 @@ def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], room: int) -> int:
-    """Have graphs of prompts captured where they pay; returns the bytes to leave for them. Every rank must call it.
+def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], cache: int) -> int:
+    """Have graphs of prompts captured where they pay. Every rank must call it.
 
     Call it when the model is compiled, and before the runner reads the sizes, which it does for its KV cache.
 
@@ -115,7 +115,10 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
         vllm_config: of the worker; its sizes are extended.
         model: with its layers.
         run: runs a batch of so many tokens, without attention.
-        room: free bytes of the device, which the KV cache would have, or those beside one of a size that was chosen.
+        cache: bytes that the KV cache has without such graphs.
+
+    Returns:
+        How many of these to leave for graphs: none where the user chose the size of the cache.
     """
     from . import ranks  # configurations are read before vLLM's groups can be imported
 
@@ -123,6 +126,8 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
         logger.info("no graphs of prompts: %s", reason)
         return 0
     compilation = vllm_config.compilation_config
+    chosen = vllm_config.cache_config.kv_cache_memory_bytes
+    room = torch.accelerator.get_memory_info()[0] - chosen if chosen else cache
     captured, most = compilation.max_cudagraph_capture_size, vllm_config.scheduler_config.max_num_batched_tokens
     best = None
     for tokens in limits(captured, most):
@@ -140,11 +145,11 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
     compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
     compilation.max_cudagraph_capture_size = best.tokens
     logger.info(
-        "%d graphs more, for batches of up to %d tokens, where the device waits for the host; %.2f GiB are left for "
+        "%d graphs more, for batches of up to %d tokens, where the device waits for the host; %.2f GiB for "
         "them (max_cudagraph_capture_size=%d in --compilation-config keeps to vLLM's)",
         *(len(more), best.tokens, best.memory / (1 << 30), captured),
     )
-    return best.memory
+    return 0 if chosen else best.memory
 
 
 def measure(run: Callable[[int], object], tokens: int) -> Batch:

@@ -96,10 +96,7 @@ class GPUWorkerFL(WorkerFL):
             if compile.is_compiled(self.vllm_config) or captured:
                 self._freeze()
             room = super().determine_available_memory()
-            chosen = self.cache_config.kv_cache_memory_bytes
-            beside = torch.accelerator.get_memory_info()[0] - chosen if chosen else room
-            for_graphs = prompt_graphs.add(self.vllm_config, self.fl_models(), self._run_batch_without_cache, beside)
-            return room if chosen else room - for_graphs
+            return room - prompt_graphs.add(self.vllm_config, self.fl_models(), self._run_batch_without_cache, room)
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:

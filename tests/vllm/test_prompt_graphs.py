@@ -101,6 +101,7 @@ class Engine:
     captured: int = 512
     most: int = 8192
     left_to_us: bool = True
+    cache: int | None = None
     lora: Any = None
     drafts: Any = None
     data_parallel: int = 1
@@ -124,6 +125,7 @@ class Engine:
                 pipeline_parallel_size=self.pipeline,
                 use_ubatching=self.ubatches,
             ),
+            cache_config=SimpleNamespace(kv_cache_memory_bytes=self.cache),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=self.most),
             lora_config=self.lora,
             speculative_config=self.drafts,
@@ -176,6 +178,16 @@ def test_they_take_no_more_than_their_part_of_the_memory_for_the_cache(taking: C
     taking(_batches())
     given = Engine().config()
     assert prompt_graphs.add(given, nn.Module(), print, ROOM // 2) == 4096
+    assert given.compilation_config.max_cudagraph_capture_size == 4096
+
+
+def test_beside_a_cache_of_a_chosen_size_they_take_a_part_of_what_is_left(
+    taking: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking(_batches())
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (ROOM, 2 * ROOM))
+    given = Engine(cache=ROOM // 2).config()
+    assert prompt_graphs.add(given, nn.Module(), print, ROOM // 2) == 0
     assert given.compilation_config.max_cudagraph_capture_size == 4096
 
 
