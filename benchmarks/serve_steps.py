@@ -28,7 +28,8 @@ from typing import Any
 from serve_quantized import FORMATS, whole_blocks
 from shapes import SHAPES
 
-ALONE = (64, 300, 513, 601, 1001, 1500, 2048, 3001)
+MOST = 8192
+ALONE = (64, 300, 513, 601, 1001, 1500, 2048, 3001, 6001, MOST)
 BESIDE = (300, 700, 1001, 1500)
 HOST_TOKENS = 1001
 REPEATS = 9
@@ -47,8 +48,8 @@ class Steps:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=4096,
-            max_num_batched_tokens=8192,
+            max_model_len=MOST + 64,
+            max_num_batched_tokens=MOST,
             gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=4 << 30,  # nothing is measured, so two engines may start beside each other
             enable_prefix_caching=False,

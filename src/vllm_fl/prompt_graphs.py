@@ -1,4 +1,4 @@
-"""Graphs of prompts: sizes beyond vLLM's own, as far as the host takes as long as the device.
+"""Graphs of prompts: sizes beyond vLLM's own, as far as the device would wait for the host.
 
 vLLM captures batches of up to 512 tokens. A larger one runs outside of graphs, where the host launches every kernel:
 for a model of many small kernels it takes longer than the device needs. Whether it does is measured here, on batches
@@ -30,10 +30,13 @@ MARK = "fl_sizes_left_to_us"
 """An attribute of a compilation configuration for which the user chose no sizes; it reaches the workers with it."""
 PER_DOUBLING = 8
 """Sizes between a number of tokens and twice as many: a batch is padded by 3 % on average."""
-LEAST_STEP = 16
-"""Tokens between two sizes at least, as in vLLM's own list."""
-WAITED = 0.1
-"""The share of a batch's time that may be left for the device when the host has launched all of it."""
+LEAST_STEP = 256
+"""Tokens between two sizes at least: each takes half a second of the start, and with so few the device has time."""
+WAITED = 0.5
+"""The share of a batch's time that may be left for the device when the host has launched all of it.
+
+Attention, which is not measured, is launched outside of graphs, and takes the host about as long again.
+"""
 LEAST_LIMIT = 512
 """Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
 PART = 16
@@ -59,7 +62,7 @@ class Batch:
 
     @property
     def is_the_hosts(self) -> bool:
-        """Whether the device kept up with the host."""
+        """Whether the device has time to wait for the host, with attention."""
         return self.waited <= WAITED * self.seconds
 
 
@@ -72,9 +75,11 @@ def note_choice(compilation: CompilationConfig) -> None:
 def sizes(captured: int, most: int) -> list[int]:
     """Numbers of tokens to capture beyond ``captured``, up to ``most``, which is one of them; ascending."""
     found, size = [], captured
-    while (size := size + max(LEAST_STEP, (1 << size.bit_length() - 1) // PER_DOUBLING)) < most:
+    while size < most:
+        step = max(LEAST_STEP, (1 << size.bit_length() - 1) // PER_DOUBLING)
+        size = min(most, (size // step + 1) * step)
         found.append(size)
-    return [*found, most] if captured < most else []
+    return found
 
 
 def limits(captured: int, most: int) -> list[int]:
