@@ -1,7 +1,8 @@
 """Milliseconds of one step that reads a prompt, on a GPU: alone, and beside requests that decode.
 
 A prompt of more tokens than the largest captured graph runs outside of graphs, so this is where the host's share shows,
-and what a client waits for its first token. The plugin captures larger ones than vLLM where that pays. One engine, in this process; run it once for each way and compare.
+and what a client waits for its first token. The plugin captures larger ones than vLLM where that pays. One engine, in
+this process; run it once for each way and compare.
 
     python benchmarks/serve_steps.py [--vanilla] [--shape llama-3.1-8b] [--format fp8_blocks] [--layers 32]
         [--beside 16] [--graphs 1,16] [--largest-graph 512] [--profile] [--host FILE]
@@ -29,6 +30,7 @@ from serve_quantized import FORMATS, whole_blocks
 from shapes import SHAPES
 
 MOST = 8192
+"""Tokens of the longest prompt, and of the largest batch."""
 ALONE = (64, 300, 513, 601, 1001, 1500, 2048, 3001, 6001, MOST)
 BESIDE = (300, 700, 1001, 1500)
 HOST_TOKENS = 1001

@@ -343,7 +343,8 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
     it asked for the code of a piece, and ``distinct`` how often Inductor made or loaded some: equal pieces share it.
     ``loaded`` and ``saved`` are whole models, from and to vLLM's cache; a loaded one is not cut. ``rotations`` were
     joined with the write of keys and values in pieces that Inductor made; those that it loaded had theirs before.
-    ``fused products`` were joined with norms and gates likewise.
+    ``fused products`` were joined with norms and gates likewise. ``captured`` is the number of tokens up to which
+    batches have graphs.
     """
     now, compilation = counts(), vllm_config.compilation_config
     grown = {name: value - before[name] for name, value in now.items()}
@@ -358,4 +359,5 @@ def report(vllm_config: VllmConfig, before: Mapping[str, int]) -> dict[str, Any]
         "saved": grown["num_aot_artifacts_saved"],
         **({"rotations": grown["rotations"]} if getattr(compilation.pass_config, ROTATIONS, False) else {}),
         **({"fused products": grown["fused products"]} if grown["fused products"] else {}),
+        **({"captured": compilation.max_cudagraph_capture_size} if is_captured(vllm_config) else {}),
     }

@@ -101,9 +101,10 @@ def long(model: Path) -> Runs:
     ask = {"do": "generate", "prompts": prompts, "sampling": {"max_tokens": NEW, "logprobs": 0}}
     steps = [{"do": "replays"}, ask, {"do": "replays"}]
     engines = {"ours": {}, "chosen": CHOSEN}
-    common = {**COMMON, "max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
-    common["kv_cache_memory_bytes"] = 1 << 30
-    return Runs({name: start_features((model, steps, {**common, **engine}), **OURS) for name, engine in engines.items()})
+    sizes = {"max_model_len": 1024, "max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    common = {**COMMON, **sizes, "kv_cache_memory_bytes": 1 << 30}
+    runs = {name: (model, steps, {**common, **engine}) for name, engine in engines.items()}
+    return Runs({name: start_features(run, **OURS) for name, run in runs.items()})
 
 
 def test_a_prompt_replays_graphs_where_the_device_would_wait_for_the_host(long: Runs) -> None:
@@ -111,6 +112,7 @@ def test_a_prompt_replays_graphs_where_the_device_would_wait_for_the_host(long: 
     assert (PIECEWISE, PADDED) in _kinds(ours["steps"][2])
     assert not {kind for kind in _kinds(chosen["steps"][2]) if kind[1] > 512}
     layers = sum(ours["report"]["attention"].values())
+    assert (ours["report"]["compiled"]["captured"], chosen["report"]["compiled"]["captured"]) == (2048, 512)
     assert Counter(tokens for _, _, tokens in ours["steps"][2])[PADDED] == layers + 1
     assert ours["steps"][1][0]["tokens"] == chosen["steps"][1][0]["tokens"]
 
