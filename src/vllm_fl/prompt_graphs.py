@@ -148,7 +148,9 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
         best = batch
     if best is None:
         return 0
-    more = sizes(captured, best.tokens)
+    # vLLM refuses a size that is compiled by itself and padded.
+    by_itself = {size for size in compilation.compile_sizes or () if captured < size <= best.tokens}
+    more = sorted({*sizes(captured, best.tokens), *by_itself})
     compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
     compilation.max_cudagraph_capture_size = best.tokens
     logger.info(

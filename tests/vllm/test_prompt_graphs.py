@@ -100,6 +100,7 @@ class Engine:
     graphs: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE
     captured: int = 512
     most: int = 8192
+    compile_sizes: list[int] | None = None
     left_to_us: bool = True
     cache: int | None = None
     lora: Any = None
@@ -115,6 +116,7 @@ class Engine:
             cudagraph_mode=self.graphs,
             cudagraph_capture_sizes=[1, self.captured],
             max_cudagraph_capture_size=self.captured,
+            compile_sizes=self.compile_sizes,
         )
         if self.left_to_us:
             setattr(compilation, prompt_graphs.MARK, True)
@@ -172,6 +174,13 @@ def test_they_end_below_the_size_at_which_the_device_takes_longer(
     assert given.compilation_config.max_cudagraph_capture_size == limit
     assert given.compilation_config.cudagraph_capture_sizes == [1, 512, *sizes(512, limit)]
     assert left == (limit if limit > 512 else 0)
+
+
+def test_sizes_that_are_compiled_by_themselves_are_not_padded(taking: Callable[..., None]) -> None:
+    taking(_batches(the_devices_from=4096))
+    given = Engine(compile_sizes=[8, 1000, 2048, 3000]).config()
+    prompt_graphs.add(given, nn.Module(), print, ROOM)
+    assert given.compilation_config.cudagraph_capture_sizes == sorted([1, 512, 1000, *sizes(512, 2048)])
 
 
 def test_they_take_no_more_than_their_part_of_the_memory_for_the_cache(taking: Callable[..., None]) -> None:
