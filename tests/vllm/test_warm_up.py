@@ -20,16 +20,25 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from fl_dispatch.backends.triton.impl import (
+    activation,
     alignment,
     attention,
     convolution,
     delta_rule,
     hopper,
+    joined,
+    launch,
+    linear,
     mla,
     mla_prefill,
     moe,
+    normalization,
+    quantize,
+    quantized_moe,
     routing,
+    scaled,
     state_space,
+    weight_only,
 )
 from fl_dispatch.backends.triton.impl.launch import Launcher
 from fl_dispatch.hosting import warm_batches
@@ -38,7 +47,8 @@ from vllm_fl import warm_up
 META = torch.device("meta")
 Keys = set[tuple[Any, ...]]
 PROCESSORS = 132
-"""An H200's."""
+SHARED_MEMORY = 232_448
+"""An H200's, the latter in bytes of a program."""
 LIMITS = [(512, 64, 4), (4096, 8192, 256), (8192, 2048, 64), (131072, 16384, 1024)]
 """Longest sequence, most tokens and most requests of a batch."""
 
@@ -79,10 +89,16 @@ def _specialized(parameter: Any, value: Any) -> Any:
 def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """The keys of all launches since it was emptied."""
     found: Keys = set()
-    for module in (alignment, attention, convolution, delta_rule, mla, mla_prefill, moe, routing, state_space):
+    products = (activation, normalization, joined, linear, quantize, quantized_moe, scaled, weight_only)
+    others = (alignment, attention, convolution, delta_rule, mla, mla_prefill, moe, routing, state_space)
+    for module in (*products, *others):
         for name, launcher in vars(module).items():
             if isinstance(launcher, Launcher):
                 monkeypatch.setattr(module, name, Recorder(launcher, found))
+    for module in (linear, scaled, weight_only):
+        monkeypatch.setattr(module, "processors", lambda device: PROCESSORS, raising=False)
+    for module in (launch, linear, scaled):
+        monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY)
     slots = attention.SHORT_PER_PROCESSOR * PROCESSORS
     for module in (attention, mla):
         monkeypatch.setattr(module, "_slots", lambda device: slots)
@@ -137,6 +153,43 @@ def experts(shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> None:
     w13 = torch.empty(number, 256, 256, dtype=dtype, device=META)
     w2 = torch.empty(number, 256, 128, dtype=dtype, device=META)
     moe.fused_moe(states, w13, w2, weights, ids)
+
+
+def product(weight: torch.Tensor, blocks: int, tokens: int) -> None:
+    """Quantize rows, with the norm before and the gate behind and without, and call ``scaled_linear``."""
+    columns, inner = weight.shape
+    numbers = "int8" if weight.dtype is torch.int8 else "float8_e4m3fn"
+    rows, half = (torch.empty(tokens, width, dtype=torch.bfloat16, device=META) for width in (inner, 2 * inner))
+    joined.rms_norm_quantize(rows, numbers, None, rows.new_empty(inner), 1e-5, blocks)
+    joined.silu_and_mul_quantize(half, numbers, blocks)
+    x, x_scale = quantize.quantize(rows, numbers, blocks)
+    scales = (-(-columns // blocks), -(-inner // blocks)) if blocks else (columns, 1)
+    scaled.scaled_linear(x, x_scale, weight, torch.empty(scales, device=META), block_size=blocks)
+
+
+def few_bits(weight: torch.Tensor, tokens: int) -> None:
+    """Call ``weight_only_linear`` with a scale for each 128 numbers, and ``linear`` with a weight as it is."""
+    columns, stored = weight.shape
+    inner = stored * (2 if weight.dtype is torch.uint8 else 1)
+    rows = torch.empty(tokens, inner, dtype=torch.bfloat16, device=META)
+    weight_only.weight_only_linear(rows, weight, torch.empty(columns, inner // 128, dtype=rows.dtype, device=META))
+    linear.linear(rows, torch.empty(columns, inner, dtype=rows.dtype, device=META))
+
+
+def quantized_experts(shape: tuple[int, int], kind: torch.dtype, blocks: int, tokens: int) -> None:
+    """Call the quantized experts of a type; bytes without one are of two numbers of four bits."""
+    number, chosen = shape
+    states = torch.empty(tokens, 256, dtype=torch.bfloat16, device=META)
+    weights, ids = torch.empty(tokens, chosen, device=META), integers(tokens, chosen)
+    packed = 2 if kind is torch.uint8 else 1
+    w13, w2 = (torch.empty(number, 256, inner // packed, dtype=kind, device=META) for inner in (256, 128))
+    if packed == 2:
+        scales = (torch.empty(number, 256, inner // 128, dtype=states.dtype, device=META) for inner in (256, 128))
+        quantized_moe.weight_only_moe(states, w13, next(scales), w2, next(scales), weights, ids)
+        return
+    side, of = (2, 128) if blocks else (256, 128)
+    columns = [torch.empty(number, side, inner // of if blocks else 1, device=META) for inner in (256, 128)]
+    quantized_moe.scaled_moe(states, w13, columns[0], w2, columns[1], weights, ids, block_size=blocks)
 
 
 def of_states(single: int, prompts: Sequence[int], apart: int) -> None:
@@ -261,6 +314,59 @@ def test_experts(keys: Keys, shape: tuple[int, int], limits: tuple[int, int, int
         assert keys <= known, tokens
 
     check()
+
+
+def same_for_any_number_of_tokens(keys: Keys, limits: tuple[int, int, int], call: Callable[[int], None]) -> None:
+    """Call with the start's numbers of tokens, then with drawn ones, and compare."""
+    keys.clear()
+    for tokens in warm_up.token_counts(config(limits)):
+        call(tokens)
+    known = set(keys)
+    assert known
+
+    @settings(max_examples=100, deadline=None)
+    @given(tokens=st.integers(1, limits[1]) | st.integers(1, min(300, limits[1])))
+    def check(tokens: int) -> None:
+        keys.clear()
+        call(tokens)
+        assert keys <= known, tokens
+
+    check()
+
+
+SIZES = [(6144, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (576, 2048), (256, 128)]
+"""Columns and numbers of a column, of Llama-3.1-8B, of DeepSeek-V2-Lite, and of a small model."""
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(("kind", "blocks"), [(torch.int8, 0), (FP8, 0), (FP8, 128)])
+@pytest.mark.parametrize("size", SIZES)
+def test_quantized_products(
+    keys: Keys, size: tuple[int, int], kind: torch.dtype, blocks: int, limits: tuple[int, int, int]
+) -> None:
+    weight = torch.empty(size, dtype=kind, device=META)
+    same_for_any_number_of_tokens(keys, limits, lambda tokens: product(weight, blocks, tokens))
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, FP8])
+@pytest.mark.parametrize("size", SIZES)
+def test_products_of_few_bits(
+    keys: Keys, size: tuple[int, int], kind: torch.dtype, limits: tuple[int, int, int]
+) -> None:
+    columns, inner = size
+    weight = torch.empty(columns, inner // (2 if kind is torch.uint8 else 1), dtype=kind, device=META)
+    same_for_any_number_of_tokens(keys, limits, lambda tokens: few_bits(weight, tokens))
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize(("kind", "blocks"), [(torch.int8, 0), (FP8, 0), (FP8, 128), (torch.uint8, 0)])
+@pytest.mark.parametrize("shape", [(128, 8), (64, 6), (8, 2), (100, 3)])
+def test_quantized_experts(
+    keys: Keys, shape: tuple[int, int], kind: torch.dtype, blocks: int, limits: tuple[int, int, int]
+) -> None:
+    same_for_any_number_of_tokens(keys, limits, lambda tokens: quantized_experts(shape, kind, blocks, tokens))
 
 
 @pytest.mark.parametrize("limits", LIMITS)
