@@ -324,7 +324,7 @@ def same_for_any_number_of_tokens(keys: Keys, limits: tuple[int, int, int], call
     known = set(keys)
     assert known
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(tokens=st.integers(1, limits[1]) | st.integers(1, min(300, limits[1])))
     def check(tokens: int) -> None:
         keys.clear()
@@ -339,7 +339,7 @@ SIZES = [(6144, 4096), (28672, 4096), (4096, 14336), (3072, 2048), (576, 2048), 
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", LIMITS[:2])
 @pytest.mark.parametrize(("kind", "blocks"), [(torch.int8, 0), (FP8, 0), (FP8, 128)])
 @pytest.mark.parametrize("size", SIZES)
 def test_quantized_products(
@@ -349,7 +349,7 @@ def test_quantized_products(
     same_for_any_number_of_tokens(keys, limits, lambda tokens: product(weight, blocks, tokens))
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", LIMITS[:2])
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, FP8])
 @pytest.mark.parametrize("size", SIZES)
 def test_products_of_few_bits(
@@ -360,7 +360,7 @@ def test_products_of_few_bits(
     same_for_any_number_of_tokens(keys, limits, lambda tokens: few_bits(weight, tokens))
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", LIMITS[:2])
 @pytest.mark.parametrize(("kind", "blocks"), [(torch.int8, 0), (FP8, 0), (FP8, 128), (torch.uint8, 0)])
 @pytest.mark.parametrize("shape", [(128, 8), (64, 6), (8, 2), (100, 3)])
 def test_quantized_experts(
