@@ -20,7 +20,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, cores, delta_net, kv_layout, prompt_graphs, startup, state_space, states
+from . import compile, cores, delta_net, kv_layout, startup, state_space, states
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -34,6 +34,8 @@ logger = get_logger(__name__)
 CPU_WORKER = "vllm_fl.worker_cpu.CPUWorkerFL"
 GPU_WORKER = "vllm_fl.worker_gpu.GPUWorkerFL"
 WORKERS_KEY = "workers_here"
+SIZES_KEY = "sizes_left"
+"""The key that is there if nobody chose sizes of graphs."""
 ATTENTION_OPERATORS = ("kv_cache_write", "paged_attention")
 LATENT_OPERATORS = ("kv_cache_write", "mla_decode", "mla_prefill")
 EXPERT_OPERATORS = ("topk_softmax", "topk_sigmoid", "grouped_topk", "moe_align_block_size", "fused_moe", "moe_sum")
@@ -99,7 +101,8 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
-    prompt_graphs.note_choice(compilation)
+    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        vars(vllm_config)[SIZES_KEY] = True  # until pack_settings: before its end vLLM fills them in
     if not {"all", "none"} & set(compilation.custom_ops):
         compilation.custom_ops.append("all")
     model = vllm_config.model_config
@@ -249,11 +252,13 @@ def workers_here(vllm_config: VllmConfig) -> int:
 def _check_packed(given: Any) -> None:
     """The value under our key came from a parent process, or from a user who must learn what may stand there."""
     where = f"additional_config.{startup.CONFIG_KEY}"
-    if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY}:
+    if not isinstance(given, dict) or not set(given) <= {"settings", WORKERS_KEY, SIZES_KEY}:
         raise ConfigError(where, None, f"may only hold 'settings' as their to_json() wrote them, not {given!r}")
     workers = given.get(WORKERS_KEY, 1)
     if type(workers) is not int or workers < 1:
         raise ConfigError(where, WORKERS_KEY, f"is a number of workers, not {workers!r}")
+    if given.get(SIZES_KEY, True) is not True:
+        raise ConfigError(where, SIZES_KEY, f"is true or not there, not {given[SIZES_KEY]!r}")
     try:
         if "settings" in given:
             Settings.from_json(given["settings"])
@@ -267,6 +272,12 @@ def is_packed(vllm_config: VllmConfig) -> bool:
     return isinstance(given, dict) and WORKERS_KEY in given.get(startup.CONFIG_KEY, {})
 
 
+def are_sizes_left(vllm_config: VllmConfig) -> bool:
+    """Whether nobody chose sizes of graphs, as a parent process has seen it."""
+    given = vllm_config.additional_config
+    return isinstance(given, dict) and given.get(startup.CONFIG_KEY, {}).get(SIZES_KEY) is True
+
+
 def pack_settings(vllm_config: VllmConfig) -> None:
     """Put settings and policy where every child process finds them; what is there already stays.
 
@@ -277,5 +288,6 @@ def pack_settings(vllm_config: VllmConfig) -> None:
         raise ValueError("vllm_fl carries its settings in additional_config, which must be a dictionary")
     given = existing.get(startup.CONFIG_KEY, {})
     _check_packed(given)
-    packed = {**handover.pack(), WORKERS_KEY: workers_here(vllm_config), **given}
+    left = {SIZES_KEY: True} if vars(vllm_config).pop(SIZES_KEY, False) else {}
+    packed = {**handover.pack(), WORKERS_KEY: workers_here(vllm_config), **left, **given}
     vllm_config.additional_config = {**existing, startup.CONFIG_KEY: packed}  # a copy: the user's own stays as it is

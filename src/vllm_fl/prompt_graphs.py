@@ -17,23 +17,22 @@ import torch
 
 from fl_dispatch.logger_manager import get_logger
 
+from . import config
 from .states import StateLayer
 from .warm_up import WarmableAttention
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 logger = get_logger(__name__)
 
-MARK = "fl_sizes_left_to_us"
-"""An attribute of a compilation configuration for which the user chose no sizes; it reaches the workers with it."""
 PER_DOUBLING = 8
-"""Sizes between a number of tokens and twice as many: a batch is padded by 3 % on average."""
+"""Sizes between a large number of tokens and twice as many: a batch is padded by an eighth at most."""
 LEAST_STEP = 256
 """Tokens between two sizes at least: each takes half a second of the start, and with so few the device has time."""
-WAITED = 0.5
-"""The share of a batch's time that may be left for the device when the host has launched all of it.
+TIMES_THE_HOST = 2.0
+"""A batch is the host's up to so many times what launching it takes.
 
 Attention, which is not measured, is launched outside of graphs, and takes the host about as long again.
 """
@@ -42,7 +41,7 @@ LEAST_LIMIT = 512
 PART = 16
 """Graphs may take one part in so many of the memory that the KV cache would have, or that is left beside it."""
 POOL = 1.5
-"""Graphs take so many times the memory that their largest batch holds: 0.8 to 1.5 was seen."""
+"""Graphs may take so many times the memory that their largest batch holds: more than that was not seen."""
 RUNS = 3
 
 
@@ -53,25 +52,14 @@ class Batch:
     Args:
         tokens: in it.
         seconds: from its first launch until the device had ended.
-        waited: of these, after the last launch.
+        launching: of these, until the last launch.
         memory: bytes that graphs of it take, presumably.
     """
 
     tokens: int
     seconds: float
-    waited: float
+    launching: float
     memory: int
-
-    @property
-    def is_the_hosts(self) -> bool:
-        """Whether the device has time to wait for the host, with attention."""
-        return self.waited <= WAITED * self.seconds
-
-
-def note_choice(compilation: CompilationConfig) -> None:
-    """Remember that sizes are left to vLLM. Call it before vLLM fills them in; called again, it changes nothing."""
-    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
-        setattr(compilation, MARK, True)
 
 
 def sizes(captured: int, most: int) -> list[int]:
@@ -94,26 +82,33 @@ def why_none(vllm_config: VllmConfig, model: nn.Module) -> str | None:
     """Why no graphs of prompts are to be captured for a model, or ``None``."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
+    from vllm import envs
+
     compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
     graphs = compilation.cudagraph_mode
     pieces = compilation.mode == CompilationMode.VLLM_COMPILE and graphs.mixed_mode() == CUDAGraphMode.PIECEWISE
+    ranks_differ = parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1 or parallel.enable_elastic_ep
     attention = [impl for module in model.modules() if (impl := getattr(module, "impl", None)) is not None]
     reasons = [
-        (not getattr(compilation, MARK, False), "sizes were chosen"),
+        (not config.are_sizes_left(vllm_config), "sizes are chosen, by the user or for this model"),
         (not pieces, "no piecewise graphs are captured"),
         (compilation.max_cudagraph_capture_size in (None, 0), "no sizes are captured"),
         (vllm_config.lora_config is not None, "each size would be captured for numbers of adapters"),
         (vllm_config.speculative_config is not None, "drafting models capture all sizes too"),
-        (parallel.data_parallel_size > 1 or parallel.pipeline_parallel_size > 1, "ranks would have to agree on each"),
+        (ranks_differ, "ranks would have to agree on each batch"),
         (parallel.use_ubatching, "batches are cut in two (ubatching)"),
         # vLLM's own backends plan memory for every captured size; of layers with a state nothing was measured.
         (not all(isinstance(impl, WarmableAttention) for impl in attention), "another backend's attention has limits"),
         (any(isinstance(module, StateLayer) for module in model.modules()), "layers have a state"),
+        (vllm_config.model_config.original_max_model_len == -1, "the longest context takes all memory"),
+        (envs.VLLM_ENABLE_STARTUP_PLAN, "vLLM finds its plan of a start by the sizes"),
     ]
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], cache: int) -> int:
+def add(
+    vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object], cache: int, longest_request: int
+) -> int:
     """Have graphs of prompts captured where they pay. Every rank must call it.
 
     Call it when the model is compiled, and before the runner reads the sizes, which it does for its KV cache.
@@ -123,6 +118,7 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
         model: with its layers.
         run: runs a batch of so many tokens, without attention.
         cache: bytes that the KV cache has without such graphs.
+        longest_request: bytes of these that a request of the greatest length takes.
 
     Returns:
         Bytes of these to leave for graphs: none where the user chose the size of the cache.
@@ -132,18 +128,25 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
     if reason := why_none(vllm_config, model):
         logger.info("no graphs of prompts: %s", reason)
         return 0
-    compilation = vllm_config.compilation_config
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    captured = compilation.max_cudagraph_capture_size
+    # No batch of the scheduler's is larger, and one that vLLM makes up would have requests of more than they may have.
+    most = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * vllm_config.model_config.max_model_len)
+    if captured >= most:
+        return 0
     chosen = vllm_config.cache_config.kv_cache_memory_bytes
-    room = torch.accelerator.get_memory_info()[0] - chosen if chosen else cache
-    captured, most = compilation.max_cudagraph_capture_size, vllm_config.scheduler_config.max_num_batched_tokens
-    best = None
+    if chosen:  # PyTorch keeps what the profile's batch held, so that is not counted as free
+        room = (torch.accelerator.get_memory_info()[0] - chosen) // PART
+    else:
+        room = min(cache // PART, cache - longest_request)
+    host, best = measure(run, captured + 1).launching, None
     for tokens in limits(captured, most):
         batch = measure(run, tokens)
         logger.info(
-            "a batch of %d tokens outside of graphs: %.1f ms, of which the device works alone for %.1f; %.2f GiB",
-            *(tokens, 1e3 * batch.seconds, 1e3 * batch.waited, batch.memory / (1 << 30)),
+            "a batch of %d tokens outside of graphs, without attention: %.1f ms; launching one takes the host %.1f",
+            *(tokens, 1e3 * batch.seconds, 1e3 * host),
         )
-        if not ranks.everywhere(batch.is_the_hosts and batch.memory <= room // PART):
+        if not ranks.everywhere(batch.seconds <= TIMES_THE_HOST * host and batch.memory <= room):
             break
         best = batch
     if best is None:
@@ -154,8 +157,8 @@ def add(vllm_config: VllmConfig, model: nn.Module, run: Callable[[int], object],
     compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
     compilation.max_cudagraph_capture_size = best.tokens
     logger.info(
-        "%d graphs more, for batches of up to %d tokens, where the device waits for the host; %.2f GiB for "
-        "them (max_cudagraph_capture_size=%d in --compilation-config keeps to vLLM's)",
+        "%d graphs more, for batches of up to %d tokens, where the device would wait for the host; %.2f GiB for them "
+        "(max_cudagraph_capture_size=%d in --compilation-config keeps to vLLM's)",
         *(len(more), best.tokens, best.memory / (1 << 30), captured),
     )
     return 0 if chosen else best.memory
@@ -168,15 +171,14 @@ def measure(run: Callable[[int], object], tokens: int) -> Batch:
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     found = sorted(_timed(run, tokens) for _ in range(RUNS))
-    seconds, waited = found[RUNS // 2]
     held = torch.accelerator.max_memory_allocated() - before
-    return Batch(tokens, seconds, waited, int(POOL * held))
+    return Batch(tokens, *found[RUNS // 2], int(POOL * held))
 
 
 def _timed(run: Callable[[int], object], tokens: int) -> tuple[float, float]:
+    """Seconds until the device has ended, and until the host has launched everything."""
     begun = time.perf_counter()
     run(tokens)
     launched = time.perf_counter()
     torch.accelerator.synchronize()
-    ended = time.perf_counter()
-    return ended - begun, ended - launched
+    return time.perf_counter() - begun, launched - begun

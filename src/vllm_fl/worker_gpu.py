@@ -96,7 +96,12 @@ class GPUWorkerFL(WorkerFL):
             if compile.is_compiled(self.vllm_config) or captured:
                 self._freeze()
             room = super().determine_available_memory()
-            return room - prompt_graphs.add(self.vllm_config, self.fl_models(), self._run_batch_without_cache, room)
+            return room - self._add_prompt_graphs(room)
+
+    def _add_prompt_graphs(self, room: int) -> int:
+        specs = self.model_runner.get_kv_cache_spec().values()
+        longest_request = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+        return prompt_graphs.add(self.vllm_config, self.fl_models(), self._run_drawn_batch, room, longest_request)
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -142,6 +147,10 @@ class GPUWorkerFL(WorkerFL):
         generates = self.model_config.runner_type != "pooling" and hasattr(self.get_model(), "compute_logits")
         return generates and get_pp_group().is_last_rank
 
-    def _run_batch_without_cache(self, tokens: int) -> None:
-        options = {"skip_attn": True} if self.use_v2_model_runner else self.fl_dummy_options()
+    def _run_drawn_batch(self, tokens: int) -> None:
+        """Tokens that are drawn, so that they go to experts as a prompt's do."""
+        self._run_batch_without_cache(tokens, skip_eplb=True, randomize_inputs=True)
+
+    def _run_batch_without_cache(self, tokens: int, **options: bool) -> None:
+        options |= {"skip_attn": True} if self.use_v2_model_runner else self.fl_dummy_options()
         self.model_runner._dummy_run(tokens, is_profile=True, **options)

@@ -138,7 +138,9 @@ def exchange(_: str, rank: int, meeting_point: str) -> dict[str, Any]:
         install_settings(replace(get_settings(), platform_file="/there/chip.yaml (0123456789abcdef)"))
     lacking = compare(group)["choices"]
     library = type(collectives).__name__
-    return {**got, "library": library, "alike": alike, "different": different, "lacking": lacking}
+    everywhere = [ranks.everywhere(group, holds) for holds in (True, rank == 0, rank == 1, False)]
+    heard = {"alike": alike, "different": different, "lacking": lacking, "everywhere": everywhere}
+    return {**got, "library": library, **heard}
 
 
 if __name__ == "__main__":

@@ -93,3 +93,9 @@ def test_ranks_that_chose_alike_hear_nothing_and_those_that_did_not_hear_what_di
         assert "vendor.uneven" in got["different"]["manifests"]
         assert f"(there: rank {1 - rank})" in got["different"]["manifests"]
         assert "rank 0: /there/chip.yaml (0123456789abcdef); rank 1: none;" in got["lacking"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_something_holds_everywhere_only_if_it_does_on_every_rank(library: str, results: dict[str, list[Any]]) -> None:
+    for rank in RANKS:
+        assert results[library][rank]["everywhere"] == [True, False, False, False]

@@ -43,6 +43,7 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     first, second = torch.zeros(4), torch.zeros(4)
     batches: list[tuple[int, bool]] = []
     lines: list[str] = []
+    asked: list[tuple[Any, ...]] = []
 
     def run(tokens: int) -> None:
         after = [following.after(weight) for weight in (first, second) if model != "not quantized"]
@@ -51,8 +52,10 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
     worker.fl_weights = SimpleNamespace(settled=nullcontext)
     worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=worker_gpu.CUDAGraphMode.NONE)
-    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
-    for name, answer in (("fl_models", None), ("_compare_ranks", None)):
+    specs = [SimpleNamespace(max_memory_usage_bytes=lambda config: 2)] * 2
+    worker.model_runner = SimpleNamespace(get_kv_cache_spec=lambda: dict(enumerate(specs)))
+    models = object()
+    for name, answer in (("fl_models", models), ("_compare_ranks", None)):
         monkeypatch.setattr(worker, name, lambda answer=answer: answer)
     monkeypatch.setattr(worker, "_run_batch_without_cache", run)
     monkeypatch.setattr(compile, "uncompiled", lambda model: nullcontext())
@@ -61,10 +64,11 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     monkeypatch.setattr(worker_gpu.logger, "info", lambda text, *values: lines.append(text % values))
     monkeypatch.setattr(warm_up, "token_counts", lambda vllm_config: [1, 2, 4])
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 7, raising=False)
-    monkeypatch.setattr(prompt_graphs, "add", lambda config, model, run, room: room - 5)  # they take 2 bytes
+    monkeypatch.setattr(prompt_graphs, "add", lambda *given: asked.append(given) or 2)  # bytes that they take
     with following.recorded():
         pass  # forgets what other tests have recorded
     assert worker.determine_available_memory() == 5
+    assert asked == [(None, models, worker._run_drawn_batch, 7, 4)]
     if model == "quantized":
         assert batches == [(1, False), (2, True), (4, True), (1, True)]
         assert lines == ["1 products know the weight that the next one reads"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
+from fl_dispatch import ConfigError
 from fl_dispatch.devices import detect_device
-from vllm_fl import config, prompt_graphs, ranks
+from vllm import envs
+from vllm_fl import compile, config, prompt_graphs, ranks, startup
 from vllm_fl.attention import AttentionFLImpl
 from vllm_fl.prompt_graphs import Batch, limits, sizes
 from vllm_fl.states import StateLayer
@@ -69,24 +71,45 @@ def test_limits_of_a_common_engine() -> None:
 # -- whether the user chose -------------------------------------------------------------------------------------------
 
 
-def _defaults(**chosen: Any) -> CompilationConfig:
-    """A compilation configuration with the platform's defaults, before vLLM fills in sizes."""
+def _configured(model: object = None, **chosen: Any) -> Any:
+    """A configuration that the platform's two functions have seen, between which vLLM fills in sizes."""
     compilation = CompilationConfig(**chosen)
-    config.apply_defaults(SimpleNamespace(compilation_config=compilation, model_config=None), detect_device())  # type: ignore[arg-type]
-    return compilation
+    given: Any = SimpleNamespace(compilation_config=compilation, model_config=model, additional_config={"mine": 1})
+    given.parallel_config = SimpleNamespace(local_world_size=1, data_parallel_size_local=1)
+    config.apply_defaults(given, detect_device())
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 512], 512
+    config.pack_settings(given)
+    return given
 
 
-def test_a_configuration_without_sizes_is_marked_and_keeps_the_mark_on_its_way_to_a_worker() -> None:
-    compilation = pickle.loads(pickle.dumps(_defaults()))
-    assert getattr(compilation, prompt_graphs.MARK)
-    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 2], 2  # as vLLM fills them in
-    prompt_graphs.note_choice(compilation)
-    assert getattr(compilation, prompt_graphs.MARK)
+MODEL = SimpleNamespace(is_encoder_decoder=False)
+
+
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_sizes_that_nobody_chose_are_known_on_the_way_to_a_worker(model: object) -> None:
+    given = _configured(model)
+    assert given.additional_config["mine"] == 1
+    assert config.are_sizes_left(pickle.loads(pickle.dumps(given)))
+    config.apply_defaults(given, detect_device())  # a configuration may be made anew from its parts
+    config.pack_settings(given)
+    assert config.are_sizes_left(given)
+
+
+def test_a_configuration_keeps_nothing_else_of_it() -> None:
+    given = _configured()
+    assert config.SIZES_KEY not in vars(given)
+    assert not [name for name in vars(given.compilation_config) if name.startswith("fl")]
 
 
 @pytest.mark.parametrize("chosen", [{"max_cudagraph_capture_size": 512}, {"cudagraph_capture_sizes": [1, 512]}])
-def test_a_configuration_with_sizes_is_not(chosen: dict[str, Any]) -> None:
-    assert not hasattr(_defaults(**chosen), prompt_graphs.MARK)
+@pytest.mark.parametrize("model", [None, MODEL])
+def test_chosen_sizes_are_known_too(model: object, chosen: dict[str, Any]) -> None:
+    assert not config.are_sizes_left(_configured(model, **chosen))
+
+
+def test_only_true_says_so() -> None:
+    with pytest.raises(ConfigError, match=rf"{config.SIZES_KEY}.*is true or not there, not 1"):
+        config._check_packed({config.SIZES_KEY: 1})
 
 
 # -- how far graphs go ------------------------------------------------------------------------------------------------
@@ -103,6 +126,10 @@ class Engine:
     compile_sizes: list[int] | None = None
     left_to_us: bool = True
     cache: int | None = None
+    requests: int = 256
+    longest: int = 4096
+    whole_memory: bool = False
+    elastic: bool = False
     lora: Any = None
     drafts: Any = None
     data_parallel: int = 1
@@ -118,17 +145,21 @@ class Engine:
             max_cudagraph_capture_size=self.captured,
             compile_sizes=self.compile_sizes,
         )
-        if self.left_to_us:
-            setattr(compilation, prompt_graphs.MARK, True)
+        left = {config.SIZES_KEY: True} if self.left_to_us else {}
         return SimpleNamespace(
             compilation_config=compilation,
             parallel_config=SimpleNamespace(
                 data_parallel_size=self.data_parallel,
                 pipeline_parallel_size=self.pipeline,
                 use_ubatching=self.ubatches,
+                enable_elastic_ep=self.elastic,
             ),
+            model_config=SimpleNamespace(
+                max_model_len=self.longest, original_max_model_len=-1 if self.whole_memory else None
+            ),
+            additional_config={startup.CONFIG_KEY: left},
             cache_config=SimpleNamespace(kv_cache_memory_bytes=self.cache),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=self.most),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=self.most, max_num_seqs=self.requests),
             lora_config=self.lora,
             speculative_config=self.drafts,
         )
@@ -145,23 +176,45 @@ def taking(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, Batch]], N
     return take
 
 
+HOST = 0.035
+"""Seconds that launching a batch takes."""
+
+
 def _batches(the_devices_from: int = 1 << 30, memory: int = 1) -> dict[int, Batch]:
-    """Batches that need a byte a token, of which the device takes longer than the host from some size on."""
-    return {
-        tokens: Batch(tokens, 0.07, 0.04 if tokens >= the_devices_from else 0.001, memory * tokens)
+    """Batches that need a byte a token, and twice the host's time, or hardly more from some size on."""
+    batches = {
+        tokens: Batch(tokens, (2.01 if tokens >= the_devices_from else 2.0) * HOST, HOST, memory * tokens)
         for tokens in (1024, 2048, 4096, 8192)
     }
+    return {513: Batch(513, 1.2 * HOST, HOST, 513), **batches}
 
 
 ROOM = 8192 * prompt_graphs.PART
 
 
+def added(given: Any, cache: int = ROOM, longest_request: int = 0) -> int:
+    """Have graphs added for a model without layers."""
+    return prompt_graphs.add(given, nn.Module(), print, cache, longest_request)
+
+
 def test_where_the_device_keeps_up_graphs_hold_the_largest_batch(taking: Callable[..., None]) -> None:
     taking(_batches())
     given = Engine().config()
-    assert prompt_graphs.add(given, nn.Module(), print, ROOM) == 8192
+    assert added(given) == 8192
     assert given.compilation_config.cudagraph_capture_sizes == [1, 512, *sizes(512, 8192)]
     assert given.compilation_config.max_cudagraph_capture_size == 8192
+
+
+def test_launching_is_timed_where_the_device_has_least_to_do(taking: Callable[..., None]) -> None:
+    """A device's queue is bounded: with many kernels, launching a large batch takes as long as the device does."""
+    queued = {
+        tokens: Batch(tokens, batch.seconds, batch.seconds, 1)
+        for tokens, batch in _batches(the_devices_from=2048).items()
+    }
+    taking({**queued, 513: _batches()[513]})
+    given = Engine().config()
+    added(given)
+    assert given.compilation_config.max_cudagraph_capture_size == 1024
 
 
 @pytest.mark.parametrize(("longer", "limit"), [(2048, 1024), (4096, 2048), (8192, 4096), (1024, 512)])
@@ -170,7 +223,7 @@ def test_they_end_below_the_size_at_which_the_device_takes_longer(
 ) -> None:
     taking(_batches(the_devices_from=longer))
     given = Engine().config()
-    left = prompt_graphs.add(given, nn.Module(), print, ROOM)
+    left = added(given)
     assert given.compilation_config.max_cudagraph_capture_size == limit
     assert given.compilation_config.cudagraph_capture_sizes == [1, 512, *sizes(512, limit)]
     assert left == (limit if limit > 512 else 0)
@@ -179,25 +232,43 @@ def test_they_end_below_the_size_at_which_the_device_takes_longer(
 def test_sizes_that_are_compiled_by_themselves_are_not_padded(taking: Callable[..., None]) -> None:
     taking(_batches(the_devices_from=4096))
     given = Engine(compile_sizes=[8, 1000, 2048, 3000]).config()
-    prompt_graphs.add(given, nn.Module(), print, ROOM)
+    added(given)
     assert given.compilation_config.cudagraph_capture_sizes == sorted([1, 512, 1000, *sizes(512, 2048)])
 
 
 def test_they_take_no_more_than_their_part_of_the_memory_for_the_cache(taking: Callable[..., None]) -> None:
     taking(_batches())
     given = Engine().config()
-    assert prompt_graphs.add(given, nn.Module(), print, ROOM // 2) == 4096
+    assert added(given, ROOM // 2) == 4096
     assert given.compilation_config.max_cudagraph_capture_size == 4096
+
+
+@pytest.mark.parametrize(("spare", "limit"), [(8192, 8192), (8191, 4096), (2048, 2048), (100, 512), (-1, 512)])
+def test_a_request_of_the_greatest_length_still_fits(spare: int, limit: int, taking: Callable[..., None]) -> None:
+    taking(_batches())
+    given = Engine().config()
+    assert added(given, ROOM, ROOM - spare) == (limit if limit > 512 else 0)
+    assert given.compilation_config.max_cudagraph_capture_size == limit
 
 
 def test_beside_a_cache_of_a_chosen_size_they_take_a_part_of_what_is_left(
     taking: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taking(_batches())
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (ROOM, 2 * ROOM))
-    given = Engine(cache=ROOM // 2).config()
-    assert prompt_graphs.add(given, nn.Module(), print, ROOM // 2) == 0
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (ROOM + 5 * ROOM, 8 * ROOM))
+    given = Engine(cache=5 * ROOM + ROOM // 2).config()
+    assert added(given, 5 * ROOM + ROOM // 2, longest_request=5 * ROOM + ROOM // 2) == 0
     assert given.compilation_config.max_cudagraph_capture_size == 4096
+
+
+@pytest.mark.parametrize(("requests", "longest", "limit"), [(4, 1024, 4096), (2, 500, 1000), (1, 512, 512)])
+def test_no_graph_is_larger_than_all_requests_together(
+    requests: int, longest: int, limit: int, taking: Callable[..., None]
+) -> None:
+    taking({**_batches(), 1000: Batch(1000, 2 * HOST, HOST, 1000)})
+    given = Engine(requests=requests, longest=longest).config()
+    added(given)
+    assert given.compilation_config.max_cudagraph_capture_size == limit
 
 
 def test_a_rank_whose_device_takes_longer_decides_for_all(
@@ -207,8 +278,16 @@ def test_a_rank_whose_device_takes_longer_decides_for_all(
     asked: list[bool] = []
     monkeypatch.setattr(ranks, "everywhere", lambda holds: asked.append(holds) or len(asked) < 2)
     given = Engine().config()
-    assert prompt_graphs.add(given, nn.Module(), print, ROOM) == 1024
+    assert added(given) == 1024
     assert asked == [True, True]
+
+
+def test_every_rank_of_the_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(ranks, "get_world_group", lambda: SimpleNamespace(cpu_group="everybody"))
+    monkeypatch.setattr(ranks.ranks, "everywhere", lambda *given: asked.append(given) or False)
+    assert ranks.everywhere(True) is False
+    assert asked == [("everybody", True)]
 
 
 class Layer(nn.Module):
@@ -238,6 +317,8 @@ NOT_FOR = {
     "data-parallel ranks": Engine(data_parallel=2),
     "pipeline stages": Engine(pipeline=2),
     "batches cut in two": Engine(ubatches=True),
+    "data-parallel ranks that come and go": Engine(elastic=True),
+    "a context that takes all memory": Engine(whole_memory=True),
     "attention of another backend": Engine(model=nn.ModuleList([Layer(OWN), Layer(object())])),
     "layers with a state": Engine(model=nn.ModuleList([Layer(OWN), Stateful()])),
 }
@@ -248,8 +329,17 @@ def test_engines_keep_to_vllms_sizes_with(name: str, taking: Callable[..., None]
     taking({})
     engine = NOT_FOR[name]
     given = engine.config()
-    assert prompt_graphs.add(given, engine.model, print, ROOM) == 0
+    assert prompt_graphs.add(given, engine.model, print, ROOM, 0) == 0
     assert given.compilation_config.cudagraph_capture_sizes == [1, engine.captured]
+
+
+def test_engines_keep_to_vllms_sizes_with_a_plan_of_the_start(
+    taking: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM looks such a plan up by a configuration's hash, which has the sizes, before they are extended."""
+    taking({})
+    monkeypatch.setattr(envs, "VLLM_ENABLE_STARTUP_PLAN", True, raising=False)
+    assert added(Engine().config()) == 0
 
 
 def test_layers_with_our_attention_have_graphs_of_prompts(taking: Callable[..., None]) -> None:
@@ -260,27 +350,51 @@ def test_layers_with_our_attention_have_graphs_of_prompts(taking: Callable[..., 
 # -- what is measured -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("host", "device", "is_the_hosts"), [(0.04, 0.0, True), (0.04, 0.01, True), (0.01, 0.04, False)]
-)
-def test_a_batch_is_the_hosts_when_less_than_half_is_left_after_its_last_launch(
-    host: float, device: float, is_the_hosts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[int] = []
+class Device:
+    """An accelerator whose work takes as long as it is told, and whose memory has a peak from before."""
 
-    def run(tokens: int) -> None:
-        ran.append(tokens)
-        time.sleep(host)
+    def __init__(self, works: Sequence[float]) -> None:
+        self.works, self.queued, self.peak, self.held = iter(works), 0.0, 1000, 100
+        self.tokens: list[int] = []
 
-    accelerator = SimpleNamespace(
-        synchronize=lambda: time.sleep(device),
-        memory_allocated=lambda: 100,
-        max_memory_allocated=lambda: 350,
-        reset_peak_memory_stats=lambda: None,
-    )
-    monkeypatch.setattr(torch, "accelerator", accelerator)
-    found = prompt_graphs.measure(run, 1024)
-    assert found.is_the_hosts == is_the_hosts
+    def run(self, tokens: int) -> None:
+        """Launch a batch, which takes the host ten milliseconds."""
+        self.tokens.append(tokens)
+        time.sleep(0.01)
+        self.queued += next(self.works)
+        self.peak = max(self.peak, self.held + 250)
+
+    def synchronize(self) -> None:
+        time.sleep(self.queued)
+        self.queued = 0.0
+
+    def memory_allocated(self) -> int:
+        return self.held
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peak = self.held
+
+
+def test_a_batch_is_measured_by_the_median_of_runs_after_one_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device([0.5, 0.15, 0.0, 0.05])
+    monkeypatch.setattr(torch, "accelerator", device)
+    found = prompt_graphs.measure(device.run, 1024)
+    assert device.tokens == [1024] * (1 + prompt_graphs.RUNS)
+    assert 0.06 <= found.seconds < 0.14
+    assert 0.01 <= found.launching < 0.05
     assert found.memory == 250 * prompt_graphs.POOL
-    assert ran == [1024] * (1 + prompt_graphs.RUNS)
-    assert found.seconds >= host + device
+
+
+# -- what is told -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("graphs", "told"), [(CUDAGraphMode.PIECEWISE, {"captured": 8192}), (CUDAGraphMode.NONE, {})])
+def test_a_report_has_the_largest_batch_with_a_graph(graphs: CUDAGraphMode, told: dict[str, int]) -> None:
+    compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=graphs)
+    compilation.max_cudagraph_capture_size = 8192
+    given: Any = SimpleNamespace(compilation_config=compilation)
+    found = compile.report(given, compile.counts())
+    assert {name: value for name, value in found.items() if name == "captured"} == told
