@@ -2,7 +2,7 @@
 
 The products are those of Llama-3.1-8B, or of DeepSeek-V2-Lite. A candidate takes the place of a constant of the
 kernel's module for the calls that it is timed with. Times are the device's, in graphs, over copies of the weight that
-do not fit the cache together. The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, those of blocks, TILES,
+do not fit the cache together. The fastest goes into the tables by hand: NARROW, MIDDLE, WIDE, TILES, those of blocks,
 constants of one row, of words.
 
     python benchmarks/quantized_tiles.py [--kinds fp8,int8,blocks,w4] [--rows 1 16 64 256 4096] [--as-it-is]
@@ -115,7 +115,7 @@ def candidates(kind: str, rows: int) -> Iterator[Constants]:
             (128, 256, 128, 8, 3), (256, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3),
             (64, 128, 128, 4, 4), (64, 256, 128, 8, 3), (128, 64, 128, 4, 4), (64, 64, 128, 4, 5), (64, 64, 256, 4, 3),
         ):  # fmt: skip
-            yield {"TILES": (scaled.Tile(*tile),)}
+            yield {"BLOCKS_TILES" if kind == "blocks" else "TILES": (scaled.Tile(*tile),)}
 
 
 def microseconds(clock: Clock, function: Any, args: tuple[Any, ...], moved: int) -> float:

@@ -119,13 +119,13 @@ def _scaled(
     weight_scales = weight_scale + (expert.to(tl.int64) * SCALE_ROWS + scale_row) * SCALES
     if BLOCKS and not EXACT:
         y = scaled_tile(
-            weights[:, None], rows[None, :], weight_scales, row_scales, INNER, BLOCKS, True, INTEGERS, EXACT, SHORT,
+            weights[:, None], rows[None, :], weight_scales, row_scales, INNER, BLOCKS, INTEGERS, EXACT, SHORT,
             INNER % BLOCK_K == 0, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
         )  # fmt: skip
         y = tl.trans(y)
     else:
         y = scaled_tile(
-            rows[:, None], weights[None, :], row_scales, weight_scales, INNER, BLOCKS, True, INTEGERS, EXACT, SHORT,
+            rows[:, None], weights[None, :], row_scales, weight_scales, INNER, BLOCKS, INTEGERS, EXACT, SHORT,
             INNER % BLOCK_K == 0, None, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     _finish(

@@ -67,6 +67,8 @@ ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
 """For many rows: the first that gives each processor a tile, else the last."""
+BLOCKS_TILES = TILES[1:]
+"""The same for weights with blocks, whose sums need twice the registers."""
 
 
 @triton.jit
@@ -219,7 +221,6 @@ def scaled_tile(
     right_scales,
     inner,
     BLOCKS: tl.constexpr,
-    SPREAD: tl.constexpr,
     INTEGERS: tl.constexpr,
     EXACT: tl.constexpr,
     SHORT: tl.constexpr,
@@ -233,8 +234,7 @@ def scaled_tile(
 
     Args:
         left, right: where rows begin, ``[ROWS, 1]``, and columns, ``[1, COLUMNS]``.
-        left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``; with blocks the columns have
-            one place in common unless ``SPREAD``.
+        left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``.
         AHEAD: stages by which scales are loaded ahead too, where the rows are a weight's; or ``None``.
     """
     POLICY: tl.constexpr = "" if AHEAD is None else "evict_first"
@@ -251,10 +251,7 @@ def scaled_tile(
             b = tl.load(right + start, mask=inside[:, None], other=0.0)
         if BLOCKS:
             part = start // BLOCKS
-            if SPREAD:
-                factor = tl.load(left_scales + part)[:, None] * tl.load(right_scales + part)[None, :]
-            else:
-                factor = (tl.load(left_scales + part) * tl.load(right_scales + part))[:, None]
+            factor = tl.load(left_scales + part)[:, None] * tl.load(right_scales + part)[None, :]
             zero = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
             acc += _sum(a, b, zero, INTEGERS, EXACT, SHORT) * factor
         else:
@@ -290,7 +287,9 @@ def _tiles(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    """Tiles of ``ROWS`` and ``COLUMNS``. In blocks the weight is the long side, so that scales are loaded ahead."""
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
     together = tl.minimum(down - above, NEIGHBOURS)
@@ -299,14 +298,19 @@ def _tiles(
     row = (above + within % together) * ROWS + tl.arange(0, ROWS)
     column = first + tl.arange(0, COLUMNS)
     here, there = tl.minimum(row, rows - 1).to(tl.int64), tl.minimum(column, columns - 1).to(tl.int64)
-    if BLOCKS:
-        scales = weight_scale + (first // BLOCKS) * SCALES
+    left, right, row_scales = x + here * X_ROW, weight + there * WEIGHT_ROW, x_scale + here * SCALES
+    if BLOCKS and not EXACT:
+        y = scaled_tile(
+            right[:, None], left[None, :], weight_scale + there // BLOCKS * SCALES, row_scales, inner, BLOCKS,
+            INTEGERS, EXACT, SHORT, EVEN, STAGES, COLUMNS, ROWS, INNER,
+        )  # fmt: skip
+        y = tl.trans(y)
     else:
-        scales = weight_scale + there * COLUMN_SCALE
-    y = scaled_tile(
-        x + here[:, None] * X_ROW, weight + there[None, :] * WEIGHT_ROW, x_scale + here * SCALES, scales, inner, BLOCKS,
-        False, INTEGERS, EXACT, SHORT, EVEN, None, ROWS, COLUMNS, INNER,
-    )  # fmt: skip
+        scales = weight_scale + (there // BLOCKS * SCALES if BLOCKS else there * COLUMN_SCALE)
+        y = scaled_tile(
+            left[:, None], right[None, :], row_scales, scales, inner, BLOCKS, INTEGERS, EXACT, SHORT, EVEN,
+            None, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[None, :]
     target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -345,10 +349,11 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
         if not blocks and -(-columns // WIDE[0]) >= units and shared_memory(device) >= ROOM:
             chosen = WIDE
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
-    for tile in TILES:
+    tiles = BLOCKS_TILES if blocks else TILES
+    for tile in tiles:
         if -(-rows // tile.rows) * -(-columns // tile.columns) >= units:
             return tile
-    return TILES[-1]
+    return tiles[-1]
 
 
 def _parts(device: torch.device, stage: int, wanted: int) -> int:
@@ -408,7 +413,7 @@ def scaled_linear(
     (_launch_rows if some else _launch_tiles)(
         (across if some else across * -(-rows // tile.rows), 1, 1),
         tensors,
-        (*numbers, parts, stages) if some else (*numbers, NEIGHBOURS),
+        (*numbers, *((parts, stages) if some else (NEIGHBOURS, stages))),
         sizes=(rows,),
         warps=tile.warps,
         stages=stages,
