@@ -589,7 +589,11 @@ READ = (
     ),
     HostFact(
         f"{_WORKER}.gpu.model_runner:GPUModelRunner",
-        ("_dummy_run(num_tokens, skip_attn, skip_eplb, is_profile, randomize_inputs)", "get_kv_cache_spec()"),
+        (
+            "_dummy_run(num_tokens, *, skip_attn=False, skip_eplb=False, is_profile=False, randomize_inputs=False, "
+            "**kwargs)",
+            "get_kv_cache_spec()",
+        ),
         "reads",
         "worker_gpu",
         "Batches without attention, of tokens that are drawn, and the bytes that a request takes.",

@@ -448,7 +448,7 @@ def test_what_is_supported_is_not_refused(
 ) -> None:
     vllm_config = configure(family, **arguments)
     assert vllm_config.parallel_config.worker_cls == config.CPU_WORKER
-    assert set(vllm_config.additional_config[startup.CONFIG_KEY]) == {"settings", "workers_here"}
+    assert set(vllm_config.additional_config[startup.CONFIG_KEY]) == {"settings", "workers_here", "sizes_left"}
 
 
 def test_flagcx_is_refused_for_compiled_models_on_several_ranks(
