@@ -590,8 +590,7 @@ READ = (
     HostFact(
         f"{_WORKER}.gpu.model_runner:GPUModelRunner",
         (
-            "_dummy_run(num_tokens, *, skip_attn=False, skip_eplb=False, is_profile=False, randomize_inputs=False, "
-            "**kwargs)",
+            "_dummy_run(num_tokens, *, skip_attn=False, skip_eplb=False, randomize_inputs=False, **kwargs)",
             "get_kv_cache_spec()",
         ),
         "reads",
