@@ -25,7 +25,7 @@ from .launch import Launcher, compiles, power_of_two, stages_that_fit
 from .moe import Plan, Plans, Tile, add_up, arrange, multiply, result, strides
 from .moe_kernels import _block_expert, _block_pairs, _finish, _tile, _weight_rows
 from .quantize import WIDEST, quantized_rows
-from .scaled import SHORT_SUM, refused_blocks, scaled_tile
+from .scaled import SHORT_SUM, refused_blocks, scaled_product
 from .weight_only import dequantized_tile, divisor
 
 SCALED_FEW = (
@@ -117,17 +117,10 @@ def _scaled(
     rows, row_scales = x + source * INNER, x_scale + source * SCALES
     weights = weight + expert.to(tl.int64) * EXPERT_STRIDE + weight_row * WEIGHT_ROW
     weight_scales = weight_scale + (expert.to(tl.int64) * SCALE_ROWS + scale_row) * SCALES
-    if BLOCKS and not EXACT:
-        y = scaled_tile(
-            weights[:, None], rows[None, :], weight_scales, row_scales, INNER, BLOCKS, INTEGERS, EXACT, SHORT,
-            INNER % BLOCK_K == 0, STAGES, BLOCK_N, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
-        y = tl.trans(y)
-    else:
-        y = scaled_tile(
-            rows[:, None], weights[None, :], row_scales, weight_scales, INNER, BLOCKS, INTEGERS, EXACT, SHORT,
-            INNER % BLOCK_K == 0, None, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+    y = scaled_product(
+        rows, weights, row_scales, weight_scales, INNER, BLOCKS, INTEGERS, EXACT, SHORT, INNER % BLOCK_K == 0, STAGES,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     _finish(
         y, bias, topk_weights, out, expert, pair, pair, seen, weight_row, tile, BIAS_ROW, WIDTH, ACTIVATION, GATED,
         BIASED, False, WEIGHTED, BLOCK_M, BLOCK_N,

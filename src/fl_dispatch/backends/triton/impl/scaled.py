@@ -262,6 +262,38 @@ def scaled_tile(
     return y
 
 
+@triton.jit
+def scaled_product(
+    rows,
+    columns,
+    row_scales,
+    column_scales,
+    inner,
+    BLOCKS: tl.constexpr,
+    INTEGERS: tl.constexpr,
+    EXACT: tl.constexpr,
+    SHORT: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """As :func:`scaled_tile`. In blocks the weight is the long side, so that scales are loaded ahead."""
+    if BLOCKS and not EXACT:
+        y = scaled_tile(
+            columns[:, None], rows[None, :], column_scales, row_scales, inner, BLOCKS, INTEGERS, EXACT, SHORT, EVEN,
+            STAGES, COLUMNS, ROWS, INNER,
+        )  # fmt: skip
+        y = tl.trans(y)
+    else:
+        y = scaled_tile(
+            rows[:, None], columns[None, :], row_scales, column_scales, inner, BLOCKS, INTEGERS, EXACT, SHORT, EVEN,
+            None, ROWS, COLUMNS, INNER,
+        )  # fmt: skip
+    return y
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _tiles(
     x,
@@ -289,7 +321,6 @@ def _tiles(
     NEIGHBOURS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles of ``ROWS`` and ``COLUMNS``. In blocks the weight is the long side, so that scales are loaded ahead."""
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     above = tl.program_id(0) // (NEIGHBOURS * across) * NEIGHBOURS
     together = tl.minimum(down - above, NEIGHBOURS)
@@ -298,19 +329,11 @@ def _tiles(
     row = (above + within % together) * ROWS + tl.arange(0, ROWS)
     column = first + tl.arange(0, COLUMNS)
     here, there = tl.minimum(row, rows - 1).to(tl.int64), tl.minimum(column, columns - 1).to(tl.int64)
-    left, right, row_scales = x + here * X_ROW, weight + there * WEIGHT_ROW, x_scale + here * SCALES
-    if BLOCKS and not EXACT:
-        y = scaled_tile(
-            right[:, None], left[None, :], weight_scale + there // BLOCKS * SCALES, row_scales, inner, BLOCKS,
-            INTEGERS, EXACT, SHORT, EVEN, STAGES, COLUMNS, ROWS, INNER,
-        )  # fmt: skip
-        y = tl.trans(y)
-    else:
-        scales = weight_scale + (there // BLOCKS * SCALES if BLOCKS else there * COLUMN_SCALE)
-        y = scaled_tile(
-            left[:, None], right[None, :], row_scales, scales, inner, BLOCKS, INTEGERS, EXACT, SHORT, EVEN,
-            None, ROWS, COLUMNS, INNER,
-        )  # fmt: skip
+    y = scaled_product(
+        x + here * X_ROW, weight + there * WEIGHT_ROW, x_scale + here * SCALES,
+        weight_scale + (there // BLOCKS * SCALES if BLOCKS else there * COLUMN_SCALE), inner, BLOCKS, INTEGERS, EXACT,
+        SHORT, EVEN, STAGES, ROWS, COLUMNS, INNER,
+    )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[None, :]
     target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
