@@ -50,7 +50,9 @@ def test_rows_decide_the_form_of_a_product_of_two_quantized_sides(
     [
         (4096, 4096, 0, scaled.TILES[0]),
         (256, 6144, 0, scaled.TILES[1]),
-        (256, 4096, 128, scaled.TILES[2]),
+        (256, 4096, 128, scaled.BLOCKS_TILES[0]),
+        (256, 2048, 128, scaled.BLOCKS_TILES[1]),
+        (1024, 576, 128, scaled.BLOCKS_TILES[0]),
         (65, 64, 0, scaled.TILES[-1]),
         (7, 28672, 0, (16, *scaled.WIDE)),
         (7, 28672, 128, (16, *scaled.BLOCKS_MIDDLE)),
@@ -324,6 +326,42 @@ def test_blocks_are_multiplied_alike_from_either_side_in_the_interpreter() -> No
     tokens = [1, 8, 32, 64]
     expected = [[count, [False] if count > 48 else [False, True], [True], True] for count in tokens]
     assert json.loads(run(SIDES, json.dumps(tokens))) == expected
+
+
+READS = """
+import json
+import numpy as np
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+from fl_dispatch.backends.triton.impl import scaled
+
+addresses, load = [], InterpreterBuilder.create_masked_load
+
+def noted(self, ptrs, mask, *others, **named):
+    addresses.append(ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)].ravel())
+    return load(self, ptrs, mask, *others, **named)
+
+InterpreterBuilder.create_masked_load = noted
+found = []
+for rows, dtype, block in ((70, torch.int8, 0), (130, torch.float8_e4m3fn, 32)):
+    addresses.clear()
+    x, weight = (torch.ones(count, 96, dtype=dtype) for count in (rows, 100))
+    across, down = (3, 4) if block else (1, 100)
+    scaled.scaled_linear(x, torch.ones(rows, across), weight, torch.ones(down, across), None, "bfloat16", block)
+    places = np.concatenate(addresses) - x.data_ptr()
+    times = np.bincount(places[(places >= 0) & (places < x.numel())], minlength=x.numel())
+    found.append([int(times.min()), int(times.max())])
+print(json.dumps(found))
+"""
+
+
+def test_rows_that_a_tile_lacks_are_not_read_in_the_interpreter() -> None:
+    """Each element once for all columns of a tile, so never again for a row that is not there.
+
+    Programs that all read the last row in their places would wait for each other.
+    """
+    for least, most in json.loads(run(READS)):
+        assert 1 <= least == most
 
 
 CHOSEN_BY_KEY = """

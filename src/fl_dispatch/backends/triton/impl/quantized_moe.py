@@ -118,8 +118,8 @@ def _scaled(
     weights = weight + expert.to(tl.int64) * EXPERT_STRIDE + weight_row * WEIGHT_ROW
     weight_scales = weight_scale + (expert.to(tl.int64) * SCALE_ROWS + scale_row) * SCALES
     y = scaled_product(
-        rows, weights, row_scales, weight_scales, INNER, BLOCKS, INTEGERS, EXACT, SHORT, INNER % BLOCK_K == 0, STAGES,
-        BLOCK_M, BLOCK_N, BLOCK_K,
+        rows, weights, row_scales, weight_scales, seen, INNER, BLOCKS, INTEGERS, EXACT, SHORT, INNER % BLOCK_K == 0,
+        STAGES, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     _finish(
         y, bias, topk_weights, out, expert, pair, pair, seen, weight_row, tile, BIAS_ROW, WIDTH, ACTIVATION, GATED,

@@ -67,8 +67,8 @@ ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 """Bytes of shared memory of two wide tiles."""
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
 """For many rows: the first that gives each processor a tile, else the last."""
-BLOCKS_TILES = TILES[1:]
-"""The same for weights with blocks, whose sums need twice the registers."""
+BLOCKS_TILES = (Tile(128, 64, 128, 4, 4), TILES[-1])
+"""For weights with blocks, whose sums need twice the registers: the last where all its programs run at once."""
 
 
 @triton.jit
@@ -219,6 +219,8 @@ def scaled_tile(
     right,
     left_scales,
     right_scales,
+    left_known,
+    right_known,
     inner,
     BLOCKS: tl.constexpr,
     INTEGERS: tl.constexpr,
@@ -235,6 +237,8 @@ def scaled_tile(
     Args:
         left, right: where rows begin, ``[ROWS, 1]``, and columns, ``[1, COLUMNS]``.
         left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``.
+        left_known, right_known: which of them there are, ``[ROWS, 1]`` and ``[1, COLUMNS]``; of others only scales are
+            read, because processors that all ask for one row wait for each other.
         AHEAD: stages by which scales are loaded ahead too, where the rows are a weight's; or ``None``.
     """
     POLICY: tl.constexpr = "" if AHEAD is None else "evict_first"
@@ -243,12 +247,12 @@ def scaled_tile(
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.int32 if INTEGERS else tl.float32)
     for start in tl.range(0, inner, INNER, num_stages=AHEAD):
         if EVEN:
-            a = tl.load(left + start, eviction_policy=POLICY)
-            b = tl.load(right + start)
+            a = tl.load(left + start, mask=left_known, other=0.0, eviction_policy=POLICY)
+            b = tl.load(right + start, mask=right_known, other=0.0)
         else:
             inside = start + element < inner
-            a = tl.load(left + start, mask=inside[None, :], other=0.0, eviction_policy=POLICY)
-            b = tl.load(right + start, mask=inside[:, None], other=0.0)
+            a = tl.load(left + start, mask=left_known & inside[None, :], other=0.0, eviction_policy=POLICY)
+            b = tl.load(right + start, mask=right_known & inside[:, None], other=0.0)
         if BLOCKS:
             part = start // BLOCKS
             factor = tl.load(left_scales + part)[:, None] * tl.load(right_scales + part)[None, :]
@@ -268,6 +272,7 @@ def scaled_product(
     columns,
     row_scales,
     column_scales,
+    known,
     inner,
     BLOCKS: tl.constexpr,
     INTEGERS: tl.constexpr,
@@ -279,17 +284,21 @@ def scaled_product(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """As :func:`scaled_tile`. In blocks the weight is the long side, so that scales are loaded ahead."""
+    """As :func:`scaled_tile`, of rows that are ``known``, ``[ROWS]``.
+
+    In blocks the weight is the long side, so that scales are loaded ahead.
+    """
+    every = tl.full([COLUMNS], True, tl.int1)
     if BLOCKS and not EXACT:
         y = scaled_tile(
-            columns[:, None], rows[None, :], column_scales, row_scales, inner, BLOCKS, INTEGERS, EXACT, SHORT, EVEN,
-            STAGES, COLUMNS, ROWS, INNER,
+            columns[:, None], rows[None, :], column_scales, row_scales, every[:, None], known[None, :], inner, BLOCKS,
+            INTEGERS, EXACT, SHORT, EVEN, STAGES, COLUMNS, ROWS, INNER,
         )  # fmt: skip
         y = tl.trans(y)
     else:
         y = scaled_tile(
-            rows[:, None], columns[None, :], row_scales, column_scales, inner, BLOCKS, INTEGERS, EXACT, SHORT, EVEN,
-            None, ROWS, COLUMNS, INNER,
+            rows[:, None], columns[None, :], row_scales, column_scales, known[:, None], every[None, :], inner, BLOCKS,
+            INTEGERS, EXACT, SHORT, EVEN, None, ROWS, COLUMNS, INNER,
         )  # fmt: skip
     return y
 
@@ -331,8 +340,8 @@ def _tiles(
     here, there = tl.minimum(row, rows - 1).to(tl.int64), tl.minimum(column, columns - 1).to(tl.int64)
     y = scaled_product(
         x + here * X_ROW, weight + there * WEIGHT_ROW, x_scale + here * SCALES,
-        weight_scale + (there // BLOCKS * SCALES if BLOCKS else there * COLUMN_SCALE), inner, BLOCKS, INTEGERS, EXACT,
-        SHORT, EVEN, STAGES, ROWS, COLUMNS, INNER,
+        weight_scale + (there // BLOCKS * SCALES if BLOCKS else there * COLUMN_SCALE), row < rows, inner, BLOCKS,
+        INTEGERS, EXACT, SHORT, EVEN, STAGES, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     if HAS_BIAS:
         y += tl.load(bias + there).to(tl.float32)[None, :]
@@ -372,11 +381,14 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
         if not blocks and -(-columns // WIDE[0]) >= units and shared_memory(device) >= ROOM:
             chosen = WIDE
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
-    tiles = BLOCKS_TILES if blocks else TILES
-    for tile in tiles:
-        if -(-rows // tile.rows) * -(-columns // tile.columns) >= units:
-            return tile
-    return tiles[-1]
+
+    def programs(tile: Tile) -> int:
+        return -(-rows // tile.rows) * -(-columns // tile.columns)
+
+    if blocks:
+        large, small = BLOCKS_TILES[0], BLOCKS_TILES[-1]
+        return small if programs(small) <= units else large
+    return next((tile for tile in TILES if programs(tile) >= units), TILES[-1])
 
 
 def _parts(device: torch.device, stage: int, wanted: int) -> int:
