@@ -81,18 +81,19 @@ def join(graph: Graph) -> int:
     """Replace each call of an operator whose result only equal quantizations take; returns how many there were."""
     joined = 0
     for part in sorted(get_default_manager().state.whole & set(JOINED)):
-        for node in graph.find_nodes(op="call_function", target=_view(part)):
+        for node in graph.find_nodes(op="call_function", target=view(part)):
             joined += _join_plain(graph, node, part)
     if "rms_norm" in get_default_manager().state.whole:
         for node in graph.find_nodes(op="call_function", target=functionalized):
-            if node.args[0] is _view("rms_norm_"):
+            if node.args[0] is view("rms_norm_"):
                 joined += _join_in_place(graph, node)
     return joined
 
 
-def _view(name: str) -> Any:
-    view = getattr(torch.ops.fl_dispatch, name, None)
-    return view and view.default
+def view(name: str) -> Any:
+    """An operator of ours in graphs, or ``None`` where nothing has made it one."""
+    found = getattr(torch.ops.fl_dispatch, name, None)
+    return found and found.default
 
 
 def _join_plain(graph: Graph, node: Node, part: str) -> bool:
@@ -104,7 +105,7 @@ def _join_plain(graph: Graph, node: Node, part: str) -> bool:
     x, *others = operands
     _, dtype, *how, _ = found[0].args
     with graph.inserting_before(node):
-        call = graph.call_function(_view(JOINED[part]), (x, dtype, *others, *how, ""))
+        call = graph.call_function(view(JOINED[part]), (x, dtype, *others, *how, ""))
     _take_over(graph, call, found)
     graph.erase_node(node)
     return True
@@ -120,7 +121,7 @@ def _join_in_place(graph: Graph, node: Node) -> bool:
     _, dtype, group_size, scale, _ = found[0].args
     with graph.inserting_before(node):
         more = {"dtype": dtype, "group_size": group_size, "scale": scale}
-        call = graph.call_function(functionalized, (_view(f"{JOINED['rms_norm']}_"),), {**given, **more})
+        call = graph.call_function(functionalized, (view(f"{JOINED['rms_norm']}_"),), {**given, **more})
     _take_over(graph, call, found)
     call.meta["val"] = (*call.meta["val"], given["residual"].meta["val"])
     graph.erase_node(y)
@@ -133,7 +134,7 @@ def _join_in_place(graph: Graph, node: Node) -> bool:
 def _quantizations(y: Node) -> list[Node]:
     """The quantizations that alone take a result, if all do the same with it and could do it where it is computed."""
     users = list(y.users)
-    if not users or any(user.target is not _view(QUANTIZE) or user.args[0] is not y for user in users):
+    if not users or any(user.target is not view(QUANTIZE) or user.args[0] is not y for user in users):
         return []
     *_, scale, scope = users[0].args
     placed = scale is None or (isinstance(scale, Node) and scale.op in ("placeholder", "get_attr"))

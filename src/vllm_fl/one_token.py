@@ -29,7 +29,7 @@ from fl_dispatch.types import BackendImplKind
 
 from . import compile
 from .compat import versions
-from .joined import QUANTIZE, functionalized
+from .joined import QUANTIZE, functionalized, view
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -175,8 +175,8 @@ def join(graph: Graph, products: frozenset[str]) -> int:
     """Join each product of one row with what is before it and behind it; returns how many there were."""
     joined = 0
     for product in sorted(products):
-        view = _view(product)
-        for node in graph.find_nodes(op="call_function", target=view) if view else ():
+        found = view(product)
+        for node in graph.find_nodes(op="call_function", target=found) if found else ():
             joined += _join(graph, node, product)
     return joined
 
@@ -199,7 +199,7 @@ def _join(graph: Graph, node: Any, name: str) -> bool:
     last = node if gate is None else gate.result
     total = x.meta["val"].new_empty(0) if norm is None or norm.residual is None else norm.residual.meta["val"]
     with graph.inserting_before(node if norm is None else norm.node):
-        call = graph.call_function(_view(FUSED), (*operands, ""))
+        call = graph.call_function(view(FUSED), (*operands, ""))
         results = [graph.call_function(operator.getitem, (call, place)) for place in (0, 1)]
     call.meta = {key: value for key, value in node.meta.items() if key not in ("eager_input_vals", "val")}
     call.meta["val"] = (last.meta["val"], total)
@@ -220,11 +220,6 @@ def _erase(graph: Graph, nodes: list[Any]) -> None:
     for node in dict.fromkeys(nodes):
         if not node.users:
             graph.erase_node(node)
-
-
-def _view(name: str) -> Any:
-    view = getattr(torch.ops.fl_dispatch, name, None)
-    return view and view.default
 
 
 def _is_row(x: Any) -> bool:
@@ -254,7 +249,7 @@ def _product(node: Any, name: str) -> _Product | None:
         return _Product(row, (weight, scale, zero, bias), node, (node,))
     q, q_scale, weight, scale, bias, dtype, block = operands
     quantization: Any = q.args[0] if q.target is operator.getitem else q
-    if quantization.target is not _view(QUANTIZE) or block:
+    if quantization.target is not view(QUANTIZE) or block:
         return None
     row, kind, *_, quantized_for = quantization.args
     of_both = q_scale.target is operator.getitem and q_scale.args == (quantization, 1) and q.args[1] == 0
@@ -282,11 +277,11 @@ def _norm(product: _Product) -> _Norm | None:
 
 def _whole_norm(row: Any) -> _Norm | None:
     """A norm that is a view."""
-    if row.target is _view(NORM):
+    if row.target is view(NORM):
         x, weight, epsilon, scope = row.args
         return None if scope or weight is None else _Norm(x, None, weight, epsilon, row, None)
     results = _results(row)
-    if results is None or results[0].target is not functionalized or results[0].args[0] is not _view(f"{NORM}_"):
+    if results is None or results[0].target is not functionalized or results[0].args[0] is not view(f"{NORM}_"):
         return None
     source, found = results
     given: dict[str, Any] = dict(source.kwargs)
@@ -316,7 +311,7 @@ def _gate(product: Any) -> _Gate | None:
     if len(takers) != 1:
         return None
     (taker,) = takers
-    if taker.target is _view(GATE):
+    if taker.target is view(GATE):
         return None if taker.args[1] or len(product.users) > 1 else _Gate(taker, (taker,))
     constants, results = _launch(taker, GATE), [*taker.users]
     if constants is None or len(results) != 1 or constants.get("ACTIVATION") != "silu":

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PER_DOUBLING = 8
-"""Sizes between a large number of tokens and twice as many: a batch is padded by an eighth at most."""
+"""Sizes between a number of tokens and twice as many: from 2,048 on a batch is padded by an eighth at most."""
 LEAST_STEP = 256
-"""Tokens between two sizes at least: each takes half a second of the start, and with so few the device has time."""
+"""Tokens between two sizes at least: each takes a sixth of a second, and with so few the device has time."""
 TIMES_THE_HOST = 2.0
 """A batch is the host's up to so many times what launching it takes.
 
@@ -40,10 +40,13 @@ H100's host, launching all else took 11 (docs/gpu.md).
 LEAST_LIMIT = 512
 """Fewer tokens are not tried by themselves: a device takes hardly longer for these."""
 PART = 16
-"""Graphs may take one part in so many of the memory that the KV cache would have, or that is left beside it."""
+"""Graphs may take one part in so many of the memory that the KV cache would have."""
+PART_BESIDE = 2
+"""The same of what is left beside a cache whose size was chosen."""
 POOL = 1.5
-"""Graphs may take so many times the memory that their largest batch holds: more than that was not seen."""
+"""Graphs are taken to need so many times the memory that their largest batch holds."""
 RUNS = 3
+"""Measurements of a batch, of which the middle one counts."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def add(
         return 0
     chosen = vllm_config.cache_config.kv_cache_memory_bytes
     if chosen:  # PyTorch keeps what the profile's batch held, so that is not counted as free
-        room = (torch.accelerator.get_memory_info()[0] - chosen) // PART
+        room = (torch.accelerator.get_memory_info()[0] - chosen) // PART_BESIDE
     else:
         room = min(cache // PART, cache - longest_request)
     host, best = measure(run, captured + 1).launching, None
@@ -152,14 +155,14 @@ def add(
         best = batch
     if best is None:
         return 0
-    # vLLM refuses a size that is compiled by itself and padded.
-    by_itself = {size for size in compilation.compile_sizes or () if captured < size <= best.tokens}
-    more = sorted({*sizes(captured, best.tokens), *by_itself})
+    # vLLM refuses a size that is compiled by itself and padded; graphs of decoding hold at most all requests.
+    whole = (*(compilation.compile_sizes or ()), scheduler.max_num_seqs)
+    more = sorted({*sizes(captured, best.tokens), *(size for size in whole if captured < size <= best.tokens)})
     compilation.cudagraph_capture_sizes = [*compilation.cudagraph_capture_sizes, *more]
     compilation.max_cudagraph_capture_size = best.tokens
     logger.info(
         "%d graphs more, for batches of up to %d tokens, where the device would wait for the host; %.2f GiB for them "
-        "(max_cudagraph_capture_size=%d in --compilation-config keeps to vLLM's)",
+        "(max_cudagraph_capture_size in --compilation-config chooses: %d keeps to vLLM's sizes)",
         *(len(more), best.tokens, best.memory / (1 << 30), captured),
     )
     return 0 if chosen else best.memory

@@ -9,6 +9,7 @@ ends the start.
 from __future__ import annotations
 
 import gc
+import inspect
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -96,11 +97,20 @@ class GPUWorkerFL(WorkerFL):
             if compile.is_compiled(self.vllm_config) or captured:
                 self._freeze()
             room = super().determine_available_memory()
-            return room - self._add_prompt_graphs(room)
+            taken = self._add_prompt_graphs(room)
+            if taken:
+                self.available_kv_cache_memory_bytes -= taken  # what vLLM's advice at the end of a start names
+            return room - taken
 
     def _add_prompt_graphs(self, room: int) -> int:
+        """Bytes to leave for graphs of prompts."""
+        if "randomize_inputs" not in inspect.signature(self.model_runner._dummy_run).parameters:
+            logger.info("no graphs of prompts: this vLLM makes batches up of one token alone")
+            return 0
+        # vLLM keeps layers of several kinds in pages of one size, so each may take as much as the largest.
         specs = self.model_runner.get_kv_cache_spec().values()
-        longest_request = sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+        needs = [spec.max_memory_usage_bytes(self.vllm_config) for spec in specs]
+        longest_request = len(needs) * max(needs, default=0)
         return prompt_graphs.add(self.vllm_config, self.fl_models(), self._run_drawn_batch, room, longest_request)
 
     @torch.inference_mode()

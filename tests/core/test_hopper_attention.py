@@ -44,7 +44,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> SetUp:
 
         monkeypatch.setattr(hopper, "_launcher", lambda: partial(launch, names["attention"]))
         monkeypatch.setattr(hopper, "_bulk_launcher", lambda: partial(launch, names["attention_bulk"]))
-        monkeypatch.setattr(hopper, "_processors", lambda device: programs)
+        monkeypatch.setattr(hopper, "processors", lambda device: programs)
         monkeypatch.setattr(hopper, "why_unavailable", lambda device: "")
         monkeypatch.setattr(hopper, "_copies_in_bulk", lambda: True)
 
@@ -287,7 +287,7 @@ def recording(numbers: list[tuple[Any, ...]]) -> Callable[..., None]:
 def test_what_is_compiled_depends_on_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hopper, "_bulk_launcher", lambda: recording(compiled))
-    monkeypatch.setattr(hopper, "_processors", lambda device: 3)
+    monkeypatch.setattr(hopper, "processors", lambda device: 3)
     for tokens in (1, 5, 16):
         query, total = numbers(tokens, 2, 192), torch.zeros(2, tokens)
         offsets = starts([tokens])
@@ -308,7 +308,7 @@ def test_offsets_of_32_bits_hold_heads_and_slots(
 ) -> None:
     compiled: list[tuple[Any, ...]] = []
     monkeypatch.setattr(hopper, "_launcher", lambda: recording(compiled))
-    monkeypatch.setattr(hopper, "_processors", lambda device: 3)
+    monkeypatch.setattr(hopper, "processors", lambda device: 3)
     near = torch.empty((9, 16, 8, 64), dtype=torch.bfloat16, device="meta")
     far = torch.empty_strided(near.shape, strides, dtype=near.dtype, device="meta")
     query, table, lengths = numbers(4, 16, 64), torch.zeros(1, 9), torch.tensor([4])

@@ -53,7 +53,9 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     worker.fl_weights = SimpleNamespace(settled=nullcontext)
     worker.vllm_config, worker.compilation_config = None, SimpleNamespace(cudagraph_mode=worker_gpu.CUDAGraphMode.NONE)
     specs = [SimpleNamespace(max_memory_usage_bytes=lambda config: 2)] * 2
-    worker.model_runner = SimpleNamespace(get_kv_cache_spec=lambda: dict(enumerate(specs)))
+    worker.model_runner = SimpleNamespace(
+        get_kv_cache_spec=lambda: dict(enumerate(specs)), _dummy_run=lambda tokens, randomize_inputs=False: None
+    )
     models = object()
     for name, answer in (("fl_models", models), ("_compare_ranks", None)):
         monkeypatch.setattr(worker, name, lambda answer=answer: answer)
@@ -63,11 +65,12 @@ def test_a_gpus_start_records_a_step_and_then_meets_the_kernels_that_ask(
     monkeypatch.setattr(config, "has_experts", lambda vllm_config: model == "experts")
     monkeypatch.setattr(worker_gpu.logger, "info", lambda text, *values: lines.append(text % values))
     monkeypatch.setattr(warm_up, "token_counts", lambda vllm_config: [1, 2, 4])
+    worker.available_kv_cache_memory_bytes = 7
     monkeypatch.setattr(Worker, "determine_available_memory", lambda self: 7, raising=False)
     monkeypatch.setattr(prompt_graphs, "add", lambda *given: asked.append(given) or 2)  # bytes that they take
     with following.recorded():
         pass  # forgets what other tests have recorded
-    assert worker.determine_available_memory() == 5
+    assert worker.determine_available_memory() == worker.available_kv_cache_memory_bytes == 5
     assert asked == [(None, models, worker._run_drawn_batch, 7, 4)]
     if model == "quantized":
         assert batches == [(1, False), (2, True), (4, True), (1, True)]

@@ -19,7 +19,7 @@ from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from fl_dispatch import ConfigError
 from fl_dispatch.devices import detect_device
 from vllm import envs
-from vllm_fl import compile, config, prompt_graphs, ranks, startup
+from vllm_fl import compile, config, prompt_graphs, ranks, startup, worker_gpu
 from vllm_fl.attention import AttentionFLImpl
 from vllm_fl.prompt_graphs import Batch, limits, sizes
 from vllm_fl.states import StateLayer
@@ -255,10 +255,43 @@ def test_beside_a_cache_of_a_chosen_size_they_take_a_part_of_what_is_left(
     taking: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taking(_batches())
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (ROOM + 5 * ROOM, 8 * ROOM))
-    given = Engine(cache=5 * ROOM + ROOM // 2).config()
-    assert added(given, 5 * ROOM + ROOM // 2, longest_request=5 * ROOM + ROOM // 2) == 0
+    chosen = 5 * ROOM
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (chosen + 4096 * prompt_graphs.PART_BESIDE, ROOM))
+    given = Engine(cache=chosen).config()
+    assert added(given, chosen, longest_request=chosen) == 0
     assert given.compilation_config.max_cudagraph_capture_size == 4096
+
+
+def test_decoding_of_all_requests_has_a_whole_graph(taking: Callable[..., None]) -> None:
+    """Whole graphs of more requests than there are would not be captured."""
+    taking(_batches())
+    given = Engine(requests=600).config()
+    added(given)
+    assert given.compilation_config.cudagraph_capture_sizes == sorted([1, 512, 600, *sizes(512, 8192)])
+
+
+def test_a_runner_that_draws_no_tokens_keeps_vllms_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM 0.26: tokens that are all alike go to the same experts."""
+    worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    worker.model_runner = SimpleNamespace(_dummy_run=lambda tokens, is_profile=False, **others: None)
+    monkeypatch.setattr(prompt_graphs, "add", lambda *given: pytest.fail("measured"))
+    assert worker._add_prompt_graphs(1 << 30) == 0
+
+
+def test_layers_of_several_kinds_are_counted_as_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker: Any = object.__new__(worker_gpu.GPUWorkerFL)
+    specs = {name: SimpleNamespace(max_memory_usage_bytes=lambda config, size=size: size) for name, size in NEEDS}
+    worker.model_runner = SimpleNamespace(
+        _dummy_run=lambda tokens, randomize_inputs=False: None, get_kv_cache_spec=lambda: specs
+    )
+    worker.vllm_config, asked = None, []
+    monkeypatch.setattr(worker, "fl_models", lambda: None)
+    monkeypatch.setattr(prompt_graphs, "add", lambda *given: asked.append(given[-2:]) or 0)
+    worker._add_prompt_graphs(1000)
+    assert asked == [(1000, 300)]
+
+
+NEEDS = (("sliding", 10), ("full", 100), ("sliding too", 10))
 
 
 @pytest.mark.parametrize(("requests", "longest", "limit"), [(4, 1024, 4096), (2, 500, 1000), (1, 512, 512)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
 
 from ..logger_manager import get_logger
 
@@ -26,13 +25,13 @@ def give_back() -> None:
         trim(0)
 
 
-def keep_buffers(environment: Mapping[str, str] = os.environ) -> bool:
+def keep_buffers() -> bool:
     """Have this process keep its large buffers, unless a variable sets glibc's own limits.
 
     Returns:
         Whether it does; other C libraries have no such limits.
     """
-    own = [name for name in environment if name.startswith("MALLOC_") or "glibc.malloc" in environment[name]]
+    own = [name for name, value in os.environ.items() if name.startswith("MALLOC_") or "glibc.malloc" in value]
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if own or mallopt is None:
         logger.info("heap: left as it is (%s)", ", ".join(own) or "not glibc's")

@@ -13,7 +13,8 @@ from .inputs import rows, shapes
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 
 
-def _fake(x: Tensor, *parameters: object) -> Tensor:
+def empty_result(x: Tensor, *parameters: object) -> Tensor:
+    """A tensor for the result of a gate, ``[..., n]`` to ``[..., n / 2]``, with no values yet."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -53,7 +54,7 @@ def _samples(*settings: tuple[object, ...]) -> Samples:
 @operator(
     layer=LayerForm(),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples(()),
     probes=rows.gated(),
     shapes=shapes.gated,
@@ -75,7 +76,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 @operator(
     layer=LayerForm({"approximate": "approximate"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples(("none",), ("tanh",)),
     probes=rows.gated("none"),
     shapes=shapes.gated,
@@ -99,7 +100,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 @operator(
     layer=LayerForm(),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples(()),
     probes=rows.gated(),
     work=_work,
@@ -119,7 +120,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
 @operator(
     layer=LayerForm({"threshold": "threshold"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples((0.0,), (0.25,)),
     probes=rows.gated(0.0),
     work=_work,
@@ -140,7 +141,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 @operator(
     layer=LayerForm({"alpha": "alpha", "limit": "limit"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples((1.702, 7.0), (1.0, 1.5)),
     probes=rows.gated(1.702, 7.0),
     work=_work,
@@ -165,7 +166,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
 @operator(
     layer=LayerForm({"limit": "swiglu_limit", "alpha": "alpha", "beta": "beta"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples((7.0, 1.0, 0.0), (1.5, 1.702, 1.0)),
     probes=rows.gated(7.0, 1.0, 0.0),
     work=_work,
@@ -191,7 +192,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: f
 @operator(
     layer=LayerForm({"limit": "limit"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples((7.0,), (0.5,)),
     probes=rows.gated(7.0),
     work=_work,
@@ -212,7 +213,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 @operator(
     layer=LayerForm({"beta": "beta", "linear_beta": "linear_beta"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples((1.0, None), (2.0, 1.5)),
     probes=rows.gated(1.0, None),
     work=_work,
@@ -237,7 +238,7 @@ def situ_and_mul(x: Tensor, beta: float = 1.0, linear_beta: float | None = None)
 @operator(
     layer=LayerForm({"std_multiplier": "std_multiplier", "approximate": "approximate"}),
     modes=MODES,
-    fake=_fake,
+    fake=empty_result,
     samples=_samples((1.6448536, "tanh"), (0.0, "none")),
     probes=rows.gated(1.6448536, "tanh"),
     work=_work,

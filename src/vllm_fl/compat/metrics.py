@@ -8,7 +8,6 @@ from typing import Any
 
 from fl_dispatch.hosting import metrics
 
-REGISTRY = "vllm.v1.metrics.prometheus"
 ROUTER = "vllm.entrypoints.serve.instrumentator.metrics"
 """It takes the function by name when a server's routes are made, which may have happened."""
 

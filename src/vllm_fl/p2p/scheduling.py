@@ -125,7 +125,7 @@ class Scheduling:
             departure = self._departures.get(new.req_id)
             if departure is not None:
                 departure.ids = list(new.block_ids[0])
-                self._send(new.req_id, departure, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
+                self._send(departure, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
         running = step.scheduled_cached_reqs
         for index, name in enumerate(running.req_ids):
             departure = self._departures.get(name)
@@ -135,7 +135,7 @@ class Scheduling:
             if name in running.resumed_req_ids:
                 departure.ids = []
             departure.ids.extend(added[0] if added is not None else ())
-            self._send(name, departure, running.num_computed_tokens[index] + step.num_scheduled_tokens[name])
+            self._send(departure, running.num_computed_tokens[index] + step.num_scheduled_tokens[name])
         orders, self._orders = self._orders, Orders()
         return orders
 
@@ -220,7 +220,7 @@ class Scheduling:
                 UNROUTED,
             )
 
-    def _send(self, request_id: str, departure: _Departure, computed: int) -> None:
+    def _send(self, departure: _Departure, computed: int) -> None:
         """Have the blocks sent that are complete after this step."""
         whole = departure.total if computed >= departure.prompt else computed // self._block_size
         if whole > departure.sent:

@@ -41,7 +41,7 @@ class Record:
             "candidates": {impl_id: outcome.as_data() for impl_id, outcome in outcomes.items()},
         }
 
-    def figures(self, repeats: int | None = None) -> dict[Key, list[Figure]]:
+    def figures(self) -> dict[Key, list[Figure]]:
         """Key → the figures of its candidates, which are sums over its shapes."""
         shapes: dict[Key, list[dict[str, Any]]] = {}
         for case in self.cases.values():

@@ -4,8 +4,8 @@ Rows that are quantized too are written once more between the two products, in f
 because a row's scale needs all of it. The first product of fp8 is one of float16, to which fp8 is exact: a sum of 14
 bits would decide how its result is quantized. Few pairs for each expert leave time for that while weights are read;
 more of bfloat16, with blocks, are summed as the declaration allows. Weights with blocks that fp8 units multiply are the
-long side of a tile. Weights alone become a half type tile by tile, in registers, and a group's scale is a factor of its
-sum.
+left side of a product. Weights alone become a half type tile by tile, in registers, and a group's scale is a factor of
+its sum.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One row: a program multiplies few columns element by element, so that each of its threads has loads of 16 bytes under
 way and nothing waits for matrix units. Some rows: matrix units with the columns as the long side of a tile, deeply
-pipelined, because the time is that of reading the weights. Many rows: square tiles, in an order in which programs that
-run together share what they read.
+pipelined, because the time is that of reading the weights. Many rows: tiles of many of both, in an order in which
+programs that run together share what they read.
 
 fp8 is summed 128 elements at a time, and those sums in float32: a Hopper GPU's own accumulator for fp8 has 14 bits. A
 result in float32 is made of products in float16, to which fp8 is exact. Scales of rows and columns stay out of the sum;
@@ -68,7 +68,7 @@ ROOM = 2 * (SOME_ROWS + WIDE[0]) * WIDE[1] * WIDE[3]
 TILES = (Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 5))
 """For many rows: the first that gives each processor a tile, else the last."""
 BLOCKS_TILES = (Tile(128, 64, 128, 4, 4), TILES[-1])
-"""For weights with blocks, whose sums need twice the registers: the last where all its programs run at once."""
+"""For weights with blocks, whose sums need twice the registers: the last where each program has a processor."""
 
 
 @triton.jit
@@ -286,7 +286,7 @@ def scaled_product(
 ):
     """As :func:`scaled_tile`, of rows that are ``known``, ``[ROWS]``.
 
-    In blocks the weight is the long side, so that scales are loaded ahead.
+    In blocks the weight is the left side of the product, so that scales are loaded ahead.
     """
     every = tl.full([COLUMNS], True, tl.int1)
     if BLOCKS and not EXACT:
@@ -383,7 +383,7 @@ def _tile(rows: int, columns: int, device: torch.device, blocks: int = 0) -> Til
         return Tile(max(FEW_ROWS, power_of_two(rows)), *chosen)
 
     def programs(tile: Tile) -> int:
-        return -(-rows // tile.rows) * -(-columns // tile.columns)
+        return -(-rows // tile.rows) * -(-columns // min(tile.columns, blocks or tile.columns))
 
     if blocks:
         large, small = BLOCKS_TILES[0], BLOCKS_TILES[-1]

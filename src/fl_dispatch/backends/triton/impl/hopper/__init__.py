@@ -21,7 +21,7 @@ from fl_dispatch.devices import CUDA, device_of
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from ..launch import INTERPRETED, Launcher
+from ..launch import INTERPRETED, Launcher, processors
 
 logger = get_logger(__name__)
 
@@ -142,11 +142,6 @@ def _latent_launcher() -> Launcher:
     return Launcher(latent_attention)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return device_of(device.type).compute_units(device.index or 0)
-
-
 def fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether a prefill kernel takes these tensors, whose last dimension is a head's."""
     if why_unavailable(query.device):
@@ -215,7 +210,7 @@ def attend_paged(
     for _, slot, head, _ in (key_cache.stride(), value_cache.stride()):
         narrow = narrow and max(slots * slot, kv_heads * head) < LIMIT
     _launcher()(
-        (_processors(query.device), 1, 1),
+        (processors(query.device), 1, 1),
         (query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out),
         (
             query.stride(0), query.stride(1), *key_cache.stride()[:3], *value_cache.stride()[:3], out.stride(0),
@@ -244,7 +239,7 @@ def attend(
     See :data:`fl_dispatch.ops.mla.mla_prefill`.
     """
     _bulk_launcher()(
-        (_processors(query.device), 1, 1),
+        (processors(query.device), 1, 1),
         (query_start_loc, key_start_loc, out, lse),
         (
             query.stride(1), key.stride(1), value.stride(1), out.stride(0), out.stride(1), scale, causal,
@@ -257,7 +252,7 @@ def attend(
 
 def latent_slots(device: torch.device) -> int:
     """Programs of the kernel for latent attention that the device runs at a time."""
-    return _processors(device)
+    return processors(device)
 
 
 def decode_latent(

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_dispatch.ops.activation import empty_result
+
 from .limits import problem
 
 GELU = {"none": 0, "tanh": 1}
@@ -34,16 +36,12 @@ def supports_gelu(x: Tensor, approximate: str = "none") -> bool | str:
     return supports(x)
 
 
-def _half(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
     import torch_npu
 
     if not x.numel():
-        return _half(x)
+        return empty_result(x)
     y: Tensor = torch_npu.npu_swiglu(x.contiguous(), dim=-1)
     return y
 
@@ -76,7 +74,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     import torch_npu
 
     if not x.numel():
-        return _half(x)
+        return empty_result(x)
     y: Tensor = torch_npu.npu_geglu(x.contiguous(), dim=-1, approximate=GELU[approximate], activate_left=True)[0]
     return y
 
@@ -95,7 +93,7 @@ def _clipped(x: Tensor, alpha: float, limit: float, bias: float, interleaved: bo
     import torch_npu
 
     if not x.numel():
-        return _half(x)
+        return empty_result(x)
     y: Tensor = torch_npu.npu_clipped_swiglu(
         x.contiguous(), dim=-1, alpha=alpha, limit=limit, bias=bias, interleaved=interleaved
     )

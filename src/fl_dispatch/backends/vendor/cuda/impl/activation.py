@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch.ops.activation import empty_result
+
 from .limits import problem
 
 
@@ -22,13 +24,9 @@ def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
     return supports(x)
 
 
-def _half(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
 def silu_and_mul(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul`."""
-    out = _half(x)
+    out = empty_result(x)
     if not x.numel():  # a launch without threads is an error
         return out
     torch.ops._C.silu_and_mul(out, x)
@@ -37,7 +35,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See :data:`fl_dispatch.ops.activation.gelu_and_mul`."""
-    out = _half(x)
+    out = empty_result(x)
     if not x.numel():  # a launch without threads is an error
         return out
     if approximate == "none":
@@ -49,7 +47,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 def mul_and_silu(x: Tensor) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.mul_and_silu`."""
-    out = _half(x)
+    out = empty_result(x)
     if not x.numel():  # a launch without threads is an error
         return out
     torch.ops._C.mul_and_silu(out, x)
@@ -58,7 +56,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
 
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.fatrelu_and_mul`."""
-    out = _half(x)
+    out = empty_result(x)
     if not x.numel():  # a launch without threads is an error
         return out
     torch.ops._C.fatrelu_and_mul(out, x, threshold)
@@ -67,7 +65,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.swigluoai_and_mul`."""
-    out = _half(x)
+    out = empty_result(x)
     if not x.numel():  # a launch without threads is an error
         return out
     torch.ops._C.swigluoai_and_mul(out, x, alpha, limit)
@@ -76,7 +74,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
 
 def silu_and_mul_with_clamp(x: Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """See :data:`fl_dispatch.ops.activation.silu_and_mul_with_clamp`."""
-    out = _half(x)
+    out = empty_result(x)
     if not x.numel():  # a launch without threads is an error
         return out
     torch.ops._C.silu_and_mul_with_clamp(out, x, limit, alpha, beta)

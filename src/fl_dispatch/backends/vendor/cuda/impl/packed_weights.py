@@ -17,7 +17,7 @@ from torch import Tensor
 from fl_dispatch.ops.quantization import FP8
 
 WORD = torch.int32
-UNSIGNED, NAN_RULES = 1, {"ieee": 1, "largest": 2}
+NAN_RULES = {"ieee": 1, "largest": 2}
 
 
 @dataclass(frozen=True)
