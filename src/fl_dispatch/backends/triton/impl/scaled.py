@@ -238,7 +238,7 @@ def scaled_tile(
         left, right: where rows begin, ``[ROWS, 1]``, and columns, ``[1, COLUMNS]``.
         left_scales, right_scales: where their scales begin, ``[ROWS]`` and ``[COLUMNS]``.
         left_known, right_known: which of them there are, ``[ROWS, 1]`` and ``[1, COLUMNS]``; of others only scales are
-            read, because processors that all ask for one row wait for each other.
+            read: programs that all asked for one row in their places would wait for each other.
         AHEAD: stages by which scales are loaded ahead too, where the rows are a weight's; or ``None``.
     """
     POLICY: tl.constexpr = "" if AHEAD is None else "evict_first"
