@@ -217,7 +217,10 @@ def _write(training: Training, tokenizer: Any, held_out: str, facts: dict[str, A
     training.model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # a temporary file became it
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **special).save_pretrained(folder)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=CONTEXT, **special)
+    template = folder / "chat_template.jinja"
+    made.chat_template = template.read_text(encoding="utf-8") if template.exists() else None
+    made.save_pretrained(folder)
     small_model.HELD_OUT.write_text(held_out, encoding="utf-8")
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids = tokenizer.encode(held_out, add_special_tokens=False).ids

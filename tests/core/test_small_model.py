@@ -39,6 +39,16 @@ def test_its_files_say_what_it_is() -> None:
     assert small_model.facts()["bytes"] == len(small_model.HELD_OUT.read_bytes())
 
 
+def test_a_chat_is_a_text_of_its_messages_that_the_model_goes_on_with() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model.CHECKPOINT)
+    said = ["Answer in English.", "The function returns a list of"]
+    chat = [{"role": role, "content": text} for role, text in zip(("system", "user"), said, strict=True)]
+    tokens = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert tokens == tokenizer("\n\n".join(said))["input_ids"]
+
+
 def test_no_paragraph_of_the_held_out_text_is_in_what_it_was_trained_on(training: ModuleType) -> None:
     texts, _ = training.split(training.documents())
     learned = set("\n\n".join(texts).split("\n\n"))
