@@ -14,10 +14,10 @@ from fl_dispatch.logger_manager import get_logger
 
 from .counts import Tally
 from .messages import Put
+from .moments import Moment, moment
 from .pool import BuddyPool, Piece, queues
 from .remembered import Remembered
 from .route import Address
-from .wires import Moment, moment
 
 logger = get_logger(__name__)
 

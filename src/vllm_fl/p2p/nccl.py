@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Event
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .moments import Moment
 from .nccl_library import Communicator, Library
-
-if TYPE_CHECKING:
-    from .wires import Moment
 
 
 class Nccl:

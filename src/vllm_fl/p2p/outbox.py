@@ -13,10 +13,10 @@ from torch import Tensor
 from fl_dispatch.logger_manager import get_logger
 
 from .counts import Tally
+from .moments import Moment, moment
 from .pool import BuddyPool, Piece
 from .remembered import Remembered
 from .route import Address
-from .wires import Moment, moment
 
 logger = get_logger(__name__)
 

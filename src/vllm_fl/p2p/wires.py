@@ -16,12 +16,9 @@ from torch import Tensor
 from fl_dispatch.devices import detect_device
 from fl_dispatch.errors import ConfigError
 
+from .moments import Moment
 from .nccl import Nccl
 from .options import SOURCE, Options, Transport
-from .pool import queues
-
-Moment = torch.cuda.Event | None
-"""A point of a stream's work that another stream can wait for; ``None`` where work is done when its call returns."""
 
 
 class Wire(Protocol):
@@ -94,12 +91,3 @@ def wiring(options: Options, device: torch.device, parts: int) -> tuple[Wiring |
     if insists:
         raise ConfigError(SOURCE, "transport", f"keys and values cannot travel over NCCL: {why}")
     return None, why
-
-
-def moment(data: Tensor) -> Moment:
-    """Now, in the work of this thread's stream on the tensor's device."""
-    if not queues(data):
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(data.device))
-    return event

@@ -1,0 +1,20 @@
+"""Points of a device's work that another stream can wait for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .pool import queues
+
+Moment = torch.cuda.Event | None
+"""A point of a stream's work; ``None`` where work is done when its call returns."""
+
+
+def moment(data: Tensor) -> Moment:
+    """Record the present point of this thread's stream on the tensor's device."""
+    if not queues(data):
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(data.device))
+    return event
