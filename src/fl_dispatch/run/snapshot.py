@@ -10,14 +10,17 @@ import enum
 import operator
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ..prepared import Forms
+
 MOST_THINGS = 10_000  # an argument that reaches more reaches the whole program, and nobody wants that copied
 _CONTAINERS = (list, deque, dict, set, bytearray)
+_SEQUENCES: tuple[Any, ...] = (list, deque, set, bytearray, tuple, frozenset)
 _IMMUTABLE = (
     types.NoneType,
     types.EllipsisType,
@@ -41,14 +44,25 @@ _IMMUTABLE = (
     torch.SymInt,
     torch.SymFloat,
     torch.SymBool,
+    Forms,
 )
 _POINTER = tuple.__itemsize__
 _MADE_BY_A_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _ABSENT = object()
 
 
+def _gradient(tensor: torch.Tensor) -> Any:
+    if not tensor.is_leaf:  # a computed tensor has none, and warns when it is asked
+        raise AttributeError("grad")
+    return tensor.grad
+
+
+_GRADIENT: Any = property(_gradient, lambda tensor, value: setattr(tensor, "grad", value), lambda tensor: None)
+"""A tensor's gradient as a slot."""
+
+
 def mutable_parts(values: Iterable[Any]) -> list[Any]:
-    """Every mutable thing that values reach; a tensor as often as it is reached."""
+    """Every mutable thing that values reach, also what a tensor carries; a tensor as often as it is reached."""
     parts: list[Any] = []
     known: dict[int, Any] = {}  # keeps the things, because an id is used again once its thing is gone
     pending = list(values)
@@ -56,15 +70,18 @@ def mutable_parts(values: Iterable[Any]) -> list[Any]:
         value = pending.pop()
         if isinstance(value, torch.Tensor):
             parts.append(value)
-        elif not isinstance(value, _IMMUTABLE) and not _is_scalar(value) and id(value) not in known:
-            known[id(value)] = value
-            if len(known) > MOST_THINGS:
-                return [*parts, iter(())]  # which has no copy
-            if not isinstance(value, tuple | frozenset) and (_slots(value) or not _is_open(value)):
-                parts.append(value)
-            pending += _held(value)
-            if hasattr(value, "__dict__"):
-                pending.append(vars(value))
+        elif isinstance(value, _IMMUTABLE) or _is_scalar(value):
+            continue
+        if id(value) in known:
+            continue
+        known[id(value)] = value
+        if len(known) > MOST_THINGS:
+            return [*parts, iter(())]  # which has no copy
+        if not isinstance(value, torch.Tensor | tuple | frozenset) and (_slots(value) or not _is_open(value)):
+            parts.append(value)
+        pending += _held(value)
+        if hasattr(value, "__dict__"):
+            pending.append(vars(value))
     return parts
 
 
@@ -75,11 +92,11 @@ def copies_of(parts: Iterable[Any]) -> list[Any] | None:
         if isinstance(part, torch.Tensor):
             try:
                 with torch.no_grad():
-                    copies.append(part.clone())
+                    copies.append((part.clone(), _place(part), _held(part)))
             except RuntimeError:  # it does not fit into memory twice, say
                 return None
         elif _is_array(part) and not part.dtype.hasobject:
-            copies.append(part.copy())
+            copies.append(_plain(part).copy())
         elif isinstance(part, _CONTAINERS) or _is_open(part):
             copies.append(_held(part))
         else:
@@ -96,40 +113,55 @@ def put_back(parts: Sequence[Any], copies: Sequence[Any] | None) -> bool:
 
 def _has_back(part: Any, copy: Any) -> bool:
     if isinstance(part, torch.Tensor):
-        return _tensor_has_back(part, copy)
+        values, place, held = copy
+        return _place(part) == place and _tensor_has_back(part, values) and _contents_are_back(part, held)
     if _is_array(part):
-        if (part.shape, part.dtype) != (copy.shape, copy.dtype):
+        array = _plain(part)
+        if (array.shape, array.dtype) != (copy.shape, copy.dtype):
             return False
-        if part.flags.writeable:
-            part[...] = copy
-        return bool(part.tobytes() == copy.tobytes())
+        if array.flags.writeable:
+            array[...] = copy
+        return bool(array.tobytes() == copy.tobytes())
+    return _contents_are_back(part, copy)
+
+
+def _contents_are_back(part: Any, copy: list[Any]) -> bool:
+    """Put back what a thing held, by the methods of the class that Python itself has: a subclass's may mean another."""
     held = _held(part)
     if len(held) == len(copy) and all(map(operator.is_, held, copy)):
         return True  # others may be reading it: what did not change is not touched
-    if isinstance(part, list | bytearray):
-        part[:] = copy
+    kind, slots = type(part), _slots(part)
+    if kind is not copy[0]:
+        return False
+    attributes, contents = copy[1 : len(slots) + 1], copy[len(slots) + 1 :]
+    if isinstance(part, list):
+        list.__setitem__(part, slice(None), contents)
+    elif isinstance(part, bytearray):
+        try:
+            bytearray.__setitem__(part, slice(None), bytes(contents))
+        except BufferError:  # somebody reads it, so it has to stay as long as it is
+            return False
     elif isinstance(part, dict):
-        part.clear()
-        part.update(zip(copy[: len(copy) // 2], copy[len(copy) // 2 :], strict=True))
+        base = _class_of_dictionary(part)
+        base.clear(part)
+        for key, value in zip(contents[: len(contents) // 2], contents[len(contents) // 2 :], strict=True):
+            base.__setitem__(part, key, value)
     elif isinstance(part, deque):
-        part.clear()
-        part.extend(copy)
+        deque.clear(part)
+        deque.extend(part, contents)
     elif isinstance(part, set):
-        part.clear()
-        part.update(copy)
-    else:
-        for slot, value in zip(_slots(part), copy, strict=True):
-            if value is not _ABSENT:
-                slot.__set__(part, value)
-            elif hasattr(part, slot.__name__):
-                slot.__delete__(part)
+        set.clear(part)
+        set.update(part, contents)
+    for slot, value in zip(slots, attributes, strict=True):
+        if value is not _ABSENT:
+            slot.__set__(part, value)
+        elif _value(slot, part) is not _ABSENT:
+            slot.__delete__(part)
     return True
 
 
 def _tensor_has_back(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     try:
-        if tensor.shape != copy.shape:  # it was resized, and a copy into it would be spread over the new shape
-            return False
         try:
             with torch.no_grad():
                 tensor.copy_(copy)
@@ -140,19 +172,44 @@ def _tensor_has_back(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return True
 
 
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The shape of a tensor and the memory that it shows: in another one, values put back would miss its views."""
+    try:
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a sparse one has none
+        return (tensor.shape,)
+
+
 def _held(value: Any) -> list[Any]:
-    """The contents of a container, or of an object's slots; a dictionary's keys come first."""
+    """The class of a thing, the attributes in its slots, and a container's contents; a dictionary's keys come first."""
+    attributes = [type(value), *(_value(slot, value) for slot in _slots(value))]
     if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
-        return list(value)
-    return [getattr(value, slot.__name__, _ABSENT) for slot in _slots(value)]
+        kind = _class_of_dictionary(value)
+        return [*attributes, *kind.keys(value), *kind.values(value)]
+    for kind in _SEQUENCES:
+        if isinstance(value, kind):
+            return [*attributes, *kind.__iter__(value)]
+    return attributes
 
 
-def _slots(value: Any) -> list[types.MemberDescriptorType]:
-    if isinstance(value, (*_CONTAINERS, tuple, frozenset)) or not _is_open(value):
-        return []
-    return _members(type(value))
+def _class_of_dictionary(value: dict[Any, Any]) -> Any:
+    """Python's own class below a dictionary's: an ordered one has an order of its own beside the dictionary."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def _value(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _ABSENT
+
+
+def _slots(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [*_members(type(value)), _GRADIENT]
+    if isinstance(value, (*_SEQUENCES, dict)) or _is_open(value):
+        return _members(type(value))
+    return []
 
 
 def _members(kind: type) -> list[types.MemberDescriptorType]:
@@ -160,7 +217,7 @@ def _members(kind: type) -> list[types.MemberDescriptorType]:
     return [
         member
         for base in kind.__mro__
-        if base.__flags__ & _MADE_BY_A_STATEMENT
+        if base.__flags__ & _MADE_BY_A_STATEMENT or base is defaultdict
         for member in vars(base).values()
         if isinstance(member, types.MemberDescriptorType)
     ]
@@ -176,6 +233,11 @@ def _is_open(value: Any) -> bool:
 def _is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _plain(array: Any) -> Any:
+    """The array without its subclass, whose methods may mean something else (a masked one's do)."""
+    return sys.modules["numpy"].ndarray.view(array, sys.modules["numpy"].ndarray)
 
 
 def _is_scalar(value: Any) -> bool:
