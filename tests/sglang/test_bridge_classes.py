@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -110,6 +111,14 @@ def test_every_fused_operator_of_sglangs_layers_has_a_row_or_a_reason(layers: di
                 break
             current = bridged[0]
     assert unknown == []
+
+
+def test_the_page_gives_the_reasons_that_are_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs/sglang-operators.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`.+`) \| (.+) \|$", page.partition("## What stays SGLang's")[2], re.MULTILINE)
+    said = {name: reason for names, reason in cells for name in re.findall(r"`(\w+)`", names)}
+    assert len(said) > 6
+    assert said == {name: reason for name, reason in {**NATIVE, **PENDING}.items() if name in said}
 
 
 def test_no_row_and_no_reason_is_for_a_class_that_is_gone(layers: dict[str, Class]) -> None:

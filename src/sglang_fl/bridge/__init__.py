@@ -95,7 +95,7 @@ NATIVE = {
     "DualChunkRotaryEmbedding": "rotates a query five times",
     "Conv2dLayer": "a convolution; there is no operator for it",
     "Conv3dLayer": "a convolution; there is no operator for it",
-    "Mixer2RMSNormGated": "a norm over groups with a gate; there is no operator for it",
+    "Mixer2RMSNormGated": "a part of state-space layers, and models with them are refused",
     "Compressor": "compressed sparse attention; there is no operator for it",
     "Indexer": "sparse attention; there is no operator for it",
     "IndexerKPool": "sparse attention; there is no operator for it",
@@ -113,10 +113,9 @@ NATIVE = {
     "GemmaRMSNormOp": _BEHIND_A_FUNCTION,
     "GemmaFusedAddRMSNormOp": _BEHIND_A_FUNCTION,
     "ClampPositionOp": "positions of a batch, which no layer computes",
-    "Fp8ScaledMMOp": "quantization is refused at start",
-    "_FusedNormFP4Quant": "quantization is refused at start",
+    "Fp8ScaledMMOp": "a kernel behind a function; fp8 layers multiply by scaled_linear",
+    "_FusedNormFP4Quant": "a norm that also quantizes to NVFP4, a format that is refused",
     "BeamAttentionGateOp": "a gate of attention's output; there is no operator for it",
-    "FusedRMSNormGate": "a norm with a gate; there is no operator for it",
     "FusedPostExpertNormWeightedSumTRTLLM": "experts with a norm behind each; there is no operator for it",
     "BeamSandwichResidualRMSNormOp": _FUSED,
     "FusedPostNormResidualPreNorm": _FUSED,
@@ -127,6 +126,7 @@ NATIVE = {
 
 PENDING = {
     "FusedMuseSparkRouting": "its routing could run grouped_topk with a bias; its model calls it as a function",
+    "FusedRMSNormGate": "with its norm it could run rms_norm_gated; its model also uses it without one",
 }
 """Classes that could run an operator of ours and do not yet, and what is missing."""
 
