@@ -110,9 +110,10 @@ def rows_of(kind: torch.dtype, group: int = 0, scale: float | None = None) -> Ca
     largest = 127.0 if kind is torch.int8 else 448.0
 
     def change(x: Tensor) -> Tensor:
-        parts = x.unflatten(-1, (-1, group or x.shape[-1]))
+        inner = x.shape[-1]
+        parts = functional.pad(x, (0, -inner % (group or inner))).unflatten(-1, (-1, group or inner))
         units = symmetric(parts, largest) if scale is None else scale
-        return (nearest(parts / units, kind).float() * units).flatten(-2)
+        return (nearest(parts / units, kind).float() * units).flatten(-2)[..., :inner]
 
     return change
 

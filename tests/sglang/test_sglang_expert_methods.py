@@ -169,12 +169,20 @@ def test_a_scale_that_the_checkpoint_lacks_is_noticed(host: None, scheme: str) -
         ("gptq", 128, 48, "48 elements on a rank are no whole number of groups of 32"),
         ("awq", 48, 128, "48 elements on a rank are no whole number of groups of 32"),
         ("compressed-tensors W8A16 int8", 128, 42, "42 elements on a rank fill no whole words"),
-        ("fp8, blocks of 128", 128, 64, "64 elements on a rank are no whole number of blocks of 128"),
     ],
 )
 def test_parts_that_do_not_stand_alone_are_refused(host: None, scheme: str, hidden: int, inner: int, said: str) -> None:
     with pytest.raises(ValueError, match=rf"sglang_fl does not support experts whose {said} \({PREFIX}\) yet"):
         mixture(SCHEMES[scheme].config, hidden, inner)
+
+
+def test_ranks_divide_experts_between_blocks(host: None) -> None:
+    from sglang_fl.quantization.experts import Fp8BlockExperts, Parameters, Sizes
+
+    parameters, kind = Parameters(torch.nn.Module(), print), Fp8BlockExperts(128)
+    said = kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=2, dtype=torch.float32))
+    assert said == "experts whose 64 elements on a rank are no whole number of blocks of 128"
+    assert not kind.create_weights(parameters, Sizes(2, 128, 64, 2, ranks=1, dtype=torch.float32))
 
 
 def test_experts_that_are_loaded_in_a_way_of_their_own_are_refused(host: None) -> None:

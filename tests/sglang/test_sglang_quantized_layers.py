@@ -150,7 +150,6 @@ def test_a_layer_without_its_scales_is_not_computed(host: None, scheme: str) -> 
         ("gptq", (40, [64]), "no whole words of 4 bits, or no whole groups of 32"),
         ("awq", (64, [60]), "no whole words of 4 bits"),
         ("fp8, blocks of 128", (192, [256]), "no whole blocks of 128"),
-        ("fp8, blocks of 128", (256, [64, 64]), "no whole blocks of 128"),
     ],
 )
 def test_ranks_that_divide_no_whole_groups_are_refused(

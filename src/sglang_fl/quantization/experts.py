@@ -114,12 +114,13 @@ class Fp8BlockExperts(Kind, experts.Fp8BlockExperts):
 
     def create_weights(self, parameters: Parameters, sizes: Sizes) -> str:
         block = self.fl_block
-        if sizes.inner % block and (sizes.gates > 1 or sizes.ranks > 1):
+        if sizes.inner % block and sizes.ranks > 1:
             return f"experts whose {sizes.inner} elements on a rank are no whole number of blocks of {block}"
         for name, columns, inner in sizes.weights():
             stored = torch.empty(sizes.count, columns, inner, dtype=torch.float8_e4m3fn)
             parameters.add(f"{name}_weight", stored)
-            scales = unset(sizes.count, -(-columns // block), -(-inner // block))
+            parts = sizes.gates if name == "w13" else 1
+            scales = unset(sizes.count, parts * -(-(columns // parts) // block), -(-inner // block))
             parameters.add(f"{name}_weight_scale_inv", scales, BLOCK)
         return ""
 

@@ -23,7 +23,9 @@ from sglang.srt.layers.parameter import (
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor, nn
 
-from fl_dispatch.hosting.quantized import layers, orders
+from fl_dispatch.hosting.quantized import blocks, layers, orders
+
+from . import refused
 
 Loader = Callable[..., None]
 CHANNEL, TENSOR = "channel", "tensor"
@@ -36,6 +38,8 @@ class Scheme(layers.QuantizedLayer):
     requires_weight_loader_v2 = True
     fl_given = False
     """Whether the checkpoint has scales of inputs."""
+    fl_divided = False
+    """Whether other ranks have other columns."""
     fl_joins = True
     """Whether SGLang's loader of DeepSeek joins two layers of this kind to one, as they lie in a checkpoint."""
 
@@ -133,12 +137,14 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
         self.fl_block = block
 
     def _create_scale(self, layer: Any, inner: int, parts: list[int], all_inner: int, loader: Loader) -> None:
-        divided = [*parts[:-1], *([inner] if inner != all_inner else ())]
-        if any(size % self.fl_block for size in divided):
-            raise ValueError(f"{parts} columns of {inner} elements are no whole blocks of {self.fl_block}")
+        block = self.fl_block
+        if reason := blocks.indivisible(inner, all_inner, block):
+            raise refused(f"{reason} ({self.fl_scope})")
+        made, count = BlockQuantScaleParameter, -(-sum(parts) // block)
+        if not blocks.are_whole(parts, block, self.fl_divided):
+            made, count, loader = GroupQuantScaleParameter, sum(parts), blocks.loads_rows(loader, block)
         for name in ("weight_scale", "weight_scale_inv"):
-            scales = unset(-(-sum(parts) // self.fl_block), -(-inner // self.fl_block))
-            scale = BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=loader)
+            scale = made(data=unset(count, -(-inner // block)), input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, scale)
 
 
@@ -260,6 +266,7 @@ class QuantizedMethod(LinearMethodBase):
     ) -> None:
         loader = extra_weight_attrs["weight_loader"]
         parts, self.inner = list(output_partition_sizes), input_size_per_partition
+        self.scheme.fl_divided = sum(parts) != output_size
         self.scheme.create_weights(layer, input_size_per_partition, parts, input_size, params_dtype, loader)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from . import experts
+from .blocks import create_in_blocks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
@@ -60,6 +61,10 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
     With ``VLLM_BATCH_INVARIANT`` vLLM multiplies itself, with weights as it has them; here they are not so.
     """
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        block = self.weight_block_size[0] if self.weight_block_size else 0
+        create_in_blocks(super().create_weights, block, "weight_scale_inv", layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.fp8_linear.process_weights_after_loading(layer)
@@ -139,6 +144,9 @@ class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConf
             raise ValueError(f"vllm_fl does not support the scheme {name} of compressed-tensors yet ({layer_name})")
         # With VLLM_BATCH_INVARIANT vLLM 0.33 multiplies packed weights itself, as they are loaded.
         scheme.use_batch_invariant = False
+        block, create = getattr(scheme, "weight_block_size", None), scheme.create_weights
+        if block:
+            scheme.create_weights = partial(create_in_blocks, create, block[0], "weight_scale")
         # vLLM's code for fp8 transposes weights and quantizes merged layers again; ours takes them as loaded.
         scheme.process_weights_after_loading = partial(_load, scheme, SCHEMES[type(scheme)])
         return scheme

@@ -142,8 +142,17 @@ class Fp8Method(QuantizedMethod, fp8.Fp8MoEMethod):
             raise ValueError(f"vllm_fl does not support experts quantized by 'fp8' in blocks of {shape} yet")
         self.fl_begin(moe, experts.Fp8BlockExperts(block[0]) if block else experts.Fp8Experts())
         self.quant_config, self.weight_block_size, self.moe_block_shape = quant_config, block, block
-        self.block_quant, self.weight_scale_refine = block is not None, None
+        # vLLM refuses elements that fill no whole blocks only where it does not make blocks smaller: here by one.
+        self.block_quant, self.weight_scale_refine = block is not None, (1, 1)
         self.weight_scale_name = "weight_scale_inv" if block else "weight_scale"
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Ranks divide experts between blocks; with one rank the last block may be short."""
+        inner, block = kwargs["intermediate_size_per_partition"], self.weight_block_size
+        if block and inner % block[0] and self.moe.tp_size > 1:
+            reason = f"experts whose {inner} elements on a rank are no whole number of blocks of {block[0]}"
+            raise ValueError(f"vllm_fl does not support {reason} yet ({layer.layer_name})")
+        super().create_weights(layer, *args, **kwargs)
 
 
 class CompressedFp8Method(QuantizedMethod, compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod):

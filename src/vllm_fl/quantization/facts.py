@@ -11,6 +11,7 @@ _SCHEMES = f"{_QUANTIZATION}.compressed_tensors.schemes"
 _CONFIGS = "quantization.configs"
 _ASKS = "vLLM's code asks for CUDA's kernels before ours are chosen."
 _CONFIG = ("get_quant_method(layer, prefix)", "get_supported_act_dtypes()")
+_CREATE = "layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype"
 _EXPERTS = "quantization.experts"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _COMPRESSED_MOE = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
@@ -127,6 +128,44 @@ FACTS = (
         "overrides",
         _CONFIGS,
         "Weights stay as they are loaded, so vLLM's own product of invariant batches does not know them.",
+        since="0.32",
+    ),
+    *(
+        HostFact(
+            owner,
+            (f"create_weights({_CREATE}{also})",),
+            how,
+            _CONFIGS,
+            "vLLM counts blocks from the first row of merged layers, and refuses those that do not fit.",
+            since="0.32",
+        )
+        for owner, how, also in (
+            (f"{_QUANTIZATION}.fp8:Fp8LinearMethod", "overrides", ""),
+            (f"{_SCHEMES}.compressed_tensors_w8a8_fp8:CompressedTensorsW8A8Fp8", "replaces", ", weight_loader"),
+        )
+    ),
+    HostFact(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear",
+        ("allow_fp8_block_shape_mismatch",),
+        "replaces",
+        "quantization.blocks",
+        "vLLM would refuse merged layers whose blocks do not fit.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.model_executor.parameter:GroupQuantScaleParameter",
+        ("weight_loader",),
+        "reads",
+        "quantization.blocks",
+        "Scales of rows load as rows of the weight do.",
+        since="0.32",
+    ),
+    HostFact(
+        f"{_QUANTIZATION}.fp8:Fp8MoEMethod",
+        ("weight_scale_refine",),
+        "replaces",
+        _EXPERTS,
+        "vLLM would refuse experts whose last block is short.",
         since="0.32",
     ),
     HostFact(

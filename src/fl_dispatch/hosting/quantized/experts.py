@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import explain
 from ...types import GRAPHS
-from . import orders
+from . import blocks, orders
 from .layers import QuantizedKernel
 
 NAMES = ("w13", "w2")
@@ -146,11 +146,21 @@ class Fp8BlockExperts(ScaledExperts):
         self.fl_block = block
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Scales of blocks stay as they are."""
+        """Scales of blocks stay as they are.
+
+        Elements between the two products that fill no whole block are followed by zeros, which change nothing.
+        """
+        block, inner = self.fl_block, layer.w2_weight.shape[-1]
+        gates = layer.w13_weight.shape[1] // inner if inner else 1
         for name in NAMES:
             weight, scale = (value.data.contiguous() for value in self.weight_of(layer, name))
-            parts = {f"{name}_weight": weight, f"{name}_weight_scale_inv": scale.float(), f"{name}_input_scale": None}
-            self._keep(layer, **parts)
+            if inner % block:
+                parts, dim = ([inner] * gates, 1) if name == "w13" else ([inner], 2)
+                weight = blocks.padded(weight, parts, block, dim)
+            forms = {f"{name}_weight": weight, f"{name}_weight_scale_inv": scale.float(), f"{name}_input_scale": None}
+            self._keep(layer, **forms)
+        if inner % block and (bias := getattr(layer, "w13_bias", None)) is not None:
+            self._keep(layer, w13_bias=blocks.padded(bias.data, [inner] * gates, block, 1))
 
     def weight_of(self, layer: Any, name: str) -> tuple[Tensor, Tensor]:
         return getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale_inv")

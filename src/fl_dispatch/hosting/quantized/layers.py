@@ -16,7 +16,7 @@ from ... import bind_op
 from ...devices import detect_device
 from ...ops.quantization import TENSOR
 from ..layer_kernels import KERNEL, LayerKernel
-from . import orders
+from . import blocks, orders
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -115,18 +115,47 @@ class Fp8BlockLayer(ScaledLayer):
     fl_type = "float8_e4m3fn"
     fl_float8 = True
 
+    fl_parts: Sequence[int] = ()
+    """Columns of the merged layers, if each was filled up to whole blocks."""
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """The scales are called ``weight_scale_inv`` in ``fp8`` checkpoints, and by some models ``weight_scale``."""
         names = [name for name in ("weight_scale_inv", "weight_scale") if hasattr(layer, name)]
         found = [getattr(layer, name).data for name in names]
         scale = next((values for values in found if not orders.is_unset(values)), found[0]).float().contiguous()
+        weight = layer.weight.data.contiguous()
+        if scale.shape[0] == weight.shape[0] > 1:
+            weight, scale = self._in_blocks(weight, scale, layer.logical_widths)
         self._keep(
             layer,
-            weight=layer.weight.data.contiguous(),
+            weight=weight,
             weight_scale=scale,
             weight_scale_inv=None,
             input_scale=None,
         )
+
+    def _in_blocks(self, weight: Tensor, scale: Tensor, parts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A weight with a scale a row, as one of whole blocks."""
+        block = self.fl_block
+        merged = blocks.of_rows(scale, [sum(parts)], block)  # as a checkpoint has it that merged the layers itself
+        if merged is not None:
+            return weight, merged
+        apart = blocks.of_rows(scale, parts, block)
+        if apart is None:
+            raise ValueError(
+                f"ranks cut blocks of {block} of a weight in fp8: {list(parts)} columns on a rank ({self.fl_scope}); "
+                f"use fewer ranks"
+            )
+        self.fl_parts = tuple(parts)
+        return blocks.padded(weight, parts, block), apart
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product."""
+        parts, block = self.fl_parts, self.fl_block
+        if not parts:
+            return super().apply_weights(layer, x, bias)
+        bias = None if bias is None else blocks.padded(bias, parts, block)
+        return blocks.without_padding(super().apply_weights(layer, x, bias), parts, block)
 
 
 class Fp8WeightLayer(QuantizedLayer):

@@ -1,0 +1,71 @@
+"""Models whose merged layers, inputs and experts are no whole number of blocks of 128."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import quantized_engines
+from fl_dispatch.cli.checkpoints import build_checkpoint
+from quantized_checkpoints import FP8, SCHEMES, Scheme, compressed, eight_bits, rows_of, whole
+from quantized_mixture import mixture
+
+LAYERS = 3
+"""Layers of the dense models."""
+BLOCKS = SCHEMES["fp8, blocks of 128"]
+COMPRESSED = Scheme(
+    compressed(
+        "float-quantized",
+        {**whole("float", "block"), "block_structure": [128, 128]},
+        {**whole("float", "group"), "group_size": 128, "dynamic": True},
+    ),
+    eight_bits(FP8, "block"),
+    "Fp8BlockLayer",
+    rows_of(FP8, group=128),
+)
+"""The same format in the words of ``compressed-tensors``."""
+SMALL: Mapping[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "q, k and v of 576, 192 and 192 rows": (
+        "llama",
+        {**SMALL, "hidden_size": 576, "intermediate_size": 1536},
+    ),
+    "k and v of half a block, gate and up of 224 rows, inputs of 192": (
+        "qwen2",  # with biases
+        {**SMALL, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 192, "intermediate_size": 224},
+    ),
+}
+"""Models by what is uneven: family and sizes. The first has those of a published one of 135 M parameters."""
+UNEVEN, ODD = MODELS
+EXPERTS = "experts of 224 elements"
+
+
+def build(name: str, folder: Path) -> Path:
+    """Write one of the models, or the one with experts, not quantized."""
+    if name == EXPERTS:
+        return mixture(folder, moe_intermediate_size=224, hidden_size=192)
+    family, sizes = MODELS[name]
+    return build_checkpoint(family, folder, **sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Run(quantized_engines.Run):
+    """An engine with one of the models; ``written``: the words of its checkpoint."""
+
+    model: str = ODD
+    written: Scheme = BLOCKS
+
+    @property
+    def made(self) -> Scheme:
+        return self.written
+
+    def __str__(self) -> str:
+        return f"{self.scheme}, {self.model}"
+
+
+DENSE = (
+    Run("compressed-tensors", model=UNEVEN, written=COMPRESSED),
+    Run("fp8", model=ODD),
+)
