@@ -1,4 +1,9 @@
-"""C++ of this project for tensors in main memory: compiled once for a kind of processor, and kept for later starts."""
+"""C++ of this project for tensors in main memory: compiled once for a kind of processor, and kept for later starts.
+
+Loading a library runs its code, so a kept one is loaded only if no other user can have written it: folder and file
+belong to this user or to root, no one else may write them, and the file ends with the digest of what precedes.
+Where nothing can be kept, each process compiles for itself, in a temporary folder that is gone once the code is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +11,29 @@ import ctypes
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 
 from .errors import DispatchError
+from .logger_manager import get_logger
+
+logger = get_logger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast")
 COMPILERS = ("g++", "clang++", "c++")
 LONGEST = 120.0
 """Seconds that a compiler may take."""
+DIGEST = 32
+"""Bytes of a digest behind a kept library."""
+FOREIGN = stat.S_IWGRP | stat.S_IWOTH
+"""Permissions that let other users write."""
 
 
 @cache
@@ -30,7 +45,7 @@ def load(source: Path) -> ctypes.CDLL:
 
     Raises:
         DispatchError: there is no compiler, or it does not compile the file.
-        OSError: the result cannot be written or loaded.
+        OSError: the result cannot be written to a temporary folder, or not loaded.
     """
     compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), "")
     if not compiler:
@@ -38,17 +53,111 @@ def load(source: Path) -> ctypes.CDLL:
     files = (source, *sorted(source.parent.glob("*.h")))  # it may include any of them
     facts = "\0".join((compiler, *FLAGS, _processor())).encode()
     key = hashlib.sha256(b"\0".join((*(file.read_bytes() for file in files), facts))).hexdigest()[:32]
-    kept = platformdirs.user_cache_path("fl-dispatch") / "cpp" / f"{source.stem}-{key}.so"
-    if not kept.exists():
+    name, problem = f"{source.stem}-{key}.so", ""
+    try:
+        with _kept_libraries() as folder:
+            if _is_whole(folder / name):
+                return ctypes.CDLL(str(folder / name))
+    except OSError as error:
+        problem = str(error)
+    with tempfile.TemporaryDirectory(prefix="fl-dispatch-") as temporary:
+        made = Path(temporary, name)
+        _compile([*compiler.split(), *FLAGS, str(source), "-o", str(made)])
+        library = ctypes.CDLL(str(made))
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-        except OSError:  # nothing is kept, and each process compiles
-            kept = Path(tempfile.mkdtemp(prefix="fl-dispatch-"), kept.name)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:  # on one file system, for the move
-            made = Path(folder, kept.name)
-            _compile([*compiler.split(), *FLAGS, str(source), "-o", str(made)])
-            made.replace(kept)  # whoever is second replaces it by the same
-    return ctypes.CDLL(str(kept))
+            with _kept_libraries() as folder:
+                _keep(made.read_bytes(), folder / name)
+        except OSError as error:
+            problem = problem or str(error)
+            logger.info(
+                "%s is compiled by each process anew, because nothing can be kept (%s); XDG_CACHE_HOME can help",
+                source.name,
+                problem,
+            )
+    return library
+
+
+def _folder() -> Path:
+    """The folder of kept libraries.
+
+    Raises:
+        OSError: this user has none.
+    """
+    folder = platformdirs.user_cache_path("fl-dispatch")
+    if not folder.is_absolute():  # the specification of XDG_CACHE_HOME says to ignore it
+        home = Path("~").expanduser()
+        if not home.is_absolute():
+            raise OSError("XDG_CACHE_HOME and HOME name no absolute path")
+        folder = home / ".cache" / "fl-dispatch"
+    return folder / "cpp"
+
+
+@contextmanager
+def _kept_libraries() -> Iterator[Path]:
+    """A path to the folder of kept libraries that leads to one folder, whatever is renamed meanwhile.
+
+    Raises:
+        OSError: there is none and it cannot be made, or another user may write to it.
+    """
+    path = _folder()
+    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        found = os.fstat(opened)
+        if found.st_uid == os.geteuid() and found.st_mode & FOREIGN:
+            with suppress(OSError):
+                os.fchmod(opened, found.st_mode & 0o755)
+            found = os.fstat(opened)
+        if why := _distrust(found):
+            raise PermissionError(f"{path} {why}")
+        held = Path(f"/proc/self/fd/{opened}")
+        yield held if held.exists() else path
+    finally:
+        os.close(opened)
+
+
+def _distrust(found: os.stat_result) -> str:
+    """Why a file or folder may be what another user wrote, or an empty string."""
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {found.st_uid}, not to user {os.geteuid()} of this process"
+    return "may be written by other users" if found.st_mode & FOREIGN else ""
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a library that this module kept.
+
+    Raises:
+        OSError: a file is there that cannot be read, or that another user may have written.
+    """
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    with open(opened, "rb") as file:
+        if why := _distrust(os.fstat(opened)):
+            raise PermissionError(f"{path.name} {why}")
+        code = file.read()
+    return hashlib.sha256(code[:-DIGEST]).digest() == code[-DIGEST:]
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Write a library for later starts; whoever is second replaces it by the same.
+
+    Raises:
+        OSError: it cannot be written. Nothing is left behind.
+    """
+    opened, part = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with open(opened, "wb") as file:
+            file.write(code + hashlib.sha256(code).digest())
+            file.flush()
+            os.fchmod(opened, 0o644)
+            os.fsync(opened)
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 @cache

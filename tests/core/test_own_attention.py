@@ -154,25 +154,3 @@ def test_where_it_does_not_compile_it_is_not_available_and_says_why(
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(DispatchError, match=r"there is no C\+\+ compiler \(g\+\+, "):
         cpp.load(tmp_path / "another.cpp")
-
-
-def test_it_is_compiled_once_for_a_processor_and_whoever_comes_second_finds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "seven.cpp"
-    source.write_text('extern "C" int seven() { return 7; }')
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cpp.load(source).seven() == 7
-    (kept,) = (tmp_path / "cache").glob("fl-dispatch/cpp/*")
-    cpp.load.cache_clear()
-    monkeypatch.setattr(cpp, "_compile", None)
-    assert cpp.load(source).seven() == 7
-    with monkeypatch.context() as other:
-        other.setattr(cpp, "_processor", lambda: "another one")
-        cpp.load.cache_clear()
-        with pytest.raises(TypeError):
-            cpp.load(source)
-    (tmp_path / "included.h").write_text("// It may be what the file includes.")
-    with pytest.raises(TypeError):
-        cpp.load(source)
-    assert kept.name.startswith("seven-")
