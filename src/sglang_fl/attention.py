@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import Tensor
 
 from . import own_kernels
-from .attention_layers import OPERATORS
+from .attention_layers import OPERATORS, window
 from .attention_metadata import AttentionFLMetadata
 from .graph_batch import GraphBatch
 from .speculation import trees
@@ -196,7 +196,6 @@ class AttentionFLBackend(AttentionBackend):
         if save_kv_cache and k is not None and v is not None:
             slots = forward_batch.out_cache_loc
             OPERATORS.of(layer).write(k, v, key_cache, value_cache, slots, *scales, may_skip=MAY_SKIP)
-        window = layer.sliding_window_size  # the tokens before a token's own
         result = OPERATORS.of(layer).attend(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             key_cache,
@@ -209,7 +208,7 @@ class AttentionFLBackend(AttentionBackend):
             layer.scaling,
             None,
             layer.attn_type is not AttentionType.ENCODER_ONLY,
-            window + 1 if window is not None and window > -1 else None,
+            window(layer),
             layer.logit_cap,
             None,
             sinks,

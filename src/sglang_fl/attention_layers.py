@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,11 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from torch import nn
 
 from fl_dispatch import bind_op
+from fl_dispatch.hosting import windows
 from fl_dispatch.hosting.attached import Attached
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,3 +69,54 @@ def layers(model: nn.Module) -> Iterator[tuple[str, RadixAttention]]:
         if isinstance(module, RadixAttention):
             yield prefix, module
     yield from kept_aside(model)
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def window(layer: RadixAttention) -> int | None:
+    """Tokens that a token of the layer sees, itself among them; ``None`` for all before it."""
+    before = layer.sliding_window_size  # the tokens before a token's own
+    return None if before is None or before < 0 else int(before) + 1
+
+
+def give_windows(model: nn.Module, config: Any, host_backends: list[str]) -> None:
+    """Give causal layers the window that the configuration states, where SGLang's class gives them none.
+
+    A window of another size is SGLang's decision, and is logged.
+
+    Args:
+        model: a loaded model.
+        config: its text model's configuration.
+        host_backends: SGLang's own attention backends in force, which have made no room for these windows.
+
+    Raises:
+        ValueError: a window is missing, and one of SGLang's own backends attends.
+    """
+    stated = windows.windows(config)
+    if stated is None:
+        return
+    differing: Counter[tuple[int | None, int | None]] = Counter()
+    for _, layer in layers(model):
+        if layer.attn_type is AttentionType.DECODER and 0 <= layer.layer_id < len(stated):
+            has, wanted = window(layer), stated[layer.layer_id]
+            if has != wanted:
+                differing[has, wanted] += 1
+            if has is None and wanted is not None:
+                layer.sliding_window_size = wanted - 1
+    for (has, wanted), count in differing.items():
+        name = type(model).__name__
+        said = f"the configuration (sliding_window, layer_types) gives {count} layers {_tokens(wanted)}"
+        if has is not None:
+            logger.warning("%s, SGLang's %s gives them %s, which holds", said, name, _tokens(has))
+        elif host_backends:
+            raise ValueError(
+                f"{said}, SGLang's {name} and its attention backend '{host_backends[0]}' have none for them: "
+                "leave --attention-backend unset, or give 'fl'"
+            )
+        else:
+            logger.info("%s, which SGLang's %s leaves out: they have it", said, name)
+
+
+def _tokens(size: int | None) -> str:
+    return "no window" if size is None else f"a window of {size} tokens"

@@ -842,15 +842,20 @@ def test_bailings_axes_are_ernies_with_positions_that_start_below_zero() -> None
     compare(layer(positions, query.clone(), key.clone()), expected, rtol=2e-5, atol=2e-6)
 
 
-def test_one_long_position_moves_a_step_to_the_table_for_long_contexts() -> None:
+def test_the_first_position_without_a_row_for_short_texts_moves_a_step_to_the_table_for_long_ones() -> None:
+    """SGLang's own class moves it one position later, and turns that one by row 0 of the second table."""
     seed("long")
     case = next(case for case in CASES if case.name.startswith("Phi3LongRoPE"))
     layer: Any = case.build(F32)
     bridge_of(layer)
-    for longest in (32, 33):
-        (_, query, key), _ = case.calls(F32)["several tokens"]
-        args = (torch.tensor([0, 1, 2, 3, 4, 5, longest])[-TOKENS:], query, key)
-        compare(layer(*args_of(args)), native(layer, args, {}), rtol=2e-5, atol=2e-6)
+    short = layer.original_max_position_embeddings
+    (_, query, key), _ = case.calls(F32)["several tokens"]
+    before = torch.tensor([0, 1, 2, 3, 4, 5, short - 1])[-TOKENS:]
+    compare(layer(*args_of((before, query, key))), native(layer, (before, query, key), {}), rtol=2e-5, atol=2e-6)
+    further = torch.tensor([0, 1, 2, 3, 4, short, short + 1])[-TOKENS:]
+    right = native(layer, (further, query, key), {})
+    found = layer(*args_of((further[:-1], query[:-1], key[:-1])))
+    compare(found, tuple(part[:-1] for part in right), rtol=2e-5, atol=2e-6)
 
 
 # -- SGLang's own choice among backends --------------------------------------------------------------------------------

@@ -67,16 +67,20 @@ class RotaryBridge(RotatingBridge):
 class LongRopeBridge(RotatingBridge):
     """``Phi3LongRoPEScaledRotaryEmbedding``: ``forward(positions, query, key, offsets=None)``.
 
-    The table for short contexts lies before that for long ones; one long position moves a whole step to the latter.
+    The table for short texts lies before that for long ones. Positions are rows where each request has its own table
+    (:mod:`sglang_fl.rotations`); else the first position that only the latter has moves a whole step to it.
     """
 
     table_name = "long_short_cos_sin_cache"
+    by_request = False
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        short = self.layer.original_max_position_embeddings
-        rows = positions + (positions > short).any() * short
+        rows = positions
+        if not self.by_request:
+            short = self.layer.original_max_position_embeddings
+            rows = positions + (positions >= short).any() * short
         return self.rotate(query, key, *self.table(), rows if offsets is None else rows + offsets, False)
 
 

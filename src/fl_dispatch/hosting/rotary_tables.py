@@ -1,0 +1,215 @@
+"""The tables of a rotary embedding as Transformers computes them from a configuration, beside those of a host.
+
+A host's class that leaves a field of ``rope_parameters`` out, or has fewer rows than texts have tokens, gets a table of
+ours. Fields that Transformers' own functions do not know are not judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fl_dispatch.logger_manager import get_logger
+
+logger = get_logger(__name__)
+
+FIELDS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mrope_section", "mrope_interleaved"),
+}
+"""Fields of ``rope_parameters`` whose meaning Transformers' shared functions know; the axes change no table."""
+SAME = {"deepseek_yarn": "yarn", "su": "longrope", "mrope": "default"}
+"""Names of hosts for kinds of rotations that Transformers names otherwise."""
+FURTHEST = 4096
+"""The last position at which tables are compared."""
+ALLOWED = {torch.float32: 4e-3, torch.float64: 4e-3, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+"""The difference of a cosine that rounding explains, by the table's dtype, for a scale of 1."""
+DECODER_LAYER = re.compile(r"^(?:(?:model|language_model|transformer|gpt_neox)\.)*(?:layers|h)\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotation that a configuration states.
+
+    Args:
+        kind: Transformers' ``rope_type``.
+        inverse: ``[frequencies]``, float32, radians a token.
+        scale: of cosines and sines.
+    """
+
+    kind: str
+    inverse: Tensor
+    scale: float
+
+    def table(self, first: int, rows: int) -> Tensor:
+        """Rows ``[rows, cos | sin]`` from a position on, float32."""
+        return self.at(torch.arange(first, first + rows))
+
+    def at(self, positions: Tensor) -> Tensor:
+        angles = positions.to(torch.float32)[:, None] * self.inverse
+        return torch.cat((angles.cos(), angles.sin()), -1) * self.scale
+
+
+class Rotating(Protocol):
+    """A host's layer with a table ``[positions, cos | sin]``."""
+
+    cos_sin_cache: Tensor
+
+
+def parameters(config: Any, layer: int | None = None) -> dict[str, Any] | None:
+    """Fields that a configuration states for a layer; ``None`` where some are unknown, or none is there."""
+    stated = getattr(config, "rope_parameters", None)
+    types = getattr(config, "layer_types", None) or ()
+    if not isinstance(stated, dict):
+        return None
+    if set(stated) & set(types):
+        stated = stated.get(types[layer]) if layer is not None and layer < len(types) else None
+    known = isinstance(stated, dict) and set(stated) <= FIELDS and "rope_theta" in stated
+    return dict(stated) if known and stated is not None else None
+
+
+def rotation(config: Any, layer: int | None = None, length: int | None = None) -> Rotation | None:
+    """Transformers' rotation of a layer.
+
+    Args:
+        config: the text model's configuration.
+        layer: its number.
+        length: of the whole text, where the kind depends on it.
+
+    Returns:
+        ``None`` where Transformers' shared functions do not say it.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stated = parameters(config, layer)
+    if stated is None:
+        return None
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    kind = SAME.get(kind, kind)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if kind == "default":
+        turned = int(size * stated.get("partial_rotary_factor", 1.0))
+        steps = torch.arange(0, turned, 2, dtype=torch.int64).to(torch.float32) / turned
+        return Rotation(kind, 1.0 / stated["rope_theta"] ** steps, 1.0)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        return None
+    longest = config.max_position_embeddings
+    original = getattr(config, "original_max_position_embeddings", None)
+    original = original or stated.get("original_max_position_embeddings") or longest
+    read = SimpleNamespace(
+        rope_parameters={**stated, "original_max_position_embeddings": original},
+        head_dim=size,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=longest,
+        standardize_rope_params=lambda: None,
+    )
+    inverse, scale = ROPE_INIT_FUNCTIONS[kind](read, torch.device("cpu"), seq_len=length)
+    return Rotation(kind, inverse.to(torch.float32), float(scale))
+
+
+def limit(config: Any) -> int | None:
+    """Tokens of the longest text that a table can hold; ``None`` where the rotation sets no limit.
+
+    The kind ``dynamic`` turns a longer text by frequencies of that text's own length, so its keys turn with every new
+    token. No cache has such keys.
+    """
+    stated = parameters(config, 0)
+    dynamic = stated is not None and (stated.get("rope_type") or stated.get("type")) == "dynamic"
+    return int(config.max_position_embeddings) if dynamic else None
+
+
+def too_long(asked: int, longest: int, remedy: str) -> str:
+    """A sentence about texts that are longer than :func:`limit`."""
+    return (
+        f"rope_type 'dynamic' turns texts of more than max_position_embeddings ({longest}) tokens by frequencies of "
+        f"their own length, and {asked} tokens are asked for, whose keys no cache can hold: {remedy}"
+    )
+
+
+def difference(table: Tensor, stated: Rotation) -> float:
+    """The largest difference of a host's table, in parts of what its dtype and the scale allow.
+
+    Args:
+        table: ``[rows, cos | sin]``, the first for position 0.
+        stated: what it should be.
+    """
+    if table.shape[1] != 2 * stated.inverse.shape[0]:
+        return float("inf")
+    places = [0, *(1 << power for power in range(FURTHEST.bit_length()) if 1 << power < table.shape[0])]
+    wanted, has = stated.at(torch.tensor(places)), table[places].to("cpu", torch.float32)
+    return float((has - wanted).abs().max()) / (ALLOWED[table.dtype] * max(1.0, stated.scale))
+
+
+def layer_number(prefix: str) -> int | None:
+    """The number of the decoder's layer that a prefix lies in; ``None`` for other parts of a model."""
+    found = DECODER_LAYER.match(prefix)
+    return None if found is None else int(found.group(1))
+
+
+def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) -> int:
+    """Give layers the table that the configuration states, where theirs is another one or too short.
+
+    Args:
+        layers: prefix and layer; one that several share comes once.
+        config: the text model's configuration.
+        length: tokens of the longest text that is served.
+
+    Returns:
+        The number of layers that have a table of ours now.
+    """
+    changed: dict[str, int] = {}
+    for prefix, layer in layers:
+        number = layer_number(prefix)
+        stated = None if number is None else rotation(config, number)
+        if stated is None or stated.kind == "longrope":
+            continue
+        table, far = layer.cos_sin_cache, difference(layer.cos_sin_cache, stated)
+        if far == float("inf"):
+            logger.warning(
+                "%s turns %d elements of a head, and the configuration (partial_rotary_factor, head_dim) says %d",
+                *(prefix, table.shape[1], 2 * stated.inverse.shape[0]),
+            )
+            continue
+        rows = max(table.shape[0], length)
+        if far <= 1 and rows == table.shape[0]:
+            continue
+        layer.cos_sin_cache = stated.table(0, rows).to(table.device, table.dtype)
+        reason = f"has {table.shape[0]} rows for {length} tokens" if far <= 1 else "differs from Transformers'"
+        changed[f"{type(layer).__name__} ({stated.kind}) {reason}"] = (
+            changed.get(f"{type(layer).__name__} ({stated.kind}) {reason}", 0) + 1
+        )
+    for said, count in changed.items():
+        logger.info("the rotary table of %d layers %s: they have the one that rope_parameters state", count, said)
+    return sum(changed.values())
+
+
+def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) -> None:
+    """The same for LongRoPE, whose tables for short and for long texts lie one behind the other.
+
+    A layer has ``long_short_cos_sin_cache`` ``[positions, cos | sin]`` and ``original_max_position_embeddings``.
+    """
+    for prefix, layer in layers:
+        number, split = layer_number(prefix), layer.original_max_position_embeddings
+        short = None if number is None else rotation(config, number)
+        long = None if number is None else rotation(config, number, split + 1)
+        if short is None or long is None or short.kind != "longrope":
+            continue
+        table = layer.long_short_cos_sin_cache
+        rows = max(table.shape[0] - split, length)
+        far = max(difference(table[:split], short), difference(table[split:], long))
+        if far > 1 or rows > table.shape[0] - split:
+            joined = torch.cat((short.table(0, split), long.table(0, rows)))
+            layer.long_short_cos_sin_cache = joined.to(table.device, table.dtype)
+            logger.info(
+                "the rotary tables of %s differ from Transformers' (factor, attention_factor), or are too short: "
+                "it has those that rope_parameters state",
+                prefix,
+            )
