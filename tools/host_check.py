@@ -12,6 +12,7 @@ Exit status: 0, every fact holds; 1, one does not; 2, there is nothing to read.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,10 +29,15 @@ def download(package: str, version: str, folder: Path, python: str) -> Path:
     """Fetch a wheel, without what it requires, by the pip of an interpreter.
 
     Raises:
-        subprocess.CalledProcessError: pip fails; it has said why.
+        OSError: pip fails; the last line of its errors says why, or which version is the newest.
     """
     command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-    subprocess.run([python, "-m", "pip", *command, "--dest", str(folder), f"{package}=={version}"], check=True)
+    command += ["--dest", str(folder), f"{package}=={version}"]
+    done = subprocess.run([python, "-m", "pip", *command], check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        if found := re.search(r"\(from versions: .*?([^ ,]+)\)", done.stderr):
+            raise OSError(f"there is no such version, the newest is {found[1]}")
+        raise OSError(f"pip failed: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -63,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="host-check-") as folder:
         try:
             found = contract(asked, Path(folder), Console(stderr=True))
-        except (subprocess.CalledProcessError, OSError) as error:
+        except OSError as error:
             print(f"{asked.package} {asked.version} cannot be read: {error}", file=sys.stderr)
             return 2
     found.print(all_facts=False)

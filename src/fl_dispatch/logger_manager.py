@@ -2,8 +2,8 @@
 
 A library does not configure logging, and where somebody did, nothing here adds to it. If nobody did, Python shows
 WARNINGs and drops the rest; vLLM is such a place, since it configures its own logger ``vllm`` only. So when a level
-below WARNING is asked for (the default is INFO), our top loggers get one handler that writes to stderr and falls silent
-as soon as a handler of somebody else would show the same record.
+below WARNING is asked for (the default, INFO, holds while settings are read), our top loggers get one handler that
+writes to stderr and falls silent as soon as a handler of somebody else would show the same record.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from .errors import ConfigError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+DEFAULT_LEVEL = "INFO"
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 _loggers: dict[str, logging.Logger] = {}
@@ -72,6 +73,12 @@ def set_log_level(level: str | int, name: str | None = None) -> None:
             _apply(logger, number)
         else:
             logger.setLevel(logging.NOTSET)
+
+
+def begin_logging() -> None:
+    """Have records shown from now on at the default level, unless a level was asked for: before settings are read."""
+    if _level is None:
+        set_log_level(DEFAULT_LEVEL)
 
 
 def _level_number(level: str | int) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec, device_specs
-from fl_dispatch.hosting import collectives, handover, kv_layout
+from fl_dispatch.hosting import handover, kv_layout, rotary_tables
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -97,7 +97,6 @@ def refuse_unsupported(args: ServerArgs, device: DeviceSpec) -> None:
             because = f", because SGLang {line}" if line else ""
             said = f"sglang_fl does not support {feature} on {device.name} yet (model {args.model_path}){because}"
             raise ValueError(said)
-    collectives.refuse_missing_library(device.torch_type)
 
 
 def check_model(runner: ModelRunner, device: DeviceSpec) -> None:

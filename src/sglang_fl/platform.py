@@ -13,7 +13,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 from fl_dispatch.devices import detect_device
 
-from . import config, own_kernels, speculation, startup
+from . import config, environment, own_kernels, speculation, startup
 from .quantization import SERVED, config_class
 from .speculation import forms
 from .v0_5_21 import OlderPlatform
@@ -146,10 +146,13 @@ class PlatformFL(OlderPlatform, SRTPlatform):
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 
+    @startup.START.refusing()
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """The parent's last step before processes start: raises what is wrong, sets defaults, leaves our settings."""
         startup.activate()
         startup.START.warn_of_unverified_device()
+        for sentence in environment.without_effect(DEVICE):
+            startup.START.warn(sentence)
         config.apply_defaults(server_args, DEVICE)
         config.refuse_unsupported(server_args, DEVICE)
         config.hand_over()

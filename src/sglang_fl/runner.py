@@ -63,6 +63,7 @@ def forward(
     if unseen:
         layers.judge(missed(runner), get_settings().policy.strict)
     return result
+@runs.ending()
 
 
 def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:

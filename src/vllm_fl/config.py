@@ -49,24 +49,6 @@ def has_experts(vllm_config: VllmConfig) -> bool:
     return vllm_config.model_config is not None and vllm_config.model_config.is_moe
 
 
-def cache_space() -> int | None:
-    """Bytes that ``VLLM_CPU_KVCACHE_SPACE`` asks for, or ``None``.
-
-    Raises:
-        ConfigError: it is no positive number of GiB.
-    """
-    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    try:
-        size = int(float(text) * (1 << 30)) if text else None
-    except (ValueError, OverflowError):
-        size = -1
-    if size is not None and size < 0:
-        raise ConfigError(
-            "environment variable VLLM_CPU_KVCACHE_SPACE", None, f"a number of GiB is needed, not {text!r}"
-        )
-    return size or None
-
-
 def attention_backend_path(use_mla: bool) -> str:
     """The attention class that the operator ``attention_backend`` selects.
 

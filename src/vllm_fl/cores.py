@@ -56,6 +56,18 @@ def cores_for(
     return lists[worker]
 
 
+def check(environment: Mapping[str, str]) -> None:
+    """Refuse a list of cores that is none, however many workers there are.
+
+    Raises:
+        ConfigError: see :func:`cores_for`.
+    """
+    wish = environment.get(VARIABLE, "") or "auto"
+    workers = 1 if wish in ("auto", "nobind") else wish.count("|") + 1
+    for worker in range(workers):
+        cores_for(worker, workers, frozenset(os.sched_getaffinity(0)), environment)
+
+
 def share_out(workers: int, environment: MutableMapping[str, str], system: Path = SYSTEM) -> None:
     """Write the cores of every worker on this machine into the variable, in the parent of all of them.
 

@@ -1319,6 +1319,22 @@ REPLACED = (
         "vLLM's model runners take streams, events and graphs from there, whatever the device's module is.",
     ),
     HostFact(
+        "vllm.v1.worker.gpu_worker",
+        ("set_torch_threads_for_runtime",),
+        "replaces",
+        "compat.threads",
+        "It takes the threads of a CPU's model away, or warns of OMP_NUM_THREADS, which is ours.",
+        since="0.32",
+    ),
+    HostFact(
+        "vllm.v1.executor.multiproc_executor",
+        ("set_torch_threads_for_runtime",),
+        "replaces",
+        "compat.threads",
+        "It warns of OMP_NUM_THREADS, which is ours.",
+        since="0.32",
+    ),
+    HostFact(
         "vllm.envs",
         ("environment_variables",),
         "replaces",

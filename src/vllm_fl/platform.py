@@ -16,7 +16,7 @@ from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import variable_names
 
-from . import compile, config, quantization, refusals, startup
+from . import compile, config, environment, quantization, refusals, startup
 from .compat import accelerator, device_memory, kernels
 from .host import HOST
 
@@ -75,6 +75,7 @@ class Dispatching:
     # -- start-up -----------------------------------------------------------------------------------------------------
 
     @classmethod
+    @startup.START.refusing()
     def pre_register_and_update(cls, parser: Any = None) -> None:
         startup.activate()
 
@@ -83,10 +84,13 @@ class Dispatching:
         config.apply_defaults(vllm_config, DEVICE)
 
     @classmethod
+    @startup.START.refusing()
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         startup.activate()
         if not config.is_packed(vllm_config):  # else a parent process has said it
             startup.START.warn_of_unverified_device()
+            for sentence in environment.without_effect(DEVICE):
+                startup.START.warn(sentence)
         refusals.refuse_unsupported(vllm_config, DEVICE)
         config.adapt(vllm_config, DEVICE, native=cls.native)
         config.pack_settings(vllm_config)
@@ -161,6 +165,7 @@ class PlatformFL(Dispatching, Platform):
         return DEVICE.compute_units(device_id)
 
     @classmethod
+    @startup.START.refusing()
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         if dtype not in DEVICE.dtypes:
             raise ValueError(f"vllm_fl does not support models of dtype {dtype} on {DEVICE.name}")
@@ -213,5 +218,6 @@ class PlatformFL(Dispatching, Platform):
         return "vllm_fl.lora.PunicaWrapperFL"
 
     @classmethod
+    @startup.START.refusing()
     def verify_quantization(cls, quant: str) -> None:
         quantization.verify(quant)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from fl_dispatch import get_default_manager
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.devices.triton import why_no_float8, why_unserved
-from fl_dispatch.hosting import collectives
 from fl_dispatch.hosting.first_choices import has_kernel, without_graphs
 from fl_dispatch.hosting.quantized import experts as quantized_experts
 from fl_dispatch.settings import get_settings
@@ -69,8 +68,6 @@ def refuse_unsupported(vllm_config: VllmConfig, device: DeviceSpec) -> None:
     if model is not None:
         _check_attention_class(config.attention_backend_path(model.use_mla))
         _refuse_native_layers(model)
-    config.cache_space()
-    collectives.refuse_missing_library(device.torch_type)
     _refuse_layers_switched_off(vllm_config)
     compile.refuse_missing_compiler(vllm_config, device)
 

@@ -14,18 +14,18 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.devices.triton import why_unserved
 from fl_dispatch.hosting import handover
 from fl_dispatch.hosting.startup import Startup
-from fl_dispatch.settings import Settings, get_settings, register_layers
+from fl_dispatch.settings import Settings, get_settings
 
-from .compat import detection, model_runner, versions
+from . import environment
+from .compat import detection, model_runner, threads, versions
 from .host import HOST
 
-START = Startup("vllm_fl", HOST, "vllm.platform_plugins")
+COMMANDS = ("vllm.entrypoints.cli.main", "vllm.entrypoints.openai.api_server")
+START = Startup("vllm_fl", HOST, "vllm.platform_plugins", "VLLM_PLUGINS=fl", COMMANDS)
 PLATFORM = "vllm_fl.platform.PlatformFL"
 DISPATCHING = "vllm_fl.platform.Dispatching"
 CONFIG_KEY = "fl_dispatch"
 """The key under which vLLM's ``additional_config``, which reaches every process, carries our settings and policy."""
-
-register_layers(HOST.name, HOST.layers.names)
 
 
 @cache
@@ -33,6 +33,8 @@ def detect() -> str | None:
     """The platform's class path, or ``None`` where vLLM's own platform should run. Never raises."""
     try:
         detection.declare_variables()
+        with START.reading():
+            get_settings()
         if not START.decide(_judge):
             return None
         if get_settings().native_platform:
@@ -87,11 +89,16 @@ def _prepare_host() -> None:
     runners = detect_device().model_runners
     if "v2" not in runners or why_unserved():
         model_runner.do_without_triton(v2="v2" in runners)
+    if not detect_device().accelerator:
+        from vllm.v1.executor import multiproc_executor
+
+        threads.leave(multiproc_executor)
 
 
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     START.raise_kept()
+    environment.check(detect_device())
     versions.warn_of_untested_host()
     _prepare_host()
     from .attention import register_backend

@@ -104,7 +104,7 @@ class WorkerFL(Worker):
         parallel, host = self.parallel_config, f"vLLM {versions.host_version()}"
         rank = self.rank + parallel.data_parallel_rank * parallel.world_size
         runner = str(model_runner.choice(self.vllm_config))
-        runs.record(host, self.model_config.model, self.fl_survey, {}, rank, runner, self._sizes())
+        runs.record(host, self.model_config.model, self.fl_survey, {}, rank, runner, self._sizes(), says_end=True)
         oplist.record(get_default_manager(), get_settings(), self.rank if self.parallel_config.world_size > 1 else None)
 
     def _sizes(self) -> runs.Sizes:

@@ -9,6 +9,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -16,8 +17,8 @@ from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting import heap
 from fl_dispatch.logger_manager import get_logger
 
-from . import compile, config, cores, sleep
-from .compat import determinism
+from . import compile, config, cores, environment, sleep
+from .compat import determinism, threads
 from .worker import WorkerFL
 
 logger = get_logger(__name__)
@@ -39,6 +40,7 @@ class CPUWorkerFL(WorkerFL):
         super().__init__(vllm_config, local_rank, *args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        threads.leave(gpu_worker)
         compile.leave_to_inductor(self.vllm_config, detect_device())
         super().load_model(*args, **kwargs)
 
@@ -70,7 +72,7 @@ class CPUWorkerFL(WorkerFL):
         available = detect_device().memory(0)[0]
         explicit = self.cache_config.kv_cache_memory_bytes
         if explicit is None:
-            explicit = config.cache_space()
+            explicit = environment.cache_space()
         workers = config.workers_here(self.vllm_config)
         if explicit is not None:
             if explicit > available // workers:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import processes
+from fl_dispatch.version import __version__
 
 
 def fl(*arguments: str, cold: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -73,6 +74,45 @@ def test_something_wrong_is_one_message_and_a_non_zero_exit(variable: str, value
     assert explain.returncode == 2
     assert text in explain.stderr.replace("\n", " ")
     assert "Traceback" not in doctor.stderr + explain.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("FLAGCX_PATH", "/nowhere", "environment variable FLAGCX_PATH: /nowhere: there is no such file"),
+        ("VLLM_FL_OOT_BLACKLIST", "rmsnorm", "VLLM_FL_OOT_BLACKLIST: [0]: unknown operator or layer class 'rmsnorm'"),
+        ("VLLM_CPU_KVCACHE_SPACE", "much", "VLLM_CPU_KVCACHE_SPACE: a number of GiB is needed, not 'much'"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "0-x", "VLLM_CPU_OMP_THREADS_BIND: is 'auto', 'nobind', or a list of cores"),
+    ],
+)
+def test_doctor_finds_what_the_server_refuses(variable: str, value: str, says: str) -> None:
+    report = data("doctor", **{variable: value})
+    assert [says in problem for problem in report["problems"]] == [True]
+
+
+def test_doctor_says_which_setting_has_no_effect_here() -> None:
+    report = data("doctor", VLLM_FL_NATIVE_PLATFORM="1")
+    assert any("VLLM_FL_NATIVE_PLATFORM: has no effect" in warning for warning in report["warnings"])
+
+
+def test_doctor_needs_one_screen_and_all_of_it_is_there_on_request() -> None:
+    screen, everything = fl("doctor").stdout, fl("doctor", "--all").stdout
+    assert len(screen.splitlines()) <= 40
+    assert "flagos (cpu.yaml (platform), line " in screen
+    assert "default.triton" in screen
+    assert len(everything.splitlines()) > 100
+    assert "Implementations that cannot run here" in everything
+
+
+def test_without_a_host_nothing_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fl_dispatch.cli import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda package: None)
+    assert any("no host is installed in this environment" in problem for problem in doctor.examine()["problems"])
+
+
+def test_the_command_says_its_version() -> None:
+    assert fl("--version").stdout == f"fl-dispatch {__version__}\n"
 
 
 def test_help_is_there_for_every_command() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
@@ -281,6 +282,27 @@ def test_a_wheel_that_cannot_be_had_is_said_in_a_line(
 ) -> None:
     assert tool.main(["vllm", "9.99", "--wheel", "/nowhere/vllm.whl"]) == 2
     assert "vllm 9.99 cannot be read: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (
+            "WARNING: slow\nERROR: Could not find a version (from versions: 0.1, 0.33.0)\nERROR: none",
+            "there is no such version, the newest is 0.33.0",
+        ),
+        ("ERROR: no network", "pip failed: ERROR: no network"),
+    ],
+)
+def test_a_version_that_does_not_exist_is_one_sentence(
+    lines: str, says: str, tool: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A program in the place of pip's interpreter prints what pip does."""
+    pip = tmp_path / "python"
+    pip.write_text(f"#!/bin/sh\nprintf '%s' {shlex.quote(lines)} >&2\nexit 1\n")
+    pip.chmod(0o755)
+    assert tool.main(["vllm", "9.99", "--pip", str(pip)]) == 2
+    assert capfd.readouterr().err == f"vllm 9.99 cannot be read: {says}\n"
 
 
 # ---- fl doctor --host-contract

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -161,6 +162,7 @@ def test_the_variable_decides_when_settings_are_read() -> None:
     text = script(
         """
 import os
+import re
 os.environ["VLLM_FL_LOG_LEVEL"] = "ERROR"
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
@@ -169,4 +171,17 @@ get_logger("fl_dispatch.part").warning("hidden")
 get_logger("fl_dispatch.part").error("seen")
 """
     )
-    assert text == "seen\n"
+    assert text.rpartition("] ")[2] == "seen\n"
+
+
+def test_a_warning_about_settings_has_level_date_and_logger() -> None:
+    text = script(
+        """
+import os
+os.environ["VLLM_FL_WIBBLE"] = "1"
+from fl_dispatch.settings import get_settings
+get_settings()
+get_settings()
+"""
+    )
+    assert re.fullmatch(r"WARNING 20\S+ \S+ \[fl_dispatch\.settings\.load\] .*VLLM_FL_WIBBLE.*\n", text)

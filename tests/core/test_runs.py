@@ -18,6 +18,8 @@ import typer
 from builders import impl
 from fl_dispatch import (
     SelectionPolicy,
+    bind_op,
+    call_op,
     freeze_dispatch,
     get_default_manager,
     set_global_policy,
@@ -358,6 +360,78 @@ def test_doctor_of_a_run_shows_bans_and_what_shadow_mode_found(capsys: pytest.Ca
 def test_a_run_without_a_problem_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
     run_view.doctor([_worker(0), _worker(1)], json=False)
     assert "No problem found." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_run_that_crashed_is_a_problem_and_one_that_ended_well_is_none(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers are children of ``multiprocessing``, as hosts start theirs."""
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS)
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, script, method], check=True, env=environment, capture_output=True)
+    found = {run.model: run for run in runs.recorded()}
+    assert {model: run.crash.partition(",")[0] for model, run in found.items()} == {
+        "well": "",
+        "asked": "",
+        "raises": "ended with RuntimeError: no memory",
+        "killed": "ended without a last word",
+        "its host kills it": "",
+    }
+    for model, run in found.items():
+        if run.crash:
+            with pytest.raises(typer.Exit):
+                run_view.doctor([run], json=False)
+            output = capsys.readouterr()
+            assert "(crashed)" in output.out
+            assert f"rank 0: process {run.pid} {run.crash}" in output.err.replace("\n", " ")
+            assert "No problem found." not in output.out, model
+
+
+WORKERS = """
+import multiprocessing, os, signal, sys
+from fl_dispatch.hosting import runs
+from fl_dispatch.hosting.survey import Survey
+def work(how):
+    runs.PAUSE = 3600.0
+    runs.record("host 1", how, Survey("host", {}, {}, {}), {}, says_end=how != "its host kills it")
+    if how == "raises":
+        raise RuntimeError("no memory\\nand more")
+    if how in ("killed", "its host kills it"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "asked":
+        sys.exit(1)
+if __name__ == "__main__":
+    for how in ("well", "asked", "raises", "killed", "its host kills it"):
+        child = multiprocessing.get_context(sys.argv[1]).Process(target=work, args=(how,))
+        child.start()
+        child.join()
+"""
+
+
+def test_an_error_in_a_step_is_the_last_word_where_the_host_kills_its_processes() -> None:
+    runs.record("SGLang 1.2", "tiny", SURVEY, {})
+    with pytest.raises(RuntimeError), runs.ending():
+        raise RuntimeError("no memory")
+    (run,) = runs.recorded()
+    assert run.ended == "RuntimeError: no memory"
+    assert replace(run, began=1).crash == "ended with RuntimeError: no memory"
+
+
+def test_only_operators_that_layers_are_bound_to_or_that_ran_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    before = set(report.RunReport().choices()["used"])
+    assert len(before) < 20 < len(manager.registry.list_operators())  # of other tests in this process
+    bind_op("relu2", scope="model.act")
+    call_op("quick_gelu", torch.ones(2, 4))
+    assert set(report.RunReport().choices()["used"]) == before | {"relu2", "quick_gelu"}
+    decisions = {"rms_norm": _decision("reference.torch"), "gelu": _decision("vendor.other")}
+    run_view.doctor([_worker(0, choices={"decisions": decisions, "used": ["rms_norm"]})], json=False)
+    output = capsys.readouterr().out
+    assert "reference.torch" in output
+    assert "vendor.other" not in output
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

@@ -229,6 +229,7 @@ def test_vendor_lists(variable: str, field: str) -> None:
     assert load(**{variable: "cuda, ascend"}).value(field) == {"cuda", "ascend"}
     refused("names nothing", **{variable: ","})
     refused("unknown vendor 'asend'; did you mean ascend?", **{variable: "cuda,asend"})
+    refused("unknown vendor 'nvidia'; did you mean cuda?", **{variable: "nvidia"})
     assert load(**{variable: "CUDA"}).value(field) == {"CUDA"}  # vendors are matched in any case
 
 

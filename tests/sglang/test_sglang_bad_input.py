@@ -23,6 +23,7 @@ CASES = bad_settings.cases("SGLANG_FL") | {
         {"SGLANG_PLATFORM": "fl", "SGLANG_PLUGINS": "another"},
         r"RuntimeError: .*did not apply any of its hooks: SGLANG_PLUGINS must contain 'fl'",
     ),
+    "no_library": ({"FLAGCX_PATH": "/nowhere"}, r"ConfigError: environment variable FLAGCX_PATH: /nowhere: .*unset"),
     "forced_backend": (
         {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"},
         r"ConfigError: environment variable SGLANG_FORCE_FUSED_OP_BACKEND: 'torch' .*SGLANG_FL_PER_OP",
@@ -47,6 +48,7 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
     whole = {
         "whole_server": background(*serve, cold=True, **CASES["missing_file"][0]),
+        "unserved": background(*serve, "--enable-torch-compile"),
         "broken_hook": background(*serve, PYTHONPATH=broken("everywhere")),
         "hook_broken_in_scheduler": background(*serve, cold=True, PYTHONPATH=broken("in_children")),
     }
@@ -78,8 +80,23 @@ def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(
     _refused(ended(f"{way} {case}"), CASES[case][1])
 
 
-def test_a_server_in_a_process_of_its_own_is_refused_alike(ended: Callable[[str], Finished]) -> None:
-    _refused(ended("whole_server"), CASES["missing_file"][1])
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("whole_server", CASES["missing_file"][1].partition("Error: ")[2]),
+        ("unserved", r"sglang_fl does not support --enable-torch-compile on cpu yet \(model .*\)"),
+    ],
+)
+def test_the_command_ends_with_one_line_in_place_of_a_traceback(
+    case: str, says: str, ended: Callable[[str], Finished]
+) -> None:
+    finished = ended(case)
+    assert finished.returncode == 1
+    errors = [line for line in finished.log.splitlines() if re.search(says, line)]
+    assert len(errors) == 1, finished.log[-3000:]
+    assert errors[0].startswith("sglang_fl: error: ")
+    assert "Traceback" not in finished.log
+    assert "Load weight begin" not in finished.log
 
 
 @pytest.mark.parametrize("way", WAYS)

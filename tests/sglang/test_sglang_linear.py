@@ -92,7 +92,7 @@ def test_its_weight_may_be_prepared_and_its_rules_name_the_layer(model: Layers) 
 @pytest.fixture(params=["linear", "RowParallelLinear"])
 def listed(request: pytest.FixtureRequest) -> Iterator[str]:
     """A name in the list of what is left to SGLang."""
-    from sglang_fl.startup import PREFIXES
+    from sglang_fl.environment import PREFIXES
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_FL_OOT_BLACKLIST", request.param)

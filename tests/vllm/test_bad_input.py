@@ -1,7 +1,7 @@
 """A user's mistake ends the start with one clear error, before a model loads, and with a non-zero exit.
 
-Three cases start a real ``vllm serve``. The others take the steps that it begins with, the platform's entry point and
-the platform's own hook, each in a fork of one process that has imported everything.
+Real ``vllm serve`` commands end with a single line. The other cases take the steps that it begins with, the platform's
+entry point and the platform's own hook, each in a fork of one process that has imported everything.
 """
 
 from __future__ import annotations
@@ -37,9 +37,16 @@ for name, variables in json.loads(sys.argv[1]).items():
     print(name, os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
-CASES = bad_settings.cases("VLLM_FL")
-SERVED = ("missing_file", "both_lists", "plugin_module")
-"""Those that start a real server."""
+CASES = bad_settings.cases("VLLM_FL") | {
+    "no_library": ({"FLAGCX_PATH": "/nowhere"}, r"ConfigError: environment variable FLAGCX_PATH: /nowhere: .*unset"),
+    "cache_size": ({"VLLM_CPU_KVCACHE_SPACE": "much"}, r"ConfigError: .*VLLM_CPU_KVCACHE_SPACE: .*GiB.*'much'"),
+}
+SERVED = {
+    "missing_file": ((), CASES["missing_file"][1]),
+    "no_library": ((), CASES["no_library"][1]),
+    "layers_off": (("-cc.custom_ops=['none']",), r"Error: custom_ops=\['none'\] would .* set VLLM_FL_OOT_ENABLED=0"),
+}
+"""Real servers: further arguments, and what the error says. The last one is found when the model is known."""
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +56,9 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     bad_settings.write(folder)
     variables = {name: bad_settings.located(given, folder) for name, (given, _) in CASES.items()}
     command = (*serve_command(str(checkpoint("qwen3"))), "--port", "0")
-    servers = {name: background(*command, cold=True, **variables.pop(name)) for name in SERVED}
+    servers = {
+        name: background(*command, *more, cold=True, **variables.pop(name, {})) for name, (more, _) in SERVED.items()
+    }
     forks = background("-c", FORKS, json.dumps(variables), str(logs))
 
     def find(case: str) -> Finished:
@@ -61,7 +70,7 @@ def ended(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
     return find
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES.keys() - SERVED.keys())
 def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(case: str, ended: Callable[[str], Finished]) -> None:
     finished = ended(case)
     assert finished.returncode != 0
@@ -71,6 +80,15 @@ def test_one_line_says_what_is_wrong_and_the_exit_code_is_not_zero(case: str, en
 
 
 @pytest.mark.parametrize("case", SERVED)
-def test_serve_stops_before_a_model_loads(case: str, ended: Callable[[str], Finished]) -> None:
-    assert "Starting to load model" not in ended(case).log
-    assert "Resolved architecture" not in ended(case).log
+def test_the_command_ends_with_one_line_in_place_of_a_traceback(case: str, ended: Callable[[str], Finished]) -> None:
+    finished = ended(case)
+    says = SERVED[case][1].partition("Error: ")[2]
+    assert finished.returncode == 1
+    assert re.fullmatch(f"vllm_fl: error: .*{says}.*", finished.log.splitlines()[-1]), finished.log[-3000:]
+    assert len(re.findall(says, finished.log)) == 1
+    assert "Traceback" not in finished.log
+    assert "Starting to load model" not in finished.log
+
+
+def test_what_needs_no_model_is_said_before_there_is_one(ended: Callable[[str], Finished]) -> None:
+    assert "Resolved architecture" not in ended("missing_file").log + ended("no_library").log

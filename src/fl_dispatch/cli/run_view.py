@@ -158,6 +158,7 @@ def examine(found: Sequence[Run]) -> dict[str, Any]:
         + ", ".join(f"{impl_id} on {ranks}" for impl_id, ranks in choices.items())
         for op_name, choices in different.items()
     ]
+    problems += [f"rank {run.rank}: process {run.pid} {run.crash}" for run in found if run.crash]
     problems += [
         f"rank {run.rank}: '{finding['implementation']}' of '{finding['operator']}' gave wrong results "
         f"({finding['kind']}); {finding['outcome']}"
@@ -178,7 +179,7 @@ def examine(found: Sequence[Run]) -> dict[str, Any]:
             if origin != "default"
         ),
         "selected": _by_ranks(
-            (run, (op_name, runs.chosen(run, op_name))) for run in found for op_name in run.choices.get("decisions", {})
+            (run, (op_name, runs.chosen(run, op_name))) for run in found for op_name in runs.used(run)
         ),
         "layers": _by_ranks(
             (run, (layer, "; ".join(", ".join(choice["runs"]) for choice in decision["runs"])))
@@ -208,8 +209,12 @@ def examine(found: Sequence[Run]) -> dict[str, Any]:
 
 def _worker(run: Run) -> list[Any]:
     when = datetime.fromtimestamp(run.updated or run.time).astimezone().isoformat(" ", "seconds")
-    state = f"{run.pid} ({'running' if run.alive else 'ended'})"
-    return [run.rank, state, run.host, run.model, run.runner, run.device, when]
+    return [run.rank, f"{run.pid} ({state_of(run)})", run.host, run.model, run.runner, run.device, when]
+
+
+def state_of(run: Run) -> str:
+    """``running``, ``ended`` or ``crashed``."""
+    return "running" if run.alive else "crashed" if run.crash else "ended"
 
 
 def _by_ranks(rows: Iterable[tuple[Run, tuple[str, ...]]]) -> list[list[str]]:

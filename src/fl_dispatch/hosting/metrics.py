@@ -56,7 +56,7 @@ def _metrics(found: Iterable[runs.Run]) -> Iterator[Metric]:
     )
     for run in found:
         rank, choices = str(run.rank), run.choices
-        for op_name in choices.get("decisions", {}):
+        for op_name in runs.used(run):
             selected[op_name, runs.chosen(run, op_name), rank] = 1
         for failed in choices.get("failed", ()):
             key = failed["operator"], failed["implementation"], rank

@@ -68,7 +68,8 @@ class RunReport:
 def run_choices(manager: OpManager) -> Choices:
     """Choices of this process and events since its start.
 
-    ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints;
+    ``settings`` is setting → value and origin; ``decisions`` is operator → what ``fl explain --json`` prints; ``used``
+    are the operators that a layer is bound to, or of which an implementation has run;
     ``layers`` is ``operator@layer`` → the same, for layers that run something else; ``failed`` are the bans, each with
     ``fallbacks``, the calls that failed and that another implementation took over.
     """
@@ -76,6 +77,7 @@ def run_choices(manager: OpManager) -> Choices:
     return {
         "settings": {item.field: [str(settings.value(item.field)), str(settings.origin(item.field))] for item in ITEMS},
         "decisions": {op: manager.explain(op).as_data() for op in manager.registry.list_operators()},
+        "used": sorted(_used(manager)),
         "layers": _layers_apart(manager),
         "manifest": None if manifest is None else manifest.as_data(),
         "failed": [
@@ -90,6 +92,11 @@ def run_choices(manager: OpManager) -> Choices:
             for kind, failure in kinds.items()
         ],
     }
+
+
+def _used(manager: OpManager) -> set[str]:
+    bound = {plan.op_name for plan in dict(manager.table_keeper.root.plans).values() if plan.scope is not None}
+    return bound | manager.state.proofs.operators()
 
 
 def _layers_apart(manager: OpManager) -> dict[str, Any]:

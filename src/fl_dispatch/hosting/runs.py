@@ -8,10 +8,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import util
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from platformdirs import user_state_path
 
-from ..errors import DispatchError
+from ..errors import DispatchError, text_of
 from ..logger_manager import get_logger
 from . import aten, processes
 from .private_file import write_private
@@ -78,6 +79,8 @@ class Run:
         choices: what runs, see :class:`~fl_dispatch.hosting.report.RunReport`.
         layer_choices: the host's own choices beside ours, see :class:`~fl_dispatch.hosting.survey.LayerChoice`.
         sizes: those of :class:`Sizes`; empty in an older record.
+        says_end: a worker of this host that ends well says so, because its host does not kill it.
+        ended: the error that the process ended with, empty for none; ``None`` while it has not said.
     """
 
     host: str
@@ -97,12 +100,23 @@ class Run:
     choices: Choices = field(default_factory=dict)
     layer_choices: list[dict[str, Any]] = field(default_factory=list)
     sizes: dict[str, Any] = field(default_factory=dict)
+    says_end: bool = False
+    ended: str | None = None
 
     @property
     def alive(self) -> bool:
         """Whether the process is still there."""
         began = processes.began(self.pid)
         return began is not None and self.began in (0, began)
+
+    @property
+    def crash(self) -> str:
+        """The way in which the process ended before its time, as the end of a sentence; empty if it did not."""
+        if self.alive or (self.ended is None and not self.says_end):
+            return ""
+        if self.ended is None:
+            return "ended without a last word, as a process does that crashed or was killed; its log may say more"
+        return self.ended and f"ended with {self.ended}"
 
     def descends_from(self, pid: int) -> bool:
         """Whether it is the worker of a process that runs now, or this process itself."""
@@ -139,9 +153,18 @@ class Recorder:
             self._run, self._written = run, {}
         self.update()
         if forked:
-            atexit.register(self.update)
-            util.Finalize(None, self.update, exitpriority=100)  # a child of multiprocessing runs no atexit functions
+            atexit.register(self.end)
+            util.Finalize(None, self.end, exitpriority=100)  # a child of multiprocessing runs no atexit functions
             threading.Thread(target=self._watch, args=(self._pid,), name="fl_dispatch run record", daemon=True).start()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Write the record for the last time, with the error that ends the process: this one, or the one at work."""
+        if self._run is None or self._run.ended is not None:
+            return
+        error = error or sys.exception() or getattr(sys, "last_value", None)
+        planned = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
+        self._run, self._written = replace(self._run, ended="" if planned else _first_line(error)), {}
+        self.update()
 
     def update(self) -> None:
         """Write the record if something in it has changed. That it cannot be written is one WARNING."""
@@ -178,6 +201,8 @@ def record(
     rank: int = 0,
     runner: str = "",
     sizes: Sizes | None = None,
+    *,
+    says_end: bool = False,
 ) -> None:
     """Leave a file about this process and keep it up to date. That it cannot be written is a WARNING, nothing more."""
     pid = os.getpid()
@@ -190,11 +215,26 @@ def record(
         runner=runner,
         layer_choices=[asdict(choice) for choice in survey.choices],
         sizes={} if sizes is None else asdict(sizes),
+        says_end=says_end,
     )  # fmt: skip
     _recorder.begin(run)
     with suppress(OSError):  # another worker may be removing the same
         for old in sorted(folder().glob("*.json"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """Say in this process's record which error ends it, because its host kills a process that raised one."""
+    try:
+        yield
+    except Exception as error:
+        _recorder.end(error)
+        raise
+
+
+def _first_line(error: BaseException) -> str:
+    return text_of(error).partition("\n")[0][:300]
 
 
 def _file(pid: int) -> Path:
@@ -260,6 +300,11 @@ def differences(found: list[Run]) -> dict[str, dict[str, list[int]]]:
         if len(ranks) > 1:
             different[op_name] = ranks
     return different
+
+
+def used(run: Run) -> list[str]:
+    """The operators that the model's layers are bound to or that ran; all of them in an older record."""
+    return list(run.choices.get("used", run.choices.get("decisions", {})))
 
 
 def chosen(run: Run, op_name: str) -> str:

@@ -21,6 +21,10 @@ class Proofs:
         self._proven |= {(impl.op_name, impl.impl_id, wrote)}
         return first
 
+    def operators(self) -> frozenset[str]:
+        """Operators of which some implementation has succeeded."""
+        return frozenset(op_name for op_name, _, _ in self._proven)
+
     def watch(self, impl: OpImpl) -> None:
         """From now on keep copies of what it overwrites: it failed after it had been proven."""
         self._watched |= {(impl.op_name, impl.impl_id)}

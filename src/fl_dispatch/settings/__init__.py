@@ -7,7 +7,7 @@ is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near m
 
 from __future__ import annotations
 
-from fl_dispatch.logger_manager import set_log_level
+from fl_dispatch.logger_manager import begin_logging, set_log_level
 
 from .items import ITEMS, Item, Variable, variable_names
 from .load import PREFIX, load_config_file, load_settings
@@ -28,7 +28,10 @@ def get_settings() -> Settings:
     Raises:
         ConfigError: a setting is wrong. The next call reads again.
     """
-    return _settings if _settings is not None else install_settings(peek_settings())
+    if _settings is not None:
+        return _settings
+    begin_logging()
+    return install_settings(peek_settings())
 
 
 def peek_settings() -> Settings:

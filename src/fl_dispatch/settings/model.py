@@ -11,6 +11,7 @@ from typing import Any
 import platformdirs
 
 from fl_dispatch.errors import ConfigError
+from fl_dispatch.logger_manager import DEFAULT_LEVEL
 
 from . import codec
 from .codec import FilePath, Names, Origins
@@ -48,7 +49,7 @@ class Settings:
     native_platform: bool = False
     fuse_rope_kvcache: bool = False
     fuse_one_token: bool = True
-    log_level: str = "INFO"
+    log_level: str = DEFAULT_LEVEL
     dispatch_debug: bool = False
     plugin_modules: tuple[str, ...] = ()
     platform: str | None = None

@@ -27,6 +27,12 @@ FLAGGEMS_OPERATORS = (
 )  # fmt: skip
 """Operators of FlagGems that ATen lacks. The list only says which names are not typing errors."""
 
+VENDOR_ALIASES = {
+    "nvidia": "cuda", "huawei": "ascend", "rocm": "amd", "moorethreads": "mthreads", "moore-threads": "mthreads",
+    "baidu": "kunlunxin", "alibaba": "thead", "t-head": "thead",
+}  # fmt: skip
+"""Companies and their software → vendors of this package, whose names users write in their place."""
+
 
 def register_layers(host: str, names: Iterable[str]) -> None:
     """Make known which layer classes of a host users may name. Its plugin calls it before settings are read."""
@@ -116,12 +122,14 @@ def check_vendor(name: str, place: Place) -> None:
     """A vendor's name, in any case of letters.
 
     Raises:
-        ConfigError: it is a near miss of a vendor of this package, or of an installed plugin.
+        ConfigError: it is a near miss or an alias of a vendor of this package, or a near miss of an installed plugin.
     """
     if name.casefold() in vendors():
         return
     plugins = _plugins(tuple(sys.path))
     if name.casefold() not in map(str.casefold, plugins):
+        if (meant := VENDOR_ALIASES.get(name.casefold())) is not None:
+            raise place.error(f"unknown vendor {show(name)}; did you mean {meant}?")
         _check("vendor", name, (*vendors(), *plugins), (), place)
 
 

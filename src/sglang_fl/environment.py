@@ -1,0 +1,57 @@
+"""Variables of the environment that are refused whatever the model. Importing it imports nothing of SGLang.
+
+``fl doctor`` asks :func:`check`, too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from fl_dispatch import ConfigError
+from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.hosting import collectives
+from fl_dispatch.settings import get_settings, register_layers
+
+from .host import HOST
+
+PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
+"""Under SGLang a variable of ours may begin with either; the first is read first."""
+
+register_layers(HOST.name, HOST.layers.names)
+
+
+def check(device: DeviceSpec) -> None:
+    """Refuse what would end every engine's start.
+
+    Raises:
+        ConfigError: the first variable that is wrong.
+    """
+    get_settings()
+    refuse_ways_around()
+    collectives.refuse_missing_library(device.torch_type)
+
+
+def without_effect(device: DeviceSpec) -> list[str]:
+    """Settings that change nothing under this host, each in a sentence."""
+    if get_settings().native_platform:
+        return [f"{get_settings().origin('native_platform')}: has no effect under SGLang, which has no such platform"]
+    return []
+
+
+def refuse_ways_around() -> None:
+    """Refuse SGLang's own variables that would have it go around the operators.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        raise ConfigError(
+            "environment variable SGLANG_USE_CPU_ENGINE", None, "selects SGLang's compiled CPU kernels, which "
+            "sglang_fl does without; unset it, or leave sglang_fl out with SGLANG_PLUGINS"
+        )  # fmt: skip
+    if (forced := os.environ.get("SGLANG_FORCE_FUSED_OP_BACKEND")) is not None:
+        raise ConfigError(
+            "environment variable SGLANG_FORCE_FUSED_OP_BACKEND", None, f"'{forced}' would run SGLang's own code in "
+            "the place of the operators that sglang_fl chooses; unset it, and choose with SGLANG_FL_PREFER or "
+            "SGLANG_FL_PER_OP"
+        )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Variables of the environment that are refused whatever the model. Importing it imports nothing of vLLM.
+
+``fl doctor`` asks :func:`check`, too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from fl_dispatch import ConfigError
+from fl_dispatch.devices import DeviceSpec
+from fl_dispatch.hosting import collectives
+from fl_dispatch.settings import get_settings, register_layers
+
+from . import cores
+from .host import HOST
+
+CACHE = "VLLM_CPU_KVCACHE_SPACE"
+PREFIXES = ("VLLM_FL_",)
+
+register_layers(HOST.name, HOST.layers.names)
+
+
+def check(device: DeviceSpec) -> None:
+    """Refuse what would end every engine's start.
+
+    Raises:
+        ConfigError: the first variable that is wrong.
+    """
+    get_settings()
+    cache_space()
+    collectives.refuse_missing_library(device.torch_type)
+    if not device.accelerator:
+        cores.check(os.environ)
+
+
+def without_effect(device: DeviceSpec) -> list[str]:
+    """Settings that change nothing on this device, each in a sentence."""
+    if get_settings().native_platform and HOST.name not in device.native_platforms:
+        origin = get_settings().origin("native_platform")
+        return [f"{origin}: has no effect, because vLLM has no platform of its own for {device.name} that we extend"]
+    return []
+
+
+def cache_space() -> int | None:
+    """Bytes that ``VLLM_CPU_KVCACHE_SPACE`` asks for, or ``None``.
+
+    Raises:
+        ConfigError: it is no positive number of GiB.
+    """
+    text = os.environ.get(CACHE, "")
+    try:
+        size = int(float(text) * (1 << 30)) if text else None
+    except (ValueError, OverflowError):
+        size = -1
+    if size is not None and size < 0:
+        raise ConfigError(f"environment variable {CACHE}", None, f"a number of GiB is needed, not {text!r}")
+    return size or None
