@@ -115,6 +115,15 @@ def test_what_was_tuned_with_something_else_is_named_in_one_warning_and_still_ho
     assert found.policy.get_tuned_rules("rms_norm")[0].order == ("impl:default.triton",)
 
 
+def test_a_rule_for_one_layer_is_stale_with_its_operator(own: Path) -> None:
+    file = tune_file(own, "cuda-h100", providers={"rms_norm": {"pyyaml": "1.0"}, "linear": {}})
+    rules = "\n".join(f"  {key}:\n    - order: [reference]" for key in ("rms_norm@a.*", "rms_norm", "linear@a.*"))
+    file.write_text(f"op_tuned:\n{rules}\n")
+    policy = load_settings({}).policy
+    stale = {key for key, _ in policy.op_tuned if "; stale: pyyaml 1.0" in str(policy.origin(f"op_tuned.{key}"))}
+    assert stale == {"rms_norm@a.*", "rms_norm"}
+
+
 # -- files of benchmarks
 
 

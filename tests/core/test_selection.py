@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fl_dispatch import (
     SelectionPolicy,
     get_default_manager,
     match_token,
+    policy_from_config,
     reset_default_manager,
     reset_global_policy,
 )
@@ -251,6 +253,47 @@ def test_a_tuned_order_can_name_one_layer_and_the_explanation_names_the_rule() -
     text = str(manager.explain("silu_and_mul", torch.ones(1, 2), scope="layers.3.mlp"))
     assert "reference.b: chosen, first in the order reference, flagos, vendor" in text
     assert "op_tuned" in text
+
+
+ORDERS = """prefer: reference
+op_tuned:
+  silu_and_mul:
+    - order: [reference]
+  silu_and_mul@model.layers.3.*:
+    - when: {tokens: [1, 4]}
+      order: [vendor]
+    - order: [reference]
+  gelu_and_mul@model.layers.3.*:
+    - order: [reference]
+op_backends:
+  rms_norm: [flagos]
+  rms_norm@model.layers.3.*: [reference]
+"""
+LINES = {
+    ("silu_and_mul", None): 3,
+    ("silu_and_mul", "model.layers.4.mlp"): 3,
+    ("silu_and_mul", "model.layers.3.mlp"): 5,
+    ("gelu_and_mul", None): 1,
+    ("gelu_and_mul", "model.layers.3.mlp"): 9,
+    ("rms_norm", None): 12,
+    ("rms_norm", "model.layers.3.norm"): 13,
+    ("rms_norm", "model.layers.4.norm"): 12,
+    ("rotary_embedding", "model.layers.3.norm"): 1,
+}
+
+
+@pytest.mark.parametrize(("op_name", "scope"), LINES)
+def test_an_explanation_names_the_line_that_decides_for_a_layer_too(
+    op_name: str, scope: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(ORDERS)
+    line = LINES[op_name, scope]
+    impls = [impl(name, lambda x: x, op=op_name) for name in ("default.a", "reference.b")]
+    decision = select(op_name, impls, policy_from_config(file), scope=scope)
+    assert {branch.origin.source for branch in decision.branches} == {f"{file}, line {line}"}
+    key = ORDERS.splitlines()[line - 1].strip().partition(":")[0]
+    assert key == "prefer" or decision.source.endswith(f" of {key}")
 
 
 def test_a_set_of_vendors_is_taken_and_a_string_is_refused() -> None:

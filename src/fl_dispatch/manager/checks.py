@@ -37,7 +37,7 @@ def check(state: State, policy: SelectionPolicy) -> None:
         operator = OPERATORS.get(key.partition("@")[0])
         if operator is not None and not operator.phases and any(rule.phase for rule in tuned):
             problem = f"'{operator.name}' cannot tell prefill from decode, so a rule with 'phase' never holds"
-            raise ConfigError(str(policy.origin("op_tuned")), key, problem)
+            raise ConfigError(str(policy.origin(f"op_tuned.{key}")), key, problem)
 
 
 def unmatched_scopes(state: State, policy: SelectionPolicy) -> dict[str, list[str]]:

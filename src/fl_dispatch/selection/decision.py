@@ -249,12 +249,14 @@ def select(
         return Decision(op_name, scope, (own,), refusals, notes)
     order = tuple(policy.get_default_order())
     branches: list[Branch] = []
+    tuned_key = policy.tuned_key(op_name, scope)
+    source, origin = f"op_tuned of {tuned_key}", policy.origin(f"op_tuned.{tuned_key}")
     for rule in policy.get_tuned_rules(op_name, scope) if policy.enabled else ():
         if policy.batch_invariant and (rule.tokens is not None or rule.phase is not None):
             continue  # a row would be computed by what its batch is
         tuned = (*rule.order, *(token for token in order if token not in rule.order))
         condition = None if _is_unconditional(rule) else rule
-        branches.append(Branch(condition, _rank(fit, tuned), tuned, "op_tuned", policy.origin(f"op_tuned.{op_name}")))
+        branches.append(Branch(condition, _rank(fit, tuned), tuned, source, origin))
         if condition is None:
             break
     if not branches or branches[-1].rule is not None:

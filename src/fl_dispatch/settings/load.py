@@ -192,7 +192,7 @@ def _read_platform(forced: str | None) -> _Found:
     if stale := tuned.stale_entries(path):
         logger.warning("%s was tuned with something else: %s; fl tune measures again", path, tuned.in_words(stale))
         for name in [name for name in found.origins if name.partition(".")[0] == "op_tuned"]:
-            own_part = stale.get(name.partition(".")[2])
+            own_part = stale.get(name.partition(".")[2].partition("@")[0])
             why = tuned.in_words(stale) if name == "op_tuned" else own_part
             if why:
                 found.origins[name] = Origin(f"{found.origins[name]}; stale: {why}")

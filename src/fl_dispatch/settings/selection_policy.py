@@ -163,14 +163,16 @@ class SelectionPolicy:
 
     def get_tuned_rules(self, op_name: str, scope: str | None = None) -> tuple[TunedRule, ...]:
         """The operator's conditional orders, first match first; scopes hold as in :meth:`per_op_key`."""
-        key = _most_specific((key for key, _ in self.op_tuned), op_name, scope)
+        key = self.tuned_key(op_name, scope)
         return () if key is None else dict(self.op_tuned)[key]
+
+    def tuned_key(self, op_name: str, scope: str | None = None) -> str | None:
+        """The key of the conditional orders that hold, by the rules of :meth:`per_op_key`."""
+        return _most_specific((key for key, _ in self.op_tuned), op_name, scope)
 
     def singles_out(self, op_name: str, scope: str | None) -> bool:
         """Whether a rule for some layers of an operator holds in this one."""
-        keys = [
-            _most_specific((key for key, _ in pairs), op_name, scope) for pairs in (self.per_op_order, self.op_tuned)
-        ]
+        keys = self.per_op_key(op_name, scope), self.tuned_key(op_name, scope)
         return any(key is not None and "@" in key for key in keys)
 
     def scopes_of(self, op_name: str) -> set[str]:
@@ -197,7 +199,7 @@ class SelectionPolicy:
         )
 
     def origin(self, field_name: str) -> Origin:
-        """The place that set a field; ``per_op_order.rms_norm`` for one operator's order."""
+        """The place that set a field; ``per_op_order.rms_norm`` for the order of one key."""
         return self.origins.get(field_name) or self.origins.get(field_name.partition(".")[0], CODE)
 
     def fingerprint(self) -> str:
