@@ -10,7 +10,7 @@ import typer
 from test_cli import fl
 
 from fl_dispatch.cli import small_model
-from fl_dispatch.cli.demo import EMULATED_ENV, describe_device, judge
+from fl_dispatch.cli.demo import EMULATED_ENV, describe_device, judge, show_what_ran
 from fl_dispatch.cli.demo.comparison import compare
 from fl_dispatch.cli.demo.engines import Generated, Request
 from fl_dispatch.cli.demo.progress import steps
@@ -123,3 +123,30 @@ def test_doc_prints_a_declaration() -> None:
 def test_doc_of_an_unknown_operator_is_one_error() -> None:
     done = fl("doc", "rms_nrom")
     assert (done.returncode, done.stderr.count("error:")) == (2, 1)
+
+
+def test_each_reason_is_said_once_and_the_vendor_that_was_passed_over_has_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def entry(impl_id: str, kind: str, priority: int, status: str, reason: str) -> dict[str, object]:
+        vendor = impl_id.split(".")[1] if kind == "vendor" else None
+        fields = {"impl_id": impl_id, "kind": kind, "vendor": vendor, "priority": priority}
+        return {**fields, "status": status, "reason": reason}
+
+    considered = [
+        entry("reference.torch", "reference", 50, "chosen", "first that can run"),
+        entry("reference.invariant", "reference", 50, "skipped", "stands in for a faster one"),
+        entry("default.triton", "flagos", 140, "skipped", "no Triton"),
+        entry("vendor.cpu", "vendor", 100, "skipped", "not the CPU build"),
+        entry("vendor.ascend", "vendor", 100, "skipped", "no torch_npu"),
+    ]
+    decision = {"order": ["flagos", "vendor", "reference"], "considered": considered}
+    operators = ("rms_norm", "silu_and_mul", "rotary_embedding")
+    counts = {f"{name} reference.torch": 3 for name in operators}
+    show_what_ran({"pid": 1, "counts": counts, "decisions": dict.fromkeys(operators, decision)})
+    shown = capsys.readouterr().out
+    assert [shown.count(reason) for reason in ("first that can run", "no Triton", "not the CPU build")] == [1, 1, 1]
+    assert "stands in for a faster one" not in shown
+    assert "no torch_npu" not in shown  # another chip's
+    (line,) = [line for line in shown.splitlines() if "not the CPU build" in line]
+    assert "passed over" in line

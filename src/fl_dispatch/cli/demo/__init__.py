@@ -147,22 +147,40 @@ def _show(title: str, prompts: list[str], generated: Generated, report: dict[str
 
 
 def show_what_ran(report: dict[str, Any]) -> None:
-    """A table of the implementations that a worker called, from its report."""
-    rows = []
+    """Tables of the implementations that a worker called and of the reasons, from its report."""
+    rows, reasons = [], {}
     for key, calls in sorted(report["counts"].items()):
         op_name, impl_id = key.split(" ")
-        why = next((entry for entry in report["decisions"][op_name]["considered"] if entry["impl_id"] == impl_id), None)
-        rows.append((op_name, impl_id, why["kind"] if why else "", calls, _reason(why)))
-    print_table(
-        f"What ran, counted in the engine's process {report['pid']}",
-        ("operator", "implementation", "kind", "calls", "why"),
-        rows,
-    )
+        decision = report["decisions"][op_name]
+        ran = next((entry for entry in decision["considered"] if entry["impl_id"] == impl_id), None)
+        rows.append((op_name, impl_id, ran["kind"] if ran else "", calls))
+        for entry in [] if ran is None else [ran, *_passed_over(decision, ran)]:
+            status = "passed over" if entry is not ran else "ran"
+            reasons.setdefault((entry["impl_id"], status, _reason(entry)), []).append(op_name)
+    title = f"What ran, counted in the engine's process {report['pid']}"
+    print_table(title, ("operator", "implementation", "kind", "calls"), rows)
+    why = [(impl_id, status, ", ".join(ops), reason) for (impl_id, status, reason), ops in reasons.items()]
+    print_table("Why", ("implementation", "status", "operators", "why"), why)
 
 
-def _reason(why: dict[str, Any] | None) -> str:
-    if why is None:
-        return ""
-    if why["status"] == "chosen":
-        return str(why["reason"])
-    return f"for the layers or calls that a rule, or another implementation's limits, send here ({why['reason']})"
+def _passed_over(decision: dict[str, Any], ran: dict[str, Any]) -> list[dict[str, Any]]:
+    """The implementations for this device that the order has before the one that ran."""
+    order, spec = decision["order"], detect_device()
+
+    def place(entry: dict[str, Any]) -> tuple[int, int]:
+        kind = order.index(entry["kind"]) if entry["kind"] in order else -1
+        return kind, -int(entry["priority"])
+
+    return [
+        entry
+        for entry in decision["considered"]
+        if entry["status"] == "skipped"
+        and entry["vendor"] in (None, spec.vendor, spec.name)
+        and place(entry) < place(ran)
+    ]
+
+
+def _reason(entry: dict[str, Any]) -> str:
+    if entry["status"] == "fallback":
+        return f"for the layers or calls that a rule, or another one's limits, send here ({entry['reason']})"
+    return str(entry["reason"])
