@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import enum
 import logging
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,17 @@ def close_sglang(engine: Any) -> dict[str, Any]:
     from sglang_fl import report
 
     (worker,) = report.collect(engine)
-    engine.shutdown()
+    end_sglang(engine)
     logging.getLogger("sglang").setLevel(logging.ERROR)  # it has more to say when this process ends
     return dict(worker)
+
+
+def end_sglang(engine: Any) -> None:
+    """End an engine's processes; complaints of Python's tracker of resources go where this process prints now.
+
+    SGLang kills every child, that tracker too, and would do so again when this process ends. Python then starts another
+    one, which does not know what it is told to forget and prints a traceback for each.
+    """
+    engine.shutdown()
+    atexit.unregister(engine.shutdown)
+    resource_tracker.ensure_running()
