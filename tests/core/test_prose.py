@@ -121,6 +121,20 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that a page's headings have in links."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", head) for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", head.strip().lower())) for head in heads}
+
+
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+def test_a_link_to_a_heading_finds_it(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    ours = [(page.parent / target if target else page, head) for target, head in links if "://" not in target]
+    assert [(where.name, head) for where, head in ours if where.suffix == ".md" and head not in anchors(where)] == []
+
+
 @pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
 def test_each_footnote_of_a_page_is_there_once_and_used(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
