@@ -3,7 +3,7 @@
 #             by vLLM 0.33 once make environment-newest was run (a download of 3 GB), else by 0.32; NEWEST=1 or NEWEST= chooses
 # make test   the tests (make test ARGS=vllm: one environment; ARGS=tests/vllm/test_moe.py: one file)
 # make test-fast  without engine starts   make test-all  what is exhaustive, in full, with vLLM 0.33 too   make mistakes  do tests notice?
-# make lint   ruff, mypy and prose   make bench   what a call costs          make matrix   docs/matrix.md
+# make lint   ruff, mypy and prose   make bench   what a call costs
 # make format ruff, in place         make stress  threads and forks          make lines   how long the code is
 # make changes the next version's part of the changelog, from changes/
 # make hosts  other versions of the hosts, Ray and TRL, for tests that need them   make clean   removes what make made
@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite matrix lint format bench stress lines changes mistakes clean help
+.PHONY: demo test test-all test-fast environments environment-newest hosts host-check host-suite lint format bench stress lines changes mistakes clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -133,10 +133,6 @@ $(ENVIRONMENTS) .venv-newest/.ready: requirements/dev.txt pyproject.toml | .venv
 	@$(UV) --no-deps --no-build-isolation --editable .
 	@$(foreach step,$(LAST_STEPS),$(@D)/bin/python $(step) &&) true
 	@touch $@
-
-# Not part of the tests: about half an hour on two cores, and it writes docs/matrix.md.
-matrix: .venv/.ready .venv-vllm-cpu/.ready
-	.venv/bin/python tools/matrix.py $(ARGS)
 
 # What some tests put before an environment on PYTHONPATH: the Python files of other versions of the hosts, Ray and TRL.
 HOSTS := .venv-hosts/vllm-0.26.0 .venv-hosts/vllm-0.33.0 .venv-hosts/sglang-0.5.21

@@ -69,6 +69,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {**_GROUPED, "no_rope_layer_interval": 2}),  # layers without positions
     "glm4": ("Glm4Config", {**_HEADS, "partial_rotary_factor": 0.5}),  # four norms a layer, pairs rotated
     "gpt_oss": ("GptOssConfig", {**_HEADS, **_EXPERTS, "sliding_window": 32}),  # sinks, biased experts
+    "qwen2": ("Qwen2Config", _GROUPED),  # a bias in query, key and value
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {

@@ -1,0 +1,57 @@
+"""``docs/models.md`` calls an architecture tested where a test serves it, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from architectures import ARCHITECTURES
+from fl_dispatch.cli.checkpoints import FAMILIES as BUILT
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+NAMES = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[make().model_type] for family, make in BUILT.items()}
+
+
+def families(test: str, name: str) -> set[str]:
+    """The architectures of a test's families, the keys of a dictionary; importing the test needs its host."""
+    tree = ast.parse((ROOT / "tests" / test).read_text(encoding="utf-8"))
+    found = next(
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+    )
+    assert isinstance(found, ast.Dict)
+    return {NAMES[ast.literal_eval(key)] for key in found.keys if key is not None}
+
+
+def test_the_page_names_an_architecture_once() -> None:
+    assert len({name for name, *_ in ROWS}) == len(ROWS) > 50
+
+
+def test_vllms_tested_architectures_are_those_that_its_tests_serve() -> None:
+    served = {
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[getattr(transformers, kind).model_type] for kind, _ in ARCHITECTURES.values()
+    }
+    assert {name for name, vllm, _ in ROWS if vllm == "tested"} == served | families(
+        "vllm/test_families.py", "FAMILIES"
+    )
+
+
+def test_sglangs_tested_architectures_are_those_that_its_test_serves() -> None:
+    served = families("sglang/test_sglang_tokens.py", "OPERATORS")
+    assert {name for name, _, sglang in ROWS if sglang == "tested"} == served
+
+
+def test_a_model_with_states_that_vllm_serves_is_on_the_page_and_not_refused() -> None:
+    tree = ast.parse((ROOT / "src/vllm_fl/refusals.py").read_text(encoding="utf-8"))
+    (served,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "STATE_MODELS"
+    )
+    said = {name: vllm for name, vllm, _ in ROWS}
+    assert {name: said.get(name, "not on the page") for name in served if said.get(name) in (None, "refused")} == {}
