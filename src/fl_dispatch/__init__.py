@@ -55,6 +55,7 @@ from .policy import (
     with_preference,
     with_strict_mode,
 )
+from .prepared import weights_were_written
 from .registry import OpRegistry, OpRegistrySnapshot
 from .selection.decision import Decision
 from .types import BackendImplKind, BackendPriority, OpImpl, match_token
@@ -107,6 +108,7 @@ __all__ = [
     "set_global_policy",
     "set_log_level",
     "thaw_dispatch",
+    "weights_were_written",
     "with_allowed_vendors",
     "with_denied_vendors",
     "with_preference",

@@ -5,8 +5,12 @@ A host *declares* the tensors that stay from call to call. An implementation who
 whoever reads or writes it, so a prepared weight takes its memory twice.
 
 A write is noticed whoever does it, also through another tensor over the same memory, such as ``weight.data``: the
-weight's storage is marked as copied on write, and PyTorch takes the mark away before anything may write to it. A form
-of a weight that was written is made anew before it is used again.
+weight's storage is marked as copied on write, and PyTorch takes the mark away before it gives anybody an address to
+write to. A form of a weight that was written is made anew before it is used again.
+
+Whoever had the address before the mark needs not ask again: a NumPy array, a DLPack capsule. PyTorch counts the owners
+of a memory, so a weight is marked only while it is the one owner. An address alone, a number that an extension keeps or
+another machine writes to, has no owner: whoever writes there says so (:func:`weights_were_written`).
 
 Some who only read take the mark away too, because they ask for an address as writers do: code that Inductor compiled
 for a GPU, launchers of Triton kernels. A host that knows when nobody writes says so (:func:`settled`).
@@ -14,6 +18,8 @@ for a GPU, launchers of Triton kernels. A host that knows when nobody writes say
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -32,11 +38,21 @@ T = TypeVar("T")
 ATTRIBUTE = "fl_prepared"
 """The attribute of a declared weight that has its forms."""
 IN_A_ROW = 64
-"""Calls in a row that find a weight written, after which it is not prepared any more."""
+"""Calls in a row that find a weight written, or shared, after which it is not prepared any more."""
+SHARED = "a view, a NumPy array or a DLPack capsule shares its memory, and PyTorch may not notice what that writes"
+"""Why a weight that is not the one owner of its memory is not marked."""
+CALLED_BY_PYTORCH = "fl_dispatch.compiled.views"
+"""The module of functions that PyTorch calls with tensors that it owns meanwhile."""
 _unwritten: Callable[[Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda weight: False)
 """Whether nobody has asked for memory to write to since a weight was marked."""
+_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: ALONE)
+_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda weight: 1)
+ALONE = 2
+"""Owners of the storage of a weight that has it alone: the weight, and the object that asks. A view's base is one."""
 _making = ForkableLock()
 _in_use = False
+_all: weakref.WeakSet[Forms] = weakref.WeakSet()
+"""The forms of all declared weights."""
 
 
 def in_use() -> bool:
@@ -50,7 +66,8 @@ class Forms:
     ``made`` has each implementation's form, ``None`` where it has none for this weight; ``makers`` makes them, and
     ``times`` says how often that was done. Copies and pickles of a weight begin without forms, because a form may be an
     address. Forms that are ``held`` are never given up: compiled code, and graphs, which know their addresses, go on
-    using them. ``settled`` is the weight while nobody writes it (:func:`settled`).
+    using them. ``settled`` is the weight while nobody writes it (:func:`settled`). ``shared`` counts the calls in a row
+    that found the weight's memory shared.
     """
 
     def __init__(self) -> None:
@@ -59,9 +76,11 @@ class Forms:
         self.times = 0
         self.fresh: set[str] = set()
         self.in_a_row = 0
+        self.shared = 0
         self.held = False
         self.settled: Tensor | None = None
         self.given_up = ""
+        _all.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Forms, ()
@@ -105,8 +124,8 @@ def of(weight: Tensor, name: str, make: Callable[[Tensor, T | None], T | None]) 
             it may reuse; ``None`` if there is no form of this weight.
 
     Returns:
-        The form, or ``None``: nobody declared the weight, it has no such form, or writes to it cannot be noticed. In a
-        trace it is what the last call outside made; whoever runs the compiled code calls :func:`follow` before.
+        The form, or ``None``: nobody declared the weight, it has no such form, or writes to it cannot be noticed now.
+        In a trace it is what the last call outside made; whoever runs the compiled code calls :func:`follow` before.
     """
     forms: Forms | None = getattr(weight, ATTRIBUTE, None)
     if forms is None:
@@ -138,6 +157,25 @@ def follow(weight: Tensor, forms: Forms, held: bool = True) -> None:
         return
     for name, make in [*forms.makers.items()]:
         _made_anew(weight, forms, name, make)
+
+
+def weights_were_written(weights: Iterable[Tensor] | None = None) -> None:
+    """Say that weights were written where PyTorch cannot notice it: through an address that somebody kept.
+
+    An extension that keeps ``weight.data_ptr()``, a NIC or another process that writes to this memory. Their forms are
+    made anew before they are used again: outside a host's step in the next call, else at the beginning of the next
+    step. A weight that was not prepared any more is tried again. Other writes need no word.
+
+    Args:
+        weights: the tensors that were written, as they were declared; by default all declared ones. Those that were
+            not declared have no forms, so nothing happens.
+    """
+    found = [*_all] if weights is None else [getattr(weight, ATTRIBUTE, None) for weight in weights]
+    with _making:
+        for forms in found:
+            if forms is not None:
+                forms.fresh.clear()
+                forms.given_up, forms.in_a_row, forms.shared = "", 0, 0
 
 
 @contextmanager
@@ -175,8 +213,16 @@ def _made_anew(weight: Tensor, forms: Forms, name: str, make: Callable[[Tensor, 
         if forms.given_up or name in forms.fresh:
             return forms.made.get(name)
         now, why_not = _as_it_is(weight)
-        if forms.held and forms.made:
+        forms.shared = forms.shared + 1 if why_not is SHARED else 0
+        held = forms.held and bool(forms.made)
+        if held or (why_not is SHARED and forms.settled is weight):
             now = weight.detach() if now is None else now  # made anew each time, if nobody can tell
+            if held and forms.shared == IN_A_ROW:
+                logger.warning(
+                    "a weight %s %s is prepared anew in every step: %s", tuple(weight.shape), weight.dtype, why_not
+                )
+        elif why_not is SHARED and forms.shared < IN_A_ROW:
+            return None
         elif now is None or forms.in_a_row >= IN_A_ROW:
             forms.given_up = why_not or f"it was found written {IN_A_ROW} calls in a row"
             forms.made.clear()
@@ -212,6 +258,8 @@ def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
     """
     if weight.untyped_storage().nbytes() > weight.nbytes:
         return None, "it lies in one memory with other tensors, and the mark is the memory's"
+    if _is_shared(weight):
+        return None, SHARED
     try:
         snapshot = torch._lazy_clone(weight.detach())
     except RuntimeError as error:
@@ -219,3 +267,21 @@ def _as_it_is(weight: Tensor) -> tuple[Tensor | None, str]:
     if not _unwritten(weight):
         return None, "PyTorch cannot tell whether it is written"
     return snapshot, ""
+
+
+def _is_shared(weight: Tensor) -> bool:
+    """Whether the weight's memory, or the weight itself, has another owner than Python's variable."""
+    try:
+        if _owners(weight.untyped_storage()._cdata) > ALONE + (weight._base is not None):
+            return True
+    except (RuntimeError, NotImplementedError):  # it has no storage
+        return False
+    return _uses(weight) > 1 and not _is_called_by_pytorch()
+
+
+def _is_called_by_pytorch() -> bool:
+    """Whether this call came through PyTorch, which owns the arguments of what it calls meanwhile."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != CALLED_BY_PYTORCH:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

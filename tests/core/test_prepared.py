@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
+import fl_dispatch
 from fl_dispatch import prepared
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda weight: weight.mul_(2.0),
     "through .data, as a loader writes": lambda weight: weight.data.narrow(0, 1, 1).copy_(torch.ones(1, 4)),
-    "through a view that was taken before": lambda weight: VIEWS[id(weight)].fill_(7.0),
+    "through a view": lambda weight: weight.data[2:].fill_(7.0),
     "through NumPy": lambda weight: weight.data.numpy().__setitem__((0, 0), 5.0),
     "by new memory": lambda weight: setattr(weight, "data", torch.full((3, 4), 9.0)),
 }
-VIEWS: dict[int, Tensor] = {}
 
 
 class Maker:
@@ -44,7 +48,6 @@ def form(weight: Tensor, name: str, make: Maker) -> Tensor:
 @pytest.fixture
 def weight() -> Tensor:
     made = torch.nn.Parameter(torch.arange(12.0).view(3, 4), requires_grad=False)
-    VIEWS[id(made)] = made.data[2:]
     prepared.declare(made)
     return made
 
@@ -130,6 +133,138 @@ def test_a_weight_that_is_written_before_every_call_is_given_up(
     assert found is None
     assert len(make.befores) == prepared.IN_A_ROW
     assert caplog.text.count("is not prepared") == 1
+
+
+ALIASES: dict[str, Callable[[Tensor], Any]] = {
+    "NumPy array": lambda weight: weight.numpy(),
+    "NumPy array of .data": lambda weight: weight.data.numpy(),
+    "part of a NumPy array": lambda weight: weight.data.numpy().ravel()[3:],
+    "NumPy array by DLPack": numpy.from_dlpack,
+    "NumPy array by DLPack of .data": lambda weight: numpy.from_dlpack(weight.data),
+    "tensor by DLPack": torch.from_dlpack,
+    "view": lambda weight: weight.data[:],
+}
+
+
+def write(alias: Any, value: float) -> None:
+    """Write without PyTorch, where the alias can."""
+    numpy.asarray(alias)[...] = value
+
+
+@pytest.mark.parametrize("take", ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize("when", ["before the form", "after the form"])
+def test_products_are_of_the_weight_as_it_is_also_where_an_older_alias_writes(
+    weight: Tensor, take: Callable[[Tensor], Any], when: str
+) -> None:
+    make = Maker()
+    if when == "after the form":
+        form(weight, "a", make)
+    alias = take(weight)
+    for value in (5.0, 6.0):
+        found = prepared.of(weight, "a", make)
+        assert found is None or torch.equal(found, weight)
+        write(alias, value)
+        assert weight[1:].eq(value).all(), "the weight was moved away from its alias"
+        found = prepared.of(weight, "a", make)
+        assert found is None or torch.equal(found, weight)
+    del alias
+    assert torch.equal(form(weight, "a", make), weight), "nobody has the memory any more, so it is prepared"
+
+
+@pytest.mark.parametrize("take", ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("when", ["before the form", "in its first step", "after the form"])
+def test_steps_use_the_weight_as_it_is_also_where_an_older_alias_writes(
+    weight: Tensor, take: Callable[[Tensor], Any], held: bool, when: str
+) -> None:
+    """An engine serves while a trainer writes the next weights into the arrays that it keeps."""
+    make, forms = Maker(), prepared.declare(weight)
+    alias = take(weight) if when == "before the form" else None
+    with prepared.settled([(weight, forms)], held):
+        prepared.of(weight, "a", make)
+        alias = take(weight) if when == "in its first step" else alias
+    alias = take(weight) if when == "after the form" else alias
+    for value in (5.0, 6.0, 7.0):
+        write(alias, value)
+        assert weight[1:].eq(value).all(), "the weight was moved away from its alias"
+        with prepared.settled([(weight, forms)], held):
+            found = prepared.of(weight, "a", make)
+            assert found is None or torch.equal(found, weight)
+            assert not held or torch.equal(forms.made["a"], weight), "compiled code reads it without asking"
+    del alias
+    with prepared.settled([(weight, forms)], held):
+        form(weight, "a", make)
+    made = len(make.befores)
+    for _ in range(3):
+        with prepared.settled([(weight, forms)], held):
+            assert torch.equal(form(weight, "a", make), weight)
+    assert len(make.befores) == made, "nobody has the memory any more, so it is prepared once"
+
+
+def test_a_weight_whose_memory_stays_shared_is_given_up_and_the_log_says_why(
+    weight: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = Maker()
+    alias = weight.data.numpy()
+    with caplog.at_level("INFO", "fl_dispatch"):
+        for _ in range(2 * prepared.IN_A_ROW):
+            assert prepared.of(weight, "a", make) is None
+    assert not prepared.may_be(weight)
+    assert caplog.text.count("is not prepared") == caplog.text.count("a NumPy array") == 1
+    del alias
+    prepared.weights_were_written([weight])
+    assert torch.equal(form(weight, "a", make), weight)
+
+
+def test_a_form_that_is_held_is_made_anew_in_every_step_while_memory_is_shared_and_the_log_says_so(
+    weight: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    form(weight, "a", make)
+    alias = weight.data.numpy()
+    with caplog.at_level("WARNING", "fl_dispatch"):
+        for _ in range(2 * prepared.IN_A_ROW):
+            with prepared.settled([(weight, forms)]):
+                alias += 1.0
+                assert torch.equal(forms.made["a"], weight - 1.0)
+    assert caplog.text.count("is prepared anew in every step") == 1
+
+
+def write_to_the_address(address: int, value: float) -> None:
+    """Write as an extension does that kept a number."""
+    (ctypes.c_float * 12).from_address(address)[:] = [value] * 12
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["that weight", "all weights"])
+@pytest.mark.parametrize("step", [True, False], ids=["in a step", "in a call"])
+def test_a_host_says_that_weights_were_written_through_an_address_that_somebody_kept(
+    weight: Tensor, named: bool, step: bool
+) -> None:
+    make, forms = Maker(), prepared.declare(weight)
+    address = weight.data_ptr()
+    form(weight, "a", make)
+    write_to_the_address(address, 5.0)
+    fl_dispatch.weights_were_written([weight] if named else None)
+    with prepared.settled([(weight, forms)]) if step else nullcontext():
+        assert torch.equal(form(weight, "a", make), weight)
+        assert weight.eq(5.0).all()
+    assert len(make.befores) == 2
+
+
+def test_weights_that_nobody_declared_may_be_named_as_written() -> None:
+    fl_dispatch.weights_were_written([torch.ones(2)])
+
+
+def test_a_second_form_follows_a_write_after_another_one_was_made_anew(weight: Tensor) -> None:
+    """The mark alone does not say whether all forms are new: making one anew sets it for all."""
+    makers, forms = {"a": Maker(), "b": Maker()}, prepared.declare(weight)
+    for name, make in makers.items():
+        prepared.of(weight, name, make)
+    weight.data.mul_(3.0)
+    prepared.of(weight, "a", makers["a"])
+    prepared.follow(weight, forms)
+    for name in makers:
+        assert torch.equal(forms.made[name], weight), "compiled code reads it without asking"
 
 
 def test_calls_between_two_writes_keep_a_weight_prepared(weight: Tensor) -> None:

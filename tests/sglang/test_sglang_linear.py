@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch import SelectionPolicy, get_default_manager, policy_context
+from fl_dispatch import SelectionPolicy, get_default_manager, policy_context, prepared
 from fl_dispatch.hosting.layer_kernels import KERNEL, kernels, weights
 from fl_dispatch.prepared import ATTRIBUTE
 from fl_dispatch.settings import reset_settings
@@ -152,6 +154,29 @@ def test_forms_of_weights_are_there_before_sglang_measures_memory(model: Layers,
     assert calls["linear"] == 2
     forms = [getattr(layer, name).fl_prepared.made for layer, name in weights(model)]
     assert all(forms)
+
+
+def test_new_weights_are_used_also_where_an_update_writes_to_an_address(model: Layers) -> None:
+    from sglang_fl.quantization import updates
+
+    weight = model.plain.weight
+    prepared.declare(weight)
+    address = weight.data_ptr()
+
+    def form() -> Tensor | None:
+        return prepared.of(weight, "a", lambda weight, before: weight.clone())
+
+    def original(updater: Any, request: Any) -> str:
+        (ctypes.c_float * weight.numel()).from_address(address)[:] = [3.0] * weight.numel()
+        return "done"
+
+    form()
+    runner = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+    updater = SimpleNamespace(_select_runners=lambda: [("", runner)])
+    assert updates.refusing("update_weights_from_tensor")(original, updater, None) == "done"
+    found = form()
+    assert found is not None
+    assert found.eq(3.0).all()
 
 
 def test_a_rule_for_one_name_of_a_shared_layer_is_refused(model: Layers) -> None:

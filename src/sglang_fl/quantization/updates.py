@@ -1,4 +1,4 @@
-"""New weights for an engine that runs, which are refused if its model is quantized.
+"""New weights for an engine that runs: forms of them are made anew, and a quantized model refuses them.
 
 Loading puts quantized weights into the form of their operators for good: no loader is left that knows the checkpoint's.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from fl_dispatch import weights_were_written
 from fl_dispatch.logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -38,6 +39,8 @@ def refusing(way: str) -> Callable[..., Any]:
                 said = f"sglang_fl does not support new weights for {named} yet (model {model.model_path})"
                 logger.error("%s", said)
                 return getattr(io_struct, ANSWERS[way])(success=False, message=said)
-        return original(updater, recv_req)
+        answer = original(updater, recv_req)
+        weights_were_written()  # however a way of SGLang's writes them
+        return answer
 
     return update
