@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from fl_dispatch import ConfigError
-from vllm_fl.cores import VARIABLE, cores_for, share_out
+from vllm_fl.compat import threads
+from vllm_fl.cores import VARIABLE, check, cores_for, share_out
 
 ALL = frozenset(range(16))
 
@@ -79,3 +82,37 @@ def test_a_wrong_list_is_one_error_that_says_what_may_stand_there(wish: str, pro
     with pytest.raises(ConfigError, match=VARIABLE) as raised:
         cores_for(1, 2, ALL, {VARIABLE: wish}, two_nodes)
     assert problem in str(raised.value)
+
+
+def test_a_wrong_list_is_found_before_there_are_workers() -> None:
+    mine = min(os.sched_getaffinity(0))
+    for right in ("auto", "nobind", "", f"{mine}|{mine}"):
+        check({VARIABLE: right})
+    for wrong in ("0-x", f"{mine}|4096"):
+        with pytest.raises(ConfigError):
+            check({VARIABLE: wrong})
+
+
+def test_vllm_leaves_the_threads_of_a_cpus_model_alone_and_warns_of_none(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from vllm.utils import torch_utils
+
+    worker = types.ModuleType("worker")
+    worker.set_torch_threads_for_runtime = torch_utils.set_torch_threads_for_runtime
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    threads.leave(worker)
+    worker.set_torch_threads_for_runtime()
+    assert torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    worker.set_torch_threads_for_runtime()
+    torch.set_num_threads(before)
+    assert "OMP_NUM_THREADS" not in capfd.readouterr().err
+
+
+def test_an_older_host_that_sets_no_threads_is_left_as_it_is() -> None:
+    worker = types.ModuleType("worker")
+    threads.leave(worker)
+    assert not hasattr(worker, threads.NAME)

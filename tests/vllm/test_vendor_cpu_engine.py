@@ -81,6 +81,7 @@ def test_an_engine_of_several_threads_in_a_process_of_its_own_starts(
     engines: Callable[[str], dict[str, Any]], tokens: list[list[int]]
 ) -> None:
     assert engines("several threads")["steps"][0]["tokens"] == tokens
+    assert "OMP_NUM_THREADS=2 is set" not in engines("several threads")["log"]  # vLLM would warn of it
 
 
 def test_the_shipped_settings_take_the_compiled_kernels(
