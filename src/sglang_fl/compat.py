@@ -26,10 +26,12 @@ from .host_facts import (
     GROUP,
     HOOKED,
     LATENT,
+    LOADER,
     NORMS,
     OLDER_OP,
     PROMPT_GRAPHS,
     RUNNER,
+    SCHEDULER,
     UPDATER,
 )
 from .version import SMOKE_TESTED_HOSTS, TESTED_HOSTS, host_version
@@ -87,13 +89,15 @@ def all_hooks() -> tuple[Hook, ...]:
 
 
 def _hooks() -> tuple[Hook, ...]:
-    from . import data_parallel, distributed, layers, lora, metrics, own_choice, runner
+    from . import checkpoint, data_parallel, distributed, layers, lora, metrics, own_choice, runner
 
     return (
         _hook(dispatch_target(), layers.resolve, "around"),
         _hook("sglang.kernels.fused_op.set_fused_op_backend", own_choice.force, "around"),
         _hook(f"{RUNNER}.load_model", runner.load_model, "around"),
         _hook(f"{RUNNER}.forward", runner.forward, "around"),
+        _hook(f"{LOADER}.load_weights_only", checkpoint.load_weights_only, "around"),
+        _hook(f"{LOADER}._prepare_weights", checkpoint.note_files, "around"),
         _hook(f"{RUNNER}.init_lora_manager", lora.init_lora_manager, "around"),
         _hook(f"{ADAPTERS}.validate_new_adapter", lora.validate_new_adapter, "around"),
         _hook("sglang.srt.utils.common.support_triton", _supports_triton, "around"),
@@ -113,14 +117,18 @@ def _hooks() -> tuple[Hook, ...]:
 
 def _hooks_of_tested_hosts() -> Iterator[Hook]:
     """Those of features that are refused or off under another version, which may have renamed what they hook."""
-    from . import prefill_graphs
-    from .quantization import latent, updates
+    from . import prefill_graphs, rotations
+    from .quantization import check_experts, latent, updates
+    from .quantization.cache import keep_own_name
     from .speculation import hooked
 
     yield _hook(f"{PROMPT_GRAPHS}.capture", prefill_graphs.capture, "around")
     yield _hook(f"{PROMPT_GRAPHS}.can_run_graph", prefill_graphs.can_run_graph, "around")
     yield _hook(f"{PROMPT_GRAPHS}.execute", prefill_graphs.execute, "around")
+    yield _hook(f"{SCHEDULER}.init_req_max_new_tokens", rotations.choose, "around")
     yield _hook(f"{LATENT}.post_load_weights", latent.split_plain, "around")
+    yield _hook(f"{RUNNER}.check_quantized_moe_compatibility", check_experts, "around")
+    yield _hook("sglang.srt.model_loader.weight_utils.maybe_remap_kv_scale_name", keep_own_name, "around")
     for way in updates.ANSWERS:
         yield _hook(f"{UPDATER}.{way}", updates.refusing(way), "around")
     for target, call in hooked.HOOKED:

@@ -14,6 +14,7 @@ from .quantization.updates import ANSWERS
 from .speculation import facts as speculation
 
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+LOADER = "sglang.srt.model_loader.loader:DefaultModelLoader"
 FUSED_OP = "sglang.kernels.fused_op:BaseFusedOp"
 OLDER_OP = "sglang.srt.layers.utils.multi_platform:MultiPlatformOp"
 ADAPTERS = "sglang.srt.lora.lora_manager:LoRAManager"
@@ -25,6 +26,7 @@ NORMS = "sglang.kernels.ops.layernorm.norm"
 LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader:DeepseekV2WeightLoaderMixin"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 _LAYERS = "sglang.srt.layers"
 _PLATFORM = "sglang.srt.platforms.interface:SRTPlatform"
 _LIBRARY = "the library that the device's spec or FLAGCX_PATH names would not be asked"
@@ -57,6 +59,13 @@ HOOKED = (
         since="0.5.20",
     ),
     HostFact(RUNNER, ("load_model(*args, **kwargs)",), "replaces", "runner", "layers would not know their prefix"),
+    HostFact(
+        LOADER,
+        ("load_weights_only(model, weights, target_device)", "_prepare_weights(*args, **kwargs)"),
+        "replaces",
+        "checkpoint",
+        "weights that no tensor of the checkpoint fills would be served",
+    ),
     HostFact(RUNNER, ("init_lora_manager()",), "replaces", "lora", "SGLang pins the memory of adapters without asking"),
     HostFact(
         ADAPTERS,
@@ -71,6 +80,14 @@ HOOKED = (
         "replaces",
         "runner",
         "nobody would see that an operator is never dispatched",
+    ),
+    HostFact(
+        SCHEDULER,
+        ("init_req_max_new_tokens(req)",),
+        "replaces",
+        "rotations",
+        "a prompt of several steps would be turned by both tables of LongRoPE",
+        since="0.5.23",
     ),
     HostFact(
         PROMPT_GRAPHS,
@@ -203,6 +220,22 @@ HOOKED = (
         "replaces",
         "quantization.updates",
         "SGLang would write new weights over quantized ones that are in another form by then",
+        since="0.5.23",
+    ),
+    HostFact(
+        "sglang.srt.model_loader.weight_utils",
+        ("maybe_remap_kv_scale_name(name, params_dict)",),
+        "replaces",
+        "quantization.cache",
+        "SGLang drops scales of a cache that have its own name for them",
+        since="0.5.23",
+    ),
+    HostFact(
+        RUNNER,
+        ("check_quantized_moe_compatibility()",),
+        "replaces",
+        "quantization",
+        "SGLang refuses experts in blocks of fp8 whose last block is short",
         since="0.5.23",
     ),
     *speculation.HOOKED,

@@ -14,7 +14,18 @@ from fl_dispatch.hosting import aten, oplist, runs
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import config, distributed, hooks, layers, memory, product_warm_up, report
+from . import (
+    attention_layers,
+    checkpoint,
+    config,
+    distributed,
+    hooks,
+    layers,
+    memory,
+    product_warm_up,
+    report,
+    rotations,
+)
 from .loaded import LOADED, LoadedModel
 from .version import host_version
 
@@ -32,9 +43,13 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     settings, manager = get_settings(), get_default_manager()
     memory.choose(runner.page_size, config.hosts_own_attention())
     manager.ensure_initialized()
-    result = original(runner, *args, **kwargs)
+    checkpoint.untie(runner)
+    with checkpoint.loads(runner):
+        result = original(runner, *args, **kwargs)
     layers.warn_of_unknown_names(settings)
     survey = layers.prepare(runner.model)
+    attention_layers.give_windows(runner.model, rotations.stated(runner), config.hosts_own_attention())
+    rotations.prepare(runner)
     product_warm_up.keep_forms(runner.model)
     LOADED.give(runner, LoadedModel(survey))
     logger.info("%s", survey.describe())
@@ -48,11 +63,13 @@ def load_model(original: Callable[..., Any], runner: ModelRunner, *args: Any, **
     return result
 
 
+@runs.ending()
 def forward(
     original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """SGLang's forward pass; the first one of a batch that is not empty ends the start."""
     loaded = LOADED.of(runner)
+    rotations.shift(runner, forward_batch)
     if loaded.served or forward_batch.forward_mode.is_idle():
         return original(runner, forward_batch, *args, **kwargs)
     unseen = loaded.undispatched is None
@@ -63,7 +80,6 @@ def forward(
     if unseen:
         layers.judge(missed(runner), get_settings().policy.strict)
     return result
-@runs.ending()
 
 
 def watched(runner: ModelRunner, run: Callable[[], Any], inside: nn.Module | None = None) -> Any:

@@ -689,6 +689,13 @@ READ = (
     ),
     HostFact(
         f"{_WORKER}.gpu_model_runner:GPUModelRunner",
+        ("_sample", "_bookkeeping_sync", "discard_request_mask", "input_batch"),
+        "replaces",
+        "compat.generators",
+        "The V1 runner takes draws of chunks back by numbers that only generators of NVIDIA's GPUs count.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_model_runner:GPUModelRunner",
         ("_get_slot_mappings", "_dummy_run"),
         "reads",
         "rotary_cache",
@@ -720,6 +727,20 @@ READ = (
         "Whether layers' names are inputs of graphs.",
         since="0.32",
     ),
+    HostFact(
+        "vllm.model_executor.model_loader",
+        ("_LOAD_FORMAT_TO_MODEL_LOADER",),
+        "reads",
+        "compat.loaders",
+        "The table of loaders, each of which gets an account of what it loads.",
+    ),
+    HostFact(
+        "vllm.model_executor.model_loader.base_loader",
+        ("_has_online_quant(model)",),
+        "reads",
+        "checkpoint",
+        "Weights that are quantized while they load are not counted.",
+    ),
     HostFact("vllm.compilation.decorators", ("do_not_compile",), "reads", "compile", "The first batches run eagerly."),
     HostFact(
         _COMMUNICATOR,
@@ -731,6 +752,18 @@ READ = (
 )
 
 OVERRIDDEN = (
+    HostFact(
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader",
+        (
+            "load_weights(model, model_config)",
+            "track_weights_loading(*args, **kwargs)",
+            "get_all_weights(*args, **kwargs)",
+            "_prepare_weights(*args, **kwargs)",
+        ),
+        "overrides",
+        "compat.loaders",
+        "Weights that no tensor of the checkpoint fills would be served, and tensors dropped.",
+    ),
     HostFact(
         _MIXER,
         ("conv_ssm_forward(projected_states, output)", "get_kv_cache_spec(vllm_config)"),
@@ -1312,13 +1345,6 @@ OVERRIDDEN = (
 
 REPLACED = (
     HostFact(
-        "torch.cuda",
-        (*STREAM_NAMES, *GRAPH_NAMES),
-        "replaces",
-        "compat.streams",
-        "vLLM's model runners take streams, events and graphs from there, whatever the device's module is.",
-    ),
-    HostFact(
         "vllm.v1.worker.gpu_worker",
         ("set_torch_threads_for_runtime",),
         "replaces",
@@ -1333,6 +1359,13 @@ REPLACED = (
         "compat.threads",
         "It warns of OMP_NUM_THREADS, which is ours.",
         since="0.32",
+    ),
+    HostFact(
+        "torch.cuda",
+        (*STREAM_NAMES, *GRAPH_NAMES),
+        "replaces",
+        "compat.streams",
+        "vLLM's model runners take streams, events and graphs from there, whatever the device's module is.",
     ),
     HostFact(
         "vllm.envs",

@@ -24,8 +24,22 @@ from fl_dispatch.hosting.report import dispatch_report
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
-from . import compile, eager_steps, joined, kv_layout, layers, linear, one_token, quantization, ranks, slots, startup
-from .compat import model_runner, versions
+from . import (
+    checkpoint,
+    compile,
+    eager_steps,
+    joined,
+    kv_layout,
+    layers,
+    linear,
+    one_token,
+    quantization,
+    ranks,
+    rotations,
+    slots,
+    startup,
+)
+from .compat import generators, loaders, model_runner, versions
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -47,6 +61,7 @@ class WorkerFL(Worker):
         startup.adopt(vllm_config.additional_config)
         startup.activate()
         versions.adapt()
+        loaders.count()
         transformers = vllm_config.model_config.using_transformers_backend()
         layers.register(get_settings(), in_worker=True, transformers=transformers)
         if current_platform.is_out_of_tree() and vllm_config.model_config.quantization is not None:
@@ -65,10 +80,14 @@ class WorkerFL(Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        checkpoint.refuse_left(self.model_config, get_world_group().cpu_group)
         if self.vllm_config.lora_config is not None:
             from . import lora
 
             lora.tell_logits(self.model_runner, self.use_v2_model_runner)
+        if not self.use_v2_model_runner:
+            generators.rewind(self.model_runner, detect_device())
+        rotations.correct(self.get_model(), self.vllm_config)
         model = self.fl_models()
         layers.bind_scopes(model)
         linear.multiply_with_embeddings(model)
@@ -157,6 +176,20 @@ class WorkerFL(Worker):
         tokens = scheduler_output.total_num_scheduled_tokens
         with self._step(), slots.step(tokens), self.fl_eager_steps.step(tokens):
             return super().execute_model(scheduler_output)
+
+    # vLLM's ways to new weights, however a backend of a transfer writes them.
+
+    def update_weights(self, update_info: Any) -> None:
+        super().update_weights(update_info)
+        prepared.weights_were_written()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        prepared.weights_were_written()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        prepared.weights_were_written()
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         drafts = self.vllm_config.speculative_config is not None  # models of theirs run here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -79,6 +80,12 @@ def warn_of_unmatched_scopes(stages: ProcessGroup) -> None:
 def everywhere(everybody: ProcessGroup, holds: bool) -> bool:
     """Whether something holds on all ranks. Every rank must call it."""
     return all(_gather(everybody, holds))
+
+
+def on_all(everybody: ProcessGroup, names: Sequence[str]) -> list[str]:
+    """The names that all ranks have, in this rank's order. Every rank must call it."""
+    common = set(names).intersection(*_gather(everybody, list(names)))
+    return [name for name in names if name in common]
 
 
 def _gather(group: ProcessGroup, mine: Any) -> list[Any]:

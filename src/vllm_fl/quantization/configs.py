@@ -7,8 +7,13 @@ from types import NoneType
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors, schemes
@@ -17,11 +22,20 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_linear_
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
+from fl_dispatch.hosting.quantized import blocks, joined, remedies
+
 from . import experts
 from .blocks import create_in_blocks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BITS = (4, 8)
+REORDERED = ("group", "dynamic")
+"""The values of ``actorder`` with which columns have groups of their own; others leave the format as it is."""
+
+
+def refused(what: str, remedy: str = "") -> ValueError:
+    """The error for what a checkpoint has and is not served; ``remedy``: what works."""
+    return ValueError(f"vllm_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 
 class Served:
@@ -77,6 +91,12 @@ class Fp8MethodFL(fp8.Fp8LinearMethod):
 
 
 class Fp8ConfigFL(Served, fp8.Fp8Config):
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8ConfigFL:
+        blocks.warn_of_powers_of_two(config)
+        made: Fp8ConfigFL = super().from_config(config)
+        return made
+
     def fl_method(self, layer: Any, prefix: str) -> Any:
         method = super().fl_method(layer, prefix)
         return Fp8MethodFL(self) if type(method) is fp8.Fp8LinearMethod else method
@@ -102,6 +122,17 @@ class GPTQMethodFL(WithoutMarlin, auto_gptq.AutoGPTQLinearMethod):
 
 
 class GPTQConfigFL(Served, auto_gptq.AutoGPTQConfig):
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GPTQConfigFL:
+        if (bits := config["bits"]) not in BITS:
+            raise refused(f"'gptq' with {bits} bits", remedies.BITS)
+        if not config.get("sym", True):
+            raise refused("'gptq' with zero points", remedies.ZERO_POINTS)
+        if config.get("desc_act") and config.get("group_size") != -1:
+            raise refused("'gptq' with desc_act in groups", remedies.COLUMNS)
+        made: GPTQConfigFL = super().from_config(config)
+        return made
+
     def fl_method(self, layer: Any, prefix: str) -> Any:
         return get_linear_quant_method(self, layer, prefix, GPTQMethodFL)
 
@@ -115,7 +146,19 @@ class AWQMethodFL(WithoutMarlin, auto_awq.AutoAWQMarlinLinearMethod):
 
 
 class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> AWQConfigFL:
+        if (version := str(config.get("version", "")).lower()) in remedies.UNUSUAL_VERSIONS:
+            raise refused(f"'awq' of version '{version}'", remedies.VERSION)
+        made: AWQConfigFL = super().from_config(config)
+        return made
+
     def fl_method(self, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, LinearBase):
+            parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
+            if joined.agreed(self._named, prefix, parts, usual=False, said=joined.left, refused=refused):
+                return UnquantizedLinearMethod()
+            return AWQMethodFL(self)
         method = super().fl_method(layer, prefix)
         return AWQMethodFL(self) if isinstance(method, auto_awq.AutoAWQLinearMethod) else method
 
@@ -123,6 +166,10 @@ class AWQConfigFL(Served, auto_awq.AutoAWQConfig):
         if _skipped(self, prefix, self.modules_to_not_convert or [], "substring"):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         return experts.AWQMethod(self, layer.moe_config)
+
+    def _named(self, name: str) -> bool | None:
+        """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
+        return any(part in name for part in self.modules_to_not_convert or ()) or None
 
 
 SCHEMES: dict[type, str] = {
@@ -135,6 +182,27 @@ SCHEMES: dict[type, str] = {
 
 
 class CompressedTensorsConfigFL(Served, compressed_tensors.CompressedTensorsConfig):
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfigFL:
+        groups = (config.get("config_groups") or {}).values()
+        for order in ((group.get("weights") or {}).get("actorder") for group in groups):
+            if order in REORDERED:
+                raise refused(f"compressed-tensors with actorder '{order}'", remedies.ORDER)
+        made: CompressedTensorsConfigFL = super().from_config(config)
+        return made
+
+    def fl_method(self, layer: Any, prefix: str) -> Any:
+        by_heads = (self.kv_cache_scheme or {}).get("strategy") == "attn_head"
+        if by_heads and isinstance(layer, Attention) and layer.kv_cache_dtype.startswith("fp8"):
+            raise refused(f"{remedies.SCALE_A_HEAD} ({prefix})", remedies.HEADS)
+        return super().fl_method(layer, prefix)
+
+    def __init__(self, target_scheme_map: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # The library's order (match_targets in utils/match.py), in which the first target that covers a layer counts;
+        # vLLM takes the file's, which is the order of modules.
+        names = sorted(target_scheme_map, key=lambda target: ("re:" in target, target))
+        super().__init__({name: target_scheme_map[name] for name in names}, *args, **kwargs)
+
     def get_scheme(self, layer: Any, layer_name: str | None = None) -> Any:
         scheme: Any = super().get_scheme(layer, layer_name)
         if scheme is None:

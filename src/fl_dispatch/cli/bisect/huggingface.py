@@ -9,6 +9,7 @@ from ...errors import DispatchError
 from ...evidence.bisect.prompts import TOP, Request
 from ...evidence.bisect.scores import Scores, difference
 from ...evidence.bisect.yardstick import FACTOR, Yardstick
+from ..network import network
 from .hosts import Start
 
 
@@ -41,14 +42,13 @@ def compare(start: Start, rounds: Sequence[Sequence[Request]], base: Scores, yar
 
 def _scores(model: str, dtype: Any, rounds: Sequence[Sequence[Request]]) -> Scores:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()
+    made = network(model, dtype)
     rows: dict[str, list[dict[str, float]]] = {}
     for request in (one for requests in rounds for one in requests):
         with torch.inference_mode():
             tokens = [*request.prompt, *request.forced[:-1]]
-            logits = network(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+            logits = made(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
         first = 0 if request.prefill else len(request.prompt) - 1
         best = logits[first:].topk(min(TOP, logits.shape[-1]))
         found = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..half_precision import COMPARED, EXPERTS, LARGEST, MEAN, distances, exact, table
+from ..network import network
 from .engines import Generated, Request
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def _by_tokens(request: Request, generated: Generated) -> tuple[bool, str]:
     """
     import torch
 
-    expected = exact(_network(request, torch.float32), generated.sequences)[0]
+    expected = exact(network(request.model, torch.float32), generated.sequences)[0]
     ties = 0
     for scores, tokens in _rows(generated, expected):
         behind = scores.amax(dim=-1) - scores.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
@@ -43,7 +44,7 @@ def _by_scores(family: str, request: Request, generated: Generated) -> tuple[boo
     import torch
 
     single, half = (
-        exact(_network(request, dtype), generated.sequences)[0]
+        exact(network(request.model, dtype), generated.sequences)[0]
         for dtype in (torch.float32, getattr(torch, request.dtype))
     )
     compared = COMPARED if family in EXPERTS else 1.0
@@ -79,9 +80,3 @@ def _rows(generated: Generated, expected: Tensor) -> Iterator[tuple[Tensor, list
     parts = torch.split(expected, [len(sequence) - 1 for sequence in generated.sequences])
     for part, tokens in zip(parts, generated.tokens, strict=True):
         yield part[-len(tokens) :], tokens
-
-
-def _network(request: Request, dtype: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(request.model, dtype=dtype, attn_implementation="eager").eval()

@@ -1,0 +1,26 @@
+"""Hugging Face's network of a checkpoint, from the files that an engine reads."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..hosting.loading import unread_by_engines
+
+
+def network(model: str | Path, dtype: Any) -> Any:
+    """A network for comparisons with an engine, in ``dtype``, with Hugging Face's eager attention.
+
+    Hugging Face would load ``model.safetensors`` of a folder that has an index of other files as well; both hosts load
+    the latter, and so does this.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="fl-") as without:
+        if (unread := unread_by_engines(model)) is not None:
+            for file in unread.parent.iterdir():
+                if file.name != unread.name:
+                    Path(without, file.name).symlink_to(file.resolve())
+            model = without
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager").eval()

@@ -1,0 +1,631 @@
+"""The account of a checkpoint's tensors while a host loads them: which parameters they filled, and which nothing took.
+
+Hosts drop tensors whose names they do not know, leave parameters whose tensors do not come, and cast whatever a layer's
+loader is handed. So :class:`Account` follows the data itself: a dispatch mode sees each operator of ATen that runs
+while weights load, and knows by the storages which tensor of the file each value comes from. Loaders may then rename,
+slice, transpose, dequantize or join tensors as they like, whichever way they write.
+
+The other ways see less. ``_version`` of a parameter does not count writes through ``.data``, which is how both hosts
+write, and has no parts. A sentinel that is written before and searched afterwards touches all memory twice, any
+pattern of 8-bit weights may be real, and it says nothing about tensors that were dropped. Calls of ``weight_loader``
+miss loaders that write themselves, and say nothing about the parts of a joined parameter.
+
+The cost is some Python for each operator, which does not grow with a tensor's size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+
+from ..logger_manager import get_logger
+from .quantized.remedies import OUT_OF_ORDER
+
+logger = get_logger(__name__)
+Named = Iterable[tuple[str, Tensor]]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint and the model that a host made for it do not fit."""
+
+
+class Allowed(NamedTuple):
+    """Tensors or parameters that may be left over.
+
+    Args:
+        pattern: of a whole name.
+        reason: why the answers are right without it.
+        equal: a pattern of the tensor whose values it must have, ``"zeros"``, or ``"order"`` for values that ascend;
+            empty where any values may be left.
+    """
+
+    pattern: str
+    reason: str
+    equal: str = ""
+
+
+ZEROS, ORDER = "zeros", "order"
+HEAD, EMBEDDING = r"(.*\.)?lm_head\.weight", r"(.*\.)?embed_tokens\.weight"
+"""Names of the head and of the embedding that it may be tied to."""
+COLUMNS = ".g_idx"
+"""The end of the name of a tensor of ``gptq`` that says in which group each column is."""
+UNTAKEN = (
+    Allowed(r".*\brotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)", "hosts compute rotations from config.json"),
+    Allowed(r".*\b(attn|attention|self_attention)\.(bias|masked_bias)", "a causal mask that old versions saved"),
+    Allowed(r".*\.bias", "GPTQ's tools write biases of zeros for layers without one", ZEROS),
+    Allowed(rf".*{re.escape(COLUMNS)}", "groups of GPTQ's columns in their order, which is what kernels take", ORDER),
+    Allowed(HEAD, "a tied head is the embedding", EMBEDDING),
+    Allowed(r"(.*\.)?(mtp|mtp_layers|mtp_block|nextn)\..*", "layers that predict further tokens serve drafts alone"),
+    Allowed(
+        r"(.*\.)?(visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\..*",
+        "a model that reads text alone asks for no tower of images and sounds",
+    ),
+)
+"""Tensors that no host has to take."""
+
+
+# -- where data comes from --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The tensors of a checkpoint that values were made of; ``dtype``: of the only one, if they are its numbers."""
+
+    names: frozenset[str]
+    dtype: torch.dtype | None = None
+
+
+_NOTHING = _Origin(frozenset())
+
+
+class _Storage:
+    """The origins of one storage's bytes: of ranges, such as tensors that lie in one buffer, or of all of them."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        # As long as it lives, no other storage has this one's address.
+        self.kept = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.ranges: dict[tuple[int, int], frozenset[str]] = {}
+        self.whole = _NOTHING
+
+    def origin(self, tensor: Tensor) -> _Origin:
+        """The origin of a view; a tensor of the file may be read as numbers of another type of the same bytes."""
+        if self.ranges:
+            first = tensor.storage_offset() * tensor.element_size()
+            for (start, end), names in self.ranges.items():
+                if start <= first < end:
+                    return _Origin(names, tensor.dtype)
+        return self.whole
+
+
+# -- which part of a parameter is filled ------------------------------------------------------------------------------
+
+Box = tuple[tuple[int, int], ...]
+"""The range of indices in each dimension."""
+
+
+class _Place:
+    """A parameter or buffer while tensors are loaded: the boxes of its elements that were written, and from what."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name, self.shape, self.strides = name, tuple(tensor.shape), tensor.stride()
+        self.offset, self.numel, self.dtype = int(tensor.storage_offset()), tensor.numel(), tensor.dtype
+        self.boxes: set[Box] = set()
+        self.scattered: Tensor | None = None
+        self.names: set[str] = set()
+
+    def write(self, view: Tensor, names: frozenset[str]) -> None:
+        """Note a write into a view that may be a part of it."""
+        if (box := self._box(view)) is not None:
+            self.boxes.add(box)
+        else:
+            self._scatter(view)
+        self.names |= names
+
+    def _box(self, view: Tensor) -> Box | None:
+        rest, found = int(view.storage_offset()) - self.offset, [(0, 1)] * len(self.shape)
+        if view.element_size() != self.dtype.itemsize or rest < 0:
+            return None
+        by_stride = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
+        for dim in by_stride:
+            if self.shape[dim] > 1:
+                start, rest = divmod(rest, self.strides[dim]) if self.strides[dim] else (0, rest)
+                found[dim] = start, start + 1
+        if rest:
+            return None
+        free = [dim for dim in by_stride if self.shape[dim] > 1]
+        for size, stride in zip(view.shape, view.stride(), strict=True):
+            if size == 1:
+                continue
+            along = next((dim for dim in free if self.strides[dim] == stride), None)
+            if along is None or found[along][0] + size > self.shape[along]:
+                return None
+            free.remove(along)
+            found[along] = found[along][0], found[along][0] + size
+        return tuple(found)
+
+    def _scatter(self, view: Tensor) -> None:
+        """Note a view that is no box, such as one of flat elements, or of bytes."""
+        if self.scattered is None:
+            self.scattered = torch.zeros(self.offset + _reach(self.shape, self.strides), dtype=torch.bool, device="cpu")
+        shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
+        if view.element_size() != self.dtype.itemsize:
+            first = offset * view.element_size() // self.dtype.itemsize
+            end = -(-(offset + _reach(shape, strides)) * view.element_size() // self.dtype.itemsize)
+            shape, strides, offset = (end - first,), (1,), first
+        if offset + _reach(shape, strides) <= len(self.scattered):
+            self.scattered.as_strided(shape, strides, offset).fill_(True)
+
+    def is_whole(self) -> bool:
+        """Whether every element was written."""
+        if tuple((0, size) for size in self.shape) in self.boxes or self.numel == 0:
+            return True
+        if self.scattered is not None:
+            written = self.scattered.as_strided(self.shape, self.strides, self.offset)
+            for box in self.boxes:
+                written[tuple(slice(*ends) for ends in box)] = True
+            return bool(written.all())
+        edges = [
+            sorted({0, size, *(edge for box in self.boxes for edge in box[dim])}) for dim, size in enumerate(self.shape)
+        ]
+        places = [{edge: index for index, edge in enumerate(each)} for each in edges]
+        cells = torch.zeros([len(each) - 1 for each in edges], dtype=torch.bool, device="cpu")
+        for box in self.boxes:
+            cells[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))] = (
+                True
+            )
+        return bool(cells.all())
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The elements from a view's first one to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+# -- one operator -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """An operator: positions and names of the arguments that it overwrites, and whether it makes views or casts."""
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    views: bool
+    casts: bool
+
+
+_CASTS = {"aten::_to_copy", "aten::clone", "aten::copy_", "aten::lift_fresh", "aten::_copy_from"}
+"""Operators whose result has the values of their one argument."""
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    schema = func._schema
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    views = not written and any(result.alias_info is not None for result in schema.returns)
+    positions, names = tuple(index for index, _ in written), tuple(name for _, name in written)
+    return _Kind(positions, names, views, schema.name in _CASTS)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The account's eyes in one thread."""
+
+    def __init__(self, account: Account) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.account = account
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks whether to wrap the method below, which would import its compiler and cost 7 µs a call."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind.views:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.account._ran(func, kind, args, kwargs, result)
+        return result
+
+
+# -- the account ------------------------------------------------------------------------------------------------------
+
+
+class Cast(NamedTuple):
+    """A tensor whose values became another kind of numbers in a parameter."""
+
+    name: str
+    stored: torch.dtype
+    parameter: str
+    dtype: torch.dtype
+
+
+class Unfilled(NamedTuple):
+    """A parameter or buffer that the checkpoint does not fill; ``names``: the tensors that filled a part."""
+
+    name: str
+    names: list[str]
+
+
+class Account:
+    """The account of one load.
+
+    Args:
+        model: as its constructor left it.
+        source: the checkpoint's folder, or its name in a hub.
+    """
+
+    def __init__(self, model: nn.Module, source: str) -> None:
+        self.source = source
+        self.files: list[str] = []
+        self._file_of: dict[str, str] = {}
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self.taken: set[str] = set()
+        self.casts: list[Cast] = []
+        self.last: str | None = None
+        self._storages: dict[int, _Storage] = {}
+        self._places: dict[int, list[_Place]] = {}
+        self._kept: list[StorageWeakRef] = []
+        self._scalar = _NOTHING
+        self._lock = threading.RLock()
+        for name, tensor in _named(model):
+            self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+            self._places.setdefault(_key(tensor), []).append(_Place(name, tensor))
+
+    def see(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
+        """Hand on a checkpoint's tensors, as they come, with their names."""
+        for name, tensor in _unwatched(weights):
+            with self._lock:
+                self.last = name
+                self.tensors[name] = tensor.dtype, tuple(tensor.shape)
+                self._note(name, tensor)
+            yield name, tensor
+        self.last = None
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        key = _key(tensor)
+        storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = _Storage(tensor.untyped_storage())
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        span = start, start + max(tensor.numel(), 1) * tensor.element_size()
+        storage.ranges[span] = storage.ranges.get(span, frozenset()) | {name}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at what this thread runs, and at what threads run that it asks meanwhile."""
+        submit = ThreadPoolExecutor.submit
+
+        def watched(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            @wraps(call)
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                with _Watch(self):
+                    return call(*args, **kwargs)
+
+            return submit(pool, inside, *args, **kwargs)
+
+        # A dispatch mode is a thread's own, and SGLang's DeepSeek has threads of such a pool write its weights.
+        ThreadPoolExecutor.submit = watched  # type: ignore[method-assign, assignment]
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+    def _ran(self, func: Any, kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
+        with self._lock:
+            written = [args[index] for index in kind.positions if index < len(args)]
+            written += [kwargs[name] for name in kind.names if name in kwargs]
+            origin = self._origin(kind, args, kwargs)
+            if not kind.positions and not origin.names:
+                return
+            self.taken |= origin.names
+            if isinstance(result, int | float | bool):
+                self._scalar = origin
+            elif not written:
+                for tensor in _tensors(result if isinstance(result, list | tuple) else (result,)):
+                    self._make(tensor, origin)
+            for tensor in _tensors(written):
+                self._write(tensor, origin)
+
+    def _origin(self, kind: _Kind, args: Any, kwargs: Any) -> _Origin:
+        found = [
+            origin
+            for tensor in _tensors((*args, *kwargs.values()))
+            if (storage := self._storages.get(_key(tensor))) is not None
+            and (origin := storage.origin(tensor)).names
+            and _key(tensor) not in self._places
+        ]
+        if not found:
+            return _NOTHING
+        if len(found) == 1:
+            return found[0] if kind.casts else _Origin(found[0].names)
+        return _Origin(frozenset[str]().union(*(origin.names for origin in found)))
+
+    def _make(self, tensor: Tensor, origin: _Origin) -> None:
+        key = _key(tensor)
+        if key not in self._places:
+            storage = self._storages.get(key)
+            if storage is None:
+                storage = self._storages[key] = _Storage(tensor.untyped_storage())
+            storage.whole = origin
+
+    def _write(self, tensor: Tensor, origin: _Origin) -> None:
+        key = _key(tensor)
+        places = self._places.get(key)
+        if places is None:
+            if origin.names:
+                storage = self._storages.get(key)
+                whole = _NOTHING if storage is None else storage.whole
+                self._make(tensor, _Origin(whole.names | origin.names))
+            return
+        if not origin.names:
+            origin, self._scalar = self._scalar, _NOTHING
+        for place in places:
+            place.write(tensor, origin.names)
+            if origin.dtype is not None and _number(origin.dtype) != _number(tensor.dtype):
+                self.casts.append(Cast(min(origin.names), origin.dtype, place.name, tensor.dtype))
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def unfilled(self, model: nn.Module, allowed: Sequence[Allowed]) -> list[Unfilled]:
+        """The model's parameters and buffers that no tensor filled, or that some filled in part."""
+        found = []
+        for name, tensor in _named(model):
+            if not tensor.numel() or tensor.is_meta:
+                continue
+            excused = _matching(name, allowed) is not None
+            key = _key(tensor)
+            places = [place for place in self._places.get(key, ()) if place.offset == tensor.storage_offset()]
+            if places:
+                names = set[str]().union(*(place.names for place in places))
+                if (not names and excused) or self._is_joined_scale(name, names):
+                    continue
+                if not any(place.names and place.is_whole() for place in places):
+                    found.append(Unfilled(name, sorted(names)))
+                continue
+            storage = self._storages.get(key)
+            origin = _NOTHING if storage is None else storage.origin(tensor)
+            self.taken |= origin.names  # the parameter is the file's tensor itself, or what was made of it
+            if not origin.names and not excused:
+                found.append(Unfilled(name, []))
+        return found
+
+    def _is_joined_scale(self, name: str, names: set[str]) -> bool:
+        """Whether a checkpoint has one number for layers that it joined itself, which a host's loader writes once."""
+        return len(names) == 1 and all(
+            name.split(".")[-2:] == other.split(".")[-2:] and math.prod(self.tensors[other][1]) == 1 for other in names
+        )
+
+    def left(self, allowed: Sequence[Allowed]) -> list[str]:
+        """The tensors that nothing took and that may not be left over."""
+        found = [name for name in self.tensors if name not in self.taken]
+        return [name for name in found if (rule := _matching(name, allowed)) is None or not self._holds(name, rule)]
+
+    def _holds(self, name: str, rule: Allowed) -> bool:
+        """Whether a tensor that may be left has the values that it must have; a file that is no safetensors says no."""
+        if not rule.equal:
+            return True
+        if not (file := self.file_of(name)):
+            return rule.equal == ORDER
+        values = _read(file, name)
+        if rule.equal == ORDER:
+            return bool((values.diff() >= 0).all())
+        if rule.equal == ZEROS:
+            return not values.any()
+        others = (other for other in self.tensors if re.fullmatch(rule.equal, other))
+        return any(torch.equal(values, _read(self.file_of(other), other)) for other in others)
+
+    def file_of(self, name: str) -> str:
+        """The file of safetensors that has a tensor; an empty string where none says so."""
+        if not self._file_of:
+            self._file_of = _files_by_name(self.files)
+        return self._file_of.get(name, "")
+
+    # -- refusals -----------------------------------------------------------------------------------------------------
+
+    def refuse_unfilled(self, model: nn.Module, allowed: Sequence[Allowed]) -> None:
+        """Raise :class:`CheckpointError` for casts between kinds of numbers, and for parameters that are not filled."""
+        for cast in self.casts:
+            if re.fullmatch(r".*\bweight_shape", cast.name):
+                continue  # its numbers say how many the packed ones are, and hosts do not read them
+            raise CheckpointError(
+                f"{self._named(cast.name)} has numbers of {_words(cast.stored)}, and the model would read them as "
+                f"{_words(cast.dtype)} (parameter '{cast.parameter}'): {CONFIGURED}"
+            )
+        if not (found := self.unfilled(model, allowed)):
+            return
+        (name, names), *more = found
+        layer, _, parameter = name.rpartition(".")
+        others = f" (nor {len(more)} more parameters, such as '{more[-1].name}')" if more else ""
+        if names:
+            said = f"only a part of '{parameter}' of the layer '{layer}' is in {self.source}, by {_list(names)}{others}"
+        else:
+            said = f"{self.source} has no tensor for '{parameter}' of the layer '{layer}'{others}"
+        above = layer.rpartition(".")[0] + "."
+        beside = [other for other in self.left(()) if other.startswith(above)] if above != "." else []
+        if beside:
+            exact = [other for other in beside if other.startswith(f"{layer}.")] or beside
+            raise CheckpointError(
+                f"{said}; it has {self._named(exact[0])}, which the model has no place for: {CONFIGURED}"
+            )
+        raise CheckpointError(f"{said}: the files are not complete, or not of the model that config.json describes")
+
+    def refuse_left(self, left: Sequence[str]) -> None:
+        """Raise :class:`CheckpointError` if there are tensors that no rank took."""
+        if moved := [name for name in left if name.endswith(COLUMNS)]:
+            raise CheckpointError(f"{self._named(moved[0])} {OUT_OF_ORDER}")
+        if left:
+            more = f" (nor of {len(left) - 1} more tensors, such as '{left[-1]}')" if len(left) > 1 else ""
+            raise CheckpointError(
+                f"nothing in the model made use of {self._named(left[0])}{more}: the answers would be those of another "
+                f"network; {CONFIGURED}, or leave it out of the checkpoint"
+            )
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors of a host's loader, which say what it met, then say of which tensor and file too."""
+        try:
+            yield
+        except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if self.last is None or isinstance(error, CheckpointError | torch.OutOfMemoryError):
+                raise
+            shape = "×".join(map(str, self.tensors[self.last][1]))
+            raise CheckpointError(
+                f"{self._named(self.last)} ({_words(self.tensors[self.last][0])}, {shape}) cannot be loaded "
+                f"({type(error).__name__}: {str(error) or 'no word'}): {CONFIGURED}"
+            ) from error
+
+    def _named(self, name: str) -> str:
+        file = self.file_of(name)
+        return f"'{name}' of {file or self.source}"
+
+
+CONFIGURED = (
+    "compare config.json with the files, and what its quantization_config says of this layer (targets, ignore, "
+    "dynamic, modules_to_not_convert)"
+)
+"""Advice to users where a checkpoint's configuration and files disagree."""
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _files_by_name(files: Iterable[str]) -> dict[str, str]:
+    """Which file of safetensors has each tensor."""
+    from safetensors import safe_open
+
+    found: dict[str, str] = {}
+    for file in files:
+        if file.endswith(".safetensors"):
+            with safe_open(file, "pt") as opened:
+                found.update(dict.fromkeys(opened.keys(), file))
+    return found
+
+
+def _read(file: str, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        values: Tensor = opened.get_tensor(name)
+    return values
+
+
+def head_of_its_own(files: Iterable[str]) -> str | None:
+    """The name of the files' head if they have just one, and it is another than the embedding."""
+    by_name = _files_by_name(files)
+    heads = [name for name in by_name if re.fullmatch(HEAD, name)]
+    embeddings = [name for name in by_name if re.fullmatch(EMBEDDING, name)]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return None
+    head, embedding = (_read(by_name[name], name) for name in (*heads, *embeddings))
+    return None if torch.equal(head, embedding) else heads[0]
+
+
+def predictors(config: Any) -> tuple[Allowed, ...]:
+    """The layers behind a model's last one that predict further tokens, as DeepSeek-V3's checkpoints have them.
+
+    Args:
+        config: the configuration of the model's text.
+    """
+    further = getattr(config, "num_nextn_predict_layers", None) or 0
+    numbers = "|".join(str(config.num_hidden_layers + index) for index in range(further))
+    reason = "layers that predict further tokens serve drafts alone"
+    return (Allowed(rf"(.*\.)?layers\.({numbers})\..*", reason),) if further else ()
+
+
+def warn_of_unread(files: Sequence[str]) -> None:
+    """Log if the folder has weights that Hugging Face would load and a host, which read ``files``, did not."""
+    folders = {Path(file).parent for file in files}
+    for folder in folders:
+        if (unread := unread_by_engines(folder)) is not None and str(unread) not in map(str, files):
+            logger.warning(
+                "%s has two sets of weights: the engine serves the files of %s, and Hugging Face's from_pretrained "
+                "would load %s; delete one of them, unless they are the same",
+                folder, INDEX, SINGLE,
+            )  # fmt: skip
+
+
+def unread_by_engines(folder: str | Path) -> Path | None:
+    """The ``model.safetensors`` of a folder whose index names other files, which hosts read instead, or ``None``."""
+    index, single = Path(folder, INDEX), Path(folder, SINGLE)
+    if not (index.is_file() and single.is_file()):
+        return None
+    named = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
+    return None if SINGLE in named else single
+
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of a checkpoint's weights, or the list of several."""
+
+
+def _unwatched(weights: Named) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an iterator, which reads files meanwhile: a dozen operators that no account is of."""
+    source, mode = iter(weights), _get_current_dispatch_mode()
+    while True:
+        with _pop_mode_temporarily() if isinstance(mode, _Watch) else nullcontext():
+            found = next(source, None)
+        if found is None:
+            return
+        yield found
+        mode = _get_current_dispatch_mode()
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a checkpoint of the model would have."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _matching(name: str, allowed: Sequence[Allowed]) -> Allowed | None:
+    return next((rule for rule in allowed if re.fullmatch(rule.pattern, name)), None)
+
+
+def _number(dtype: torch.dtype) -> str:
+    """The kind of numbers of a type; a cast within a kind changes at most how exact they are."""
+    if dtype.itemsize == 1:
+        # float8_e8m0fnu has powers of two only, which every wider type has as well.
+        return "floating point" if dtype is torch.float8_e8m0fnu else str(dtype)
+    return "floating point" if dtype.is_floating_point else "integer" if not dtype.is_complex else "complex"

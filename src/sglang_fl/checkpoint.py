@@ -1,0 +1,121 @@
+"""Whether a checkpoint's tensors and the model's parameters fit, and which of either SGLang may leave over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.runtime_context import get_parallel
+from torch import Tensor, nn
+
+from fl_dispatch.hosting import loading, ranks
+from fl_dispatch.hosting.loading import Account, Allowed
+from fl_dispatch.logger_manager import get_logger
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = get_logger(__name__)
+
+UNFILLED = (Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),)
+"""Parameters and buffers of SGLang's models that a checkpoint need not have."""
+OF_TARGET = (
+    Allowed(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.weight", "a model that drafts has the target's"),
+)
+"""Further ones of a model that drafts."""
+UNTAKEN = (
+    *loading.UNTAKEN,
+    Allowed(r".*\.[qkv]_scale", "scales of a KV cache count where the cache is quantized"),
+)
+"""Tensors of a checkpoint that SGLang's models need not take."""
+
+
+def untie(runner: ModelRunner) -> None:
+    """Have SGLang make a head of its own where a tied model's file has one that is another than the embedding.
+
+    Hugging Face and vLLM serve the file's head then; SGLang's models go by the configuration alone, and drop it.
+    """
+    model, args = runner.model_config, runner.server_args
+    configs = [config for config in (model.hf_config, model.hf_text_config) if getattr(config, TIED, False)]
+    if not configs or runner.is_draft_worker or args.load_format not in ("auto", "safetensors"):
+        return
+    loader = DefaultModelLoader(LoadConfig(load_format=args.load_format, download_dir=args.download_dir))
+    files = loader._prepare_weights(model.model_path, model.revision, fall_back_to_pt=True)[1]
+    if (head := loading.head_of_its_own(files)) is not None:
+        logger.warning(
+            "config.json of %s ties the head to the embedding, and the file has another head, '%s', which is "
+            "served; 'tie_word_embeddings': false says so in config.json",
+            model.model_path,
+            head,
+        )
+        for config in configs:
+            setattr(config, TIED, False)
+
+
+TIED = "tie_word_embeddings"
+
+
+class Load:
+    """One start's load of a runner's model, from its beginning to its account."""
+
+    def __init__(self, source: str, drafts: bool) -> None:
+        self.source, self.drafts = source, drafts
+        self.account: Account | None = None
+
+
+_LOAD = ContextVar[Load | None]("fl_load", default=None)
+"""The load that goes on. Weights that come later, into a running engine, are not counted."""
+
+
+@contextmanager
+def loads(runner: ModelRunner) -> Iterator[None]:
+    """The time in which SGLang makes and loads a runner's model; at its end every rank compares what is left.
+
+    Raises:
+        CheckpointError: no rank took a tensor of the checkpoint.
+    """
+    load = Load(str(runner.model_config.model_path), runner.is_draft_worker)
+    token = _LOAD.set(load)
+    try:
+        yield
+    finally:
+        _LOAD.reset(token)
+    config = runner.model_config
+    if (account := load.account) is None or load.drafts or not config.is_generation:
+        return  # pooling models take the layers that their task asks for
+    text = config.hf_text_config
+    left, parallel = account.left((*UNTAKEN, *loading.predictors(text))), get_parallel()
+    if parallel.world_group.world_size > 1:
+        left = ranks.on_all(parallel.world_group.cpu_group, left)
+    account.refuse_left(left)
+
+
+def load_weights_only(
+    original: Callable[..., None], model: nn.Module, weights: Iterable[tuple[str, Tensor]], target_device: Any
+) -> None:
+    """Have SGLang load a model, then refuse what the checkpoint did not fill.
+
+    Raises:
+        CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.
+    """
+    load = _LOAD.get()
+    if load is None:
+        original(model, weights, target_device)
+        return
+    account = load.account = Account(model, load.source)
+    with account.naming(), account.watching():
+        original(model, account.see(weights), target_device)
+    account.refuse_unfilled(model, (*UNFILLED, *(OF_TARGET if load.drafts else ())))
+    loading.warn_of_unread(account.files)
+
+
+def note_files(original: Callable[..., tuple[str, list[str], bool]], loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's choice of a checkpoint's files."""
+    found = original(loader, *args, **kwargs)
+    if (load := _LOAD.get()) is not None and load.account is not None:
+        load.account.files += found[1]
+    return found

@@ -1,0 +1,70 @@
+"""Whether a checkpoint's tensors and the model's parameters fit, and which of either vLLM may leave over.
+
+:mod:`vllm_fl.compat.loaders` counts while weights load. Parameters that no tensor fills are refused at once, tensors that
+nothing took when all ranks have loaded, because another rank takes the layers of its stage, and its own experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fl_dispatch.hosting import loading, ranks
+from fl_dispatch.hosting.loading import Account, Allowed
+
+UNFILLED = (
+    Allowed(r".*\._?(q|k|v|prob)_scale", "scales of a KV cache are 1 where a checkpoint has none, and vLLM says so"),
+    Allowed(r".*\.(q|k|v)_zero_point", "vLLM's attention makes them, and none is served"),
+    Allowed(r".*\.w(13|2)_bias", "vLLM drops the biases of quantized experts where no expert has one"),
+)
+"""Parameters and buffers of vLLM's models that a checkpoint need not have."""
+OF_TARGET = (
+    Allowed(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.weight", "a model that drafts has the target's"),
+)
+"""Further ones of a model that drafts."""
+UNTAKEN = (
+    *loading.UNTAKEN,
+    Allowed(r".*\.[qkv]_scale", "scales of a KV cache count where the cache is quantized"),
+)
+"""Tensors of a checkpoint that vLLM's models need not take."""
+
+_loaded: list[Account] = []
+"""The accounts of this process's models that serve, until all ranks have loaded."""
+
+
+def open_account(model: nn.Module, model_config: Any) -> Account | None:
+    """An account of a load that begins; ``None`` where vLLM quantizes weights while it loads them."""
+    from vllm.model_executor.model_loader.base_loader import _has_online_quant
+
+    return None if _has_online_quant(model) else Account(model, str(model_config.model))
+
+
+def close_account(account: Account, model: nn.Module, model_config: Any) -> None:
+    """Refuse what the checkpoint did not fill, and keep the account until all ranks have loaded.
+
+    Raises:
+        CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.
+    """
+    drafts = model_config.runner_type == "draft"
+    account.refuse_unfilled(model, (*UNFILLED, *(OF_TARGET if drafts else ())))
+    loading.warn_of_unread(account.files)
+    if not drafts:
+        _loaded.append(account)
+
+
+def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
+    """Refuse tensors of the checkpoint that no rank took. Every rank must call it, once its models are loaded.
+
+    Pooling models take the layers that their task asks for, and drafting ones take those of the target's checkpoint
+    that are theirs.
+
+    Raises:
+        CheckpointError: there are some.
+    """
+    allowed = (*UNTAKEN, *loading.predictors(model_config.hf_text_config))
+    accounts, _loaded[:] = list(_loaded), []
+    for account in accounts:
+        left = [] if model_config.runner_type == "pooling" else account.left(allowed)
+        account.refuse_left(ranks.on_all(everybody, left))

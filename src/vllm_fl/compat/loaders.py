@@ -1,0 +1,68 @@
+"""vLLM's loaders of weights, each with an account of a checkpoint's tensors.
+
+vLLM compares names itself, only in models that are not quantized, and not the parts of joined layers. Its table of
+loaders is the one place that every load passes, of a model and of one that drafts for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from fl_dispatch.hosting.loading import Account
+
+from .. import checkpoint
+
+
+class CountedLoader:
+    """The part before vLLM's loader of a format. Weights that come later, into a running engine, are not counted."""
+
+    fl_account: Account | None = None
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Load, then refuse what the checkpoint did not fill.
+
+        Raises:
+            CheckpointError: a parameter is not filled, or a tensor has another kind of numbers.
+        """
+        account = self.fl_account = checkpoint.open_account(model, model_config)
+        if account is None:
+            super().load_weights(model, model_config)  # type: ignore[misc]
+            return
+        try:
+            with account.naming(), account.watching():
+                super().load_weights(model, model_config)  # type: ignore[misc]
+        finally:
+            self.fl_account = None
+        checkpoint.close_account(account, model, model_config)
+
+    def track_weights_loading(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's comparison of names, without the layers that it excuses: ours follows, and names the files too."""
+
+    def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        weights: Iterator[tuple[str, Tensor]] = super().get_all_weights(*args, **kwargs)  # type: ignore[misc]
+        return weights if self.fl_account is None else self.fl_account.see(weights)
+
+    def _prepare_weights(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_weights(*args, **kwargs)  # type: ignore[misc]
+        if self.fl_account is not None:
+            self.fl_account.files += found if isinstance(found, list) else found[1]
+        return found
+
+
+@cache
+def _counted(loader: type) -> type:
+    return type(f"{loader.__name__}FL", (CountedLoader, loader), {"__module__": __name__})
+
+
+def count() -> None:
+    """Put our part before each of vLLM's loaders that hands a checkpoint's tensors to the model. Idempotent."""
+    from vllm.model_executor import model_loader
+
+    table = model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+    for name, loader in table.items():
+        if hasattr(loader, "get_all_weights") and not issubclass(loader, CountedLoader):
+            table[name] = _counted(loader)

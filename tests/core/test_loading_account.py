@@ -1,0 +1,236 @@
+"""The account of a checkpoint's tensors sees what was filled, dropped and cast, however a loader writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fl_dispatch.hosting.loading import UNTAKEN, Account, Allowed, CheckpointError
+
+FP8 = torch.float8_e4m3fn
+Loader = Callable[[Tensor, Tensor], object]
+
+
+class Model(nn.Module):
+    """One parameter of a layer."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        found = self.layer.weight
+        assert isinstance(found, Tensor)
+        return found
+
+
+def counted(model: Model, tensors: dict[str, Tensor], load: Callable[[str, Tensor], object]) -> Account:
+    account = Account(model, "folder")
+    with account.watching():
+        for name, tensor in account.see(tensors.items()):
+            load(name, tensor)
+    return account
+
+
+def _in_threads(weight: Tensor, tensor: Tensor) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(weight.data.copy_, tensor).result()
+
+
+def _row_by_row(weight: Tensor, tensor: Tensor) -> None:
+    for row in range(len(weight)):
+        weight.data[row] = tensor[row]
+
+
+def _columns(weight: Tensor, tensor: Tensor) -> None:
+    for start in (0, 2):
+        weight.data.narrow(1, start, 2).copy_(tensor.narrow(1, start, 2))
+
+
+def _dequantized(weight: Tensor, tensor: Tensor) -> None:
+    weight.data.copy_((tensor.float() * 2).to(weight.dtype))
+
+
+def _through_a_buffer(weight: Tensor, tensor: Tensor) -> None:
+    buffer = torch.empty_like(tensor)
+    buffer.copy_(tensor)
+    weight.data.copy_(torch.cat((buffer[:1], buffer[1:])))
+
+
+def _swapped(weight: Tensor, tensor: Tensor) -> None:
+    weight.data = tensor
+
+
+def _as_bytes(weight: Tensor, tensor: Tensor) -> None:
+    weight.data.view(torch.uint8).copy_(tensor.view(torch.uint8))
+
+
+WAYS: dict[str, Loader] = {
+    "a copy": lambda weight, tensor: weight.data.copy_(tensor),
+    "a copy of the parameter's own": lambda weight, tensor: weight.copy_(tensor),
+    "rows": _row_by_row,
+    "columns": _columns,
+    "flat elements": lambda weight, tensor: weight.data.view(-1).copy_(tensor.reshape(-1)),
+    "transposed": lambda weight, tensor: weight.data.t().copy_(tensor.t()),
+    "threads": _in_threads,
+    "arithmetic": _dequantized,
+    "a buffer": _through_a_buffer,
+    "new storage": _swapped,
+    "bytes": _as_bytes,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_is_filled_whichever_way_it_is_written(way: str) -> None:
+    model = Model(3, 4)
+    account = counted(model, {"w": torch.randn(3, 4)}, lambda _, tensor: WAYS[way](model.weight, tensor))
+    assert account.unfilled(model, ()) == []
+    assert account.left(()) == []
+    assert not account.casts
+
+
+@pytest.mark.parametrize("way", ["rows", "columns", "flat elements", "transposed", "bytes"])
+def test_half_a_parameter_is_not_filled(way: str) -> None:
+    model = Model(6, 4)
+
+    def load(_: str, tensor: Tensor) -> None:
+        half = model.weight[:3]
+        WAYS[way](half, tensor)
+
+    account = counted(model, {"gate.weight": torch.randn(3, 4)}, load)
+    assert account.unfilled(model, ()) == [("layer.weight", ["gate.weight"])]
+    with pytest.raises(CheckpointError, match="only a part of 'weight' of the layer 'layer' is in folder, by 'gate"):
+        account.refuse_unfilled(model, ())
+
+
+def test_parts_of_experts_fill_their_parameter_together_and_one_that_lacks_is_seen() -> None:
+    for lacking in (None, "1.up"):
+        model = Model(3, 4, 5)
+        parts = {f"{index}.{name}": torch.randn(2, 5) for index in range(3) for name in ("gate", "up")}
+        parts.pop(lacking or "", None)
+
+        def load(name: str, tensor: Tensor, model: Model = model) -> None:
+            index, _, kind = name.partition(".")
+            model.weight.data[int(index)].narrow(0, 2 * (kind == "up"), 2).copy_(tensor)
+
+        account = counted(model, parts, load)
+        assert bool(account.unfilled(model, ())) is (lacking is not None)
+
+
+def test_what_a_loader_pads_is_filled_and_what_it_only_clears_is_not() -> None:
+    model = Model(4, 4)
+
+    def pad(_: str, tensor: Tensor) -> None:
+        model.weight.data[:3].copy_(tensor)
+        model.weight.data[3:].fill_(0)
+
+    assert counted(model, {"w": torch.randn(3, 4)}, pad).unfilled(model, ()) == []
+    account = counted(model, {"w": torch.randn(3, 4)}, lambda *_: model.weight.data.fill_(0))
+    assert account.unfilled(model, ()) == [("layer.weight", [])]
+    assert account.left(()) == ["w"]
+
+
+def test_a_number_that_goes_through_python_is_taken() -> None:
+    model = Model(1)
+    account = counted(
+        model, {"s": torch.tensor(2.0)}, lambda _, tensor: model.weight.data.fill_(tensor.item()) and None
+    )
+    assert account.unfilled(model, ()) == []
+    assert account.left(()) == []
+
+
+def test_a_dropped_tensor_is_left_and_tensors_that_share_a_buffer_are_told_apart() -> None:
+    buffer = torch.randn(24)
+    model = Model(3, 4)
+    parts = {"taken": buffer[:12].view(3, 4), "dropped": buffer[12:].view(3, 4)}
+
+    def load(name: str, tensor: Tensor) -> None:
+        if name == "taken":
+            model.weight.data.copy_(tensor)
+
+    account = counted(model, parts, load)
+    assert account.left(()) == ["dropped"]
+    assert account.left((Allowed("dropp.*", "it is a test"),)) == []
+    with pytest.raises(CheckpointError, match="nothing in the model made use of 'dropped' of folder"):
+        account.refuse_left(account.left(()))
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "is_cast"),
+    [
+        (FP8, torch.int8, True),
+        (torch.int8, FP8, True),
+        (FP8, torch.bfloat16, True),
+        (torch.bfloat16, FP8, True),
+        (torch.int32, torch.float32, True),
+        (torch.float8_e5m2, FP8, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float32, torch.float16, False),
+        (torch.int64, torch.int32, False),
+        (FP8, FP8, False),
+        (torch.float8_e8m0fnu, torch.float32, False),
+    ],
+)
+def test_a_silent_cast_between_kinds_of_numbers_is_seen(stored: torch.dtype, dtype: torch.dtype, is_cast: bool) -> None:
+    model = Model(4, 4, dtype=dtype)
+    for load in (WAYS["a copy"], lambda weight, tensor: weight.data.copy_(tensor.to(weight.dtype))):
+        tensors = {"w": torch.ones(4, 4).to(stored)}
+        account = counted(model, tensors, lambda _, tensor, load=load: load(model.weight, tensor))
+        assert bool(account.casts) is is_cast
+        if is_cast:
+            words = f"'w' of folder has numbers of {stored}".replace("torch.", "")
+            with pytest.raises(CheckpointError, match=words):
+                account.refuse_unfilled(model, ())
+
+
+def test_numbers_that_a_loader_computes_are_no_cast() -> None:
+    model = Model(4, 4, dtype=torch.bfloat16)
+    account = counted(model, {"w": torch.ones(4, 4).to(FP8)}, lambda _, tensor: _dequantized(model.weight, tensor))
+    assert not account.casts
+
+
+def test_biases_of_zeros_may_be_left_and_others_not(tmp_path: Path) -> None:
+    model = Model(2)
+    tensors = {"layer.weight": torch.ones(2), "a.bias": torch.zeros(2), "b.bias": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def load(name: str, tensor: Tensor) -> None:
+        if name == "layer.weight":
+            model.weight.data.copy_(tensor)
+
+    account = counted(model, tensors, load)
+    account.files.append(str(tmp_path / "model.safetensors"))
+    assert account.left(UNTAKEN) == ["b.bias"]
+    with pytest.raises(CheckpointError, match=r"'b.bias' of .*model\.safetensors: the answers"):
+        account.refuse_left(account.left(UNTAKEN))
+
+
+def test_a_loaders_own_error_is_a_sentence_that_names_the_tensor() -> None:
+    model = Model(3, 4)
+    account = Account(model, "folder")
+
+    def load(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for _, tensor in tensors:
+            assert tensor.shape == model.weight.shape
+
+    with (
+        pytest.raises(CheckpointError, match=r"'w' of folder \(float32, 2×4\) cannot be loaded .*AssertionError"),
+        account.naming(),
+        account.watching(),
+    ):
+        load(account.see([("w", torch.randn(2, 4))]))
+
+
+def test_a_host_that_runs_out_of_memory_says_so_itself() -> None:
+    account = Account(Model(1), "folder")
+    list(account.see([("w", torch.ones(1))]))
+    with pytest.raises(torch.OutOfMemoryError), account.naming():
+        raise torch.OutOfMemoryError("no memory")
