@@ -14,6 +14,7 @@ imports the module that it needs:
 ``streams``          ``torch.cuda``'s streams, events and graphs on a device whose PyTorch module is another
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
+``loaders``          an account of the tensors that vLLM's loaders hand to a model
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
 ``determinism``      vLLM's own kernels for batch invariance, on a CPU
 ``metrics``          the registry behind ``/metrics``
