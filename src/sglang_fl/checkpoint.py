@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-UNFILLED = (Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),)
+SHAPE = Allowed(r".*\.weight_shape", "the packed weight has the shape itself")
+"""The tensor of ``compressed-tensors`` that says a weight's shape, and the parameter of its name."""
+UNFILLED = (
+    SHAPE,
+    Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),
+)
 """Parameters and buffers of SGLang's models that a checkpoint need not have."""
 OF_TARGET = (
     Allowed(r"(.*\.)?(embed_tokens|lm_head|shared_head\.head)\.weight", "a model that drafts has the target's"),
@@ -29,6 +34,7 @@ OF_TARGET = (
 """Further ones of a model that drafts."""
 UNTAKEN = (
     *loading.UNTAKEN,
+    SHAPE,
     Allowed(r".*\.[qkv]_scale", "scales of a KV cache count where the cache is quantized"),
 )
 """Tensors of a checkpoint that SGLang's models need not take."""
@@ -57,6 +63,7 @@ def untie(runner: ModelRunner) -> None:
 
 
 TIED = "tie_word_embeddings"
+"""The field of a configuration that says whether the head is the embedding."""
 
 
 class Load:

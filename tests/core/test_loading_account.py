@@ -181,9 +181,12 @@ def test_a_dropped_tensor_is_left_and_tensors_that_share_a_buffer_are_told_apart
 )
 def test_a_silent_cast_between_kinds_of_numbers_is_seen(stored: torch.dtype, dtype: torch.dtype, is_cast: bool) -> None:
     model = Model(4, 4, dtype=dtype)
-    for load in (WAYS["a copy"], lambda weight, tensor: weight.data.copy_(tensor.to(weight.dtype))):
-        tensors = {"w": torch.ones(4, 4).to(stored)}
-        account = counted(model, tensors, lambda _, tensor, load=load: load(model.weight, tensor))
+
+    def cast_before(_: str, tensor: Tensor) -> None:
+        model.weight.data.copy_(tensor.to(dtype))
+
+    for load in (cast_before, lambda _, tensor: model.weight.data.copy_(tensor)):
+        account = counted(model, {"w": torch.ones(4, 4).to(stored)}, load)
         assert bool(account.casts) is is_cast
         if is_cast:
             words = f"'w' of folder has numbers of {stored}".replace("torch.", "")
@@ -234,3 +237,28 @@ def test_a_host_that_runs_out_of_memory_says_so_itself() -> None:
     list(account.see([("w", torch.ones(1))]))
     with pytest.raises(torch.OutOfMemoryError), account.naming():
         raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize(("name", "fits"), [("layer.weight", True), ("gate.weight", False)])
+def test_one_scale_of_layers_that_a_file_has_joined_is_enough(name: str, fits: bool) -> None:
+    model = Model(3)
+    account = counted(model, {name: torch.ones(1)}, lambda _, tensor: model.weight.data[:1].copy_(tensor))
+    assert (account.unfilled(model, ()) == []) is fits
+
+
+def test_an_excuse_counts_for_what_nothing_fills_and_not_for_a_half() -> None:
+    excuse = (Allowed(r".*\.weight", "it is a test"),)
+    for names in ([], ["half"]):
+        model, tensors = Model(4), dict.fromkeys(names, torch.ones(2))
+
+        def load(_: str, tensor: Tensor, model: Model = model) -> None:
+            model.weight.data[:2].copy_(tensor)
+
+        assert (counted(model, tensors, load).unfilled(model, excuse) == []) is not bool(names)
+
+
+def test_two_parameters_of_one_storage_are_filled_together() -> None:
+    model = Model(4)
+    model.layer.other = nn.Parameter(model.weight.data, requires_grad=False)
+    account = counted(model, {"w": torch.ones(4)}, lambda _, tensor: model.weight.data.copy_(tensor))
+    assert account.unfilled(model, ()) == []

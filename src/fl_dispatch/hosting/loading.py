@@ -326,6 +326,9 @@ class Account:
         submit = ThreadPoolExecutor.submit
 
         def watched(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(_get_current_dispatch_mode(), _Watch):
+                return submit(pool, call, *args, **kwargs)  # it reads files
+
             @wraps(call)
             def inside(*args: Any, **kwargs: Any) -> Any:
                 with _Watch(self):

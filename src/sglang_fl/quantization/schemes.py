@@ -24,6 +24,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor, nn
 
 from fl_dispatch.hosting.quantized import blocks, layers, orders
+from fl_dispatch.hosting.quantized.remedies import OUT_OF_ORDER
 
 from . import refused
 
@@ -93,12 +94,24 @@ class _EightBits(Scheme):
         layer.register_parameter("weight_scale", scale)
 
 
-def _unread(*_: Any) -> None:
-    """The loader of what a checkpoint says and nobody asks; of layers that SGLang joins it has two."""
+def _unread(parameter: Any, loaded: Tensor, *_: Any) -> None:
+    """The loader of what a checkpoint says and no layer asks; the last of the layers that SGLang joins stays."""
+    parameter.data.copy_(loaded)
 
 
 def _scales_of_layers(parts: list[int], loader: Loader) -> Any:
     return PerTensorScaleParameter(data=unset(len(parts)), weight_loader=loader)
+
+
+def loads_columns_in_order(loader: Loader, prefix: str | None) -> Loader:
+    """A loader of ``g_idx``, the group of each column, that refuses columns out of order."""
+
+    def load(parameter: Any, loaded: Tensor, *args: Any, **named: Any) -> None:
+        if orders.moves_columns(loaded):
+            raise ValueError(f"'g_idx' of {prefix} {OUT_OF_ORDER}")
+        loader(parameter, loaded, *args, **named)
+
+    return load
 
 
 def unset(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -143,8 +156,9 @@ class Fp8BlockLayer(_EightBits, layers.Fp8BlockLayer):
         made, count = BlockQuantScaleParameter, -(-sum(parts) // block)
         if not blocks.are_whole(parts, block, self.fl_divided):
             made, count, loader = GroupQuantScaleParameter, sum(parts), blocks.loads_rows(loader, block)
+        scales = unset(count, -(-inner // block))  # both names have them, so that either fills them
         for name in ("weight_scale", "weight_scale_inv"):
-            scale = made(data=unset(count, -(-inner // block)), input_dim=1, output_dim=0, weight_loader=loader)
+            scale = made(data=scales, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, scale)
 
 
@@ -221,7 +235,7 @@ class GptqLayer(_Packed):
         layer.register_parameter("qweight", self._words((inner, columns), 0, 1, loader))
         layer.register_parameter("scales", self._scales(shape, 1, dtype, loader))
         layer.register_parameter("qzeros", self._words(shape, 1, 1, loader, of_groups=True))
-        order = torch.empty(inner, dtype=torch.int32)
+        order, loader = torch.empty(inner, dtype=torch.int32), loads_columns_in_order(loader, self.fl_scope)
         layer.register_parameter("g_idx", RowvLLMParameter(data=order, input_dim=0, weight_loader=loader))
 
 
