@@ -19,6 +19,7 @@ import json
 import math
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -500,7 +501,7 @@ class Account:
         try:
             yield
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if self.last is None or isinstance(error, CheckpointError | torch.OutOfMemoryError):
+            if self.last is None or isinstance(error, torch.OutOfMemoryError) or _is_ours(error):
                 raise
             shape = "×".join(map(str, self.tensors[self.last][1]))
             raise CheckpointError(
@@ -518,6 +519,12 @@ CONFIGURED = (
     "dynamic, modules_to_not_convert)"
 )
 """Advice to users where a checkpoint's configuration and files disagree."""
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a plugin of this project raised an error, which is a sentence then."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("fl_dispatch", "vllm_fl", "sglang_fl")
 
 
 def _words(dtype: torch.dtype) -> str:
