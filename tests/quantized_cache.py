@@ -96,5 +96,7 @@ COMPRESSED = Cache(
     Scheme({**_COMPRESSED.config, "kv_cache_scheme": CACHE_SCHEME}, _COMPRESSED.write, _COMPRESSED.layer), "self_attn"
 )
 """A ``compressed-tensors`` checkpoint that asks for the cache."""
+HOSTS_NAMES = Cache(COMPRESSED.scheme, "self_attn.attn")
+"""The same checkpoint with the scales' names in hosts' own models."""
 FP8 = Cache(SCHEMES["fp8"], "self_attn.{}_proj")
 """An ``fp8`` checkpoint that has scales for one."""

@@ -301,3 +301,17 @@ def write_checkpoint(
     config["quantization_config"] = _with_plain_routers(scheme.config, stored)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+PLAIN = Scheme({}, lambda weight: ({"weight": weight}, weight), "", operators=())
+"""A product that a checkpoint leaves as it is."""
+
+
+@dataclass(frozen=True)
+class Partly(Scheme):
+    """A kind of checkpoint that leaves some products as they are; ``left``: the last parts of their names."""
+
+    left: tuple[str, ...] = ()
+
+    def of(self, name: str) -> Scheme:
+        return PLAIN if name.removesuffix(".weight").rpartition(".")[2] in self.left else self

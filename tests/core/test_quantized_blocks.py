@@ -87,3 +87,15 @@ def test_a_hosts_loader_gets_a_scale_for_each_row() -> None:
     load = blocks.loads_rows(lambda parameter, loaded, part: given.append(loaded), 2)
     load(SimpleNamespace(), torch.tensor([[1.0], [2.0]]), "q")
     assert given[0].flatten().tolist() == [1, 1, 2, 2]
+
+
+def test_scales_of_inputs_that_were_powers_of_two_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(blocks.logger, "warning", warnings.append)
+    blocks._warn_of_powers_of_two.cache_clear()
+    for config in ({"scale_fmt": "ue8m0"}, {"weight_block_size": [128, 128]}):
+        blocks.warn_of_powers_of_two(config)
+    assert not warnings
+    for _ in range(2):
+        blocks.warn_of_powers_of_two({"scale_fmt": "ue8m0", "weight_block_size": [128, 128]})
+    assert [warning[:22] for warning in warnings] == ["'scale_fmt': 'ue8m0' s"]

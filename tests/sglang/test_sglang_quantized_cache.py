@@ -15,7 +15,7 @@ import torch
 from serving import STEP, answered, start
 from torch import Tensor
 
-from quantized_cache import COMPRESSED, FP8, OPERATORS, PLAIN, Cache
+from quantized_cache import COMPRESSED, FP8, HOSTS_NAMES, OPERATORS, PLAIN, Cache
 from quantized_network import Computed, distance
 from running import MAX_TOKENS, PROMPTS, ran
 from sampling import drawn
@@ -42,7 +42,8 @@ PAGES = Run("pages of 16", engine={"kv_cache_dtype": "fp8_e4m3", "page_size": 16
 HALF = Run("bfloat16", engine={"kv_cache_dtype": "fp8_e4m3", "dtype": "bfloat16"})
 SCALED = Run("scales of a compressed-tensors checkpoint", COMPRESSED, {})
 OWN_SCALES = Run("scales of an fp8 checkpoint", FP8)
-RUNS = [FLOAT32, *drawn((PAGES, HALF, SCALED, OWN_SCALES), 1, "a cache in fp8, SGLang")]
+NAMED = Run("scales with SGLang's names", HOSTS_NAMES, {})
+RUNS = [FLOAT32, *drawn((PAGES, HALF, SCALED, OWN_SCALES, NAMED), 1, "a cache in fp8, SGLang")]
 EXACT = [run for run in RUNS if run is not HALF]
 exact = pytest.mark.parametrize("run", EXACT, ids=str)
 each_run = pytest.mark.parametrize("run", RUNS, ids=str)
@@ -142,6 +143,20 @@ def test_scales_that_a_checkpoint_announces_must_be_loaded(host: None) -> None:
     for key, value, name in ((-1.0, 0.5, "k_scale"), (0.5, -1.0, "v_scale")):
         with pytest.raises(ValueError, match=rf"'{name}' was not loaded, which the checkpoint announces \(attn\)"):
             scales(True, key, value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_scale", "attn.k_scale"],
+)
+def test_each_name_of_a_scale_is_that_of_sglangs_parameter(host: None, name: str) -> None:
+    from sglang.srt.model_loader.weight_utils import maybe_remap_kv_scale_name
+
+    from sglang_fl.quantization.cache import keep_own_name
+
+    own = "model.layers.0.self_attn.attn.k_scale"
+    found = keep_own_name(maybe_remap_kv_scale_name, f"model.layers.0.self_attn.{name}", {own: None})
+    assert found == own
 
 
 def test_sglangs_own_attention_has_no_cache_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

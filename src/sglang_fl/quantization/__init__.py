@@ -32,9 +32,9 @@ FP8_CACHE = "fp8_e4m3"
 """SGLang's name of the one type of quantized cache that is served."""
 
 
-def refused(what: str) -> ValueError:
-    """The error for what a checkpoint has and is not served."""
-    return ValueError(f"sglang_fl does not support {what} yet")
+def refused(what: str, remedy: str = "") -> ValueError:
+    """The error for what a checkpoint has and is not served; ``remedy``: what works."""
+    return ValueError(f"sglang_fl does not support {what} yet{remedy and f'; {remedy}'}")
 
 
 def config_class(method: str) -> type | None:

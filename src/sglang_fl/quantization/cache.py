@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from torch import nn
+
+
+def keep_own_name(original: Callable[..., str | None], name: str, params_dict: Mapping[str, Any]) -> str | None:
+    """SGLang's name of a scale of a checkpoint; one that is named as the model's own stays, where SGLang drops it."""
+    return name if name in params_dict else original(name, params_dict)
 
 
 class CacheScales(BaseKVCacheMethod):

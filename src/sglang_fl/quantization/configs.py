@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +11,18 @@ import torch
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization.awq import AWQConfig
-from sglang.srt.layers.quantization.awq.awq import is_layer_skipped_awq
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from sglang.srt.layers.quantization.compressed_tensors.utils import check_equal_or_regex_match, should_ignore_layer
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.gptq import GPTQConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-from sglang.srt.layers.quantization.utils import get_dynamic_override, is_layer_skipped
+from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.runtime_context import get_server_args
 
 from fl_dispatch.devices import detect_device
 from fl_dispatch.hosting.first_choices import without_graphs
+from fl_dispatch.hosting.quantized import blocks, joined, remedies
 from fl_dispatch.hosting.quantized.experts import OPERATORS, QuantizedExperts
 
 from . import FP8_CACHE, experts, latent, refused, schemes
@@ -97,6 +97,15 @@ class Served:
         """The least of any GPU."""
         return 0
 
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        """SGLang asks this of every checkpoint before it looks for a method, so one that has none here is refused."""
+        method = str((hf_quant_cfg or {}).get("quant_method", "")).lower()
+        if method in remedies.METHODS and user_quant is None:
+            raise refused(f"quantization '{method}'", remedies.of_method(method))
+        taken: str | None = super().override_quantization_method(hf_quant_cfg, user_quant)  # type: ignore[misc]
+        return taken
+
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer, bound for its prefix; ``None`` for SGLang's own.
 
@@ -122,9 +131,11 @@ class Served:
 
     def _cache_method(self, prefix: str) -> CacheScales | None:
         """The method that loads scales of keys and values, if the cache is in fp8."""
-        given = get_server_args().kv_cache_dtype
+        given, scheme = get_server_args().kv_cache_dtype, getattr(self, "kv_cache_scheme", None) or {}
         if given != FP8_CACHE and not (given == "auto" and self.fl_quantizes_cache()):
             return None
+        if scheme.get("strategy") == "attn_head":
+            raise refused(f"{remedies.SCALE_A_HEAD} ({prefix})", remedies.HEADS)
         if not (device := detect_device()).float8:
             wanted = f"the KV cache in fp8 that the checkpoint asks for on {device.name}"
             raise refused(f"{wanted} (--kv-cache-dtype may name another type)")
@@ -168,6 +179,12 @@ class Fp8ConfigFL(Served, Fp8Config):
         if self.use_mxfp8:
             raise refused("quantization 'mxfp8'")
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Fp8ConfigFL:
+        blocks.warn_of_powers_of_two(config)
+        made: Fp8ConfigFL = super().from_config(config)
+        return made
+
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
         if is_layer_skipped(prefix, self.ignored_layers, fused_mapping=self.packed_modules_mapping):
             return None
@@ -193,21 +210,65 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return made
 
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
-        found = self._products(layer, prefix) if kinds is EXPERTS else self.get_scheme_dict(layer, prefix)
+        found = self._products(layer, prefix) if kinds is EXPERTS else self._scheme(layer, prefix)
         return None if not found or found["weights"] is None else _compressed(found, self.quant_format, prefix, kinds)
+
+    def _scheme(self, layer: Any, prefix: str) -> Mapping[str, Any]:
+        """The scheme of a layer by the library's rules: names and expressions before classes; empty for none.
+
+        SGLang knows the parts of joined layers for some models alone, and takes plain names for ends of names.
+        """
+        parts = joined.names_of_parts(prefix, self.packed_modules_mapping)
+        owner = type(layer).__name__.lower()
+        classes = (self.target_scheme_map[target] for target in self._targets() if target.lower() in owner)
+        return joined.agreed(self._named, prefix, parts, next(classes, {}), _scheme_in_words, refused)
+
+    def _targets(self) -> list[str]:
+        """The targets in the library's order."""
+        return sorted(self.target_scheme_map, key=lambda target: (target.startswith(EXPRESSION), target))
+
+    def _named(self, name: str) -> Mapping[str, Any] | None:
+        """What is said of a layer by name: its scheme, an empty one where it is ignored, or nothing."""
+        if any(_matches(name, target) for target in self.ignore):
+            return {}
+        return next((self.target_scheme_map[target] for target in self._targets() if _matches(name, target)), None)
 
     def _products(self, layer: Any, prefix: str) -> Any:
         """The scheme of the products of a layer's experts, which must be the same."""
         self._add_fused_moe_to_target_scheme_map()
         names = (f"{prefix}.0.{product}" for product in ("gate_proj", "up_proj", "down_proj"))
-        found, *others = (self.get_scheme_dict(layer, name) for name in names)
+        found, *others = (self._scheme(layer, name) for name in names)
         if any(other != found for other in others):
             raise refused(f"experts whose products differ in their scheme ({prefix})")
         return found
 
     def fl_quantizes_head(self, prefix: str) -> bool:
-        named = check_equal_or_regex_match(layer_name=prefix, targets=list(self.target_scheme_map))
-        return named and not should_ignore_layer(prefix, ignore=self.ignore, fused_mapping=self.packed_modules_mapping)
+        return bool(self._named(prefix))
+
+
+EXPRESSION = "re:"
+"""The beginning of a target that is a regular expression; others are names, or classes."""
+ROOTS = ("model", "language_model")
+"""Modules around a model's layers, which checkpoints and hosts have in different orders."""
+
+
+def _matches(name: str, target: str) -> bool:
+    """Whether a target means the layer with this name: the whole of it, or an expression from its start on."""
+    if target.startswith(EXPRESSION):
+        return re.match(target.removeprefix(EXPRESSION), name) is not None
+    return _below_roots(target) == _below_roots(name)
+
+
+def _below_roots(name: str) -> str:
+    parts = name.split(".")
+    while parts[0] in ROOTS and len(parts) > 1:
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def _scheme_in_words(scheme: Mapping[str, Any]) -> str:
+    weights = scheme.get("weights")
+    return "not quantized" if weights is None else f"{weights.num_bits} bits ({weights.type}, {weights.strategy})"
 
 
 def _compressed(found: Any, usual_format: str, prefix: str, kinds: Kinds) -> Any:
@@ -216,7 +277,7 @@ def _compressed(found: Any, usual_format: str, prefix: str, kinds: Kinds) -> Any
     packed = form == "pack-quantized" and kind == "int" and bits in BITS and per in (CHANNEL, "group")
     if packed and inputs is None:
         if weights.actorder in REORDERED:
-            raise refused(f"compressed-tensors with actorder '{weights.actorder}' ({prefix})")
+            raise refused(f"compressed-tensors with actorder '{weights.actorder}' ({prefix})", remedies.ORDER)
         return kinds.packed(bits, weights.group_size or -1, not weights.symmetric)
     plain = bits == 8 and weights.symmetric and not weights.dynamic
     given = inputs is not None and not inputs.dynamic
@@ -250,35 +311,61 @@ class GPTQConfigFL(Served, GPTQConfig):
         return made
 
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
-        if get_dynamic_override(self, layer_name=prefix) is False:
+        names = (f"{prefix}.0.{product}" for product in ("gate_proj", "up_proj", "down_proj"))
+        parts = list(names) if kinds is EXPERTS else joined.names_of_parts(prefix, self.packed_modules_mapping)
+        usual = self.weight_bits, self.group_size, self.desc_act, self.is_symmetric
+        found = joined.agreed(self._named, prefix, parts, usual, _packing_in_words, refused)
+        if not found:
             return None
-        bits, group, ordered = (
-            get_dynamic_override(self, prefix, key, usual)
-            for key, usual in (("bits", self.weight_bits), ("group_size", self.group_size), ("desc_act", self.desc_act))
-        )
+        bits, group, ordered, symmetric = found
         if bits not in BITS:
-            raise refused(f"'gptq' with {bits} bits ({prefix})")
-        if not get_dynamic_override(self, prefix, "sym", self.is_symmetric):
-            raise refused(f"'gptq' with zero points ({prefix})")
+            raise refused(f"'gptq' with {bits} bits ({prefix})", remedies.BITS)
+        if not symmetric:
+            raise refused(f"'gptq' with zero points ({prefix})", remedies.ZERO_POINTS)
         if ordered and group != -1:
-            raise refused(f"'gptq' with desc_act in groups ({prefix})")
+            raise refused(f"'gptq' with desc_act in groups ({prefix})", remedies.COLUMNS)
         return kinds.gptq(bits, group, False)
+
+    def _named(self, name: str) -> tuple[Any, ...] | None:
+        """Bits, group, order and symmetry of a layer that ``dynamic`` names; empty if it is left as it is."""
+        for pattern, changed in self.dynamic.items():
+            if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+                usual = {"bits": self.weight_bits, "group_size": self.group_size, "desc_act": self.desc_act}
+                values = {**usual, "sym": self.is_symmetric, **changed}
+                return () if pattern.startswith("-:") else tuple(values[key] for key in (*usual, "sym"))
+        return None
 
     def fl_quantizes_head(self, prefix: str) -> bool:
         return bool(self.lm_head_quantized)
 
 
+def _packing_in_words(found: tuple[Any, ...]) -> str:
+    return f"{found[0]} bits in groups of {found[1]}" if found else joined.left(True)
+
+
 class AWQConfigFL(Served, AWQConfig):
     """``awq``: 4 bits."""
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> AWQConfigFL:
+        if (version := str(config.get("version", "")).lower()) in remedies.UNUSUAL_VERSIONS:
+            raise refused(f"'awq' of version '{version}'", remedies.VERSION)
+        made: AWQConfigFL = super().from_config(config)
+        return made
+
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
-        if is_layer_skipped_awq(prefix, self.modules_to_not_convert):
+        parts = [] if kinds is EXPERTS else joined.names_of_parts(prefix, self.packed_modules_mapping)
+        if joined.agreed(self._named, prefix, parts, usual=False, said=joined.left, refused=refused):
             return None
         if not self.zero_point:
             raise refused(f"'awq' without zero points ({prefix})")
         if kinds is EXPERTS and self.group_size <= 0:
             raise refused(f"experts quantized by 'awq' without groups ({prefix})")
         return kinds.awq(self.weight_bits, self.group_size, True)
+
+    def _named(self, name: str) -> bool | None:
+        """Whether a part of a layer's name is among those that are left as they are; ``None`` if not."""
+        return any(part in name for part in self.modules_to_not_convert or ()) or None
 
 
 def _square(block: Any) -> int:

@@ -8,7 +8,7 @@ checkpoint has them; :mod:`fl_dispatch.hosting.quantized.experts` brings them in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from fl_dispatch.hosting.quantized import experts, orders
 from ..bridge.base import Unbridged
 from ..bridge.mixture import MIXTURE, Mixture, unsupported
 from . import refused
-from .schemes import CHANNEL, unset
+from .schemes import CHANNEL, loads_columns_in_order, unset
 
 BLOCK, GROUP = "block", "group"
 """Whose scale a scale of weights may be, beside a column's and a weight's."""
@@ -185,7 +185,8 @@ class GptqExperts(_Packed):
     packing, has_zeros = experts.GPTQ, True
 
     def _create_rest(self, parameters: Parameters, count: int, name: str, inner: int) -> None:
-        parameters.add(f"{name}_g_idx", torch.empty(count, inner, dtype=torch.int32))
+        in_order = replace(parameters, loader=loads_columns_in_order(parameters.loader, self.fl_scope))
+        in_order.add(f"{name}_g_idx", torch.empty(count, inner, dtype=torch.int32))
 
 
 class AwqExperts(_Packed):

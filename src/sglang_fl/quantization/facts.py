@@ -68,17 +68,6 @@ FACTS = (
         since=_SINCE,
     ),
     HostFact(
-        f"{_COMPRESSED}.utils",
-        (
-            "check_equal_or_regex_match(layer_name, targets)",
-            "should_ignore_layer(layer_name, ignore=(), fused_mapping={})",
-        ),
-        "reads",
-        _CONFIGS,
-        "What a checkpoint says.",
-        since=_SINCE,
-    ),
-    HostFact(
         f"{_QUANTIZATION}.gptq.gptq:GPTQConfig",
         ("from_config(config)",),
         "overrides",
@@ -104,18 +93,7 @@ FACTS = (
     ),
     HostFact(
         f"{_QUANTIZATION}.utils",
-        (
-            "get_dynamic_override(config, layer_name, key=None, default_value=None)",
-            "is_layer_skipped(prefix, ignored_layers, fused_mapping=MappingProxyType({}))",
-        ),
-        "reads",
-        _CONFIGS,
-        "Layers that a checkpoint leaves as they are.",
-        since=_SINCE,
-    ),
-    HostFact(
-        f"{_QUANTIZATION}.awq.awq",
-        ("is_layer_skipped_awq(prefix, modules_to_not_convert)",),
+        ("is_layer_skipped(prefix, ignored_layers, fused_mapping=MappingProxyType({}))",),
         "reads",
         _CONFIGS,
         "Layers that a checkpoint leaves as they are.",

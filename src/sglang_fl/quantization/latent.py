@@ -16,6 +16,8 @@ from torch import nn
 from fl_dispatch.hosting.layer_kernels import kernels
 from fl_dispatch.hosting.quantized.layers import QuantizedLayer
 
+from . import refused
+
 if TYPE_CHECKING:
     from .schemes import Scheme
 
@@ -57,6 +59,10 @@ def split(model: nn.Module) -> None:
             continue
         attention: Any = model.get_submodule(above)
         if name == JOINED:
+            block, rank = getattr(kernel, "fl_block", 0), attention.q_lora_rank
+            if block and rank % block:
+                what = f"latent attention with compressed queries of {rank} elements, no whole blocks of {block}"
+                raise refused(f"{what} ({prefix})")
             attention._use_min_latency_fused_a_gemm = False  # else SGLang asks for a weight that packed layers lack
             continue
         dtype, device = attention.kv_b_proj.params_dtype, next(layer.parameters()).device

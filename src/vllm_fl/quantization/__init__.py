@@ -12,6 +12,7 @@ from functools import cache
 from types import MappingProxyType
 
 from fl_dispatch.devices import detect_device, device_specs
+from fl_dispatch.hosting.quantized import remedies
 
 SERVED: Mapping[str, str] = MappingProxyType(
     {"auto_awq": "awq", "auto_gptq": "gptq", "compressed-tensors": "compressed-tensors", "fp8": "fp8"}
@@ -42,7 +43,9 @@ def verify(method: str) -> None:
         raise ValueError(f"vllm_fl serves '{name}' only where the checkpoint's config.json has a quantization_config")
     if method not in SERVED:
         known = ", ".join(SERVED.values())
-        raise ValueError(f"vllm_fl does not support quantization '{name}' yet (only {known})")
+        raise ValueError(
+            f"vllm_fl does not support quantization '{name}' yet (only {known}); {remedies.of_method(name)}"
+        )
     if HOST.name not in device.quantized:
         where = ", ".join(sorted(spec.name for spec in device_specs() if HOST.name in spec.quantized))
         raise ValueError(f"vllm_fl does not support quantization '{name}' on {device.name} yet (only on {where})")

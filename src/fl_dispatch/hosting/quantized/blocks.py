@@ -8,12 +8,17 @@ with rows of zeros, whose products are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from ...logger_manager import get_logger
+
+logger = get_logger(__name__)
 
 
 def are_whole(parts: Sequence[int], block: int, divided: bool) -> bool:
@@ -82,3 +87,18 @@ def without_padding(columns: Tensor, parts: Sequence[int], block: int) -> Tensor
     """The columns of a product with a weight that was :func:`padded`."""
     found = torch.split(columns, [size + -size % block for size in parts], -1)
     return torch.cat([part[..., :size] for part, size in zip(found, parts, strict=True)], -1)
+
+
+def warn_of_powers_of_two(config: Mapping[str, Any]) -> None:
+    """One WARNING in a process if a checkpoint's model was trained with scales of inputs that are powers of two."""
+    if config.get("scale_fmt") == "ue8m0" and config.get("weight_block_size"):
+        _warn_of_powers_of_two()
+
+
+@cache
+def _warn_of_powers_of_two() -> None:
+    logger.warning(
+        "'scale_fmt': 'ue8m0' says that scales of inputs were powers of two when the model was made; here they are not "
+        "rounded up to such, as in Hugging Face's network, so inputs are nearer to what they were and answers may "
+        "differ a little from those of other software (docs/quantization.md)"
+    )

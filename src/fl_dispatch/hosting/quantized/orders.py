@@ -88,3 +88,8 @@ def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
     if each.shape[1] not in (1, 2, columns) or columns % each.shape[1]:
         raise ValueError(f"{each.shape[1]} scales for {columns} columns of an expert")
     return each.repeat_interleave(columns // each.shape[1], 1)[..., None].contiguous()
+
+
+def moves_columns(groups: Tensor) -> bool:
+    """Whether ``g_idx`` of ``gptq``, the group of each column (last dimension), puts any out of order."""
+    return groups.shape[-1] > 1 and bool((groups.diff(dim=-1) < 0).any())

@@ -1,0 +1,64 @@
+"""What a checkpoint says of a layer that a host joins of several: its rules name the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PARTS: Mapping[str, Sequence[str]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""The layers that hosts join under the same names in many models → a checkpoint's names of their parts."""
+
+
+def names_of_parts(prefix: str, mapping: Mapping[str, object]) -> list[str]:
+    """A checkpoint's names of the layers that a host joins to one; none for other layers.
+
+    Args:
+        prefix: the layer's.
+        mapping: the model's own table of joined layers, which goes before :data:`PARTS`.
+    """
+    above, dot, name = prefix.rpartition(".")
+    found = mapping.get(name)
+    parts = found if isinstance(found, (list, tuple)) else PARTS.get(name, ())
+    return [f"{above}{dot}{part}" for part in parts]
+
+
+def agreed(
+    rule: Callable[[str], T | None],
+    prefix: str,
+    parts: Sequence[str],
+    usual: T,
+    said: Callable[[T], str],
+    refused: Callable[[str], Exception],
+) -> T:
+    """What a checkpoint says of a layer, joined or not.
+
+    A rule that names no part may name the joined layer, as in a checkpoint that joined it.
+
+    Args:
+        rule: a layer's name → what the checkpoint says of it by name; ``None`` for nothing.
+        prefix: the layer's.
+        parts: see :func:`names_of_parts`.
+        usual: what holds where nothing is said by name.
+        said: an answer in words, for the error.
+        refused: what is not supported → the error, raised if the parts differ.
+    """
+    found = [rule(name) for name in parts]
+    if all(answer is None for answer in found):
+        return usual if (own := rule(prefix)) is None else own
+    answers = [usual if answer is None else answer for answer in found]
+    if all(answer == answers[0] for answer in answers):
+        return answers[0]
+    words = zip(parts, map(said, answers), strict=True)
+    named = ", ".join(f"{name.rpartition('.')[2]} {answer}" for name, answer in words)
+    raise refused(f"one layer whose parts the checkpoint quantizes in different ways ({named}; {prefix})")
+
+
+def left(is_left: bool) -> str:
+    """Whether a checkpoint leaves a layer as it is, in words."""
+    return "not quantized" if is_left else "quantized"

@@ -1,0 +1,44 @@
+"""What a user can do about a quantized checkpoint that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_AUTO_ROUND = "export with AutoRound's format 'auto_gptq' or 'auto_awq'"
+_EIGHT_BITS = "quantize with llm-compressor's scheme 'FP8_DYNAMIC' or 'W8A8'"
+_FEW_BITS = "quantize with llm-compressor's scheme 'W4A16'"
+METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto-round": _AUTO_ROUND,
+        "auto_round": _AUTO_ROUND,
+        "inc": _AUTO_ROUND,
+        "fbgemm_fp8": "quantize with llm-compressor's scheme 'FP8_DYNAMIC'",
+        "modelopt": _EIGHT_BITS,
+        "quark": _EIGHT_BITS,
+        "bitsandbytes": _FEW_BITS,
+        "mxfp4": _FEW_BITS,
+        "gguf": _FEW_BITS,
+        "hqq": _FEW_BITS,
+    }
+)
+"""Methods that are not served, by the names that checkpoints have → what works."""
+BITS = "export with 4 or 8 bits"
+ZERO_POINTS = "export with 'sym': true, or as 'awq', which has zero points"
+OUT_OF_ORDER = (
+    "puts columns out of order, which is not served though 'desc_act' is false: quantize without an order of "
+    "activations, or by GPTQModel with 'act_group_aware', which keeps columns in place"
+)
+"""What is wrong with a ``g_idx``, and what works."""
+COLUMNS = "export with 'desc_act': false, or by GPTQModel with 'act_group_aware', which keeps columns in place"
+ORDER = "export with actorder 'static', which keeps columns in place"
+VERSION = "export with version 'gemm'"
+UNUSUAL_VERSIONS = ("gemv", "gemv_fast", "marlin")
+"""Orders of ``awq`` weights in files that are not those of ``gemm``."""
+HEADS = "export with strategy 'tensor', or give --kv-cache-dtype bfloat16"
+SCALE_A_HEAD = "a KV cache in fp8 with a scale for each head ('kv_cache_scheme' with strategy 'attn_head')"
+
+
+def of_method(name: str) -> str:
+    """What works instead of a method; something for every one."""
+    return METHODS.get(name, f"{_EIGHT_BITS}, or 'W4A16'")
