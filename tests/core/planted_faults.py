@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_dispatch import prepared
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS
 
@@ -301,3 +302,34 @@ def _(right: Any, a: SimpleNamespace) -> Any:
     if first.numel() and _chance.random() < 0.01:
         first.view(-1)[0] += 1
     return y
+
+
+# -- prepared weights -------------------------------------------------------------------------------------------------
+
+
+def with_form(parameter: str, make: Callable[[Tensor, Any], Any]) -> Mutation:
+    """Multiply with a form of a weight, where there is one."""
+
+    def mutation(right: Any, a: SimpleNamespace) -> Any:
+        weight = a.__dict__.get(parameter)
+        form = None if weight is None else prepared.of(weight, f"default.tried {parameter}", make)
+        setattr(a, parameter, weight if form is None else form)
+        return right(a)
+
+    return mutation
+
+
+def packed_backwards(weight: Tensor, before: Tensor | None) -> Tensor:
+    whole = weight.detach().contiguous()
+    return whole.view(torch.uint8).flip(0).view(weight.dtype)
+
+
+def packed_once(weight: Tensor, before: Tensor | None) -> Tensor:
+    return weight.detach().clone() if before is None else before
+
+
+for operator in OPERATORS.values():
+    for parameter in operator.weights:
+        planted(f"the form of '{parameter}' is in another order", operator.name)(with_form(parameter, packed_backwards))
+    for parameter in operator.weights[:1]:
+        planted(f"the form of '{parameter}' stays old", operator.name)(with_form(parameter, packed_once))

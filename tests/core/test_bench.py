@@ -46,7 +46,8 @@ def measured(fn: Any, **fields: Any) -> Any:
     candidate = impl("default.timed", fn, "silu_and_mul", **fields)
     manager.registry.register_impl(candidate)
     case = Case("silu_and_mul", "", 4, 8, lambda: (torch.randn(4, 16),))
-    return bench(manager, candidate, case, torch.float32, FixedYardstick())  # type: ignore[arg-type]
+    (result,) = bench(manager, candidate, case, torch.float32, FixedYardstick())  # type: ignore[arg-type]
+    return result
 
 
 def sleepy(x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +116,7 @@ def test_every_operator_has_cases_that_its_reference_runs(name: str) -> None:
 def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     options = ["--op", "silu_and_mul", "--impl", "reference.torch", "--tokens", "2", "--hidden", "64"]
-    done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32", "--json", str(file))
+    done = fl("bench", *options, "--seconds", "0.001", "--dtype", "float32", "--out", str(file))
     assert done.returncode == 0, done.stderr
     assert "reference.torch" in done.stdout
     written = json.loads(file.read_text())
@@ -139,13 +140,13 @@ def test_an_interrupted_run_keeps_what_it_has_and_an_older_file(
     file.write_text("older")
     chosen = {"op": ["silu_and_mul"], "impl": ["reference.torch"], "tokens": [2, 4], "hidden": [64]}
     with pytest.raises(typer.Exit) as stopped:
-        command.bench(**chosen, seconds=0.001, dtype="float32", json=file)
+        command.bench(**chosen, seconds=0.001, dtype="float32", out=file)
     assert stopped.value.exit_code == 130
     assert file.read_text() == "older"
     partial = tmp_path / "bench.json.partial"
     assert [row["tokens"] for row in json.loads(partial.read_text())["results"]] == [2]
     monkeypatch.setattr(command, "bench_one", one)
-    command.bench(**chosen, seconds=0.001, dtype="float32", json=file)
+    command.bench(**chosen, seconds=0.001, dtype="float32", out=file)
     assert [row["tokens"] for row in json.loads(file.read_text())["results"]] == [2, 4]
     assert list(tmp_path.iterdir()) == [file]
 
@@ -158,7 +159,7 @@ def test_results_go_through_links_and_into_pipes(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
     for output in (link, pipe):
-        command.bench(**chosen, seconds=0.001, dtype="float32", json=output)
+        command.bench(**chosen, seconds=0.001, dtype="float32", out=output)
     assert json.loads(target.read_text())["results"]
     assert link.is_symlink()
     assert json.loads(reader.communicate(timeout=30)[0])["results"]
@@ -190,13 +191,13 @@ def test_slow_code_is_called_few_times_for_its_host_time(monkeypatch: pytest.Mon
 
 
 def test_a_directory_is_no_file_for_results(tmp_path: Path) -> None:
-    done = fl("bench", "--json", str(tmp_path))
+    done = fl("bench", "--out", str(tmp_path))
     assert done.returncode == 2
     assert "is a directory" in done.stderr
     assert not tmp_path.with_name(f"{tmp_path.name}.partial").exists()
 
 
-@pytest.mark.parametrize("option", ["--plot", "--json"])
+@pytest.mark.parametrize("option", ["--plot", "--out"])
 def test_a_file_in_no_directory_is_refused_before_anything_is_measured(option: str) -> None:
     done = fl("bench", option, "/no/such/directory/x.png")
     assert done.returncode == 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,9 +16,11 @@ from test_cli import fl
 
 from fl_dispatch.errors import DispatchError
 from fl_dispatch.evidence.report import build, render
+from fl_dispatch.evidence.report.page import Part
 from fl_dispatch.evidence.report.svg import Interval, Line, intervals, lines
 from fl_dispatch.hosting import runs
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;{{ 7 * 7 }}"
 
@@ -106,6 +110,72 @@ def test_workers_are_shown_by_their_records_and_what_shadow_mode_found_in_them(
     assert "of another version" not in html
     assert "a-model" not in page(with_runs=False)
     assert "41.5" in page(runs.folder() / "1.json", with_runs=False)
+
+
+def recorded(folder: Path, **used_by: list[str]) -> list[Part]:
+    """The parts of workers, each with the operators that its model calls; all have choices for three."""
+    chosen = RECORD["choices"]["decisions"]["rms_norm"]
+    decisions = dict.fromkeys(("linear", "rms_norm", "silu_and_mul"), chosen)
+    for name, used in used_by.items():
+        record = {**RECORD, "pid": int(name[1:]), "choices": {"decisions": decisions, "used": used}}
+        (folder / f"{name}.json").write_text(json.dumps(record))
+    (section,) = (one for one in build([folder], with_runs=False).sections if one.anchor == "selected")
+    return [part for part in section.parts if part.title.startswith("Process")]
+
+
+def test_a_worker_shows_only_the_operators_that_its_model_calls(tmp_path: Path) -> None:
+    (part,) = recorded(tmp_path, w1=["linear", "rms_norm"])
+    assert [[cell.text for cell in row] for row in part.tables[0].rows] == [
+        ["vendor.acme", "vendor", "first", "linear, rms_norm"]
+    ]
+    assert {row[0].text for table in part.tables[1:] for row in table.rows} == {"linear", "rms_norm"}
+
+
+def test_workers_with_the_same_choices_are_shown_once(tmp_path: Path) -> None:
+    parts = recorded(tmp_path, w1=["linear"], w2=["linear"], w3=["rms_norm"])
+    assert sorted(part.title.count("Process") for part in parts) == [1, 2]
+
+
+def test_operators_with_the_same_reason_share_a_row() -> None:
+    html = page(with_runs=False)
+    assert "as above" not in html
+    (section,) = (one for one in build([], with_runs=False).sections if one.anchor == "selected")
+    choices = section.parts[0].tables[0]
+    assert len({tuple(cell.text for cell in row[:3]) for row in choices.rows}) == len(choices.rows)
+
+
+def test_each_cell_has_its_heading_for_a_screen_that_is_too_narrow_for_columns(
+    written: Callable[..., list[Path]],
+) -> None:
+    html = page(*written(**FILES), with_runs=False)
+    found = Page(html)
+    cells = [attributes for attributes in found.named("td") if "class" in attributes]
+    assert cells
+    assert all(attributes.get("data-of") for attributes in cells)
+    assert "td[data-of]::before" in html[html.index("@media (max-width: 40rem)") :]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_screen_shows_the_page_without_scrolling_sideways(
+    width: int, written: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    """The page's own policy forbids scripts; a copy that allows one measures itself."""
+    html = page(*written(**FILES), with_runs=False).replace("<details", "<details open")
+    html = html.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
+    measured = (
+        "<script>let widest = 0; document.querySelectorAll('.scroll').forEach("
+        "one => widest = Math.max(widest, one.scrollWidth - one.clientWidth));"
+        "document.title = 'over ' + Math.max(widest, document.documentElement.scrollWidth - innerWidth);"
+        "document.body.textContent = document.title</script>"
+    )
+    (tmp_path / "page.html").write_text(html.replace("</body>", f"{measured}</body>"))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom")
+    done = subprocess.run(
+        [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "page.html").as_uri()],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert ">over 0<" in done.stdout
 
 
 def test_an_implementation_that_differed_in_several_layers_and_workers_is_counted_once(tmp_path: Path) -> None:
@@ -211,7 +281,7 @@ WITHOUT_VANILLA = {
         ("{", "cannot be read as JSON"),
         ("[1]", "a JSON object is expected, not list"),
         ('{"some": "thing"}', "is none of the files that a report is made of"),
-        (json.dumps({**BENCHED, "dtype": 1, "results": [{"share_of_floor": 1.0}]}), "not as `fl bench --json"),
+        (json.dumps({**BENCHED, "dtype": 1, "results": [{"share_of_floor": 1.0}]}), "not as `fl bench --out"),
         (json.dumps({**SERVED, "compared": {"decode": {"plugin": {"ratio": "fast"}}}}), "not as `python benchmarks"),
         (json.dumps(WITHOUT_VANILLA), "not as `python benchmarks"),
     ],
@@ -247,9 +317,9 @@ def test_a_folders_other_files_are_listed_and_not_shown(written: Callable[..., l
 
 def test_the_commands_write_what_the_report_reads(tmp_path: Path) -> None:
     verified, benched, out = tmp_path / "verify.json", tmp_path / "bench.json", tmp_path / "report.html"
-    fl("verify", "--quick", "--op", "silu_and_mul", "--dtype", "float32", "--json", str(verified))
+    fl("verify", "--quick", "--op", "silu_and_mul", "--dtype", "float32", "--out", str(verified))
     sizes = ("--tokens", "1", "--hidden", "64", "--seconds", "0.001")
-    fl("bench", "--op", "silu_and_mul", "--dtype", "float32", *sizes, "--json", str(benched))
+    fl("bench", "--op", "silu_and_mul", "--dtype", "float32", *sizes, "--out", str(benched))
     done = fl("report", str(tmp_path), "--no-runs", "--out", str(out))
     assert done.returncode == 0, done.stderr
     text = out.read_text()

@@ -267,7 +267,7 @@ def test_a_vendors_test_is_red_where_nothing_can_be_verified() -> None:
 
 
 def test_the_command_is_green_for_the_reference_and_2_for_what_does_not_exist() -> None:
-    chosen = ("--op", "silu_and_mul", "--impl", "reference.torch", "--dtype", "float32", "--json", "-")
+    chosen = ("--op", "silu_and_mul", "--impl", "reference.torch", "--dtype", "float32", "--json")
     (row,) = json.loads(fl("verify", *chosen).stdout)["results"]
     assert (row["verdict"], row["problems"]) == ("right", [])
     assert row["tolerance"] == {"rtol": 2e-5, "atol": 2e-6}
@@ -346,7 +346,7 @@ def test_the_time_is_said_before_the_first_row_and_each_row_when_it_is_known(plu
 def test_what_was_found_before_an_interrupt_is_kept(plugin: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     chosen = ["--op", "silu_and_mul", "--impl", "reference.torch", "--impl", "default.wrong", "--dtype", "float32"]
-    command = [sys.executable, "-c", "from fl_dispatch.cli import main; main()", "verify", *chosen, "--json", str(file)]
+    command = [sys.executable, "-c", "from fl_dispatch.cli import main; main()", "verify", *chosen, "--out", str(file)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **plugin, "SLOW": "60"})
     partial = tmp_path / "found.json.partial"
     end = time.time() + 60

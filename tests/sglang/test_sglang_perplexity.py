@@ -15,7 +15,7 @@ from fl_dispatch.cli import small_model
 def test_the_perplexity_is_hugging_faces(tmp_path: Path) -> None:
     file = tmp_path / "perplexity.json"
     ended = python(
-        "-c", "from fl_dispatch.cli import main; main()", "perplexity", "--host", "sglang", "--json", str(file)
+        "-c", "from fl_dispatch.cli import main; main()", "perplexity", "--host", "sglang", "--out", str(file)
     )
     assert ended.returncode == 0, ended.log
     found = json.loads(file.read_text())

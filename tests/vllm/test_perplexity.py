@@ -66,7 +66,7 @@ def test_the_command_ends_with_1_where_another_perplexity_is_expected(tmp_path: 
     file = tmp_path / "perplexity.json"
     command = ["-c", "from fl_dispatch.cli import main; main()", "perplexity", "--host", "vllm", "--dtype", "bfloat16"]
     right = small_model.facts()["perplexity"]
-    ended = python(*command, "--expect", str(1.01 * right), "--json", str(file))
+    ended = python(*command, "--expect", str(1.01 * right), "--out", str(file))
     assert ended.returncode == 1, ended.log
     assert "WRONG" in ended.log
     found = json.loads(file.read_text())

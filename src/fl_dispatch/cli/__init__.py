@@ -10,7 +10,7 @@ import typer
 from ..errors import DispatchError
 from ..version import __version__
 from . import bench, bisect, demo, doc, doctor, explain, new_backend, ops, p2p_proxy, perplexity, report, tune, verify
-from .output import fail
+from .output import MeasuringCommand, fail
 
 app = typer.Typer(
     name="fl",
@@ -36,12 +36,12 @@ def fl(
 
 
 app.command("demo")(demo.demo)
-app.command("perplexity")(perplexity.perplexity_command)
+app.command("perplexity", cls=MeasuringCommand)(perplexity.perplexity_command)
 app.command("ops")(ops.ops)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
-app.command("verify")(verify.verify)
-app.command("bench")(bench.bench)
+app.command("verify", cls=MeasuringCommand)(verify.verify)
+app.command("bench", cls=MeasuringCommand)(bench.bench)
 app.command("tune")(tune.tune)
 app.command("report")(report.report)
 app.command("bisect")(bisect.bisect)

@@ -21,12 +21,13 @@ from ..evidence.verify import implementations
 from ..manager import get_default_manager
 from ..ops import OPERATORS, Place
 from ..types import OpImpl
-from .output import INTERRUPTED, ResultFile, Rows, about, advancing, check_file
+from .output import INTERRUPTED, AsJson, ResultFile, Rows, about, advancing, check_file
 from .places import device_named, dtype_named
 
 COLUMNS = {
     "operator": 18,
     "implementation": 19,
+    "weights": 8,
     "case": 22,
     "tokens": 6,
     "width": 6,
@@ -55,20 +56,21 @@ def bench(
     device: Annotated[str | None, typer.Option(help="PyTorch device. Default: this machine's.")] = None,
     seconds: Annotated[float, typer.Option(help="How long to measure each row at least.")] = 0.05,
     quick: Annotated[bool, typer.Option("--quick", help="Only the smallest hidden size of the default.")] = False,
-    json: Annotated[
-        Path | None,
-        typer.Option(help="Write everything to this file, until it is complete to FILE.partial; '-': standard output."),
+    json: AsJson = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw to this image file (needs matplotlib).")] = None,
 ) -> None:
     """Measure implementations: device time and host time of a call, against this device's copy and matrix rates.
 
     The share is that of the floor: for an operator that only moves bytes, of the copy rate measured in the same run.
+    An implementation that prepares weights has two rows: prepared ones, as in an engine, and plain ones.
     Shapes fit where a call takes at most 1 ms at the device's rates; a size that is asked for is always measured.
 
     Exit status 0: measured. 2: nothing matches, or what was named cannot run here. 130: interrupted.
     """
-    file = ResultFile(json)
+    file = ResultFile(out, json)
     check_file(plot)
     wanted = dtype_named(dtype)
     work = _planned(op, impl)
@@ -76,7 +78,7 @@ def bench(
     threads, why = free_threads()
     torch.set_num_threads(threads)
     yardstick = Yardstick(Clock(place.device, seconds), wanted)
-    rows = Rows(COLUMNS, quiet=file.to_stdout)
+    rows = Rows(COLUMNS, quiet=json)
     results: list[Result] = []
 
     def data(complete: bool) -> dict[str, Any]:
@@ -100,8 +102,9 @@ def bench(
             for case, candidates in todo:
                 for candidate in candidates:
                     progress.begin(f"measuring {case.op_name} {case.tokens}x{case.width} {candidate.impl_id}")
-                    results.append(bench_one(get_default_manager(), candidate, case, wanted, yardstick))
-                    rows.add(_row(results[-1]))
+                    for result in bench_one(get_default_manager(), candidate, case, wanted, yardstick):
+                        results.append(result)
+                        rows.add(_row(result))
                     progress.end(expected_seconds(case, yardstick))
                 file.keep(data(complete=False))
     except KeyboardInterrupt:
@@ -164,7 +167,7 @@ def _planned(op: list[str] | None, impl: list[str] | None) -> dict[str, list[OpI
 
 
 def _row(result: Result) -> tuple[Any, ...]:
-    row = (result.op_name, result.impl_id, result.label, result.tokens, result.width)
+    row = (result.op_name, result.impl_id, result.weights, result.label, result.tokens, result.width)
     if result.device is None:
         return (*row, "-", "", "", "", result.note)
     times = result.device

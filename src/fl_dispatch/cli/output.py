@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from ..errors import DispatchError
 
@@ -45,8 +48,10 @@ NEVER_BROKEN = (
     "package",
 )
 
-STDOUT = Path("-")
-"""The name of a result file that stands for standard output."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+"""The option of every command that has something for programs: one document on standard output, and no other output
+there.
+"""
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
@@ -67,11 +72,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     console.print(table)
 
 
-def fail(message: str) -> None:
-    """One error message on standard error."""
-    _errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
-
-
 def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     """Names and values in two columns, without lines."""
     grid = Table.grid(padding=(0, 2))
@@ -80,6 +80,11 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     for name, value in facts:
         grid.add_row(Text(name), Text(value))
     console.print(grid)
+
+
+def fail(message: str) -> None:
+    """One error message on standard error."""
+    _errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 class Rows:
@@ -146,25 +151,51 @@ def advancing(total: float) -> Iterator[Advance]:
         yield Advance(progress, progress.add_task("", total=total), live)
 
 
+class MeasuringCommand(TyperCommand):
+    """A command whose results ``--json`` prints and ``--out`` keeps; once ``--json`` itself took the file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Refuse a file after ``--json`` with what to write instead.
+
+        Raises:
+            DispatchError: there is one.
+        """
+        for given, value in itertools.zip_longest(args, args[1:], fillvalue=""):
+            option, _, file = given.partition("=")
+            if option == "--json" and (file or self._was_a_file(value)):
+                file = file or value
+                instead = "" if file == "-" else f"; --out {file} writes them to a file"
+                raise DispatchError(
+                    f"--json takes no value, but got '{file}': it prints the results on standard output{instead}"
+                )
+        return super().parse_args(ctx, args)
+
+    def _was_a_file(self, value: str) -> bool:
+        """Whether what follows ``--json`` is neither an option nor an argument of the command."""
+        takes_arguments = any(parameter.param_type_name == "argument" for parameter in self.params)
+        is_option = len(value) > 1 and value.startswith("-")
+        return bool(value) and not is_option and (not takes_arguments or value == "-" or value.endswith(".json"))
+
+
 class ResultFile:
     """The JSON file of a long run's results, for people to keep and for other commands to read.
 
     Until the run is complete they are in ``FILE.partial``, replaced at once after every step, so that an interrupted
-    run keeps what it has and an older FILE stays. ``-`` is standard output, which gets them at the end.
+    run keeps what it has and an older FILE stays.
 
     Args:
         file: the file, or ``None`` for none.
+        printed: whether they are printed on standard output too, at the end.
 
     Raises:
         DispatchError: it is a directory, or lies in none.
     """
 
-    def __init__(self, file: Path | None) -> None:
-        self.file = file
-        self.to_stdout = file == STDOUT
-        check_file(None if self.to_stdout else file)
+    def __init__(self, file: Path | None, printed: bool = False) -> None:
+        self.file, self.printed = file, printed
+        check_file(file)
         self.partial: Path | None = None
-        if file is not None and not self.to_stdout:
+        if file is not None:
             regular = file.is_file() or not file.exists()  # nothing lies beside a device or a pipe
             if regular and os.access(file.parent, os.W_OK):
                 self.partial = file.with_name(f"{file.name}.partial")
@@ -178,9 +209,9 @@ class ResultFile:
 
     def finish(self, data: Any) -> None:
         """Write the complete results."""
-        if self.to_stdout:
+        if self.printed:
             print_json(data)
-        elif self.partial is not None and self.file is not None:
+        if self.partial is not None and self.file is not None:
             self.keep(data)
             self.partial.replace(self.file.resolve())
         elif self.file is not None:
@@ -188,7 +219,7 @@ class ResultFile:
 
     def stop(self, data: Any) -> str:
         """Keep what an interrupted run has; returns where it is, or empty."""
-        if self.to_stdout:
+        if self.printed:
             print_json(data)
         self.keep(data)
         return "" if self.partial is None else str(self.partial)

@@ -30,7 +30,7 @@ from .hosts import (
     sglang_engine,
     vllm_engine,
 )
-from .output import ResultFile, console
+from .output import AsJson, ResultFile, console
 
 Scores = list[list[float]]
 
@@ -60,7 +60,10 @@ def perplexity_command(
     tolerance: Annotated[
         float | None, typer.Option(help="Largest relative difference from it. Default: by the dtype.", min=0)
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything to this file; '-': standard output.")] = None,
+    json: AsJson = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the engine's own log.")] = False,
 ) -> None:
     """Score a text with a real vLLM or SGLang through the dispatch core, and compare the perplexity with the right one.
@@ -68,7 +71,7 @@ def perplexity_command(
     Exit code 1 if it differs by more than the dtype's rounding explains, if an implementation failed, or if no operator
     of ours ran. Without a right perplexity (another model or text, and no --expect) it is only printed.
     """
-    file = ResultFile(json)
+    file = ResultFile(out, json)
     environment(prefer, config)
     host = host or installed_host()
     if host is Host.SGLANG and compiled:
@@ -78,11 +81,11 @@ def perplexity_command(
     if expect is None and model is None and text is None and window == small_model.WINDOW:
         expect = small_model.facts()["perplexity"]
     accepted = TOLERANCE[dtype.value] if tolerance is None else tolerance
-    if not file.to_stdout:
+    if not json:
         console.print(describe_device(), highlight=False, markup=False)
     with (
         tempfile.TemporaryDirectory(prefix="fl-") as folder,
-        steps(Path(folder) / "log", file.to_stdout, verbose) as step,
+        steps(Path(folder) / "log", json, verbose) as step,
     ):
         way = f"{host.product}, {dtype}, {'compiled' if compiled else 'eager'}"
         with step(f"starting {way}, and scoring {text_file.name} (its import takes a while)"):
@@ -91,7 +94,7 @@ def perplexity_command(
     found = perplexity(scores, len(written.encode()))
     right, compared = _compared(found, expect, accepted)
     said = f"perplexity {found.value:.4f} over {found.tokens:,} tokens of {text_file.name}"
-    if not file.to_stdout:
+    if not json:
         show_what_ran(report)
         console.print(f"{said}; {found.bits_per_byte:.4f} bits a byte", highlight=False, markup=False)
         console.print(compared, style="bold green" if right else "bold red", highlight=False, markup=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import DispatchError, text_of
-from .output import check_file, console
+from .output import AsJson, check_file, console, print_json
 
 
 def report(
@@ -18,6 +18,7 @@ def report(
         typer.Argument(help="Results of other commands (JSON), and folders with such. Default: none."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page.", dir_okay=False)] = Path("report.html"),
+    json: AsJson = False,
     runs: Annotated[bool, typer.Option("--runs/--no-runs", help="Show the workers that ran last.")] = True,
 ) -> None:
     """Write one self-contained HTML file: choices and reasons, verdicts, speeds, tuning, findings, engines.
@@ -38,6 +39,10 @@ def report(
     except OSError as error:
         new.unlink(missing_ok=True)
         raise DispatchError(f"{out} cannot be written: {text_of(error)}") from error
+    if json:
+        sections = {section.title: list(section.glance) for section in made.sections if section.parts}
+        print_json({"page": str(out), "bytes": len(text.encode()), "sections": sections})
+        return
     console.print(f"{out}: {len(text) / 1e6:.1f} MB", highlight=False, markup=False)
     for section in made.sections:
         said = " ".join(section.glance) if section.parts else f"no data; `{section.fill}` measures it"

@@ -31,7 +31,7 @@ from ..policy import get_policy, policy_context
 from ..settings import load_config_file, platforms
 from ..settings.document import read_yaml
 from ..version import __version__
-from .output import INTERRUPTED, ResultFile, Rows, about, advancing, check_file
+from .output import INTERRUPTED, AsJson, ResultFile, Rows, about, advancing, check_file, print_json
 from .places import device_named, dtype_named
 from .tune_engine import confirm
 
@@ -68,6 +68,7 @@ def tune(
         bool, typer.Option("--eager", help="For engines that run a model eagerly: the host's time counts.")
     ] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each candidate.")] = REPEATS,
+    json: AsJson = False,
     out: Annotated[
         Path | None, typer.Option(help="The file to write. Default: named after the device, in your configuration.")
     ] = None,
@@ -90,7 +91,7 @@ def tune(
     something that was named is wrong. 130: interrupted; run again to go on.
     """
     if compare is not None:
-        _compare(*compare)
+        _compare(*compare, json)
         return
     captured = not eager
     if run is not None:
@@ -112,10 +113,15 @@ def tune(
     if out is None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_file(file)
-    evidence = ResultFile(platforms.evidence_path(file))
+    evidence = ResultFile(platforms.evidence_path(file), printed=json and not engine)
     plan = _plan(dimensions, place, max_batch, prefill, context, not eager, captured, repeats, op)
-    _run(plan, file, evidence, fresh)
-    if engine and not confirm(plan, model, file, layers, rounds):
+    _run(plan, file, evidence, fresh, json)
+    if not engine:
+        return
+    agrees = confirm(plan, model, file, layers, rounds, json)
+    if json:
+        print_json(read_record(platforms.evidence_path(file)))
+    if not agrees:
         raise typer.Exit(1)
 
 
@@ -170,8 +176,8 @@ def _plan(
     )
 
 
-def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool) -> None:
-    rows, place = Rows(COLUMNS), plan.place
+def _run(plan: Plan, file: Path, evidence: ResultFile, fresh: bool, quiet: bool) -> None:
+    rows, place = Rows(COLUMNS, quiet), plan.place
     left = [path for path in (evidence.partial, evidence.file) if not fresh and path is not None and path.is_file()]
     threads, busy = free_threads()
     spec = device_of(place.device.type)
@@ -212,6 +218,8 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
         best = next((figure for figure in figures[key] if figure.impl_id == choice.impl_id), None)
         time_us = microseconds(best.median) if best else ""
         rows.add((key.op_name, key.tokens, key.phase or "", choice.impl_id or "nobody", time_us, choice.why))
+    counts = {name: sum(outcome[name] for outcome in record.outcomes()) for name in ("prepared", "plain")}
+    rows.say(f"proven with prepared weights: {counts['prepared']}, with plain ones or none: {counts['plain']}")
     for op_name, late in record.late.items():
         for impl_id, why in late.items():
             rows.say(f"{op_name}: {impl_id} cannot win: {why}", "yellow")
@@ -235,7 +243,7 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
     rows.say(f"written: {file} and {platforms.evidence_path(file).name}")
 
 
-def _compare(one: Path, other: Path) -> None:
+def _compare(one: Path, other: Path, json: bool) -> None:
     """Say on how many keys two tunings agree.
 
     Raises:
@@ -246,6 +254,10 @@ def _compare(one: Path, other: Path) -> None:
     common = len(set(first) & set(second))
     if not common:
         raise DispatchError(f"{one} and {other} have no key in common")
+    if json:
+        pairs = [{"key": str(key), "chosen": list(chosen)} for key, chosen in differ.items()]
+        print_json({"agree": share, "keys": common, "differ": pairs})
+        return
     rows: Any = Rows(COLUMNS)
     for key, (here, there) in differ.items():
         rows.say(f"{key}: {here or 'nobody'} and {there or 'nobody'}")

@@ -23,8 +23,13 @@ BLOCK = 128
 """No block of a cache has more tokens."""
 
 
-def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int) -> bool:
+def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int, quiet: bool = False) -> bool:
     """Serve the workloads with each cell in turns, print the rates and add them to the file's evidence.
+
+    Args:
+        plan, model, file: of the tuning.
+        layers, rounds: of the engines, and turns of each.
+        quiet: print nothing.
 
     Returns:
         Whether no other policy was faster than the file.
@@ -34,7 +39,7 @@ def confirm(plan: Plan, model: Path, file: Path, layers: int | None, rounds: int
     """
     if importlib.util.find_spec("vllm") is None:
         raise DispatchError("--engine needs vLLM, which is not installed; the file was written without it")
-    works, rows = workloads(max(plan.batches), plan.accelerator), Rows(COLUMNS)
+    works, rows = workloads(max(plan.batches), plan.accelerator), Rows(COLUMNS, quiet)
     most = max(work.prompt + work.new for work in works)
     dimensions, requests = plan.model, max(work.batch for work in works)
     width = dimensions.latent_rank + dimensions.latent_rope or 2 * dimensions.kv_heads * dimensions.head_dim

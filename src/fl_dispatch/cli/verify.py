@@ -18,7 +18,7 @@ from ..evidence.verify import DTYPES, RACE_CALLS, RACE_SECONDS, Verification, im
 from ..evidence.verify import verify as verify_one
 from ..manager import get_default_manager
 from ..types import OpImpl
-from .output import INTERRUPTED, ResultFile, Rows, about, advancing
+from .output import INTERRUPTED, AsJson, ResultFile, Rows, about, advancing
 from .places import device_named, dtype_named
 
 COLUMNS = {
@@ -27,6 +27,7 @@ COLUMNS = {
     "dtype": 8,
     "how": 8,
     "inputs": 6,
+    "prepared": 8,
     "declined": 8,
     "error/tolerance": 15,
     "status": 14,
@@ -60,8 +61,9 @@ def verify(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also inside torch.compile, as compiled models call it.")
     ] = False,
-    json: Annotated[
-        Path | None, typer.Option(help="Write everything to this file; '-' for standard output, without the table.")
+    json: AsJson = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the results to this file, as JSON; to FILE.partial until it is complete.")
     ] = None,
 ) -> None:
     """Verify implementations against the float64 reference on every declared input.
@@ -69,7 +71,7 @@ def verify(
     Exit status 0: all that ran is right. 1: something is wrong. 2: nothing matches, nothing ran, or what was named
     cannot run here. 130: interrupted.
     """
-    manager, file = get_default_manager(), ResultFile(json)
+    manager, file = get_default_manager(), ResultFile(out, json)
     dtypes = [dtype_named(name) for name in dtype] if dtype else DTYPES
     candidates = implementations(manager, op, impl)
     place = device_named(device)
@@ -81,7 +83,7 @@ def verify(
         raise DispatchError("; ".join(f"'{name}' of '{op_name}' cannot run here: {why}"
                                       for (op_name, name), why in absent.items()))  # fmt: skip
     ways = ["", *backends()] if compiled else [""]
-    run = _Run(Rows(COLUMNS, quiet=file.to_stdout), file, place, absent)
+    run = _Run(Rows(COLUMNS, quiet=json), file, place, absent)
     try:
         run.say(f"Verifying on {place} against the reference in float64")
         _verify_all(run, ready, list(dtypes), ways, seed, label, repeat, quick, seconds)
@@ -115,6 +117,7 @@ class _Run:
                 result.dtype,
                 result.how,
                 result.samples,
+                result.prepared if result.prepares else "",
                 len(result.declined) or "",
                 "" if worst is None else f"{worst.share:.3f}",
                 result.verdict,
@@ -140,6 +143,8 @@ class _Run:
     def close(self) -> None:
         """Say what did not run, and end with the status of it all."""
         for result in self.results:
+            if text := _said_of_weights(result):
+                self.say(f"{result.op_name} {result.impl_id} {result.dtype} {text}", "dim")
             reasons: dict[str, list[str]] = {}
             for label, why in result.declined.items():
                 reasons.setdefault(why, []).append(label)
@@ -151,6 +156,16 @@ class _Run:
             raise typer.Exit(1)
         if not any(result.samples for result in self.results):
             raise DispatchError("nothing was verified: no implementation that is available takes any of the inputs")
+
+
+def _said_of_weights(result: Verification) -> str:
+    """Which weights an implementation was proven with that prepares them; empty for any other."""
+    if not result.prepares:
+        return ""
+    said = f"was proven with prepared weights on {result.prepared} inputs, with plain ones on {result.plain}"
+    for why, number in result.refused.items():
+        said += f"; {number} weights were not prepared: {why}"
+    return said
 
 
 def _again(result: Verification, label: str, place: torch.device) -> str:

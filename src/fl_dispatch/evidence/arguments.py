@@ -70,6 +70,14 @@ def guarded(args: Sequence[Any]) -> Arguments:
     return tuple(copy(value) for value in args)
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, in a memory that holds nothing else; gaps between its rows are NaN if it can be."""
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(new.untyped_storage())
+    whole.fill_(math.nan if tensor.dtype.is_floating_point else 0)
+    return new.copy_(tensor.detach())
+
+
 def _guard(inside: Tensor, whole: Tensor, views: list[Tensor]) -> None:
     """Copy what the views cover into ``inside``, a part of ``whole``; all the rest of floating memory becomes NaN."""
     dtype = views[0].dtype

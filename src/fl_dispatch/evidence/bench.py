@@ -24,6 +24,7 @@ from .arguments import Arguments, copied
 from .cases import Case
 from .rates import Yardstick, sets_to_rotate
 from .timing import LEAST_ROUNDS, Call, Clock, Timing
+from .weights import PLAIN, PREPARED, are_prepared, refusals_counted
 
 SLOW_SECONDS = 0.25
 """Calls that together take longer are not all made in a round."""
@@ -44,6 +45,8 @@ class Result:
         bytes_moved, operations: the least that the operator has to do.
         floor: the time that no implementation beats at the measured rates, seconds.
         copy: the time of a copy that moves as many bytes, seconds.
+        weights: ``prepared`` where the implementation made a form of a weight before, ``plain`` in a second result of
+            such an implementation, whose weights nobody declared; else empty.
         note: why there is no time, or empty.
     """
 
@@ -59,6 +62,7 @@ class Result:
     operations: int
     floor: float
     copy: float
+    weights: str = ""
     note: str = ""
 
     @property
@@ -92,14 +96,29 @@ def _microseconds(timing: Timing) -> dict[str, Any]:
     return {**values, "rounds": timing.rounds, "how": timing.how}
 
 
-def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yardstick: Yardstick) -> Result:
-    """Measure one implementation on one case; an implementation that declines or fails gives a result with a note."""
+def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yardstick: Yardstick) -> list[Result]:
+    """Measure one implementation on one case; an implementation that declines or fails gives a result with a note.
+
+    Weights are declared, as a model's are. For an implementation that prepares them a second result is of plain ones.
+    """
+    with refusals_counted():
+        first = _measured(manager, impl, case, dtype, yardstick, declared=True)
+        if first.weights != PREPARED:
+            return [first]
+        return [first, _measured(manager, impl, case, dtype, yardstick, declared=False)]
+
+
+def _measured(
+    manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yardstick: Yardstick, declared: bool
+) -> Result:
     clock, operator = yardstick.clock, OPERATORS[case.op_name]
     function = direct_function(manager.state, impl)
     device: Timing | None = None
     host: Timing | None = None
     args = operator.bind(case.make(), {})
-    prepared.declare_all(operator.stay(args))
+    weights = operator.stay(args)
+    if declared:
+        prepared.declare_all(weights)
     assert operator.work is not None
     work = operator.work(*args)
     note = ""
@@ -125,6 +144,7 @@ def bench(manager: OpManager, impl: OpImpl, case: Case, dtype: torch.dtype, yard
         work.operations,
         yardstick.rates.floor_s(work.bytes_moved, work.operations),
         yardstick.copy(work.bytes_moved),
+        PLAIN if not declared else PREPARED if are_prepared(weights) else "",
         note,
     )
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import prepared
 from ..devices import device_of
 from ..errors import DispatchError
 from ..manager import OpManager
@@ -58,6 +57,7 @@ class Input:
     operator: Operator
     oracle: Callable[..., Any] = field(repr=False)
     _expected: list[Tensor | None] | None = field(default=None, repr=False)
+    _rewritten: Input | None = field(default=None, repr=False)
 
     @property
     def expected(self) -> list[Tensor | None]:
@@ -71,9 +71,26 @@ class Input:
         return self._expected
 
     @property
+    def rewritten(self) -> Input:
+        """This input with other weights: each in reverse along its first dimension. Made once."""
+        if self._rewritten is None:
+            others = {id(weight): _reversed(weight) for weight in self.operator.stay(self.args)}
+            args = tuple(others.get(id(value), value) for value in self.args)
+            label = f"{self.label}, its weights written"
+            self._rewritten = Input(label, self.serving, args, self.tolerance, self.operator, self.oracle)
+        return self._rewritten
+
+    @property
     def description(self) -> str:
         """Its arguments in words."""
         return described(list(self.operator.parameters), self.args)
+
+
+def _reversed(weight: Tensor) -> Tensor:
+    whole = weight.detach().contiguous()
+    if not whole.dim():
+        return whole
+    return whole.view(torch.uint8).flip(0).view(weight.dtype)  # as bytes, because PyTorch reverses no fp8
 
 
 def outputs(operator: Operator, given: Arguments, result: Any) -> Named:
@@ -149,7 +166,6 @@ def _generated(
 
 def _poisoned(operator: Operator, sample: Sample) -> Arguments:
     args = guarded(operator.bind(sample.args, {}))
-    prepared.declare_all(operator.stay(args))
     for access, tensor in operator.written(args).values():
         if access is Access.OUTPUT:
             tensor.fill_(math.nan)

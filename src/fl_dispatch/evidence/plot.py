@@ -30,7 +30,8 @@ def plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
             panel = ", ".join(filter(None, (row["op_name"], phase, "" if attention else str(row["width"]))))
             place = f"{row['tokens']}×{row['width']}" if attention else str(row["tokens"])
             lines = panels.setdefault(panel, {})
-            lines.setdefault(row["impl_id"], []).append((place, row["share_of_floor"]))
+            name = row["impl_id"] + (", plain weights" if row.get("weights") == "plain" else "")
+            lines.setdefault(name, []).append((place, row["share_of_floor"]))
     if not panels:
         raise DispatchError("nothing was measured, so there is nothing to plot")
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))

@@ -19,10 +19,13 @@ import pytest
 import torch
 
 from ..devices import detect_device
+from ..logger_manager import get_logger
 from ..manager import get_default_manager
 from ..ops import Sample
 from .inputs import Inputs
 from .verify import DTYPES, Verification, implementations, verify
+
+logger = get_logger(__name__)
 
 MakeSamples = Callable[[str, torch.dtype, torch.device], Sequence[Sample]]
 """Operator, dtype and device → inputs."""
@@ -40,6 +43,9 @@ def verified(
     may_be_absent: bool = False,
 ) -> Callable[..., Any]:
     """A parametrized test that verifies every implementation with this id.
+
+    One that prepares weights is verified with prepared and with plain ones; pytest's ``--log-cli-level=INFO`` shows on
+    how many inputs.
 
     Nothing verified is a failure: an implementation that is not available, and one that takes no input of its operator
     in any of the dtypes. In a single dtype the latter is a skip.
@@ -76,6 +82,9 @@ def verified(
         if not available:
             (pytest.skip if may_be_absent else pytest.fail)(f"{impl_id} is not available: {why}")
         result = found(op_name, dtype)
+        if result.prepares:
+            text = "%s %s %s ran with prepared weights on %d inputs, with plain ones on %d"
+            logger.info(text, op_name, impl_id, result.dtype, result.prepared, result.plain)
         lines = [f"{op_name} {impl_id}", *result.problems, *(f"input: {text}" for text in result.failed.values())]
         assert not result.problems, "\n".join(lines)
         if not result.samples:

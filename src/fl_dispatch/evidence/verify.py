@@ -1,5 +1,7 @@
 """Is an implementation right? Its results on the operator's inputs against the reference in float64.
 
+An implementation that prepares weights is called with prepared ones, which engines multiply with, and with plain ones.
+
 Beside the numbers: repeated calls give the same bits, also beside other work; results have memory of their own;
 arguments that must only be read are unchanged, memory beside views too; every output element is written; outputs have
 the declared shape, dtype and strides; half types are rounded to nearest.
@@ -7,6 +9,7 @@ the declared shape, dtype and strides; half types are rounded to nearest.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +30,6 @@ from .arguments import (
     Arguments,
     MarkedMemory,
     changed,
-    copied,
     poisoned_memory,
     same_bits,
     share_memory,
@@ -36,6 +38,7 @@ from .comparison import Deviation, Rounding, absent, compare, strays
 from .compiled import compiled_function
 from .inputs import Input, Inputs, Named, declared, outputs
 from .load import load
+from .weights import PLAIN, PREPARED, Weights, refusals_counted
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 RACE_CALLS, RACE_SECONDS = 500, 0.5
@@ -54,6 +57,11 @@ class Verification:
         how: ``direct``, or the backend of ``torch.compile`` through which the calls went.
         seed: of the inputs.
         samples: how many inputs were run.
+        prepares: whether it asked for a form of any weight.
+        prepared: how many of them ran with weights of which the implementation made a form
+            (:mod:`fl_dispatch.prepared`).
+        plain: how many ran with weights as they are, or have none.
+        refused: why no form could be kept → of how many weights.
         calls: how many calls were made under load.
         declined: the other inputs, label → why the implementation does not take them.
         worst: the largest error, or ``None`` where nothing was compared.
@@ -70,6 +78,10 @@ class Verification:
     how: str = "direct"
     seed: int = 0
     samples: int = 0
+    prepares: bool = False
+    prepared: int = 0
+    plain: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
     calls: int = 0
     declined: dict[str, str] = field(default_factory=dict)
     worst: Deviation | None = None
@@ -133,70 +145,196 @@ def verify(
     name = str(dtype).removeprefix("torch.")
     found = Verification(impl.op_name, impl.impl_id, name, tolerance, compiled or "direct", inputs.seed)
     direct = direct_function(manager.state, impl)
-    deterministic = bool(impl.properties.get(DETERMINISTIC, True))
-    stable: list[tuple[Input, list[Tensor]]] = []
-    for given in inputs:
-        if not _takes(found, manager.state, impl, given):
-            continue
-        function = compiled_function(impl, compiled) if compiled else direct
-        first = _verify_input(found, given, function, repeats, deterministic, bool(compiled))
-        if first is not None and given.serving and first:
-            stable.append((given, first))
-    if not found.problems and (problem := found.rounding.problem(found.mean_error)):
-        found.problems.append(f"all inputs: {problem}")
-    if stable and not found.problems and not compiled:
-        with load(device):
-            _race(found, direct, stable, deterministic, race_calls, race_seconds)
+    trial = _Trial(
+        found,
+        manager.state,
+        impl,
+        direct,
+        compiled_function(impl, compiled) if compiled else direct,
+        repeats,
+        bool(impl.properties.get(DETERMINISTIC, True)),
+        bool(compiled),
+    )
+    with refusals_counted():
+        for given in inputs:
+            trial.run(given)
+        if not found.problems and (problem := found.rounding.problem(found.mean_error)):
+            found.problems.append(f"all inputs: {problem}")
+        if trial.stable and not found.problems and not compiled:
+            with load(device):
+                trial.race(race_calls, race_seconds)
     return found
 
 
-def _takes(found: Verification, state: State, impl: OpImpl, given: Input) -> bool:
-    """Whether the implementation takes an input; if not, the reason is recorded."""
-    try:
-        refusal = why_declined(state, impl, copied(given.args))
-    except Exception as error:  # a stranger's code: whatever it raises is the finding
-        found.blame(given, f"its 'supports' raised {text_of(error)}")
-        return False
-    if refusal:
-        found.declined[given.label] = refusal
-    return not refusal
+@dataclass
+class _Trial:
+    """One implementation that is verified.
 
+    Args:
+        found: the findings so far.
+        state, impl: of the manager, and what is verified.
+        direct: the implementation's function.
+        function: what is called: the same, or compiled code that calls it.
+        repeats: calls for each input.
+        deterministic: whether every call must give the same bits.
+        compiled: whether ``function`` is compiled code.
+        stable: serving inputs, with what the first call gave.
+    """
 
-def _verify_input(
-    found: Verification,
-    given: Input,
-    function: Callable[..., Any],
-    repeats: int,
-    deterministic: bool,
-    compiled: bool,
-) -> list[Tensor] | None:
-    """Verify one input; returns the first call's outputs if nothing is wrong with any."""
-    first: list[Tensor] | None = None
-    alive: list[Tensor] = []
-    for repeat in range(repeats):
-        args = copied(given.args)
+    found: Verification
+    state: State
+    impl: OpImpl
+    direct: Callable[..., Any]
+    function: Callable[..., Any]
+    repeats: int
+    deterministic: bool
+    compiled: bool
+    stable: list[tuple[Input, Weights, list[Tensor]]] = field(default_factory=list)
+
+    def run(self, given: Input) -> None:
+        """Verify one input, with declared weights and with plain ones.
+
+        An implementation that makes no form of declared weights reads them as it reads plain ones, which are called
+        as often as asked for; then one call with declared ones is enough.
+        """
+        refusals: list[str] = []
+        ways: set[str] = set()
+        found = self.found
+        for stay in (True, False) if given.operator.stay(given.args) else (False,):
+            weights = Weights(given, stay)
+            blamed = len(found.problems)
+            refusal = self._refusal(given, weights)
+            if not refusal and len(found.problems) == blamed:
+                refusal = self._verify(given, weights)
+            found.prepares |= weights.asked
+            for why in weights.refused:
+                found.refused[why] = found.refused.get(why, 0) + 1
+            if refusal:
+                refusals.append(refusal)
+            else:
+                ways.add(PREPARED if weights.prepared else PLAIN)
+            if len(found.problems) > blamed and not weights.prepared:
+                break  # with plain weights it would be the same fault
+        found.samples += bool(ways)
+        found.prepared += PREPARED in ways
+        found.plain += PLAIN in ways
+        if not ways and refusals:
+            found.declined[given.label] = refusals[0]
+
+    def _refusal(self, given: Input, weights: Weights) -> str:
+        """Why the implementation does not take an input, or empty."""
         try:
-            result = _called(function, args, poisoned=repeat == 0)
-        except NotImplementedError as error:
-            found.declined[given.label] = str(error) or "it raised NotImplementedError"
-            return None
+            return why_declined(self.state, self.impl, weights.arguments())
         except Exception as error:  # a stranger's code: whatever it raises is the finding
-            found.blame(given, f"it raised {text_of(error)}")
-            return None
-        if first is None:
-            found.samples += 1
-        problem, tensors = _judged(found, given, args, result, function, repeat, deterministic, compiled)
-        if not problem and first is not None and deterministic and not same_bits(first, tensors):
-            problem = f"it gives other bits for the same input in call {repeat + 1}"
-        results = [one for one in flat(result) if isinstance(one, Tensor)]
-        if not problem and any(share_memory(one, other) for one in results for other in alive):
-            problem = f"call {repeat + 1} returns memory that the result of a call before lies in"
+            self.found.blame(given, f"its 'supports' raised {text_of(error)}")
+            return ""
+
+    def _verify(self, given: Input, weights: Weights) -> str:
+        """Verify one input in one way; returns why the implementation does not take it."""
+        first: list[Tensor] | None = None
+        alive: list[Tensor] = []
+        if self.compiled:
+            torch._dynamo.reset()  # each input compiles anew, and Dynamo does that a few times only
+        if self.compiled and weights.declared:
+            with contextlib.suppress(Exception):  # what the call raises, it raises below too
+                self.direct(*weights.arguments())  # compiled code takes the forms that calls outside of it made
+        for repeat in range(self.repeats):
+            args = weights.arguments()
+            try:
+                result = _called(self.function, args, poisoned=repeat == 0)
+            except NotImplementedError as error:
+                return str(error) or "it raised NotImplementedError"
+            except Exception as error:  # a stranger's code: whatever it raises is the finding
+                self.blame(given, weights, f"it raised {text_of(error)}")
+                return ""
+            problem, tensors = self._judged(given, weights, args, result, repeat)
+            if not problem and first is not None and self.deterministic and not same_bits(first, tensors):
+                problem = f"it gives other bits for the same input in call {repeat + 1}"
+            results = [one for one in flat(result) if isinstance(one, Tensor)]
+            if not problem and any(share_memory(one, other) for one in results for other in alive):
+                problem = f"call {repeat + 1} returns memory that the result of a call before lies in"
+            if problem:
+                self.blame(given, weights, problem)
+                return ""
+            first = tensors if first is None else first
+            alive += results
+            if weights.declared and not weights.prepared:
+                return ""
+        if weights.prepared:
+            self._write(given, weights)
+        if first and given.serving:
+            self.stable.append((given, weights, first))
+        return ""
+
+    def _write(self, given: Input, weights: Weights) -> None:
+        """Look whether the next call after the weights were written multiplies with the new ones; restore them."""
+        other = given.rewritten
+        weights.write(other, self.compiled)
+        args = weights.arguments()
+        try:
+            problem, _ = self._judged(other, weights, args, _called(self.function, args, poisoned=False), repeat=0)
+        except Exception as error:  # a stranger's code
+            problem = f"it raised {text_of(error)}"
         if problem:
-            found.blame(given, problem)
-            return None
-        first = tensors if first is None else first
-        alive += results
-    return first
+            self.blame(given, weights, f"in the call after its weights were written: {problem}")
+        weights.write(given, self.compiled)
+
+    def blame(self, given: Input, weights: Weights, problem: str) -> None:
+        """Record what is wrong with an input, and with which weights where there is a choice."""
+        self.found.blame(given, f"with prepared weights: {problem}" if weights.prepared else problem)
+
+    def _judged(
+        self, given: Input, weights: Weights, args: Arguments, result: Any, repeat: int
+    ) -> tuple[str, list[Tensor]]:
+        """The problem of one call, or empty, and copies of its outputs."""
+        operator, found = given.operator, self.found
+        if repeat == 0 and (problem := broken_promise(operator, args, result)):
+            return problem, []
+        kept: Named = [(name, None if one is None else one.clone()) for name, one in outputs(operator, args, result)]
+        tensors = [one for _, one in kept if one is not None]
+        written = operator.written(args)
+        if touched := changed(list(operator.parameters), weights.before, args, list(written)):
+            return f"it changes {', '.join(touched)}, which it must only read", []
+        if repeat and self.deterministic:
+            return "", tensors
+        before = operator.written(given.args).items()
+        state = {f"'{name}'": tensor for name, (access, tensor) in before if access is Access.STATE}
+        if problem := strays(state, kept, given.expected):
+            return problem, []
+        compared = compare(given.label, kept, given.expected, given.tolerance)
+        if compared.worst is not None and (found.worst is None or not compared.worst.share <= found.worst.share):
+            found.worst = compared.worst
+        found.rounding += compared.rounding
+        bound = operator.most_mean_error(given.args)
+        found.mean_error = max(found.mean_error, bound)
+        problem = compared.problem or compared.rounding.problem(bound)
+        if compared.missing:
+            marked = [] if self.compiled else _marked(given, weights, self.function)
+            problem = absent(kept, marked, compared.missing, UNTOUCHED)
+        return problem, tensors
+
+    def race(self, calls: int, seconds: float) -> None:
+        """Repeat calls whose results are known, each input in turn."""
+        end = time.perf_counter() + seconds
+        found = self.found
+        while found.calls < calls and time.perf_counter() < end:
+            given, weights, first = self.stable[found.calls % len(self.stable)]
+            args = weights.arguments()
+            found.calls += 1
+            try:
+                got = outputs(given.operator, args, self.direct(*args))
+            except Exception as error:  # a stranger's code
+                self.blame(given, weights, f"call {found.calls} under load raised {text_of(error)}")
+                return
+            if self.deterministic:
+                wrong = not same_bits(first, [one for _, one in got if one is not None])
+            else:
+                compared = compare(given.label, got, given.expected, given.tolerance)
+                wrong = bool(compared.problem or compared.missing)
+            if wrong:
+                problem = f"call {found.calls} under load gives another result for the same input"
+                self.blame(given, weights, problem)
+                return
 
 
 def _called(function: Callable[..., Any], args: Arguments, poisoned: bool) -> Any:
@@ -206,47 +344,9 @@ def _called(function: Callable[..., Any], args: Arguments, poisoned: bool) -> An
         return function(*args)
 
 
-def _judged(
-    found: Verification,
-    given: Input,
-    args: Arguments,
-    result: Any,
-    function: Callable[..., Any],
-    repeat: int,
-    deterministic: bool,
-    compiled: bool,
-) -> tuple[str, list[Tensor]]:
-    """The problem of one call, or empty, and copies of its outputs."""
-    operator = given.operator
-    if repeat == 0 and (problem := broken_promise(operator, args, result)):
-        return problem, []
-    kept: Named = [(name, None if one is None else one.clone()) for name, one in outputs(operator, args, result)]
-    tensors = [one for _, one in kept if one is not None]
-    written = operator.written(args)
-    if touched := changed(list(operator.parameters), given.args, args, list(written)):
-        return f"it changes {', '.join(touched)}, which it must only read", []
-    if repeat and deterministic:
-        return "", tensors
-    before = operator.written(given.args).items()
-    state = {f"'{name}'": tensor for name, (access, tensor) in before if access is Access.STATE}
-    if problem := strays(state, kept, given.expected):
-        return problem, []
-    compared = compare(given.label, kept, given.expected, given.tolerance)
-    if compared.worst is not None and (found.worst is None or not compared.worst.share <= found.worst.share):
-        found.worst = compared.worst
-    found.rounding += compared.rounding
-    bound = operator.most_mean_error(given.args)
-    found.mean_error = max(found.mean_error, bound)
-    problem = compared.problem or compared.rounding.problem(bound)
-    if compared.missing:
-        marked = [] if compiled else _marked(given, function)
-        problem = absent(kept, marked, compared.missing, UNTOUCHED)
-    return problem, tensors
-
-
-def _marked(given: Input, function: Callable[..., Any]) -> Named:
+def _marked(given: Input, weights: Weights, function: Callable[..., Any]) -> Named:
     """The outputs of a call whose new memory holds a number that tells what it left alone; empty if it fails."""
-    args = copied(given.args)
+    args = weights.arguments()
     for access, tensor in given.operator.written(args).values():
         if access is Access.OUTPUT:
             tensor.fill_(UNTOUCHED)
@@ -255,35 +355,6 @@ def _marked(given: Input, function: Callable[..., Any]) -> Named:
             return outputs(given.operator, args, function(*args))
     except Exception:  # the call before was the finding; this one only tells more about it
         return []
-
-
-def _race(
-    found: Verification,
-    function: Callable[..., Any],
-    stable: list[tuple[Input, list[Tensor]]],
-    deterministic: bool,
-    calls: int,
-    seconds: float,
-) -> None:
-    """Repeat calls whose results are known, each input in turn."""
-    end = time.perf_counter() + seconds
-    while found.calls < calls and time.perf_counter() < end:
-        given, first = stable[found.calls % len(stable)]
-        args = copied(given.args)
-        found.calls += 1
-        try:
-            got = outputs(given.operator, args, function(*args))
-        except Exception as error:  # a stranger's code
-            found.blame(given, f"call {found.calls} under load raised {text_of(error)}")
-            return
-        if deterministic:
-            wrong = not same_bits(first, [one for _, one in got if one is not None])
-        else:
-            compared = compare(given.label, got, given.expected, given.tolerance)
-            wrong = bool(compared.problem or compared.missing)
-        if wrong:
-            found.blame(given, f"call {found.calls} under load gives another result for the same input")
-            return
 
 
 def implementations(

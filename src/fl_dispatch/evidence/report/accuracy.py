@@ -12,7 +12,7 @@ EMPTY = Section(
     "exact",
     "Exact?",
     "Perplexity of held-out text through a real engine, against Hugging Face's in float32.",
-    "fl perplexity --json perplexity.json",
+    "fl perplexity --out perplexity.json",
 )
 
 

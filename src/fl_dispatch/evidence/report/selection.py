@@ -27,7 +27,7 @@ Decisions = Mapping[str, Mapping[str, Any]]
 
 
 def is_one(data: Mapping[str, Any]) -> bool:
-    """Whether a file has a worker's report, as ``fl demo --json`` and ``fl perplexity --json`` write it."""
+    """Whether a file has a worker's report, as ``fl demo --json`` and ``fl perplexity --out`` write it."""
     report = data.get("report")
     return isinstance(report, Mapping) and isinstance(report.get("decisions"), Mapping)
 
@@ -39,7 +39,7 @@ def here(origin: Origin) -> Part:
     operators = sorted(set(manager.registry.list_operators()) & set(OPERATORS))
     decisions = {name: manager.explain(name).as_data() for name in operators}
     lead = "These are the choices of this machine under this shell's settings; a serving process may have others."
-    return Part("This machine", origin, [lead], tables=_tables(decisions, {}))
+    return Part("This machine", origin, [lead], tables=_tables(decisions))
 
 
 def served(sources: Iterable[Source]) -> list[Part]:
@@ -48,7 +48,9 @@ def served(sources: Iterable[Source]) -> list[Part]:
     for source in sources:
         report = source.data["report"]
         lead = f"An engine's worker, process {report.get('pid', '?')}, said this of itself; calls were counted in it."
-        tables = _tables(report["decisions"], report.get("counts") or {}, called_only=True)
+        calls = _calls(report.get("counts") or {})
+        decisions = {name: one for name, one in report["decisions"].items() if not calls or name in calls}
+        tables = _tables(decisions, calls)
         parts.append(Part(f"An engine: {_what(source.data)}", source.origin, [lead], tables=tables))
     return parts
 
@@ -75,45 +77,68 @@ def workers(sources: Sequence[Source]) -> list[Part]:
     rows = [_worker(source.data) for source in shown]
     origin = replace(shown[0].origin, file=str(shown[0].path.parent))
     found = [Part("Workers that ran last", origin, tables=[Table("Workers, newest first", headings, rows)])]
-    for source in shown:
-        record = source.data
-        choices = record.get("choices")
-        if isinstance(choices, Mapping) and choices.get("decisions"):
-            title = f"Process {record['pid']} of {record['host']}, rank {record.get('rank', 0)}"
-            tables = [*_tables(choices["decisions"], {}), *_taken_out(choices.get("failed") or ())]
-            lead = ["These are the choices of the serving process."]
-            found.append(Part(title, source.origin, lead, tables=tables))
+    for choices, sources_of in _by_choices(shown):
+        titles = [_process(source.data) for source in sources_of]
+        lead = ["These are the choices of the serving process, for the operators that its model calls."]
+        if len(titles) > 1:
+            lead = ["These are the choices of each, for the operators that its model calls."]
+        tables = [*_tables(choices["decisions"]), *_taken_out(choices["failed"])]
+        found.append(Part(", ".join(titles), sources_of[0].origin, lead, tables=tables))
     return found
+
+
+def _by_choices(sources: Iterable[Source]) -> list[tuple[dict[str, Any], list[Source]]]:
+    """The choices of workers that recorded any, once for all that made the same."""
+    found: list[tuple[dict[str, Any], list[Source]]] = []
+    for source in sources:
+        recorded = source.data.get("choices")
+        if not isinstance(recorded, Mapping) or not recorded.get("decisions"):
+            continue
+        called = _called(source.data, recorded)
+        decisions = {name: one for name, one in recorded["decisions"].items() if name in called}
+        choices = {"decisions": decisions, "failed": list(recorded.get("failed") or ())}
+        same = next((others for known, others in found if known == choices), None)
+        if same is None:
+            found.append((choices, [source]))
+        else:
+            same.append(source)
+    return found
+
+
+def _called(record: Mapping[str, Any], choices: Mapping[str, Any]) -> set[str]:
+    """The operators that a worker's model calls; an older record names those of its layers only."""
+    return set(choices.get("used") or [operator for operator, _ in record["layers"].values()])
+
+
+def _process(record: Mapping[str, Any]) -> str:
+    return f"Process {record['pid']} of {record['host']}, rank {record.get('rank', 0)}"
 
 
 def glance(part: Part) -> tuple[tuple[str, str], str]:
     """The number of operators that have a choice here."""
-    rows = part.tables[0].rows
-    chosen = [row for row in rows if row[1].tone == "good"]
-    return (f"{len(chosen)} of {len(rows)}", "operators have an implementation here"), ""
+    having = [(row[0].tone == "good", len(row[-1].text.split(", "))) for row in part.tables[0].rows]
+    chosen, every = sum(number for good, number in having if good), sum(number for _, number in having)
+    return (f"{chosen} of {every}", "operators have an implementation here"), ""
 
 
-def _tables(decisions: Decisions, counts: Mapping[str, Any], called_only: bool = False) -> list[Table]:
-    """The choices; and, folded, every implementation with its reason."""
+def _calls(counts: Mapping[str, Any]) -> dict[str, str]:
+    """Operator → its calls by implementation."""
     calls: dict[str, list[str]] = {}
     for key, number in counts.items():
         op_name, _, impl_id = str(key).partition(" ")
         calls.setdefault(op_name, []).append(f"{impl_id}: {number:,}")
-    named = [name for name in sorted(decisions) if not (called_only and calls and name not in calls)]
-    headings = ["operator", "runs", "kind", "why"] + (["calls"] if calls else [])
-    chosen: list[list[Cell]] = []
+    return {op_name: ", ".join(texts) for op_name, texts in calls.items()}
+
+
+def _tables(decisions: Decisions, calls: Mapping[str, str] | None = None) -> list[Table]:
+    """The choices, those with the same reason in one row; calls; and, folded, every implementation with its reason."""
+    chosen: dict[tuple[str, str, str], list[str]] = {}
     considered: list[list[Cell]] = []
-    last_why = ""
-    for name in named:
-        decision = decisions[name]
-        entries = list(decision.get("considered", ()))
+    for name in sorted(decisions):
+        entries = list(decisions[name].get("considered", ()))
         first = next((entry for entry in entries if entry["status"] == "chosen"), None)
-        runs = Cell("nothing", "warn") if first is None else Cell(first["impl_id"], "good", code=True)
-        why = "" if first is None else str(first["reason"])
-        repeated, last_why = why == last_why, why
-        kind = Cell("" if first is None else str(first["kind"]), "quiet")
-        row = [Cell(name, code=True), runs, kind, Cell("as above", "quiet") if repeated else Cell(why)]
-        chosen.append(row + ([Cell(", ".join(calls.get(name, ())))] if calls else []))
+        how = ("", "", "") if first is None else (str(first["impl_id"]), str(first["kind"]), str(first["reason"]))
+        chosen.setdefault(how, []).append(name)
         considered += [
             [
                 Cell(name, code=True),
@@ -123,9 +148,21 @@ def _tables(decisions: Decisions, counts: Mapping[str, Any], called_only: bool =
             ]
             for entry in entries
         ]
+    rows = [
+        [
+            Cell(impl_id, "good", code=True) if impl_id else Cell("nothing", "warn"),
+            Cell(kind, "quiet"),
+            Cell(why),
+            Cell(", ".join(names)),
+        ]
+        for (impl_id, kind, why), names in sorted(chosen.items(), key=lambda one: -len(one[1]))
+    ]
+    tables = [Table("Choices", ("runs", "kind", "why", "operators"), rows)]
+    if calls:
+        counted = [[Cell(name, code=True), Cell(calls[name])] for name in sorted(calls)]
+        tables.append(Table("Calls", ("operator", "calls"), counted))
     folded = f"all {len(considered)} implementations, and why each runs or stays out"
-    every = ("operator", "implementation", "status", "why")
-    return [Table("Choices", headings, chosen), Table("Every implementation", every, considered, folded)]
+    return [*tables, Table("Every implementation", ("operator", "implementation", "status", "why"), considered, folded)]
 
 
 def _worker(record: Mapping[str, Any]) -> list[Cell]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
+from ..weights import PLAIN
 from .files import Source
 from .page import Cell, Chart, Part, Section, Table
 from .svg import Line, colours, lines
@@ -15,7 +16,7 @@ EMPTY = Section(
     "Fast?",
     "Shares of the roofline: the floor is the time that no implementation beats at the copy and matrix rates "
     "that were measured in the same run.",
-    "fl bench --json bench.json",
+    "fl bench --out bench.json",
 )
 BY_REQUESTS = ("paged_attention", "mla_decode", "mla_prefill")
 """Their lines run over batches, which their labels end with."""
@@ -52,7 +53,7 @@ def glance(sources: list[Source]) -> tuple[tuple[str, str], str]:
 def _part(source: Source, earlier: bool) -> Part:
     rows = list(_rows(source))
     data = source.data
-    colour = colours(sorted({row["impl_id"] for row in rows}))
+    colour = colours(sorted({_name(row) for row in rows}))
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         panels.setdefault((row["op_name"], _case(row)), []).append(row)
@@ -79,6 +80,11 @@ def _measured(rows: Any) -> Iterator[Row]:
             yield row
 
 
+def _name(row: Row) -> str:
+    """The implementation, apart with weights that it could have prepared."""
+    return str(row["impl_id"]) + (", plain weights" if row.get("weights") == PLAIN else "")
+
+
 def _case(row: Row) -> str:
     label = str(row["label"])
     return label.rpartition(",")[0] if row["op_name"] in BY_REQUESTS else label
@@ -97,7 +103,7 @@ def _chart(op_name: str, case: str, rows: list[Row], colour: Mapping[str, str]) 
     shares: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row["share_of_floor"] is not None:
-            shares.setdefault(row["impl_id"], {}).setdefault(place(row), []).append(row["share_of_floor"])
+            shares.setdefault(_name(row), {}).setdefault(place(row), []).append(row["share_of_floor"])
     places = sorted({place(row) for row in rows}, key=lambda text: (len(text), text))
     series = [
         Line(name, colour[name], {at: (min(all_), median(all_), max(all_)) for at, all_ in points.items()})
@@ -125,7 +131,7 @@ def _table(rows: list[Row]) -> Table:
     cells = []
     for row in rows:
         times, host = row["device_us"], row.get("host_us")
-        head = [Cell(row["op_name"], code=True), Cell(row["impl_id"], code=True), Cell(str(row["label"]))]
+        head = [Cell(row["op_name"], code=True), Cell(_name(row), code=True), Cell(str(row["label"]))]
         size = [Cell(f"{row['tokens']:,}"), Cell(f"{row['width']:,}")]
         if times is None:
             cells.append([*head, *size, Cell("–", "quiet", str(row.get("note", ""))), *(Cell("") for _ in range(4))])

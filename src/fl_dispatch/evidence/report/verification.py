@@ -13,7 +13,7 @@ EMPTY = Section(
     "Right?",
     "Each implementation's results on the operator's inputs against the reference in float64; "
     "the error is a share of what the operator tolerates.",
-    "fl verify --json verify.json",
+    "fl verify --out verify.json",
 )
 TONES = {"right": "good", "wrong": "bad"}
 
@@ -85,4 +85,6 @@ def _cell(row: Mapping[str, Any] | None) -> Cell:
     declined = len(row.get("declined") or ())
     notes = [] if worst is None else [f"{worst['share']:.2f} of the tolerance"]
     notes += [f"{row['samples']} inputs"] + ([f"{declined} declined"] if declined else [])
+    if row.get("prepares"):
+        notes.append(f"{row['prepared']} with prepared weights")
     return Cell(row["verdict"], TONES.get(row["verdict"], "quiet"), ", ".join(notes))

@@ -24,7 +24,10 @@ from ..cases import Case
 from ..inputs import Inputs
 from ..timing import Clock, Round
 from ..verify import verify
+from ..weights import refusals_counted
 
+PROVEN = "with prepared weights and with plain ones"
+"""How candidates that prepare weights are proven. A tuning that was proven otherwise is not gone on with."""
 REPEATS = 20
 FIRST = 3
 """Repeats after which a candidate may be left behind."""
@@ -52,22 +55,27 @@ class Outcome:
         problem: why it must not win with this shape, or empty.
         proof: the shape at which it was compared with the reference, and the largest error as a share of what is
             accepted.
+        prepared, plain: how many inputs of the proof ran with prepared weights, and how many with plain ones.
     """
 
     seconds: list[float] = field(default_factory=list)
     how: str = ""
     problem: str = ""
     proof: str = ""
+    prepared: int = 0
+    plain: int = 0
 
     def as_data(self) -> dict[str, Any]:
         """For programs; times in microseconds."""
         times = [float(f"{value * 1e6:.5g}") for value in self.seconds]
-        return {"us": times, "how": self.how, "problem": self.problem, "proof": self.proof}
+        proven = {"proof": self.proof, "prepared": self.prepared, "plain": self.plain}
+        return {"us": times, "how": self.how, "problem": self.problem, **proven}
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Outcome:
         """The outcome that :meth:`as_data` gave."""
-        return cls([value / 1e6 for value in data["us"]], data["how"], data["problem"], data["proof"])
+        proven = data["proof"], data.get("prepared", 0), data.get("plain", 0)
+        return cls([value / 1e6 for value in data["us"]], data["how"], data["problem"], *proven)
 
 
 def is_provable(case: Case, accelerator: bool) -> bool:
@@ -96,7 +104,8 @@ def prove(
             outcomes.append(Outcome(problem=f"declines: {next(iter(found.declined.values()), 'nothing ran')}"))
         else:
             share = 0.0 if found.worst is None else found.worst.share
-            outcomes.append(Outcome(proof=f"{label}: {share:.3f} of the tolerance"))
+            proof = f"{label}: {share:.3f} of the tolerance"
+            outcomes.append(Outcome(proof=proof, prepared=found.prepared, plain=found.plain))
     return outcomes
 
 
@@ -120,6 +129,20 @@ def race(
         eager: no graph holds the call, so the host's time counts.
         repeats: turns.
     """
+    with refusals_counted():
+        _race(manager, candidates, outcomes, case, clock, eager=eager, repeats=repeats)
+
+
+def _race(
+    manager: OpManager,
+    candidates: Sequence[OpImpl],
+    outcomes: Sequence[Outcome],
+    case: Case,
+    clock: Clock,
+    *,
+    eager: bool,
+    repeats: int,
+) -> None:
     operator = OPERATORS[case.op_name]
     args = operator.bind(case.make(), {})
     prepared.declare_all(operator.stay(args))

@@ -41,6 +41,10 @@ class Record:
             "candidates": {impl_id: outcome.as_data() for impl_id, outcome in outcomes.items()},
         }
 
+    def outcomes(self) -> list[Mapping[str, Any]]:
+        """The outcomes of all candidates at all shapes."""
+        return [outcome for case in self.cases.values() for outcome in case["candidates"].values()]
+
     def figures(self) -> dict[Key, list[Figure]]:
         """Key → the figures of its candidates, which are sums over its shapes."""
         shapes: dict[Key, list[dict[str, Any]]] = {}

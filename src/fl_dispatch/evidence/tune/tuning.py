@@ -25,7 +25,7 @@ from ..timing import Clock
 from .calls import Key, TunedCase, tuned_cases
 from .model import Dimensions
 from .providers import providers
-from .race import REPEATS, Outcome, accepted, is_provable, prove, race
+from .race import PROVEN, REPEATS, Outcome, accepted, is_provable, prove, race
 from .record import TOGETHER, Record
 from .warmth import late_compilation, requests_of, start_of
 
@@ -131,6 +131,7 @@ class Plan:
             "eager": self.eager,
             "repeats": self.repeats,
             "order": order,
+            "proof": PROVEN,
             TOGETHER: self.together(),
         }
 

@@ -1,0 +1,96 @@
+"""Weights of a call: plain, as an implementation reads them where they lie, or declared, so that it may prepare them.
+
+Plain ones lie between guards, as all other arguments do. A declared one cannot: PyTorch marks a whole memory, so a
+weight in a part of one is not prepared. It has a memory of its own, is compared as a whole after each call, and stays
+from call to call, as a model's does: a form of it is made once and used by the calls that follow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from .. import prepared
+from .arguments import Arguments, apart, copied
+from .inputs import Input
+
+PLAIN, PREPARED = "plain", "prepared"
+
+
+class Weights:
+    """One input's arguments for one implementation.
+
+    Args:
+        given: the input.
+        declared: whether its weights are declared; else they are plain.
+    """
+
+    def __init__(self, given: Input, declared: bool) -> None:
+        self.declared = declared
+        self.before = given.args
+        self._own: dict[int, Tensor] = {}
+        if declared:
+            places = {id(weight) for weight in given.operator.stay(given.args)}
+            self._own = {at: apart(value) for at, value in enumerate(given.args) if id(value) in places}
+            self.before = self._with(given.args, {at: apart(weight) for at, weight in self._own.items()})
+            prepared.declare_all(self._own.values())
+
+    def arguments(self) -> Arguments:
+        """Those of one more call: the declared weights themselves, and copies of all else."""
+        others = self._with(self.before, dict.fromkeys(self._own))
+        return self._with(copied(others), self._own)
+
+    def write(self, given: Input, compiled: bool) -> None:
+        """Write those of another input into the declared weights, as a loader does.
+
+        Args:
+            given: of the same shapes.
+            compiled: whether compiled code runs next; forms are made anew before, as a host does between two steps.
+        """
+        for at, weight in self._own.items():
+            weight.data.copy_(given.args[at])
+            if compiled:
+                prepared.follow(weight, prepared.declare(weight))
+        self.before = self._with(given.args, {at: apart(weight) for at, weight in self._own.items()})
+
+    @property
+    def prepared(self) -> bool:
+        """Whether an implementation made a form of any of them."""
+        return are_prepared(self._own.values())
+
+    @property
+    def asked(self) -> bool:
+        """Whether an implementation asked for a form of any of them."""
+        forms = map(prepared.declare, self._own.values())
+        return any(found.made or found.given_up or found.shared for found in forms)
+
+    @property
+    def refused(self) -> list[str]:
+        """Why a form that an implementation asked for could not be kept, for each such weight."""
+        return [why for weight in self._own.values() if (why := prepared.declare(weight).given_up)]
+
+    @staticmethod
+    def _with(args: Arguments, others: Mapping[int, Tensor | None]) -> Arguments:
+        return tuple(others.get(at, value) for at, value in enumerate(args))
+
+
+def are_prepared(weights: Iterable[Tensor]) -> bool:
+    """Whether an implementation made a form of any of these declared weights."""
+    return any(form is not None for weight in weights for form in prepared.declare(weight).made.values())
+
+
+@contextmanager
+def refusals_counted() -> Iterator[None]:
+    """Inside, a weight that is not prepared is no line of the log, because the findings count them (``refused``)."""
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO
+
+    prepared.logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        prepared.logger.removeFilter(passes)
