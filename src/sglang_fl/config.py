@@ -14,6 +14,7 @@ import torch
 from fl_dispatch import get_policy
 from fl_dispatch.devices import DeviceSpec, device_specs
 from fl_dispatch.hosting import handover, kv_layout, rotary_tables
+from fl_dispatch.hosting.quantized import remedies
 from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.settings import get_settings
 
@@ -121,6 +122,9 @@ def check_model(runner: ModelRunner, device: DeviceSpec) -> None:
     for present, feature in asked:
         if present:
             raise ValueError(f"sglang_fl does not support {feature} on {device.name} yet (model {model.model_path})")
+    longest = rotary_tables.limit(model.hf_text_config)
+    if longest is not None and model.context_len > longest:
+        raise ValueError(rotary_tables.too_long(model.context_len, longest, f"give --context-length {longest}"))
     for backend in hosts_own_attention():
         if not device.accelerator and backend != "torch_native":
             raise ValueError(
@@ -144,7 +148,8 @@ def _quantized(runner: ModelRunner, device: DeviceSpec) -> list[tuple[bool, str]
     unquantized = method in ("fp8", "compressed-tensors") and not any(said)
     return [
         (unquantized, f"'{method}' for a checkpoint that is not quantized"),
-        (method not in quantization.SERVED or HOST.name not in device.quantized, f"quantization '{method}'"),
+        (method not in quantization.SERVED, f"quantization '{method}' ({remedies.of_method(method)})"),
+        (HOST.name not in device.quantized, f"quantization '{method}'"),
         (version not in TESTED_HOSTS, f"quantization '{method}' under SGLang {version}"),
         (latent and HOST.name not in device.quantized_latent, f"latent attention quantized by '{method}'"),
         (

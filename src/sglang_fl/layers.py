@@ -122,6 +122,11 @@ def _unused(model: nn.Module, prefix: str) -> str | None:
     return UNUSED.get((type(model.get_submodule(above)).__name__, name))
 
 
+def is_called(model: nn.Module, prefix: str) -> bool:
+    """Whether the model calls a layer that it has."""
+    return _unused(model, prefix) is None
+
+
 def _named_layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Every bridged class and attention layer, with all its prefixes: layers may share a module."""
     prefixes: dict[nn.Module, list[str]] = {}

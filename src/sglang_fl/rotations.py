@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from fl_dispatch.hosting import rotary_tables
+from fl_dispatch.hosting import configurations, rotary_tables
 from fl_dispatch.hosting.attached import Attached
 from fl_dispatch.logger_manager import get_logger
 
 from .bridge.rotary_embedding import LongRopeBridge
-from .layers import BRIDGE
+from .layers import BRIDGE, is_called
 from .version import TESTED_HOSTS, host_version
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _second: WeakValueDictionary[str, Req] = WeakValueDictionary()
 
 def prepare(runner: ModelRunner) -> None:
     """Correct the tables of a loaded model, and let requests choose between those of LongRoPE."""
-    model, config, length = runner.model, runner.model_config.hf_text_config, runner.model_config.context_len
+    model, config, length = runner.model, stated(runner), runner.model_config.context_len
     rotary_tables.correct(_with(model, "cos_sin_cache"), config, length)
     long = [*_with(model, "long_short_cos_sin_cache")]
     rotary_tables.correct_long(long, config, length)
@@ -67,11 +67,21 @@ def prepare(runner: ModelRunner) -> None:
     SPLIT.give(runner, *splits)
 
 
+def stated(runner: ModelRunner) -> Any:
+    """The text model's configuration as Transformers reads it, unless the user has changed it."""
+    model = runner.model_config
+    overridden = runner.server_args.json_model_override_args not in ("", "{}")
+    if overridden:
+        return model.hf_text_config
+    return configurations.as_transformers_reads(model.hf_text_config, model.model_path, model.revision)
+
+
 def _with(model: nn.Module, table: str) -> Iterator[tuple[str, Any]]:
-    """Layers with a table whose first row is that of position 0."""
-    for prefix, layer in model.named_modules():
+    """Layers that the model calls, with a table whose first row is that of position 0; once for each prefix."""
+    for prefix, layer in model.named_modules(remove_duplicate=False):
         found = getattr(layer, table, None)
-        if isinstance(found, Tensor) and found.ndim == 2 and not getattr(layer, "position_start", 0):
+        from_zero = isinstance(found, Tensor) and found.ndim == 2 and not getattr(layer, "position_start", 0)
+        if from_zero and is_called(model, prefix):
             yield prefix, layer
 
 

@@ -20,7 +20,7 @@ from fl_dispatch.logger_manager import get_logger
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.settings import Settings, get_settings
 
-from . import compile, cores, delta_net, kv_layout, startup, state_space, states
+from . import compile, cores, delta_net, kv_layout, rotations, startup, state_space, states
 from .compat import attention_class, model_runner
 from .host import HOST
 
@@ -103,6 +103,7 @@ def apply_defaults(vllm_config: VllmConfig, device: DeviceSpec) -> None:
 
 def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) -> None:
     """Set what the worker needs; with ``native`` vLLM treats the platform as its own."""
+    rotations.settle(vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.worker_cls == "auto":
         parallel.worker_cls = device.workers.get(HOST.name, GPU_WORKER if device.accelerator else CPU_WORKER)

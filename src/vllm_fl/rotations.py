@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fl_dispatch.hosting import rotary_tables, windows
+from fl_dispatch.hosting import configurations, rotary_tables, windows
 from fl_dispatch.logger_manager import get_logger
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def settle(vllm_config: VllmConfig) -> None:
         return
     text = model.hf_text_config
     window = getattr(text, "sliding_window", None)
-    if window and windows.is_of_transformers(text) and not windows.declares_window(text):
+    if window and configurations.is_of_transformers(text) and not windows.declares_window(text):
         text.sliding_window = vllm_config.cache_config.sliding_window = None
         logger.info(
             "sliding_window: none instead of %d, because %s has no such field, so its network has no window",
@@ -46,9 +46,12 @@ def settle(vllm_config: VllmConfig) -> None:
 
 
 def correct(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Give the layers of a loaded model the tables that its configuration states, and compare their windows."""
-    config, length = vllm_config.model_config.hf_text_config, vllm_config.model_config.max_model_len
-    layers = [*model.named_modules()]
+    """Give the layers of a loaded model the tables that its configuration states."""
+    stated, length = vllm_config.model_config, vllm_config.model_config.max_model_len
+    config = stated.hf_text_config
+    if not stated.hf_overrides:
+        config = configurations.as_transformers_reads(config, stated.model, stated.revision)
+    layers = [*model.named_modules(remove_duplicate=False)]
     with_table = ((prefix, layer) for prefix, layer in layers if _is_table(getattr(layer, "cos_sin_cache", None)))
     rotary_tables.correct(with_table, config, length)
     long = ((prefix, layer) for prefix, layer in layers if hasattr(layer, "long_short_cos_sin_cache"))

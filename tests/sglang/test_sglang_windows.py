@@ -40,9 +40,14 @@ STATED = {
         [WINDOW + 1, None],
     ),
     "Llama, which has no such field": ("LlamaConfig", {"sliding_window": WINDOW}, None),
-    "layers of an unknown kind": (
+    "Mistral, which does not read kinds of layers": (
         "MistralConfig",
-        {"sliding_window": WINDOW, "layer_types": ["chunked_attention"] * 2},
+        {"sliding_window": WINDOW, "layer_types": MIXED},
+        [WINDOW, WINDOW],
+    ),
+    "layers of an unknown kind": (
+        "Qwen2Config",
+        {"sliding_window": WINDOW, "use_sliding_window": True, "layer_types": ["chunked_attention"] * 2},
         None,
     ),
 }

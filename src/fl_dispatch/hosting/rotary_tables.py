@@ -7,7 +7,8 @@ ours. Fields that Transformers' own functions do not know are not judged.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from fl_dispatch.logger_manager import get_logger
+
+from .configurations import is_of_transformers
 
 logger = get_logger(__name__)
 
@@ -93,7 +96,8 @@ def rotation(config: Any, layer: int | None = None, length: int | None = None) -
         return None
     kind = stated.get("rope_type") or stated.get("type") or "default"
     kind = SAME.get(kind, kind)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    size = size or config.hidden_size // config.num_attention_heads
     if kind == "default":
         turned = int(size * stated.get("partial_rotary_factor", 1.0))
         steps = torch.arange(0, turned, 2, dtype=torch.int64).to(torch.float32) / turned
@@ -154,26 +158,25 @@ def layer_number(prefix: str) -> int | None:
     return None if found is None else int(found.group(1))
 
 
-def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) -> int:
+def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) -> None:
     """Give layers the table that the configuration states, where theirs is another one or too short.
 
     Args:
-        layers: prefix and layer; one that several share comes once.
+        layers: prefix and layer; one that several prefixes share comes once for each.
         config: the text model's configuration.
         length: tokens of the longest text that is served.
 
-    Returns:
-        The number of layers that have a table of ours now.
+    Raises:
+        ValueError: layers share a table, and the configuration states two.
     """
-    changed: dict[str, int] = {}
-    for prefix, layer in layers:
-        number = layer_number(prefix)
-        stated = None if number is None else rotation(config, number)
-        if stated is None or stated.kind == "longrope":
+    replaced: Counter[str] = Counter()
+    for prefix, layer, stated in _stated(layers, config):
+        if stated.kind == "longrope":
             continue
         table, far = layer.cos_sin_cache, difference(layer.cos_sin_cache, stated)
         if far == float("inf"):
-            logger.warning(
+            say = logger.warning if is_of_transformers(config) else logger.debug
+            say(
                 "%s turns %d elements of a head, and the configuration (partial_rotary_factor, head_dim) says %d",
                 *(prefix, table.shape[1], 2 * stated.inverse.shape[0]),
             )
@@ -183,12 +186,9 @@ def correct(layers: Iterable[tuple[str, Rotating]], config: Any, length: int) ->
             continue
         layer.cos_sin_cache = stated.table(0, rows).to(table.device, table.dtype)
         reason = f"has {table.shape[0]} rows for {length} tokens" if far <= 1 else "differs from Transformers'"
-        changed[f"{type(layer).__name__} ({stated.kind}) {reason}"] = (
-            changed.get(f"{type(layer).__name__} ({stated.kind}) {reason}", 0) + 1
-        )
-    for said, count in changed.items():
-        logger.info("the rotary table of %d layers %s: they have the one that rope_parameters state", count, said)
-    return sum(changed.values())
+        replaced[f"{type(layer).__name__} ({stated.kind}) {reason}"] += 1
+    for said, count in replaced.items():
+        logger.info("a table of %d of the class %s: they have the one that rope_parameters state", count, said)
 
 
 def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) -> None:
@@ -196,11 +196,10 @@ def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) ->
 
     A layer has ``long_short_cos_sin_cache`` ``[positions, cos | sin]`` and ``original_max_position_embeddings``.
     """
-    for prefix, layer in layers:
-        number, split = layer_number(prefix), layer.original_max_position_embeddings
-        short = None if number is None else rotation(config, number)
-        long = None if number is None else rotation(config, number, split + 1)
-        if short is None or long is None or short.kind != "longrope":
+    for prefix, layer, short in _stated(layers, config):
+        split = layer.original_max_position_embeddings
+        long = rotation(config, layer_number(prefix), split + 1)
+        if long is None or short.kind != "longrope":
             continue
         table = layer.long_short_cos_sin_cache
         rows = max(table.shape[0] - split, length)
@@ -213,3 +212,22 @@ def correct_long(layers: Iterable[tuple[str, Any]], config: Any, length: int) ->
                 "it has those that rope_parameters state",
                 prefix,
             )
+
+
+def _stated(layers: Iterable[tuple[str, Any]], config: Any) -> Iterator[tuple[str, Any, Rotation]]:
+    """Each layer once, with its first prefix and the rotation that the configuration states for all of them."""
+    prefixes: dict[int, tuple[Any, list[str]]] = {}
+    for prefix, layer in layers:
+        prefixes.setdefault(id(layer), (layer, []))[1].append(prefix)
+    for layer, names in prefixes.values():
+        numbers = [number for name in names if (number := layer_number(name)) is not None]
+        found = [rotation(config, number) for number in numbers]
+        if not found or found[0] is None:
+            continue
+        for name, other in zip(names, found, strict=False):
+            if other is None or other.scale != found[0].scale or not torch.equal(other.inverse, found[0].inverse):
+                raise ValueError(
+                    f"{names[0]} and {name} share one rotary table, and rope_parameters state two: the host's class "
+                    f"{type(layer).__name__} does not read what is stated for each kind of layer"
+                )
+        yield names[0], layer, found[0]

@@ -15,18 +15,17 @@ BESIDE_ITSELF = ("cohere2", "cohere2_moe")
 """Models whose window has the token itself beside it: both hosts say that they were trained so."""
 
 
-def is_of_transformers(config: Any) -> bool:
-    """Whether the configuration's class is Transformers' own."""
-    return type(config).__module__.startswith("transformers.models.")
-
-
 def declares_window(config: Any) -> bool:
     """Whether the configuration's class has the field ``sliding_window``.
 
     Transformers' models read the field in that case alone: a Llama has no window, whatever its file says.
     """
+    return _declares(config, "sliding_window")
+
+
+def _declares(config: Any, field: str) -> bool:
     names = (vars(kind) for kind in type(config).__mro__ if kind.__module__.startswith("transformers.models."))
-    return any("sliding_window" in found or "sliding_window" in found.get("__annotations__", {}) for found in names)
+    return any(field in found or field in found.get("__annotations__", {}) for found in names)
 
 
 def windows(config: Any) -> Sequence[int | None] | None:
@@ -43,8 +42,8 @@ def windows(config: Any) -> Sequence[int | None] | None:
     size, layers = config.sliding_window or None, int(config.num_hidden_layers)
     if size is not None and config.model_type in BESIDE_ITSELF:
         size += 1
-    types = getattr(config, "layer_types", None)
-    if types is None:
+    types = getattr(config, "layer_types", None) if _declares(config, "layer_types") else None
+    if types is None:  # Mistral's layers all have the window, whatever its file says of kinds
         return [size] * layers
     if not set(types) <= set(WINDOWED) or len(types) < layers:
         return None

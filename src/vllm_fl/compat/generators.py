@@ -1,0 +1,51 @@
+"""The V1 runner's random numbers for prompts that are read in chunks, on devices whose generators count no numbers.
+
+The runner draws a token after every chunk, and drops it but after the last. To take the draw back it moves a request's
+generator by four numbers, as those of NVIDIA's GPUs count them. PyTorch's generator of a CPU has no such position and
+raises, which would end the engine. Here the generator's whole state is kept before such a draw, and set again after it.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from fl_dispatch.devices import DeviceSpec
+
+
+def rewind(runner: Any, device: DeviceSpec) -> None:
+    """Take draws of chunks back by the generator's state, in a V1 runner. Idempotent.
+
+    Args:
+        runner: vLLM's ``GPUModelRunner``, or a subclass.
+        device: ``runner``'s.
+    """
+    if device.torch_type == "cuda" or "_sample" in vars(runner):
+        return
+    sample, book = runner._sample, runner._bookkeeping_sync
+
+    @wraps(sample)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        kept = {row: generator.get_state() for row, generator in _dropped(runner).items()}
+        result = sample(*args, **kwargs)
+        for row, state in kept.items():
+            runner.input_batch.generators[row].set_state(state)
+        return result
+
+    @wraps(book)
+    def booked(*args: Any, **kwargs: Any) -> Any:
+        generators, rewound = runner.input_batch.generators, _dropped(runner)
+        for row in rewound:
+            del generators[row]  # else the runner would move them
+        try:
+            return book(*args, **kwargs)
+        finally:
+            generators.update(rewound)
+
+    runner._sample, runner._bookkeeping_sync = drawn, booked
+
+
+def _dropped(runner: Any) -> dict[int, Any]:
+    """Generators of the requests whose token of this step is dropped, by their rows."""
+    generators, mask = runner.input_batch.generators, runner.discard_request_mask.np
+    return {row: generator for row, generator in generators.items() if mask[row]} if generators else {}

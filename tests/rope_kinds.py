@@ -1,0 +1,84 @@
+"""Every kind of rotation that a configuration can state, and Hugging Face's queries turned by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HEADS, SIZE = 4, 16
+TRAINED, LONGEST = 32, 128
+LENGTHS = (10, TRAINED, TRAINED + 1, LONGEST)
+_TRAINED = {"original_max_position_embeddings": TRAINED}
+_YARN: Mapping[str, Any] = {"rope_type": "yarn", "factor": 4.0, **_TRAINED}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_TRAINED}
+_LONG: Mapping[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.1 * number for number in range(SIZE // 2)],
+    "long_factor": [2.0 + 0.3 * number for number in range(SIZE // 2)],
+    **_TRAINED,
+}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "default, another base": {"rope_type": "default", "rope_theta": 500000.5},
+    "default, partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "dynamic, partial": {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5},
+    "yarn": _YARN,
+    "yarn, attention_factor": {**_YARN, "attention_factor": 1.5},
+    "yarn, mscale": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn, mscale alone": {**_YARN, "mscale": 0.7},
+    "yarn, mscale_all_dim 0": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0},
+    "yarn, truncate": {**_YARN, "truncate": False},
+    "yarn, betas": {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn, partial": {**_YARN, "partial_rotary_factor": 0.5},
+    "yarn, factor below the length": {**_YARN, "factor": 2.5},
+    "yarn, without the trained length": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": _LLAMA3,
+    "llama3, partial": {**_LLAMA3, "partial_rotary_factor": 0.5},
+    "longrope": _LONG,
+    "longrope, factor": {**_LONG, "factor": 8.0},
+    "longrope, attention_factor": {**_LONG, "attention_factor": 1.5},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    "proportional, factor": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
+}
+"""Name → ``rope_parameters``."""
+
+
+def config(kind: str) -> Any:
+    """The configuration of a Llama that has the rotation."""
+    from transformers import LlamaConfig
+
+    parameters = {"rope_theta": 10000.0, **KINDS[kind]}
+    shape = {"hidden_size": HEADS * SIZE, "num_attention_heads": HEADS, "num_hidden_layers": 1}
+    return LlamaConfig(**shape, max_position_embeddings=LONGEST, rope_parameters=parameters)
+
+
+def queries(length: int) -> Tensor:
+    """Queries ``[length, heads, size]`` of a text, the same at every call."""
+    return torch.randn(length, HEADS, SIZE, generator=torch.Generator().manual_seed(length))
+
+
+def turned(kind: str, length: int) -> Tensor:
+    """The queries of a text as Hugging Face turns them, ``[length, heads, size]``."""
+    from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    stated = config(kind)
+    partial = stated.rope_parameters["rope_type"] == "default" and "partial_rotary_factor" in stated.rope_parameters
+    rotary = (GlmRotaryEmbedding if partial else LlamaRotaryEmbedding)(stated)  # Llama's own default turns whole heads
+    cos, sin = (part[0, :, None] for part in rotary(torch.zeros(1), torch.arange(length)[None]))
+    query = queries(length)
+    width = cos.shape[-1]
+    part, rest = query[..., :width], query[..., width:]
+    half = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), -1)
+    return torch.cat((part * cos + half * sin, rest), -1)
+
+
+def placed(layer: nn.Module) -> nn.Module:
+    """A model that has a rotary layer where a decoder has it."""
+    attention = nn.ModuleDict({"rotary_emb": layer})
+    return nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": attention})])})})

@@ -1,0 +1,157 @@
+"""Every kind of rotation turns queries as Hugging Face does; a request has one table of LongRoPE for all its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from serving import start
+from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT, get_rope
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+import positions
+import rope_kinds
+from fl_dispatch.devices import CPU
+from fl_dispatch.hosting import rotary_tables
+from processes import Runs
+from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
+from sampling import drawn
+from sglang_fl import config, layers, rotations
+
+LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
+
+
+def _runner(kind: str, length: int = LONGEST) -> Any:
+    """The parts of a model runner with SGLang's layer for a kind, corrected as in a loaded model."""
+    _ROPE_DICT.clear()  # SGLang's layers of this process, by their arguments
+    text = rope_kinds.config(kind)
+    stated = dict(text.rope_parameters)
+    turned = int(SIZE * stated.get("partial_rotary_factor", 1.0))
+    layer = get_rope(SIZE, turned, LONGEST, stated["rope_theta"], rope_scaling=stated, dtype=torch.float32)
+    model = rope_kinds.placed(layer)
+    layers.prepare(model)
+    read = SimpleNamespace(hf_text_config=text, context_len=length, model_path="", revision=None)
+    args = SimpleNamespace(json_model_override_args="{}")
+    runner = SimpleNamespace(model=model, model_config=read, server_args=args)
+    rotations.prepare(runner)
+    return SimpleNamespace(layer=layer, **vars(runner))
+
+
+def _difference(runner: Any, kind: str, length: int, rows: int = 0) -> float:
+    query = rope_kinds.queries(length).flatten(1)
+    found, _ = runner.layer(rows + torch.arange(length), query.clone(), query.clone())
+    return float((found.view(length, -1, SIZE) - rope_kinds.turned(kind, length)).abs().max())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LONG])
+def test_queries_are_turned_as_in_hugging_face(kind: str) -> None:
+    runner = _runner(kind)
+    assert max(_difference(runner, kind, length) for length in LENGTHS) < 1e-4
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_rows_behind_the_first_table_are_those_of_long_texts(kind: str) -> None:
+    runner = _runner(kind)
+    assert rotations.SPLIT.of(runner) == TRAINED
+    assert _difference(runner, kind, TRAINED) < 1e-4
+    assert _difference(runner, kind, TRAINED + 1, TRAINED) < 1e-4
+    assert _difference(runner, kind, LONGEST, TRAINED) < 1e-4
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_where_no_text_is_long_only_the_first_table_is_used(kind: str) -> None:
+    runner = _runner(kind, TRAINED)
+    assert rotations.SPLIT.find(runner) is None
+    assert _difference(runner, kind, TRAINED) < 1e-4
+
+
+def _request(name: str, tokens: int, new: int) -> Any:
+    class Req(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    sampling = SimpleNamespace(max_new_tokens=new)
+    return Req(rid=name, origin_input_ids=[1] * tokens, sampling_params=sampling, extra_key=None)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "second"),
+    [(TRAINED, 1, False), (TRAINED, 0, False), (TRAINED, 2, True), (TRAINED + 1, 1, True), (5, TRAINED, True)],
+)
+def test_a_request_that_may_grow_beyond_the_trained_length_has_the_second_table(
+    tokens: int, new: int, second: bool
+) -> None:
+    scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=_runner("longrope")))
+    request = _request("one", tokens, new)
+    for _ in range(2):
+        rotations.choose(lambda *_: None, scheduler, request)
+    assert request.extra_key == ("longrope" if second else None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "counts", "rows"),
+    [
+        (ForwardMode.EXTEND, [2, 3], [0, 1, TRAINED, TRAINED + 1, TRAINED + 2]),
+        (ForwardMode.DECODE, None, [0, TRAINED + 1]),
+    ],
+)
+def test_positions_of_its_tokens_are_moved_once(mode: ForwardMode, counts: list[int] | None, rows: list[int]) -> None:
+    runner, long = _runner("longrope"), _request("long", LONGEST, 1)
+    rotations.choose(lambda *_: None, SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner)), long)
+    positions_of = torch.tensor([0, 1, 0, 1, 2] if counts else [0, 1])
+    batch = SimpleNamespace(
+        rids=["short", "long"], positions=positions_of, forward_mode=mode, extend_seq_lens_cpu=counts
+    )
+    for _ in range(2):
+        rotations.shift(runner, batch)
+    assert batch.positions.tolist() == rows
+
+
+def test_dynamic_texts_beyond_the_trained_length_are_refused_before_weights_load() -> None:
+    text = rope_kinds.config("dynamic")
+    text.architectures = ["LlamaForCausalLM"]
+    assert rotary_tables.limit(text) == LONGEST
+    model = SimpleNamespace(
+        hf_config=text,
+        hf_text_config=text,
+        context_len=2 * LONGEST,
+        quantization=None,
+        linear_attn_registry_result=None,
+        head_dim=SIZE,
+        model_path="model",
+    )
+    runner = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
+    with pytest.raises(ValueError, match=r"rope_type 'dynamic' .*give --context-length 128"):
+        config.check_model(runner, CPU)
+
+
+NAMES = (
+    "longrope, phi3",
+    *drawn(("dynamic", "yarn, attention_factor", "yarn, factor below the length"), 1, "rotations that SGLang misreads"),
+)
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[Path, Any]]:
+    root, started = tmp_path_factory.mktemp("rotations"), {}
+    for name in NAMES:
+        case = positions.CASES[name]
+        path = positions.build(case, root / name.replace(" ", "_"))
+        step = {"prompts": positions.prompts(case), "max_tokens": 1, "scores": True}
+        engine = {"context_length": max(case.lengths) + positions.ROOM}
+        started[name] = (path, start(path, step, engine=engine))
+    results = Runs({name: run for name, (_, run) in started.items()})
+    return {name: (started[name][0], results[name]) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_around_the_trained_length_score_as_in_hugging_face(
+    name: str, answered: Mapping[str, tuple[Path, Any]]
+) -> None:
+    path, result = answered[name]
+    scores = [row[:-1] for row in result["steps"][0]["scores"]]
+    right = positions.expected(path, positions.prompts(positions.CASES[name]))
+    assert max(positions.differences(scores, right)) < 1e-3
