@@ -262,3 +262,17 @@ def test_two_parameters_of_one_storage_are_filled_together() -> None:
     model.layer.other = nn.Parameter(model.weight.data, requires_grad=False)
     account = counted(model, {"w": torch.ones(4)}, lambda _, tensor: model.weight.data.copy_(tensor))
     assert account.unfilled(model, ()) == []
+
+
+def test_a_buffer_keeps_its_constructors_value_and_is_not_filled_by_half() -> None:
+    for names, fits in (([], True), (["half"], False)):
+        model = Model(4)
+        model.layer.register_buffer("factor", torch.ones(4))
+        factor = model.layer.factor
+        assert isinstance(factor, Tensor)
+
+        def load(name: str, tensor: Tensor, model: Model = model, factor: Tensor = factor) -> None:
+            (factor[:2] if name == "half" else model.weight.data).copy_(tensor)
+
+        tensors = {"w": torch.ones(4), **dict.fromkeys(names, torch.ones(2))}
+        assert (counted(model, tensors, load).unfilled(model, ()) == []) is fits

@@ -402,12 +402,15 @@ class Account:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def unfilled(self, model: nn.Module, allowed: Sequence[Allowed]) -> list[Unfilled]:
-        """The model's parameters and buffers that no tensor filled, or that some filled in part."""
+        """The model's parameters that no tensor filled, and those, and buffers, that tensors filled in part.
+
+        A buffer that no tensor fills has its constructor's value, such as a factor that config.json says.
+        """
         found = []
         for name, tensor in _named(model):
             if not tensor.numel() or tensor.is_meta:
                 continue
-            excused = _matching(name, allowed) is not None
+            excused = not isinstance(tensor, nn.Parameter) or _matching(name, allowed) is not None
             key = _key(tensor)
             places = [place for place in self._places.get(key, ()) if place.offset == tensor.storage_offset()]
             if places:
