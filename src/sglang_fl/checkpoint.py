@@ -35,7 +35,7 @@ OF_TARGET = (
 UNTAKEN = (
     *loading.UNTAKEN,
     SHAPE,
-    Allowed(r".*\.[qkv]_scale", "scales of a KV cache count where the cache is quantized"),
+    Allowed(r".*\.(q|prob)_scale", "SGLang quantizes no queries"),
 )
 """Tensors of a checkpoint that SGLang's models need not take."""
 

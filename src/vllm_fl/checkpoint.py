@@ -1,7 +1,7 @@
 """Whether a checkpoint's tensors and the model's parameters fit, and which of either vLLM may leave over.
 
-:mod:`vllm_fl.compat.loaders` counts while weights load. Parameters that no tensor fills are refused at once, tensors that
-nothing took when all ranks have loaded, because another rank takes the layers of its stage, and its own experts.
+:mod:`vllm_fl.compat.loaders` counts while weights load. Parameters that no tensor fills are refused at once. Tensors
+that no parameter takes are refused when all ranks have loaded, because each takes those of its stage and its experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_TARGET = (
 """Further ones of a model that drafts."""
 UNTAKEN = (
     *loading.UNTAKEN,
-    Allowed(r".*\.[qkv]_scale", "scales of a KV cache count where the cache is quantized"),
+    Allowed(r".*\.(q|prob)_scale", "queries are quantized where a kernel asks for it, which ours do not"),
 )
 """Tensors of a checkpoint that vLLM's models need not take."""
 

@@ -276,3 +276,12 @@ def test_a_buffer_keeps_its_constructors_value_and_is_not_filled_by_half() -> No
 
         tensors = {"w": torch.ones(4), **dict.fromkeys(names, torch.ones(2))}
         assert (counted(model, tensors, load).unfilled(model, ()) == []) is fits
+
+
+def test_scales_of_a_cache_may_be_left_where_the_model_has_no_place_for_any() -> None:
+    for quantized in (False, True):
+        model = Model(1)
+        if quantized:
+            model.layer.k_scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        account = counted(model, {"layer.attn.k_scale": torch.ones(1)}, lambda *_: None)
+        assert account.left(()) == (["layer.attn.k_scale"] if quantized else [])

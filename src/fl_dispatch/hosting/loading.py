@@ -77,6 +77,10 @@ UNTAKEN = (
     ),
 )
 """Tensors that no host has to take."""
+CACHE_SCALES = (
+    Allowed(r".*\.((k|v|kv)_scale|[kv]_proj\.output_scale)", "the cache is not quantized, so it has no use for scales"),
+)
+"""Further ones, of a model without parameters for them."""
 
 
 # -- where data comes from --------------------------------------------------------------------------------------------
@@ -435,6 +439,8 @@ class Account:
 
     def left(self, allowed: Sequence[Allowed]) -> list[str]:
         """The tensors that nothing took and that may not be left over."""
+        if not any(place.name.endswith(".k_scale") for places in self._places.values() for place in places):
+            allowed = (*allowed, *CACHE_SCALES)
         found = [name for name in self.tensors if name not in self.taken]
         return [name for name in found if (rule := _matching(name, allowed)) is None or not self._holds(name, rule)]
 
