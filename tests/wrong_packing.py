@@ -65,7 +65,7 @@ def verified(impl: OpImpl, dtype: torch.dtype, device: torch.device) -> Verifica
     samples = OPERATORS[impl.op_name].samples
     assert samples is not None
     own = samples(dtype, device, torch.Generator().manual_seed(0))
-    return verify(get_default_manager(), impl, dtype, device, samples=own, repeats=2, race_calls=0)
+    return verify(get_default_manager(), impl, dtype, device, samples=own, repeats=1, race_calls=0)
 
 
 def planted(op_name: str, device: torch.device) -> set[str]:
@@ -80,7 +80,6 @@ def planted(op_name: str, device: torch.device) -> set[str]:
             with watched() as names:
                 right = verified(impl, dtype, device)
             assert right.problems == []
-            assert bool(right.prepared) == (right.prepares and bool(names))
             for name in names if right.prepared else ():
                 for fault in ({"wrong": name}, {"stale": name}):
                     with watched(**fault):

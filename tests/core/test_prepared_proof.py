@@ -49,15 +49,15 @@ def manager() -> OpManager:
     return found
 
 
-def packing(pack: Any) -> OpImpl:
+def packing(pack: Any, name: str = "default.packing") -> OpImpl:
     """A right product that multiplies with a form of its weight."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        form = prepared.of(weight, "default.packing", pack)
+        form = prepared.of(weight, name, pack)
         right: Tensor = ReferenceBackend().linear(x, weight if form is None else form, bias)
         return right
 
-    found = impl("default.packing", product, "linear")
+    found = impl(name, product, "linear")
     manager().registry.register_impl(found)
     return found
 
@@ -148,7 +148,7 @@ def test_the_proof_of_a_tuning_finds_a_wrong_packing_and_says_how_it_proved() ->
     (right,) = prove(manager(), [packing(copied)], case, torch.float32, clock)
     assert (right.problem, right.prepared, right.plain) == ("", 1, 1)
     assert Outcome.from_data(right.as_data()) == right
-    (wrong,) = prove(manager(), [packing(negated)], case, torch.float32, clock)
+    (wrong,) = prove(manager(), [packing(negated, "default.wrong")], case, torch.float32, clock)
     assert wrong.problem.startswith("wrong: 1 tokens, width 8: with prepared weights: output 0")
 
 

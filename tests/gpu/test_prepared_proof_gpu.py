@@ -39,7 +39,7 @@ def inputs_of(op_name: str) -> list[Sample]:
     return [sample for sample in every if sample.serving][:2]
 
 
-def with_forms(op_name: str, make: Callable[[Tensor, Any], Any]) -> Verification:
+def with_forms(op_name: str, fault: str, make: Callable[[Tensor, Any], Any]) -> Verification:
     """Verify the reference with a form of each weight in its place."""
     manager, operator = get_default_manager(), OPERATORS[op_name]
     (reference,) = implementations(manager, [op_name], ["reference.torch"])
@@ -48,23 +48,23 @@ def with_forms(op_name: str, make: Callable[[Tensor, Any], Any]) -> Verification
     def product(*args: Any) -> Any:
         values = dict(zip(names, args, strict=True))
         for name in set(operator.weights) & set(values):
-            form = None if values[name] is None else prepared.of(values[name], f"default.packing {name}", make)
+            form = None if values[name] is None else prepared.of(values[name], f"default.{fault} {name}", make)
             values[name] = values[name] if form is None else form
         return reference.fn(*values.values())
 
-    candidate = OpImpl(op_name, "default.packing", BackendImplKind.DEFAULT, product, signature="unchecked")
+    candidate = OpImpl(op_name, f"default.{fault}", BackendImplKind.DEFAULT, product, signature="unchecked")
     manager.registry.register_impl(candidate)
     return verify(manager, candidate, torch.float32, CUDA, samples=inputs_of(op_name), race_calls=8)
 
 
 @pytest.mark.parametrize("op_name", OPERATORS_WITH_WEIGHTS)
 def test_a_wrong_packing_of_weights_on_a_gpu_is_found(op_name: str) -> None:
-    right = with_forms(op_name, lambda weight, before: weight.clone())
+    right = with_forms(op_name, "right", lambda weight, before: weight.clone())
     assert (right.problems, right.prepared, right.plain) == ([], right.samples, right.samples)
-    wrong = with_forms(op_name, lambda weight, before: spoiled(weight))
+    wrong = with_forms(op_name, "wrong", lambda weight, before: spoiled(weight))
     assert wrong.verdict == "wrong"
     assert all("with prepared weights" in problem for problem in wrong.problems)
-    stale = with_forms(op_name, lambda weight, before: weight.clone() if before is None else before)
+    stale = with_forms(op_name, "stale", lambda weight, before: weight.clone() if before is None else before)
     assert any("after its weights were written" in problem for problem in stale.problems)
 
 
