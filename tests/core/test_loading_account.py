@@ -200,6 +200,16 @@ def test_numbers_that_a_loader_computes_are_no_cast() -> None:
     assert not account.casts
 
 
+def test_a_buffer_that_a_reader_fills_again_has_the_last_tensors() -> None:
+    buffer, model = torch.ones(8), Model(6)
+    account = Account(model, "folder")
+    with account.watching():
+        for name, tensor in account.see((name, buffer[:size]) for name, size in (("dropped", 8), ("taken", 6))):
+            if name == "taken":
+                model.weight.data.copy_(tensor)
+    assert account.left(()) == ["dropped"]
+
+
 def test_biases_of_zeros_may_be_left_and_others_not(tmp_path: Path) -> None:
     model = Model(2)
     tensors = {"layer.weight": torch.ones(2), "a.bias": torch.zeros(2), "b.bias": torch.ones(2)}

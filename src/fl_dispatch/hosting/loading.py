@@ -323,6 +323,8 @@ class Account:
             storage = self._storages[key] = _Storage(tensor.untyped_storage())
         start = int(tensor.storage_offset()) * tensor.element_size()
         span = start, start + max(tensor.numel(), 1) * tensor.element_size()
+        for other in [other for other in storage.ranges if other != span and other[0] < span[1] and span[0] < other[1]]:
+            del storage.ranges[other]  # a reader has filled its buffer again
         storage.ranges[span] = storage.ranges.get(span, frozenset()) | {name}
 
     @contextmanager
