@@ -2,7 +2,7 @@
 
 Loading a library runs its code, so a kept one is loaded only if no other user can have written it: folder and file
 belong to this user or to root, no one else may write them, and the file ends with the digest of what precedes.
-Where nothing can be kept, each process compiles for itself, in a temporary folder that is gone once the code is loaded.
+If nothing can be kept, each process compiles for itself, in a temporary folder that is gone once the code is loaded.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def load(source: Path) -> ctypes.CDLL:
 
 
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is compiled from here on."""
+    """The files that are compiled from here on."""
     seen, compile_ = [], cpp._compile
 
     def compiling(command: list[str]) -> None:
@@ -54,7 +54,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def in_a_process(function: Callable[[], object], user: int | None = None) -> str:
-    """What a function gives in a process of its own, as text; or what it raised."""
+    """The result of a function in a process of its own, as text; or what it raised."""
     read, write = os.pipe()
     if not (child := os.fork()):
         os.close(read)

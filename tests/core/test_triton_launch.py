@@ -91,7 +91,7 @@ def test_where_the_short_way_is_not_known_to_hold_the_public_one_is_taken(
 ) -> None:
     monkeypatch.setattr(launch, "_short_way", lambda: way != "another compiler")
     monkeypatch.setattr(launch, "_hooked", lambda: way == "a profiler's hook")
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: way == "Dynamo")
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: way == "Dynamo")
     launcher = Launcher(kernel)
     for _ in range(3):
         launcher((1, 1, 1), **FIRST)

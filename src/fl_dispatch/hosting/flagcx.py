@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import native
 from ..devices import device_of
-from ..errors import ConfigError
+from ..errors import ConfigError, NotSupported
 from ..logger_manager import get_logger
 
 logger = get_logger(__name__)
@@ -129,7 +130,7 @@ def connect(library: ctypes.CDLL, cpu_group: ProcessGroup, device_type: str) -> 
     unique_id, communicator = _UniqueId.from_buffer_copy(of_first[0]), c_void_p()
     code = library.flagcxCommInitRank(byref(communicator), ranks, byref(unique_id), rank)
     _check(library, "flagcxCommInitRank", code)
-    return FlagCXCollectives(library, communicator, device_of(device_type).flagcx_stream or (lambda: None))
+    return FlagCXCollectives(library, communicator, device_type, ranks)
 
 
 def _unique_id(library: ctypes.CDLL) -> bytes:
@@ -152,29 +153,35 @@ def _check(library: ctypes.CDLL, function: str, code: int) -> None:
 
 
 class FlagCXCollectives:
-    """The collectives of one FlagCX communicator, over contiguous tensors, on the device's current stream."""
+    """The collectives of one FlagCX communicator, over contiguous tensors, on the device's current stream.
 
-    def __init__(self, library: ctypes.CDLL, communicator: c_void_p, stream: Callable[[], int | None]) -> None:
-        self._library, self._communicator, self._current_stream = library, communicator, stream
+    Every method raises :class:`NotSupported` before the library sees a tensor that it would read or write wrongly.
+    """
+
+    def __init__(self, library: ctypes.CDLL, communicator: c_void_p, device_type: str, ranks: int) -> None:
+        self._library, self._communicator, self._device_type, self._ranks = library, communicator, device_type, ranks
+        self._current_stream: Callable[[], int | None] = device_of(device_type).flagcx_stream or (lambda: None)
         self._streams: dict[int, _Stream] = {}  # kept, because threads of the library may read one later
 
     def all_reduce(self, tensor: Tensor) -> None:
         self._run("flagcxAllReduce", tensor, tensor, tensor.numel(), SUM)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+        self._require_parts(output, tensor)
         self._run("flagcxAllGather", tensor, output, tensor.numel())
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+        self._require_parts(tensor, output)
         self._run("flagcxReduceScatter", tensor, output, output.numel(), SUM)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         self._run("flagcxBroadcast", tensor, tensor, tensor.numel(), source)
 
     def send(self, tensor: Tensor, target: int) -> None:
-        self._call("flagcxSend", tensor.data_ptr(), tensor.numel(), _dtype(tensor), target)
+        self._call("flagcxSend", *self._places(tensor), tensor.numel(), _dtype(tensor), target)
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        self._call("flagcxRecv", tensor.data_ptr(), tensor.numel(), _dtype(tensor), source)
+        self._call("flagcxRecv", *self._places(tensor), tensor.numel(), _dtype(tensor), source)
 
     def close(self) -> None:
         """Free the communicator."""
@@ -183,7 +190,25 @@ class FlagCXCollectives:
             self._communicator = c_void_p()
 
     def _run(self, function: str, source: Tensor, target: Tensor, count: int, *rest: int) -> None:
-        self._call(function, source.data_ptr(), target.data_ptr(), count, _dtype(source), *rest)
+        self._call(function, *self._places(source, target), count, _dtype(source), *rest)
+
+    def _places(self, *tensors: Tensor) -> list[int]:
+        """The addresses of tensors that the library reads or writes.
+
+        Raises:
+            NotSupported: a tensor is not where the communicator's are, has gaps, or has no data (it is fake).
+        """
+        for tensor in tensors:
+            same = _dtype(tensor) == _dtype(tensors[0])
+            if not same or tensor.device.type != self._device_type or not tensor.is_contiguous():
+                where = f"a {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+                raise NotSupported(f"FlagCX moves contiguous tensors of one dtype on {self._device_type}, not {where}")
+        native.require_data(tensors)
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def _require_parts(self, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self._ranks * part.numel():
+            raise NotSupported(f"{whole.numel()} elements are not {self._ranks} ranks' parts of {part.numel()}")
 
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._library, function)(*arguments, self._communicator, self._stream())

@@ -8,11 +8,16 @@
 
 namespace {
 
+// A number beyond any table or text; a larger one is read as this, so that no sum of a few overflows.
+constexpr int64_t FAR = int64_t{1} << 40;
+
 struct Integers {
   int64_t address;
   int64_t wide;
   int64_t operator[](int64_t place) const {
-    return wide ? reinterpret_cast<int64_t*>(address)[place] : reinterpret_cast<int32_t*>(address)[place];
+    if (!wide) return reinterpret_cast<int32_t*>(address)[place];
+    int64_t value = reinterpret_cast<int64_t*>(address)[place];
+    return value > FAR ? FAR : value < -FAR ? -FAR : value;
   }
   void set(int64_t place, int64_t value) const {
     if (wide) reinterpret_cast<int64_t*>(address)[place] = value;
@@ -115,7 +120,7 @@ int64_t gather_block_tables(int64_t wide, int64_t a0, int64_t a1, int64_t a2, in
                             int64_t groups, int64_t rows) {
   Integers idx{a0, wide & 1}, strides{a1, wide & 2}, counts{a2, wide & 4};
   Integers computed{a3, wide & 8}, reaches{a4, wide & 16}, sizes{a5, wide & 32};
-  if (requests > rows) return OUTSIDE;
+  if (outside(requests, rows + 1)) return OUTSIDE;
   for (int64_t group = 0; group < groups; group++) {
     const int32_t* source = reinterpret_cast<int32_t**>(sources)[group];
     int32_t* target = reinterpret_cast<int32_t**>(targets)[group];
@@ -125,6 +130,7 @@ int64_t gather_block_tables(int64_t wide, int64_t a0, int64_t a1, int64_t a2, in
       if (outside(state, states)) return OUTSIDE;
       int64_t count = counts[group * states + state], unread = 0;
       if (outside(count, stride + 1)) return OUTSIDE;
+      if (masked && sizes[group] <= 0) return OUTSIDE;
       if (masked && reaches[group] > 0 && computed[state] > reaches[group])
         unread = (computed[state] - reaches[group]) / sizes[group];
       if (unread > count) unread = count;
@@ -146,6 +152,7 @@ int64_t compute_slot_mappings(int64_t wide, int64_t a0, int64_t a1, int64_t a2, 
     const int32_t* table = reinterpret_cast<int32_t**>(addresses)[group];
     bool used = reinterpret_cast<uint8_t*>(enabled)[group];
     int64_t stride = strides[group], size = sizes[group], first = group * slot_stride;
+    if ((used && (size <= 0 || size > INT32_MAX)) || outside(starts[requests], tokens + 1)) return OUTSIDE;
     for (int64_t request = 0; request < requests; request++) {
       int64_t state = idx[request], end = starts[request + 1];
       if (state >= states || outside(starts[request], tokens + 1) || outside(end, tokens + 1)) return OUTSIDE;

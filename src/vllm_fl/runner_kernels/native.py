@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from fl_dispatch import cpp
+from fl_dispatch import native as memory
+from fl_dispatch.errors import NotSupported
 from fl_dispatch.logger_manager import get_logger
 
 from . import batch, sampling, tables
@@ -63,12 +65,16 @@ def _in_place_of(form: Form) -> Callable[[Callable[..., bool]], Form]:
     return register
 
 
-def _run(name: str, tensors: tuple[Tensor | None, ...], *rest: int) -> bool:
+Sized = tuple[Tensor | None, int]
+"""A tensor of integers, or none, and how many elements a function reads or writes."""
+
+
+def _run(name: str, tensors: tuple[Sized, ...], *rest: int) -> bool:
     """Call a function.
 
     Args:
         name: the function.
-        tensors: of integers; ``None`` becomes the address 0.
+        tensors: ``None`` becomes the address 0.
         rest: its other arguments.
 
     Returns:
@@ -77,22 +83,52 @@ def _run(name: str, tensors: tuple[Tensor | None, ...], *rest: int) -> bool:
     Raises:
         IndexError: a row or a token lies outside of its table.
     """
-    wide, addresses = 0, []
-    for place, tensor in enumerate(tensors):
+    wide = 0
+    for place, (tensor, least) in enumerate(tensors):
         if tensor is None:
-            addresses.append(0)
             continue
         if tensor.dtype is torch.int64:
             wide |= 1 << place
         elif tensor.dtype is not torch.int32:
             return False
-        if not tensor.is_contiguous():
+        if tensor.numel() < least or not tensor.is_contiguous():
             return False
-        addresses.append(tensor.data_ptr())
-    answer = _function(name, 1 + len(addresses) + len(rest))(wide, *addresses, *rest)
+    found = _addresses(*(tensor for tensor, _ in tensors))
+    if found is None:
+        return False
+    answer = _function(name, 1 + len(found) + len(rest))(wide, *(address or 0 for address in found), *rest)
     if answer == OUTSIDE:
         raise IndexError(f"{name}: a request's row or a token lies outside of its table")
     return answer == DONE
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None] | None:
+    """The addresses of tensors, of which a function may write any; ``None`` if one is not in main memory."""
+    try:
+        return memory.addresses(tensors)
+    except NotSupported:
+        return None
+
+
+def _tables(addresses: Tensor, strides: Tensor) -> tuple[ctypes.Array[ctypes.c_int64], int] | None:
+    """The addresses of the tables behind a tensor of addresses, and the least number of their rows.
+
+    Args:
+        addresses: ``[groups]``; it knows the tables (:func:`.tables.remember`).
+        strides: ``[groups]``, which must be the tables' widths.
+
+    Returns:
+        ``None`` unless every table is one of block numbers in 32 bits without gaps.
+    """
+    known: tuple[Tensor, ...] = getattr(addresses, tables.TENSORS, ())
+    if not known or any(
+        table.dtype is not torch.int32 or table.dim() != 2 or not table.is_contiguous() for table in known
+    ):
+        return None
+    found = _addresses(*known)
+    if found is None or _addresses(strides) is None or strides.tolist() != [table.shape[1] for table in known]:
+        return None
+    return (ctypes.c_int64 * len(found))(*(address or 0 for address in found)), min(table.shape[0] for table in known)
 
 
 @cache
@@ -113,8 +149,15 @@ def _prepare_pos_seq_lens(
     max_num_reqs: int,
     **_: Any,
 ) -> bool:
-    tensors = positions, seq_lens, idx_mapping, query_start_loc, num_computed_tokens
-    sizes = len(idx_mapping), max_num_reqs, len(positions), len(num_computed_tokens)
+    requests = idx_mapping.numel()
+    tensors = (
+        (positions, 0),
+        (seq_lens, max(requests, max_num_reqs)),
+        (idx_mapping, 0),
+        (query_start_loc, requests + 1),
+        (num_computed_tokens, 0),
+    )
+    sizes = requests, max_num_reqs, positions.numel(), num_computed_tokens.numel()
     return _run("prepare_pos_seq_lens", tensors, *sizes)
 
 
@@ -134,15 +177,20 @@ def _combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **_: Any,
 ) -> bool:
-    tensors = input_ids, idx_mapping, last_sampled_tokens, query_start_loc, seq_lens, prefill_len, draft_tokens
-    sizes = len(idx_mapping), len(input_ids), len(prefill_len), len(logits_indices)
-    return _run(
-        "combine_sampled_and_draft_tokens",
-        (*tensors, cu_num_logits, logits_indices),
-        draft_tokens.shape[1],
-        NUM_NEW_SAMPLED_TOKENS,
-        *sizes,
+    requests, states, drafts = idx_mapping.numel(), prefill_len.numel(), draft_tokens.shape[1]
+    tensors = (
+        (input_ids, 0),
+        (idx_mapping, 0),
+        (last_sampled_tokens, states),
+        (query_start_loc, requests + 1),
+        (seq_lens, requests),
+        (prefill_len, 0),
+        (draft_tokens, states * drafts),
+        (cu_num_logits, requests + 1),
+        (logits_indices, 0),
     )
+    sizes = requests, input_ids.numel(), states, logits_indices.numel()
+    return _run("combine_sampled_and_draft_tokens", tensors, drafts, max(0, NUM_NEW_SAMPLED_TOKENS), *sizes)
 
 
 @_in_place_of(batch.get_num_sampled_and_rejected)
@@ -155,8 +203,14 @@ def _get_num_sampled_and_rejected(
     prefill_len: Tensor,
     **_: Any,
 ) -> bool:
-    tensors = num_sampled, num_rejected, seq_lens, cu_num_logits, idx_mapping, prefill_len
-    return _run("get_num_sampled_and_rejected", tensors, len(idx_mapping), len(prefill_len))
+    requests = idx_mapping.numel()
+    tensors = (
+        *((each, requests) for each in (num_sampled, num_rejected, seq_lens)),
+        (cu_num_logits, requests + 1),
+        (idx_mapping, 0),
+        (prefill_len, 0),
+    )
+    return _run("get_num_sampled_and_rejected", tensors, requests, prefill_len.numel())
 
 
 @_in_place_of(batch.post_update)
@@ -180,16 +234,26 @@ def _post_update(
 ) -> bool:
     if draft_tokens is not None:
         return False
-    tensors = idx_mapping, num_computed_tokens, last_sampled_tokens, sampled_tokens, num_sampled, num_rejected
-    strides = 0 if output_bin_counts is None else output_bin_counts.shape[1], sampled_tokens.shape[1]
-    return _run(
-        "post_update",
-        (*tensors, all_token_ids, total_len, query_start_loc, output_bin_counts),
-        *strides,
+    requests, states, sampled, row = (
+        idx_mapping.numel(),
+        total_len.numel(),
+        sampled_tokens.shape[1],
         all_token_ids.shape[1],
-        len(idx_mapping),
-        len(total_len),
     )
+    counted = 0 if output_bin_counts is None else output_bin_counts.shape[1]
+    tensors = (
+        (idx_mapping, 0),
+        (num_computed_tokens, states),
+        (last_sampled_tokens, states),
+        (sampled_tokens, requests * sampled),
+        (num_sampled, requests),
+        (num_rejected, requests),
+        (all_token_ids, states * row),
+        (total_len, 0),
+        (query_start_loc, requests + 1),
+        (output_bin_counts, states * counted),
+    )
+    return _run("post_update", tensors, counted, sampled, row, requests, states)
 
 
 @_in_place_of(tables.gather_block_tables)
@@ -208,19 +272,24 @@ def _gather_block_tables(
     MASK_SLIDING_WINDOW: bool = False,
     **_: Any,
 ) -> bool:
+    sources, targets = _tables(source_addresses, strides), _tables(target_addresses, strides)
+    if sources is None or targets is None or num_blocks.dim() != 2:
+        return False
     groups, states = num_blocks.shape
-    rows = len(getattr(target_addresses, tables.TENSORS)[0])
-    return _run(
-        "gather_block_tables",
-        (idx_mapping, strides, num_blocks, num_computed_tokens, sliding_window_reach, block_sizes),
-        source_addresses.data_ptr(),
-        target_addresses.data_ptr(),
-        MASK_SLIDING_WINDOW,
-        num_reqs,
-        states,
-        groups,
-        rows,
+    if groups != len(sources[0]) or sources[1] < states:
+        return False
+    if MASK_SLIDING_WINDOW and any(each is None for each in (num_computed_tokens, sliding_window_reach, block_sizes)):
+        return False
+    tensors = (
+        (idx_mapping, num_reqs),
+        (strides, groups),
+        (num_blocks, 0),
+        (num_computed_tokens, states),
+        (sliding_window_reach, groups),
+        (block_sizes, groups),
     )
+    tables_ = ctypes.addressof(sources[0]), ctypes.addressof(targets[0])
+    return _run("gather_block_tables", tensors, *tables_, MASK_SLIDING_WINDOW, num_reqs, states, groups, targets[1])
 
 
 @_in_place_of(tables.compute_slot_mappings)
@@ -242,19 +311,31 @@ def _compute_slot_mappings(
     PAD_ID: int,
     **_: Any,
 ) -> bool:
-    if CP_SIZE != 1:
+    found, flags = _tables(addresses, strides), _addresses(enabled)
+    if CP_SIZE != 1 or found is None or flags is None or enabled.dtype is not torch.bool or not enabled.is_contiguous():
+        return False
+    requests, groups = idx_mapping.numel(), len(found[0])
+    tensors = (
+        (idx_mapping, 0),
+        (query_start_loc, requests + 1),
+        (positions, 0),
+        (strides, groups),
+        (block_sizes, groups),
+        (slot_mappings, (groups - 1) * slot_mappings_stride + max_num_tokens),
+    )
+    if enabled.numel() < groups or slot_mappings_stride < 0 or flags[0] is None:
         return False
     return _run(
         "compute_slot_mappings",
-        (idx_mapping, query_start_loc, positions, strides, block_sizes, slot_mappings),
-        addresses.data_ptr(),
-        enabled.data_ptr(),
+        tensors,
+        ctypes.addressof(found[0]),
+        flags[0],
         slot_mappings_stride,
         PAD_ID,
-        len(idx_mapping),
-        len(getattr(addresses, tables.TENSORS)[0]),
-        len(strides),
-        min(len(positions), max_num_tokens),
+        requests,
+        found[1],
+        groups,
+        min(positions.numel(), max_num_tokens),
         max_num_tokens,
     )
 
@@ -283,20 +364,23 @@ def _gumbel_sample(
     **_: Any,
 ) -> bool:
     floats = logits, local_max, temperatures
-    if logits_cache is not None or any(tensor.dtype is not torch.float32 for tensor in floats) or logits.stride(1) != 1:
+    if logits_cache is not None or any(tensor.dtype is not torch.float32 for tensor in floats) or logits.dim() != 2:
         return False
-    if not len(logits) == len(local_max) == len(local_argmax) == len(idx_mapping):
+    rows, blocks = idx_mapping.numel(), -(-size // BLOCK_SIZE)
+    if logits.stride() != (logits_stride, 1) or size < 1 or logits.shape[1] < size or logits.shape[0] != rows:
         return False
-    if not (local_max.is_contiguous() and temperatures.is_contiguous()):
+    if not local_max.shape == local_argmax.shape == (rows, blocks):
+        return False
+    if not (local_max.is_contiguous() and temperatures.is_contiguous()) or (found := _addresses(*floats)) is None:
         return False
     return _run(
         "gumbel_sample",
-        (local_argmax, idx_mapping),
-        *(tensor.data_ptr() for tensor in floats),
+        ((local_argmax, 0), (idx_mapping, 0)),
+        *(address or 0 for address in found),
         logits_stride,
-        len(idx_mapping),
-        len(temperatures),
+        rows,
+        temperatures.numel(),
         size,
         BLOCK_SIZE,
-        local_max.shape[1],
+        blocks,
     )

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fl_dispatch import native
 from fl_dispatch.devices import CUDA, detect_device, device_of
 from fl_dispatch.devices.triton import interpreted, why_no_float8
 from fl_dispatch.errors import NotSupported
@@ -24,6 +25,8 @@ TESTED = ((3, 6), (3, 7), (3, 8))
 """Versions of Triton in which the short way is tested; with 3.7 not for attention but in engines."""
 MISALIGNED = 15  # Triton specializes a pointer on divisibility by 16
 INTERPRETED = interpreted()
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors that have data."""
 
 
 def power_of_two(number: int) -> int:
@@ -123,19 +126,22 @@ class Launcher:
             warps, stages: of the compiled kernel.
 
         Raises:
-            NotSupported: the tensors are in host memory, and kernels are not interpreted.
+            NotSupported: the tensors are in host memory, and kernels are not interpreted; or one has no data.
         """
         device = tensors[0].get_device()
         if device < 0 and not INTERPRETED:
             raise NotSupported("the tensors are on the CPU")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         if self._short is None:
             self._short = _short_way()
         if not self._short or _hooked():
+            native.require_data(tensors)
             self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
+        if not PLAIN.issuperset(map(type, tensors)):  # one may be fake: its address, or that of a view, means nothing
+            native.require_data(tensors)
         pointers = [tensor.data_ptr() for tensor in tensors]
         aligned = 0
         for pointer in pointers:
@@ -143,6 +149,7 @@ class Launcher:
         key = (device, warps, stages, aligned, numbers, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         if compiled is None:
+            native.require_data(tensors)
             self._compiled[key] = self.kernel[grid](*tensors, *sizes, *numbers, num_warps=warps, num_stages=stages)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)

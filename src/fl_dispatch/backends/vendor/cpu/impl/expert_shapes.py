@@ -30,12 +30,12 @@ def mismatch(
         "w13_bias": (w13_bias, (experts, rows)),
         "w2_bias": (w2_bias, (experts, hidden)),
         "out": (out, (tokens, hidden)),
-        "topk_weights": (topk_weights, tuple(topk_ids.shape)),
+        "topk_weights": (topk_weights, topk_ids.shape),
     }
     for name, (tensor, shape) in shapes.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+        if tensor is not None and tensor.shape != shape:
             return f"{name} is {tuple(tensor.shape)}, not {shape}"
-    if topk_ids.dim() != 2 or len(topk_ids) != tokens or not topk_ids.shape[1]:
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != tokens or not topk_ids.shape[1]:
         return f"topk_ids is {tuple(topk_ids.shape)}, with {tokens} tokens"
     numbers = {"topk_ids": topk_ids, "topk_weights": topk_weights, "expert_map": expert_map}
     for name, tensor in numbers.items():

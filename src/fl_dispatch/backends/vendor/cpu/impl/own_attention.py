@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import cpp
+from fl_dispatch import cpp, native
 
 SOURCE = Path(__file__).with_name("attention.cpp")
 DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -43,9 +43,11 @@ class _Write(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("key", "value", "keys", "values", "slots")),
-        ("from_key", ctypes.c_int64 * 2), ("from_value", ctypes.c_int64 * 2),
-        ("to_key", ctypes.c_int64 * 4), ("to_value", ctypes.c_int64 * 4),
-        *((name, ctypes.c_int64) for name in ("tokens", "blocks", "block_size", "heads", "key_dim", "value_dim")),
+        *((name, ctypes.c_int64) for name in (
+            "key_token", "key_head", "value_token", "value_head", "keys_block", "keys_slot", "keys_head", "keys_dim",
+            "values_block", "values_slot", "values_head", "values_dim", "tokens", "blocks", "block_size", "heads",
+            "key_dim", "value_dim",
+        )),
     ]  # fmt: skip
 
 
@@ -58,24 +60,41 @@ def supports_kv_cache_write(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> bool | str:
     """Tensors of one dtype in main memory, in any strides, but for the elements of a new key or value."""
-    if why := problem(key=key, value=value, key_cache=key_cache, value_cache=value_cache):
-        return why
+    return _why_no_write(key, value, key_cache, value_cache, slot_mapping) or True
+
+
+def _why_no_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> str:
+    """Why the function cannot take these, or an empty string."""
+    if not _alike(key, value, key_cache, value_cache):
+        return problem(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
     if slot_mapping.dtype is not torch.int64 or not slot_mapping.is_cpu:
         return f"slot_mapping is {slot_mapping.dtype} on {slot_mapping.device}, not torch.int64 on the CPU"
-    tokens = min(len(key), len(value))
-    if len(slot_mapping) > tokens or key.shape[1:] != key_cache.shape[2:] or value.shape[1:] != value_cache.shape[2:]:
+    if not (key.dim() == value.dim() == 3 and key_cache.dim() == value_cache.dim() == 4 and slot_mapping.dim() == 1):
+        return "keys and values have not 3 dimensions, their caches 4, and slots 1"
+    (tokens, heads, dim), (others, value_heads, value_dim) = key.shape, value.shape
+    blocks, slots, *of_keys = key_cache.shape
+    value_blocks, value_slots, *of_values = value_cache.shape
+    if slot_mapping.numel() > min(tokens, others) or of_keys != [heads, dim] or of_values != [value_heads, value_dim]:
         return "there are fewer keys or values than slots, or other ones than the cache has"
-    return True if key.stride(2) == value.stride(2) == 1 else "the elements of a head lie apart"
+    if blocks != value_blocks or slots != value_slots or heads != value_heads:
+        return "the caches of keys and of values have different blocks or heads"
+    return "" if key.stride()[2] == value.stride()[2] == 1 else "the elements of a head lie apart"
 
 
 def kv_cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See :data:`fl_dispatch.ops.attention.kv_cache_write`."""
+    """See :data:`fl_dispatch.ops.attention.kv_cache_write`.
+
+    Raises:
+        IndexError: a slot lies outside of the cache. Others may have been written before.
+    """
+    native.require(_why_no_write(key, value, key_cache, value_cache, slot_mapping))
     slots = slot_mapping.contiguous()
     blocks, block_size, heads, key_dim = key_cache.shape
+    read_key, read_value, numbers, *caches = native.addresses((key, value, slots), (key_cache, value_cache))
     call = _Write(
-        key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
-        key.stride()[:2], value.stride()[:2], key_cache.stride(), value_cache.stride(),
-        len(slots), blocks, block_size, heads, key_dim, value_cache.shape[3],
+        read_key, read_value, *caches, numbers,
+        *key.stride()[:2], *value.stride()[:2], *key_cache.stride(), *value_cache.stride(), slots.numel(),
+        blocks, block_size, heads, key_dim, value_cache.shape[3],
     )  # fmt: skip
     _run("kv_cache_write", call, key.element_size() == 2)
 
@@ -98,30 +117,56 @@ def supports_paged_attention(
     sinks: Tensor | None = None,
 ) -> bool | str:
     """One dtype, and keys and values of whole vectors, which lie in the cache side by side in one direction."""
-    if why := problem(query=query, key_cache=key_cache, value_cache=value_cache, out=query if out is None else out):
-        return why
-    block_size, kv_heads, head_dim = key_cache.shape[1:]
-    if head_dim % STRIP or value_cache.shape[3] != head_dim:
-        return f"keys of {head_dim} and values of {value_cache.shape[3]} elements are not one multiple of {STRIP}"
-    if query.shape[2] != head_dim or query.shape[1] % kv_heads or value_cache.shape[:3] != key_cache.shape[:3]:
-        return "the heads of queries, keys and values do not belong together"
-    by_token, by_dimension = key_cache.stride(3) == 1, key_cache.stride(1) == 1 and block_size % STRIP == 0
-    if not (by_token or by_dimension) or value_cache.stride(3) != 1:
-        return f"neither the elements of a head lie side by side nor a multiple of {STRIP} tokens of a block"
     if not causal and max_query_len > STRIP:
         return "queries see every key, which a product of matrices is faster for"
-    if query.stride(2) != 1 or (out is not None and not out.is_contiguous()):
+    return (
+        _why_no_attention(
+            query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, alibi_slopes, sinks
+        )
+        or True
+    )
+
+
+def _why_no_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> str:
+    """Why the function cannot take these, or an empty string."""
+    into = query if out is None else out
+    if not _alike(query, key_cache, value_cache, into):
+        return problem(query=query, key_cache=key_cache, value_cache=value_cache, out=into)
+    if not (query.dim() == 3 and key_cache.dim() == value_cache.dim() == 4 and block_table.dim() == 2):
+        return "queries have not 3 dimensions, the caches 4, and the block table 2"
+    (rows, heads, dim), keys, values = query.shape, key_cache.shape, value_cache.shape
+    block_size, kv_heads, head_dim = keys[1], keys[2], keys[3]
+    if head_dim % STRIP or values[3] != head_dim:
+        return f"keys of {head_dim} and values of {values[3]} elements are not one multiple of {STRIP}"
+    if dim != head_dim or heads % kv_heads or values != keys:
+        return "the heads of queries, keys and values do not belong together"
+    _, token, _, element = key_cache.stride()
+    if not (element == 1 or (token == 1 and block_size % STRIP == 0)) or value_cache.stride()[3] != 1:
+        return f"neither the elements of a head lie side by side nor a multiple of {STRIP} tokens of a block"
+    if query.stride()[2] != 1 or (out is not None and not out.is_contiguous()):
         return "the elements of a head lie apart, or out is not contiguous"
-    numbers = block_table, query_start_loc, seq_lens
-    if not all(each.dtype is torch.int32 and each.is_cpu for each in numbers):
-        return "the block table or the lengths are not torch.int32 on the CPU"
-    if len(query_start_loc) != len(seq_lens) + 1 or len(block_table) < len(seq_lens):
+    for each in (block_table, query_start_loc, seq_lens):
+        if each.dtype is not torch.int32 or not each.is_cpu:
+            return "the block table or the lengths are not torch.int32 on the CPU"
+    requests = seq_lens.numel()
+    if seq_lens.dim() != 1 or query_start_loc.shape != (requests + 1,) or block_table.shape[0] < requests:
         return "there are not as many starts and tables as lengths"
-    if out is not None and (len(out) < len(query) or out.shape[1:] != query.shape[1:]):
+    if out is not None and (out.dim() != 3 or out.shape[0] < rows or out.shape[1:] != (heads, dim)):
         return "out has not as many results as there are queries"
-    if any(each is not None and len(each) != query.shape[1] for each in (alibi_slopes, sinks)):
-        return "there are not as many slopes or sinks as heads"
-    return True if block_table.stride(1) == 1 else "the columns of the block table lie apart"
+    for each in (alibi_slopes, sinks):
+        if each is not None and (each.shape != (heads,) or not each.is_cpu):
+            return "there are not as many slopes or sinks as heads, on the CPU"
+    return "" if block_table.stride()[1] == 1 else "the columns of the block table lie apart"
 
 
 def paged_attention(
@@ -141,22 +186,42 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See :data:`fl_dispatch.ops.attention.paged_attention`."""
+    """See :data:`fl_dispatch.ops.attention.paged_attention`.
+
+    Raises:
+        IndexError: a start lies outside of the queries, or a block outside of the cache or the table.
+    """
+    native.require(
+        _why_no_attention(
+            query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, alibi_slopes, sinks
+        )
+    )
     if out is None:
         out = query.new_empty(query.shape)
     starts, lengths = query_start_loc.contiguous(), seq_lens.contiguous()
     slopes, sinks = (None if each is None else each.float().contiguous() for each in (alibi_slopes, sinks))
     blocks, block_size, kv_heads, head_dim = key_cache.shape
+    rows, heads, _ = query.shape
+    *read, slope, sink, to = native.addresses(
+        (query, key_cache, value_cache, block_table, starts, lengths, slopes, sinks), (out,)
+    )
     call = _Call(
-        query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), block_table.data_ptr(), starts.data_ptr(),
-        lengths.data_ptr(), out.data_ptr(), None if slopes is None else slopes.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        *query.stride()[:2], *key_cache.stride(), *value_cache.stride()[:3], block_table.stride(0),
-        len(query), len(lengths), blocks, block_size, query.shape[1], kv_heads, head_dim, block_table.shape[1],
+        *read, to, slope, sink,
+        *query.stride()[:2], *key_cache.stride(), *value_cache.stride()[:3], block_table.stride()[0],
+        rows, lengths.shape[0], blocks, block_size, heads, kv_heads, head_dim, block_table.shape[1],
         causal, sliding_window or 0, torch.get_num_threads(), scale, softcap,
     )  # fmt: skip
     _run("paged_attention", call, query.dtype is torch.bfloat16)
     return out
+
+
+def _alike(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> bool:
+    """Whether :func:`problem` finds none, in a third of its time."""
+    return (
+        a.dtype in DTYPES and a.dtype is b.dtype is c.dtype is d.dtype
+        and a.is_cpu and b.is_cpu and c.is_cpu and d.is_cpu
+        and 0 not in (a.numel(), b.numel(), c.numel(), d.numel())
+    )  # fmt: skip
 
 
 def problem(**tensors: Tensor) -> str:

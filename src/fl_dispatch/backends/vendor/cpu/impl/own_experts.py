@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import cpp
+from fl_dispatch import cpp, native
 
 from .expert_shapes import mismatch
 from .own_attention import problem
@@ -61,6 +61,26 @@ def supports_fused_moe(
     out: Tensor | None = None,
 ) -> bool | str:
     """Few rows for each expert, in tensors of one dtype whose elements lie side by side."""
+    if why := _why_not(hidden_states, w13, w2, topk_weights, topk_ids, activation, expert_map, w13_bias, w2_bias, out):
+        return why
+    if topk_ids.numel() > MANY * (w13 if expert_map is None else expert_map).shape[0]:  # those of all ranks
+        return f"more than {MANY} rows an expert, which a product of matrices is faster for"
+    return True
+
+
+def _why_not(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    expert_map: Tensor | None,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    out: Tensor | None,
+) -> str:
+    """Why the function cannot take these, or an empty string."""
     if activation not in ACTIVATIONS:
         return f"activation '{activation}' is not one of {', '.join(ACTIVATIONS)}"
     tensors = {"hidden_states": hidden_states, "w13": w13, "w2": w2}
@@ -71,11 +91,9 @@ def supports_fused_moe(
     gated, biases = ACTIVATIONS.index(activation) < PLAIN, (w13_bias, w2_bias)
     if why := mismatch(hidden_states, w13, w2, topk_weights, topk_ids, gated, expert_map, *biases, out):
         return why
-    if topk_ids.numel() > MANY * (len(w13) if expert_map is None else len(expert_map)):  # those of all ranks
-        return f"more than {MANY} rows an expert, which a product of matrices is faster for"
     if not all(tensor.is_contiguous() for tensor in tensors.values()):
         return "the elements of a tensor lie apart"
-    return True
+    return ""
 
 
 def fused_moe(
@@ -96,14 +114,17 @@ def fused_moe(
     Raises:
         IndexError: a choice names an expert that there is not. Nothing was written.
     """
+    native.require(
+        _why_not(hidden_states, w13, w2, topk_weights, topk_ids, activation, expert_map, w13_bias, w2_bias, out)
+    )
     if out is None:
         out = torch.empty_like(hidden_states)
     weights, ids = topk_weights.float().contiguous(), _narrow(topk_ids)
     numbers = None if expert_map is None else _narrow(expert_map)
     tensors = (hidden_states, w13, w2, w13_bias, w2_bias, weights, ids, numbers)
     call = _Call(
-        *(None if tensor is None else address(tensor) for tensor in tensors), out.data_ptr(),
-        *ids.shape, len(w13), 0 if numbers is None else len(numbers), hidden_states.shape[1], w13.shape[1], w2.shape[2],
+        *native.addresses(tensors, (out,)),
+        *ids.shape, w13.shape[0], 0 if numbers is None else numbers.shape[0], *w2.shape[1:2], w13.shape[1], w2.shape[2],
         ACTIVATIONS.index(activation), apply_router_weight_on_input, torch.get_num_threads(),
     )  # fmt: skip
     if _function()(ctypes.byref(call), hidden_states.dtype is torch.bfloat16):
@@ -115,13 +136,6 @@ def _narrow(numbers: Tensor) -> Tensor:
     """In 32 bits; a number beyond them stays beyond every expert."""
     fits = numbers.dtype is torch.int32
     return (numbers if fits else numbers.clamp(-1, torch.iinfo(torch.int32).max).int()).contiguous()
-
-
-def address(tensor: Tensor) -> int:
-    """The address of what is only read. Asked for memory to write to, PyTorch would unmark a weight (``prepared``)."""
-    if (storage := getattr(torch._C, "_data_address", None)) is None:
-        return tensor.data_ptr()
-    return int(storage(tensor)) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 @cache

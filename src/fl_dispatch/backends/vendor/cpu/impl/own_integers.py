@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import cpp
+from fl_dispatch import cpp, native
 from fl_dispatch.backends.reference.impl.moe import scaled_experts
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.moe import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
 from .. import library
 from .expert_shapes import mismatch
-from .own_experts import address
 
 SOURCE = Path(__file__).with_name("integers.cpp")
 LONGEST = (1 << 31) // (128 * 128) - 1
@@ -55,16 +54,19 @@ def supports_scaled_linear(
         return "int8 without scales of blocks only"
     if x_scale.dtype is not torch.float32 or weight_scale.dtype is not torch.float32:
         return f"scales are {x_scale.dtype} and {weight_scale.dtype}, not float32"
-    if x_scale.shape != (*x.shape[:-1], 1) or weight_scale.shape not in ((len(weight), 1), (1, 1)):
+    if not x.dim() or weight.dim() != 2:
+        return f"{x.dim()} dimensions of x and {weight.dim()} of the weight"
+    columns, inner = weight.shape
+    if x_scale.shape != (*x.shape[:-1], 1) or weight_scale.shape not in ((columns, 1), (1, 1)):
         return f"scales are {tuple(x_scale.shape)} and {tuple(weight_scale.shape)}, not one a row and a column"
-    if weight.shape[1:] != x.shape[-1:] or (bias is not None and bias.shape != (len(weight),)):
+    if inner != x.shape[-1] or (bias is not None and bias.shape != (columns,)):
         given = "no bias" if bias is None else f"a bias of shape {tuple(bias.shape)}"
         return f"rows of {x.shape[-1]}, a weight of shape {tuple(weight.shape)} and {given} do not belong together"
     if not all(tensor.is_cpu for tensor in (x, x_scale, weight, weight_scale)):
         return "a tensor is not on the CPU"
     if not weight.is_contiguous():
         return "the elements of a weight lie apart"
-    return x.shape[-1] <= LONGEST or f"rows of {x.shape[-1]} elements, whose sums may exceed 32 bits"
+    return inner <= LONGEST or f"rows of {inner} elements, whose sums may exceed 32 bits"
 
 
 def scaled_linear(
@@ -77,11 +79,16 @@ def scaled_linear(
     block_size: int = 0,
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.scaled_linear`. Sums are exact."""
+    answer = supports_scaled_linear(x, x_scale, weight, weight_scale, bias, dtype, block_size)
+    native.require("" if answer is True else str(answer))
+    if bias is not None:
+        native.require_data((bias,))
     columns, inner = weight.shape
-    rows, scales = x.contiguous(), weight_scale.expand(columns, 1).contiguous()
+    # each lives until the call is over
+    rows, row_scales, scales = x.contiguous(), x_scale.contiguous(), weight_scale.expand(columns, 1).contiguous()
     out = x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
     call = _Call(
-        *(address(tensor) for tensor in (rows, x_scale.contiguous(), weight, scales)), out.data_ptr(),
+        *native.addresses((rows, row_scales, weight, scales), (out,)),
         x.shape[:-1].numel(), columns, inner, torch.get_num_threads(),
     )  # fmt: skip
     if not _function()(ctypes.byref(call)):

@@ -13,10 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fl_dispatch import cpp
+from fl_dispatch import cpp, native
 
 from .own_attention import problem
-from .own_experts import address
 
 SOURCE = Path(__file__).with_name("quantized.cpp")
 MANY = 32
@@ -41,6 +40,14 @@ def supports_weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> bool | str:
     """A few rows, with integers of 4 or 8 bits."""
+    if why := _why_not(x, weight, scale, zero, bias):
+        return why
+    many = x.shape[:-1].numel() > MANY
+    return f"more than {MANY} rows, which a product of matrices is faster for" if many else True
+
+
+def _why_not(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None) -> str:
+    """Why the function cannot take these, or an empty string."""
     if weight.dtype not in (torch.uint8, torch.int8):
         return f"weights are {weight.dtype}, not integers of 4 or 8 bits"
     if why := problem(x=x, scale=scale):
@@ -51,16 +58,19 @@ def supports_weight_only_linear(
         return "a byte of two numbers lies in two groups"
     if zero is not None and (zero.dtype is not torch.int8 or zero.shape != scale.shape):
         return f"zero is {zero.dtype} of shape {tuple(zero.shape)}, not int8 in the scales' shape"
-    if why := _mismatch(x, weight, len(scale), bias):
+    if why := _mismatch(x, weight, scale.shape[0], bias):
         return why
     given = (weight, scale) if zero is None else (weight, scale, zero)
-    return _limits(x, *given) or True
+    return _limits(x, *given)
 
 
 def weight_only_linear(
     x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """See :data:`fl_dispatch.ops.quantization.weight_only_linear`."""
+    native.require(_why_not(x, weight, scale, zero, bias))
+    if bias is not None:
+        native.require_data((bias,))
     product = _product(x, weight, scale, zero)
     if bias is not None:
         product += bias
@@ -83,8 +93,6 @@ def _limits(x: Tensor, *weights: Tensor) -> str:
         return "a tensor is not on the CPU"
     if not all(tensor.is_contiguous() for tensor in weights):
         return "the elements of a weight lie apart"
-    if x.shape[:-1].numel() > MANY:
-        return f"more than {MANY} rows, which a product of matrices is faster for"
     return ""
 
 
@@ -93,7 +101,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> T
     columns, groups = scale.shape
     rows, out = x.float().contiguous(), x.new_empty((*x.shape[:-1], columns), dtype=torch.float32)
     call = _Call(
-        *(None if tensor is None else address(tensor) for tensor in (rows, weight, scale, zero)), out.data_ptr(),
+        *native.addresses((rows, weight, scale, zero), (out,)),
         x.shape[:-1].numel(), columns, x.shape[-1], groups, 4 if weight.dtype is torch.uint8 else 8,
         torch.get_num_threads(),
     )  # fmt: skip
