@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..declaration import Sample
 from ..quantization import FP8, LARGEST
-from .quantized import Settled
+from .quantized import Settled, none_and_infinite
 from .source import Source, starts
 
 HIDDEN_BLOCKS = 2
@@ -87,6 +87,7 @@ class Writes(Source):
         scales: tuple[float, float] | None = None,
         exact: bool = False,
         int8: bool = False,
+        extreme: bool = False,
         serving: bool = True,
     ) -> Sample:
         value_dim = value_dim or head_dim
@@ -103,6 +104,8 @@ class Writes(Source):
             draw = source.exact if exact else source.with_scale
             parts = [draw(rows * kv_heads, *of) for of in zip((head_dim, value_dim), scales, strict=True)]
             projection = torch.cat(parts, -1).view(rows, kv_heads, head_dim + value_dim)
+        if extreme:
+            projection = none_and_infinite(projection.flatten(1), head_dim).view_as(projection)
         key, value = torch.tensor_split(projection, (head_dim,), dim=-1)
         token_scales: Sequence[Tensor] = ()
         if int8:
@@ -135,12 +138,15 @@ def write_samples(dtype: torch.dtype, device: torch.device, generator: torch.Gen
     yield sample("fp8 cache, value narrower than key", 9, 2, 96, 64, scales=SCALES, serving=False)
     yield sample("fp8 cache, latent, 512 and 64 elements", 33, 1, 512, 64, scales=(SCALES[0], SCALES[0]))
     yield sample("fp8 cache, nothing to round", 9, 2, 96, 64, skip=(1,), scales=(0.25, 0.5), exact=True, serving=False)
+    yield sample("fp8 cache, NaN and infinities", 9, 2, 64, scales=SCALES, extreme=True, serving=False)
     yield sample("fp8 cache, empty batch", 0, 2, 64, scales=SCALES, serving=False)
     yield sample("int8 cache, decode", 32, 8, 128, int8=True)
     yield sample("int8 cache, token-major", 17, 2, 80, layout="token-major", skip=(3,), padding=2, int8=True)
     yield sample("int8 cache, scales apart", 21, 2, 64, block_size=32, layout="keys transposed", int8=True)
     yield sample("int8 cache, value narrower than key", 9, 3, 96, 64, skip=(1,), int8=True, serving=False)
+    yield sample("int8 cache, NaN and infinities", 9, 2, 64, int8=True, extreme=True, serving=False)
     yield sample("int8 cache, empty batch", 0, 2, 64, int8=True, serving=False)
+    yield sample("NaN and infinities", 9, 2, 64, extreme=True, serving=False)
     yield sample("value narrower than key", 9, 2, 96, 64, serving=False)
     yield sample("block size 1", 9, 2, 64, blocks=32, block_size=1, layout="token-major", serving=False)
     yield sample("one token", 1, 1, 64, serving=False)

@@ -126,6 +126,14 @@ class Normed(Source):
         return torch.randint(0, 2, shape, generator=self.generator) * 2 - 1
 
 
+def none_and_infinite(x: Tensor, group: int) -> Tensor:
+    """Rows ``[5 or more, inner]``, some with a NaN or infinities in their first group or the last."""
+    x = x.clone()
+    inf = float("inf")
+    x[0, 1], x[1, group - 1], x[2, 0], x[3, -1], x[3, -2] = float("nan"), inf, -inf, inf, float("nan")
+    return x
+
+
 def _groups(x: Tensor, group: int) -> Iterator[Tensor]:
     if group < 0:
         yield x.view(1, -1)

@@ -27,7 +27,7 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
         scales = (grouped.abs().amax(-1) / largest).clamp(min=LEAST_SCALE)
     quotient = (wide / _spread(scales, inner, group_size)).clamp(-largest, largest)
     if dtype == "int8":
-        quotient = quotient.round()
+        quotient = quotient.round().nan_to_num(nan=0.0)  # which a cast leaves to the processor
     return quotient.to(getattr(torch, dtype)).contiguous(), scales
 
 

@@ -11,7 +11,7 @@ from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE
 
 from .launch import Launcher, power_of_two
-from .quantize import quotient_of, unit_of
+from .quantize import narrowed, quotient_of, unit_of
 
 
 @triton.jit
@@ -22,12 +22,12 @@ def _quantized(new, SCALE, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def stored(new, SCALE, LARGEST: tl.constexpr):
-    """Numbers as a cache has them, but for the rounding; ``LARGEST``: of a quantized cache, or 0 for another one."""
+def stored(new, SCALE, LARGEST: tl.constexpr, TYPE: tl.constexpr):
+    """Numbers as a cache of a type has them; ``LARGEST``: of a quantized cache, or 0 for another one."""
     if LARGEST > 0:
-        return _quantized(new, SCALE, LARGEST)
+        return narrowed(_quantized(new, SCALE, LARGEST), TYPE)
     else:
-        return new
+        return new.to(TYPE)
 
 
 @triton.jit
@@ -87,18 +87,19 @@ def _write(
     if LEAST > 0:
         unit = unit_of(new.to(tl.float32), LARGEST, LEAST, 1)
         unit_v = unit_of(new_v.to(tl.float32), LARGEST, LEAST, 1)
-        new = quotient_of(new.to(tl.float32), unit, LARGEST, True)
-        new_v = quotient_of(new_v.to(tl.float32), unit_v, LARGEST, True)
+        new = quotient_of(new.to(tl.float32), unit, LARGEST, True).to(key_cache.dtype.element_ty)
+        new_v = quotient_of(new_v.to(tl.float32), unit_v, LARGEST, True).to(value_cache.dtype.element_ty)
     else:
-        new, new_v = stored(new, KEY_SCALE, LARGEST), stored(new_v, VALUE_SCALE, LARGEST)
+        new = stored(new, KEY_SCALE, LARGEST, key_cache.dtype.element_ty)
+        new_v = stored(new_v, VALUE_SCALE, LARGEST, value_cache.dtype.element_ty)
     slot = tl.load(slots + token * SLOT_STRIDE).to(tl.int64)
     block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     target = key_cache + block * KEY_BLOCK + place * KEY_SLOT + head * KEY_CACHE_HEAD
     target_v = value_cache + block * VALUE_BLOCK + place * VALUE_SLOT + head * VALUE_CACHE_HEAD
     there = slot + tl.zeros([1, 1], tl.int64) >= 0  # a scalar's bit is no mask to the interpreter
     inside, inside_v = inside & there, inside_v & there
-    tl.store(target + column * KEY_CACHE_DIM, new.to(key_cache.dtype.element_ty), mask=inside)
-    tl.store(target_v + column_v * VALUE_CACHE_DIM, new_v.to(value_cache.dtype.element_ty), mask=inside_v)
+    tl.store(target + column * KEY_CACHE_DIM, new, mask=inside)
+    tl.store(target_v + column_v * VALUE_CACHE_DIM, new_v, mask=inside_v)
     if LEAST > 0:
         known = (head < HEADS) & there
         target = key_scales + block * KEY_SCALES_BLOCK + place * KEY_SCALES_SLOT + head * KEY_SCALES_HEAD

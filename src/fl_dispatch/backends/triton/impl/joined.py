@@ -77,7 +77,7 @@ def _norm(
         units = tl.reshape(unit, (ROWS, BLOCK // SPAN))
         tl.store(scales + row * groups + place, units, mask=(row < rows) & (place < groups))
         quotient = tl.reshape(quantize.quotient_of(parts, unit, LARGEST, INTEGERS), (ROWS, BLOCK))
-        tl.store(out + target, quotient.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + target, quantize.narrowed(quotient, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["parts"])

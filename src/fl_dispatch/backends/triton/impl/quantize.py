@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops.quantization import LARGEST, LEAST_SCALE, TENSOR, groups
 
-from .launch import Launcher, compiles, power_of_two, row_warps
+from .launch import INTERPRETED, Launcher, compiles, power_of_two, row_warps
 
 WIDEST = 32768
 """Elements of a row or group that a program can hold."""
@@ -21,21 +21,47 @@ TILE = 2048
 """Elements that a program takes at least: several rows or groups, where they are short."""
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: a small number that is added to it loses what is behind the point, by rounding to even."""
+BY_BITS = tl.constexpr(INTERPRETED)
+"""Whether numbers are rounded to fp8 bit by bit: the interpreter's cast loses a carry, so that 127 becomes 64."""
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+"""The bits of a float32 but for its sign. As integers they have the numbers' order, with NaN as the largest."""
+NORMAL, SHIFT, NONE = tl.constexpr(121 << 23), tl.constexpr(141 << 23), tl.constexpr(0x43F00000)
+"""In bits of a float32: fp8's least normal number, a number whose unit is fp8's least, and the first beyond fp8."""
 
 
 @triton.jit
 def unit_of(number, LARGEST: tl.constexpr, LEAST: tl.constexpr, AXIS: tl.constexpr):
-    """The scales of numbers that have one in common along an axis."""
-    return tl.maximum(tl.max(tl.abs(number), axis=AXIS, keep_dims=True) / LARGEST, LEAST)
+    """The scales of numbers that have one in common along an axis, in float32; NaN where one of them is."""
+    bits = tl.max(number.to(tl.int32, bitcast=True) & MAGNITUDE, axis=AXIS, keep_dims=True)
+    largest = bits.to(tl.float32, bitcast=True)
+    return tl.maximum(largest / LARGEST, LEAST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def quotient_of(number, unit, LARGEST: tl.constexpr, INTEGERS: tl.constexpr):
-    """Numbers in units, within the range of the quantized type; whole ones for integers."""
-    quotient = tl.minimum(tl.maximum(number / unit, -LARGEST), LARGEST)
+    """Numbers in units, within the range of the quantized type; whole ones for integers, and 0 for NaN."""
+    quotient = tl.clamp(number / unit, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTEGERS:
         quotient = (quotient + ROUND) - ROUND
+        if BY_BITS:  # elsewhere the conversion to an integer makes 0 of NaN
+            quotient = tl.where(tl.abs(quotient) <= LARGEST, quotient, 0.0)
     return quotient
+
+
+@triton.jit
+def narrowed(number, TYPE: tl.constexpr):
+    """Numbers within the range of a type in that type, rounded to the nearest; fp8 keeps NaN."""
+    if BY_BITS and tl.float8e4nv == TYPE:
+        bits = number.to(tl.float32).to(tl.int32, bitcast=True)
+        sign, bits = (bits >> 24) & 0x80, bits & MAGNITUDE
+        small = bits.to(tl.float32, bitcast=True) + tl.full([1], 16384.0, tl.float32)  # rounds to fp8's least unit
+        few = small.to(tl.int32, bitcast=True) - SHIFT
+        even = (bits >> 20) & 1
+        many = (bits - (120 << 23) + 0x7FFFF + even) >> 20
+        found = tl.where(bits >= NONE, 0x7F, tl.where(bits < NORMAL, few, many)) | sign
+        return found.to(tl.uint8).to(TYPE, bitcast=True)
+    else:
+        return number.to(TYPE)
 
 
 @triton.jit
@@ -63,7 +89,7 @@ def store_groups(
         unit = unit_of(number, LARGEST, LEAST, 1)
     tl.store(scales + part, unit, mask=part < parts)
     quotient = quotient_of(number, unit, LARGEST, INTEGERS)
-    tl.store(out + target, quotient.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + target, narrowed(quotient, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -102,7 +102,8 @@ def _rotate_and_write(
         target_v = value_cache + block * VALUE_BLOCK + place * VALUE_SLOT + head * VALUE_CACHE_HEAD
         there = here & (slot + tl.zeros([1, 1], tl.int64) >= 0)  # a scalar's bit is no mask to the interpreter
         rotary.put(out, 1, x, y, here, HALF, INTERLEAVED, BLOCK_KV_HEADS, BLOCK_HALF)
-        kept_x, kept_y = cache.stored(x, KEY_SCALE, LARGEST), cache.stored(y, KEY_SCALE, LARGEST)
+        stored: tl.constexpr = key_cache.dtype.element_ty
+        kept_x, kept_y = cache.stored(x, KEY_SCALE, LARGEST, stored), cache.stored(y, KEY_SCALE, LARGEST, stored)
         rotary.put(
             target, KEY_CACHE_DIM, kept_x, kept_y, there, HALF, INTERLEAVED, BLOCK_KV_HEADS, BLOCK_HALF
         )  # fmt: skip
@@ -110,9 +111,9 @@ def _rotate_and_write(
             column = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
             rest = tl.load(read + column, mask=here & (column < DIM))
             tl.store(out + column, rest, mask=here & (column < DIM))
-            kept = cache.stored(rest, KEY_SCALE, LARGEST).to(key_cache.dtype.element_ty)
+            kept = cache.stored(rest, KEY_SCALE, LARGEST, stored)
             tl.store(target + column * KEY_CACHE_DIM, kept, mask=there & (column < DIM))
-        kept_v = cache.stored(new_v, VALUE_SCALE, LARGEST).to(value_cache.dtype.element_ty)
+        kept_v = cache.stored(new_v, VALUE_SCALE, LARGEST, value_cache.dtype.element_ty)
         tl.store(target_v + column_v * VALUE_CACHE_DIM, kept_v, mask=there & (column_v < DIM_V))
 
 

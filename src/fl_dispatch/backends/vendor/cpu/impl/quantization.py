@@ -5,6 +5,7 @@ Weights of 4 bits are kept as PyTorch's kernel wants them (:mod:`fl_dispatch.pre
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -40,12 +41,15 @@ def supports_quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor 
 
 
 def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See :data:`fl_dispatch.ops.quantization.quantize`. The kernel divides by the scale of a row of zeros."""
+    """See :data:`fl_dispatch.ops.quantization.quantize`.
+
+    The kernel divides by the scale of a row of zeros, and drops a NaN.
+    """
     out, scales = torch.empty_like(x, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if x.numel():
         rows = x.view(-1, x.shape[-1])
         torch.ops._C.dynamic_scaled_int8_quant(out.view(rows.shape), rows, scales.view(-1, 1), None)
-        if bool((scales < LEAST_SCALE).any()):
+        if not math.isfinite(rows.sum(dtype=torch.float32)) or bool((scales < LEAST_SCALE).any()):
             return reference.quantize(x, dtype, group_size, scale)
     return out, scales
 
