@@ -10,14 +10,10 @@ import os
 from fl_dispatch import ConfigError
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives
-from fl_dispatch.settings import get_settings, register_layers
-
-from .host import HOST
+from fl_dispatch.settings import get_settings
 
 PREFIXES = ("SGLANG_FL_", "VLLM_FL_")
 """Under SGLang a variable of ours may begin with either; the first is read first."""
-
-register_layers(HOST.name, HOST.layers.names)
 
 
 def check(device: DeviceSpec) -> None:

@@ -10,15 +10,13 @@ import os
 from fl_dispatch import ConfigError
 from fl_dispatch.devices import DeviceSpec
 from fl_dispatch.hosting import collectives
-from fl_dispatch.settings import get_settings, register_layers
+from fl_dispatch.settings import get_settings
 
 from . import cores
 from .host import HOST
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
 PREFIXES = ("VLLM_FL_",)
-
-register_layers(HOST.name, HOST.layers.names)
 
 
 def check(device: DeviceSpec) -> None:

@@ -78,6 +78,7 @@ class Dispatching:
     @startup.START.refusing()
     def pre_register_and_update(cls, parser: Any = None) -> None:
         startup.activate()
+        environment.check(DEVICE)  # in the first process: a worker keeps to its own cores
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -88,6 +89,7 @@ class Dispatching:
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         startup.activate()
         if not config.is_packed(vllm_config):  # else a parent process has said it
+            environment.check(DEVICE)
             startup.START.warn_of_unverified_device()
             for sentence in environment.without_effect(DEVICE):
                 startup.START.warn(sentence)

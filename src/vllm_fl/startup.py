@@ -16,7 +16,6 @@ from fl_dispatch.hosting import handover
 from fl_dispatch.hosting.startup import Startup
 from fl_dispatch.settings import Settings, get_settings
 
-from . import environment
 from .compat import detection, model_runner, threads, versions
 from .host import HOST
 
@@ -98,7 +97,6 @@ def _prepare_host() -> None:
 def activate() -> None:
     """Start the core in this process, or raise what is wrong with its settings and plugins. Idempotent."""
     START.raise_kept()
-    environment.check(detect_device())
     versions.warn_of_untested_host()
     _prepare_host()
     from .attention import register_backend

@@ -20,6 +20,7 @@ FORKS = """
 import json, os, sys, traceback
 import vllm_fl
 from vllm_fl import startup
+from vllm_fl.platform import PlatformFL
 
 for name, variables in json.loads(sys.argv[1]).items():
     if os.fork() == 0:
@@ -29,7 +30,7 @@ for name, variables in json.loads(sys.argv[1]).items():
         try:
             assert vllm_fl.register_platform() == vllm_fl.register_platform() == startup.PLATFORM
             startup.START.raise_kept()
-            startup.activate()
+            PlatformFL.pre_register_and_update()
         except BaseException:
             traceback.print_exc()
             os._exit(1)

@@ -22,7 +22,7 @@ from ..discovery import get_discovered_plugins, slow_imports
 from ..errors import DispatchError
 from ..hosting.runs import named, recorded
 from ..manager import OpManager, get_default_manager
-from ..settings import ITEMS, get_settings, reset_settings
+from ..settings import ITEMS, get_settings, register_layers, reset_settings
 from . import run_view
 from .host_contract import PLUGINS, host_of, installed
 from .output import fail, print_facts, print_json, print_table
@@ -173,12 +173,13 @@ def examine() -> dict[str, Any]:
 
 def _check_hosts(warnings: list[str], problems: list[str]) -> None:
     """What each installed host's plugin refuses in the environment; leaves the first one's prefixes of variables."""
-    present = [plugin for package, plugin in PLUGINS.items() if find_spec(package) is not None]
+    present = [package for package in PLUGINS if find_spec(package) is not None]
     if not present:
         hosts = " nor ".join(host_of(package).name for package in PLUGINS)
         problems.append(f"no host is installed in this environment, neither {hosts}, so nothing can be served")
-    for plugin in reversed(present):
-        environment = import_module(f"{plugin}.environment")
+    for package in reversed(present):
+        host, environment = host_of(package), import_module(f"{PLUGINS[package]}.environment")
+        register_layers(host.name, host.layers.names)
         reset_settings(prefixes=environment.PREFIXES)
         try:
             device = detect_device()

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..devices import detect_device
 from ..errors import DispatchError
 from ..logger_manager import begin_logging, get_logger
-from ..settings import Settings, get_settings
+from ..settings import Settings, get_settings, register_layers
 from ..settings import __name__ as settings_package
 from .host_layers import Host
 
@@ -69,7 +69,11 @@ class Startup:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read the settings inside: a child process of a host repeats no warning that its first process gave."""
+        """Read the settings inside, in which users may name the host's layer classes.
+
+        A child process of a host repeats no warning that its first process gave.
+        """
+        register_layers(self.host.name, self.host.layers.names)
         begin_logging()
         settings = logging.getLogger(settings_package)
         level = settings.level
