@@ -80,7 +80,7 @@ def test_something_wrong_is_one_message_and_a_non_zero_exit(variable: str, value
     ("variable", "value", "says"),
     [
         ("FLAGCX_PATH", "/nowhere", "environment variable FLAGCX_PATH: /nowhere: there is no such file"),
-        ("VLLM_FL_OOT_BLACKLIST", "rmsnorm", "VLLM_FL_OOT_BLACKLIST: [0]: unknown operator or layer class 'rmsnorm'"),
+        ("VLLM_FL_OOT_BLACKLIST", "RMSnorm", "VLLM_FL_OOT_BLACKLIST: [0]: unknown operator or layer class 'RMSnorm'"),
         ("VLLM_CPU_KVCACHE_SPACE", "much", "VLLM_CPU_KVCACHE_SPACE: a number of GiB is needed, not 'much'"),
         ("VLLM_CPU_OMP_THREADS_BIND", "0-x", "VLLM_CPU_OMP_THREADS_BIND: is 'auto', 'nobind', or a list of cores"),
     ],
