@@ -138,6 +138,15 @@ def test_what_a_loader_pads_is_filled_and_what_it_only_clears_is_not() -> None:
     assert account.left(()) == ["w"]
 
 
+def test_a_tensor_that_a_host_drops_though_its_parameter_has_that_name_is_the_hosts_fault() -> None:
+    model = Model(4)
+    account = counted(model, {"layer.weight": torch.ones(4)}, lambda *_: None)
+    with pytest.raises(
+        CheckpointError, match="class of this model drops 'layer.weight' of folder, so 'weight' of the lay"
+    ):
+        account.refuse_unfilled(model, ())
+
+
 def test_a_number_that_goes_through_python_is_taken() -> None:
     model = Model(1)
     account = counted(

@@ -486,8 +486,13 @@ class Account:
             said = f"only a part of '{parameter}' of the layer '{layer}' is in {self.source}, by {_list(names)}{others}"
         else:
             said = f"{self.source} has no tensor for '{parameter}' of the layer '{layer}'{others}"
-        above = layer.rpartition(".")[0] + "."
-        beside = [other for other in self.left(()) if other.startswith(above)] if above != "." else []
+        left, above = self.left(()), layer.rpartition(".")[0] + "."
+        if name in left:
+            raise CheckpointError(
+                f"the host's class of this model drops {self._named(name)}, so '{parameter}' of the layer '{layer}' "
+                f"would be whatever lies in memory{others}: this host cannot serve the checkpoint"
+            )
+        beside = [other for other in left if other.startswith(above)] if above != "." else []
         if beside:
             exact = [other for other in beside if other.startswith(f"{layer}.")] or beside
             raise CheckpointError(
