@@ -15,6 +15,7 @@ import torch
 from .errors import RegistrationError
 from .logger_manager import get_logger
 from .ops import Operator
+from .ops.named import names_of
 from .types import OpImpl
 
 logger = get_logger(__name__)
@@ -31,8 +32,8 @@ class Convention:
         takes: the declared parameters that it takes, in its own order (which is the declaration's).
         left_out: the declared parameters that it does not take; a call that gives one has to go elsewhere.
         dropped: the hints that it does not take; a call that gives one does without.
-        operands: what its ``supports`` is called with, in order, besides hints.
-        asked: the hints that its ``supports`` takes, by name.
+        operands: what its ``supports`` is called with, in order.
+        asked: what its ``supports`` is called with by name, hints and what it lists after one.
         layer_first: its first parameter is a layer.
         defaults: its function takes a call by name, and with defaults left out, exactly as the declaration does.
     """
@@ -99,13 +100,14 @@ def _unchecked(impl: OpImpl, operator: Operator) -> Convention:
 
 
 def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arguments of ``supports``: all of the operator's positionally, and of the hints those that it takes, by name.
+    """The arguments of ``supports``: positional ones, then those that it gets by name.
 
-    The last arguments that the implementation leaves out may be left out by its ``supports`` too, because a call that
-    gives one of them goes elsewhere; so a parameter that a declaration gets later breaks nobody's.
+    It gets the parameters that it names. One that takes ``*args``, or has names of its own, gets all operands in order,
+    less the last ones that the implementation leaves out if it cannot take them: a call that gives one of these goes
+    elsewhere, so a parameter that a declaration gets later breaks no package.
 
     Raises:
-        RegistrationError: it does not take the other arguments.
+        RegistrationError: it names a parameter that is not declared, or does not take all operands.
     """
     operands = everything = operator.operands(tuple(operator.parameters))
     if impl.supports is None:
@@ -115,18 +117,29 @@ def _asked(impl: OpImpl, operator: Operator, left_out: tuple[str, ...]) -> tuple
     except (TypeError, ValueError):
         return everything, ()
     asked = tuple(name for name in operator.hints if name in signature.parameters)
-    while True:
-        try:
-            signature.bind(*operands, **dict.fromkeys(asked))
-        except TypeError as error:
-            if operands and operands[-1] in left_out:
-                operands = operands[:-1]
-                continue
-            raise RegistrationError(
-                f"{_name(impl)}: its 'supports' is called with all arguments ({', '.join(everything)}), "
-                f"but takes {signature}: {error}"
-            ) from None
-        return operands, asked
+    try:
+        names = names_of(impl.supports, everything, operator.hints)
+        if names is not None:
+            by_name = {name for name, p in signature.parameters.items() if p.kind is Parameter.KEYWORD_ONLY} | {*asked}
+            first = next((at for at, name in enumerate(names) if name in by_name), len(names))
+            return names[:first], names[first:]
+        while operands and operands[-1] in left_out and not _takes(signature, operands, asked):
+            operands = operands[:-1]
+        signature.bind(*operands, **dict.fromkeys(asked))
+    except TypeError as error:
+        raise RegistrationError(
+            f"{_name(impl)}: its 'supports' names the parameters that it looks at, or takes all of them in order "
+            f"({', '.join(everything)}), but takes {signature}: {error}"
+        ) from None
+    return operands, asked
+
+
+def _takes(signature: inspect.Signature, operands: tuple[str, ...], asked: tuple[str, ...]) -> bool:
+    try:
+        signature.bind(*operands, **dict.fromkeys(asked))
+    except TypeError:
+        return False
+    return True
 
 
 def _match(

@@ -77,7 +77,8 @@ class OpImpl:
             or, if the first one is named ``obj``, the declaration's layer form.
         vendor: the vendor's name; required for ``VENDOR``, and only there.
         priority: comes first where higher, among implementations that match the same token; ``None`` takes the kind's.
-        supports: called with the operator's arguments; ``True``, ``False``, or a string that says why not.
+        supports: called with the arguments whose parameters it names, or with all of them, see
+            :func:`fl_dispatch.ops.named.names_of`; ``True``, ``False``, or a string that says why not.
         available: whether it can run on this machine at all. ``None`` asks ``fn``: the backend object of a bound method
             (``is_available()``), or a function attribute ``_is_available``. Must not create a device context.
         properties: facts that policies and hosts ask for: ``{"batch_invariant": True}``,

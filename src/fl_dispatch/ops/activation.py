@@ -13,12 +13,12 @@ from .inputs import rows, shapes
 MODES = frozenset({Mode.INLINE, Mode.OPAQUE, Mode.EAGER})
 
 
-def empty_result(x: Tensor, *parameters: object) -> Tensor:
+def empty_result(x: Tensor) -> Tensor:
     """A tensor for the result of a gate, ``[..., n]`` to ``[..., n / 2]``, with no values yet."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _work(x: Tensor, *parameters: object) -> Work:
+def _work(x: Tensor) -> Work:
     outputs = x.numel() // 2
     return Work(3 * outputs * x.element_size(), 4 * outputs)
 

@@ -42,19 +42,15 @@ TOLERANCES = MappingProxyType(
 )
 
 
-def _write_fake(*args: object) -> None:
+def _write_fake() -> None:
     return None
 
 
-def _write_workload(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: object
-) -> Workload:
+def _write_workload(key: Tensor, slot_mapping: Tensor) -> Workload:
     return Workload(key.dtype, slot_mapping.shape[0])
 
 
-def _write_work(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *scales: object
-) -> Work:
+def _write_work(key: Tensor, value: Tensor, key_cache: Tensor, slot_mapping: Tensor) -> Work:
     slots = slot_mapping.shape[0]
     rows, dims = slots * key.shape[1], key.shape[2] + value.shape[2]
     read = rows * dims * key.element_size() + slots * slot_mapping.element_size()
@@ -167,40 +163,11 @@ def kv_cache_write(
     raise NotImplementedError
 
 
-def _fake(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> Tensor:
+def _fake(query: Tensor, value_cache: Tensor, out: Tensor | None) -> Tensor:
     return query.new_empty((*query.shape[:2], value_cache.shape[-1])) if out is None else out
 
 
-def _workload(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    *args: object,
-) -> Workload:
+def _workload(query: Tensor, max_query_len: int) -> Workload:
     return Workload(query.dtype, query.shape[0], "decode" if max_query_len == 1 else "prefill")
 
 
@@ -208,22 +175,10 @@ def _work(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    key_scale: float | None = None,
-    value_scale: float | None = None,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
+    causal: bool,
+    sliding_window: int | None,
 ) -> Work:
     pairs = keys = 0
     starts: list[int] = query_start_loc.tolist()

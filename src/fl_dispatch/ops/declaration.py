@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .named import of_arguments
+
 
 class Access(enum.Enum):
     """The use of an argument that a call writes."""
@@ -243,20 +245,21 @@ class Operator:
             (:mod:`fl_dispatch.prepared`).
         layer: the layer form, or ``None`` where no layer takes part.
         modes: where it may run.
-        fake: computes outputs without data (same parameters, less the hints); ``None`` for a selection.
+        fake: computes outputs without data; ``None`` for a selection. Like ``terms``, ``narrow_terms``, ``workload``
+            and ``work`` it names the parameters that it looks at, hints excepted, or takes all of them in order.
         samples: generates inputs; ``None`` for a selection.
         probes: generates further inputs that only verification runs, each chosen for a fault that the samples do not
             show: large sizes, strides, NaN in memory that no call may use.
         shapes: those that benchmarks measure; ``None`` for the serving samples.
         aliases: names that the field has for it.
         tolerances: accepted error for each dtype, where sums have few terms; see :meth:`tolerance`.
-        terms: the terms of the sum behind one element (positional arguments); ``None`` where errors do not add up.
+        terms: the terms of the sum behind one element; ``None`` where errors do not add up.
         narrow_terms: those of them that a chip's matrix units may sum with fewer bits than float32 has.
         mean_error: accepted mean error of results in a half type, in units of the last place. Rounding once gives 0.25,
             rounding before a last product 0.3, arithmetic in the half type about 0.45 for a gated activation.
-        workload: what a conditional choice sees of a call (positional arguments).
+        workload: what a conditional choice sees of a call.
         phases: whether ``workload`` can tell the phase.
-        work: least bytes and operations of a call (positional arguments).
+        work: least bytes and operations of a call.
         selection: it selects something (a class path) instead of computing: no reference, no torch operator, no bench.
     """
 
@@ -300,8 +303,9 @@ class Operator:
                 raise ValueError(f"operator {self.name}: the layer form names a parameter that does not exist: {name}")
         if self.hints:
             self._check_hints()
-            for name in ("fake", "workload", "work"):
-                object.__setattr__(self, name, self._without_hints(getattr(self, name)))
+        operands = {name: parameters[name] for name in self.operands(tuple(parameters))}
+        for helper in ("fake", "workload", "work", "terms", "narrow_terms"):
+            object.__setattr__(self, helper, self._of_operands(helper, operands))
 
     def _check_hints(self) -> None:
         last = tuple(self.parameters)[-len(self.hints) :]
@@ -315,8 +319,16 @@ class Operator:
             if name in used:
                 raise ValueError(f"operator {self.name}: {name} is a hint, so neither writes nor layer can name it")
 
-    def _without_hints(self, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        return None if function is None else lambda *args: function(*self.operands(args))
+    def _of_operands(self, helper: str, operands: Mapping[str, inspect.Parameter]) -> Callable[..., Any] | None:
+        """A helper as a function of all arguments, hints too, which it does without."""
+        function = getattr(self, helper)
+        if function is None:
+            return None
+        try:
+            chosen = of_arguments(function, operands)
+        except TypeError as error:
+            raise ValueError(f"operator {self.name}: its '{helper}' does not fit: {error}") from None
+        return (lambda *args: chosen(*self.operands(args))) if self.hints else chosen
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -339,7 +351,10 @@ class Operator:
         Raises:
             TypeError: the call does not fit the signature.
         """
-        bound = self.signature.bind(*args, **kwargs)
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}({', '.join(self.parameters)}): {error}") from None
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
@@ -360,9 +375,9 @@ class Operator:
         """
         given = self.tolerances[dtype]
         if self.narrow_terms is not None and dtype in HALF_TYPES:
-            narrow = self.narrow_terms(*self.operands(args))
+            narrow = self.narrow_terms(*args)
             given = Tolerance(given.rtol, given.atol + NARROW_SUM * narrow)
-        terms = FEW_TERMS if self.terms is None else self.terms(*self.operands(args))
+        terms = FEW_TERMS if self.terms is None else self.terms(*args)
         if terms <= FEW_TERMS:
             return given
         summed = STANDARD_TOLERANCE[torch.promote_types(dtype, torch.float32)].atol
@@ -370,7 +385,7 @@ class Operator:
 
     def most_mean_error(self, args: tuple[Any, ...]) -> float:
         """The accepted mean error of a call's results in a half type; narrow sums in float16 are off by more."""
-        narrow = self.narrow_terms is not None and self.narrow_terms(*self.operands(args)) > 0
+        narrow = self.narrow_terms is not None and self.narrow_terms(*args) > 0
         return max(SEVERAL_ROUNDINGS, self.mean_error) if narrow else self.mean_error
 
     def stay(self, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

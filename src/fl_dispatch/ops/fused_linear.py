@@ -20,17 +20,7 @@ TOLERANCES = {
 """Twice those of one product: the normalized row and both halves of a gated product may be rounded, or not."""
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None = None,
-    zero: Tensor | None = None,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    epsilon: float = 1e-6,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, weight: Tensor, residual: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     return x.new_empty((*x.shape[:-1], columns)), x.new_empty((0,) if residual is None else x.shape)
 
@@ -38,13 +28,12 @@ def _fake(
 def _work(
     x: Tensor,
     weight: Tensor,
-    scale: Tensor | None = None,
-    zero: Tensor | None = None,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    residual: Tensor | None = None,
-    epsilon: float = 1e-6,
-    gated: bool = False,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    residual: Tensor | None,
+    gated: bool,
 ) -> Work:
     rows, columns = x.shape[:-1].numel(), weight.shape[0]
     read = sum(one.numel() * one.element_size() for one in (weight, scale, zero, bias, norm_weight) if one is not None)

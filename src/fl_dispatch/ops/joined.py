@@ -26,7 +26,7 @@ from .declaration import (
     operator,
 )
 from .inputs import quantized, rotated, shapes
-from .quantization import LARGEST, ROW, TENSOR, groups
+from .quantization import LARGEST, TENSOR, groups
 from .rotary import TOLERANCES
 
 OPAQUE = frozenset({Mode.OPAQUE, Mode.EAGER})
@@ -51,19 +51,13 @@ def _quantized(rows: Tensor, width: int, dtype: str, group_size: int) -> tuple[T
 
 
 def _norm_fake(
-    x: Tensor,
-    dtype: str,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    epsilon: float = 1e-6,
-    group_size: int = ROW,
-    scale: Tensor | None = None,
+    x: Tensor, dtype: str, residual: Tensor | None, group_size: int
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     q, scales = _quantized(x, x.shape[-1], dtype, group_size)
     return (q, scales) if residual is None else (residual.new_empty(residual.shape), q, scales)
 
 
-def _norm_work(x: Tensor, dtype: str, residual: Tensor | None = None, *rest: object) -> Work:
+def _norm_work(x: Tensor, residual: Tensor | None) -> Work:
     tensors = 1 if residual is None else 3
     return Work(x.numel() * (tensors * x.element_size() + 1), (7 if residual is None else 8) * x.numel())
 
@@ -143,11 +137,11 @@ def rms_norm_quantize(
 # -- gated activation -------------------------------------------------------------------------------------------------
 
 
-def _gated_fake(x: Tensor, dtype: str, group_size: int = ROW, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _gated_fake(x: Tensor, dtype: str, group_size: int) -> tuple[Tensor, Tensor]:
     return _quantized(x, x.shape[-1] // 2, dtype, group_size)
 
 
-def _gated_work(x: Tensor, dtype: str, *rest: object) -> Work:
+def _gated_work(x: Tensor) -> Work:
     outputs = x.numel() // 2
     return Work(outputs * (2 * x.element_size() + 1), 7 * outputs)
 
@@ -204,11 +198,11 @@ def silu_and_mul_quantize(
 # -- rotation and cache -----------------------------------------------------------------------------------------------
 
 
-def _rotation_fake(query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _rotation_fake(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape)
 
 
-def _rotation_workload(query: Tensor, *rest: object) -> Workload:
+def _rotation_workload(query: Tensor) -> Workload:
     return Workload(query.dtype, query.shape[0])
 
 
@@ -217,12 +211,9 @@ def _rotation_work(
     key: Tensor,
     value: Tensor,
     cos: Tensor,
-    sin: Tensor,
     position_ids: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
     slot_mapping: Tensor,
-    *rest: object,
 ) -> Work:
     tokens, heads = query.shape[0], query.shape[1] + key.shape[1]
     both, kept = query.numel() + key.numel(), key.numel() + value.numel()

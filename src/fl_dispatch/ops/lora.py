@@ -70,32 +70,12 @@ def _workload(tensor: Tensor, *args: object) -> Workload:
 # -- to the rank ------------------------------------------------------------------------------------------------------
 
 
-def _shrink_fake(
-    x: Tensor,
-    out: Tensor,
-    down: Tensor,
-    adapters: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    active: Tensor,
-    scale: float = 1.0,
-    down_2: Tensor | None = None,
-    down_3: Tensor | None = None,
-) -> Tensor:
+def _shrink_fake(out: Tensor) -> Tensor:
     return out
 
 
 def _shrink_work(
-    x: Tensor,
-    out: Tensor,
-    down: Tensor,
-    adapters: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    active: Tensor,
-    scale: float = 1.0,
-    down_2: Tensor | None = None,
-    down_3: Tensor | None = None,
+    x: Tensor, out: Tensor, down: Tensor, starts: Tensor, down_2: Tensor | None, down_3: Tensor | None
 ) -> Work:
     tokens, used = _used(starts)
     parts, (_, rank, inner) = len(given(down, down_2, down_3)), down.shape
@@ -192,32 +172,12 @@ def lora_shrink(
 # -- from the rank ----------------------------------------------------------------------------------------------------
 
 
-def _expand_fake(
-    y: Tensor,
-    products: Tensor,
-    up: Tensor,
-    adapters: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    active: Tensor,
-    offset: int = 0,
-    up_2: Tensor | None = None,
-    up_3: Tensor | None = None,
-) -> Tensor:
+def _expand_fake(y: Tensor) -> Tensor:
     return y
 
 
 def _expand_work(
-    y: Tensor,
-    products: Tensor,
-    up: Tensor,
-    adapters: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    active: Tensor,
-    offset: int = 0,
-    up_2: Tensor | None = None,
-    up_3: Tensor | None = None,
+    y: Tensor, products: Tensor, up: Tensor, starts: Tensor, up_2: Tensor | None, up_3: Tensor | None
 ) -> Work:
     tokens, used = _used(starts)
     rank, width = products.shape[2], sum(part.shape[1] for part in given(up, up_2, up_3))

@@ -33,42 +33,16 @@ def _visible_pairs(queries: Sequence[int], keys: Sequence[int], causal: bool) ->
     return pairs
 
 
-def _decode_fake(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    kv_lora_rank: int,
-    out: Tensor | None = None,
-    causal: bool = True,
-    cache_scale: float | None = None,
-    query_rope: Tensor | None = None,
-) -> Tensor:
+def _decode_fake(query: Tensor, kv_lora_rank: int, out: Tensor | None) -> Tensor:
     return query.new_empty((*query.shape[:2], kv_lora_rank)) if out is None else out
 
 
-def _decode_workload(query: Tensor, *args: object) -> Workload:
+def _decode_workload(query: Tensor) -> Workload:
     return Workload(query.dtype, query.shape[0], "decode")
 
 
 def _decode_work(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    kv_lora_rank: int,
-    out: Tensor | None = None,
-    causal: bool = True,
-    cache_scale: float | None = None,
-    query_rope: Tensor | None = None,
+    query: Tensor, kv_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor, kv_lora_rank: int, causal: bool
 ) -> Work:
     rows: list[int] = query_start_loc.diff().tolist()
     lengths = [length if new else 0 for new, length in zip(rows, seq_lens.tolist(), strict=True)]
@@ -147,38 +121,18 @@ def mla_decode(
     raise NotImplementedError
 
 
-def _prefill_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor]:
+def _prefill_fake(query: Tensor, value: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     lse = query.new_empty((query.shape[1], query.shape[0]), dtype=wide)
     return query.new_empty((*query.shape[:2], value.shape[-1])) if out is None else out, lse
 
 
-def _prefill_workload(query: Tensor, *args: object) -> Workload:
+def _prefill_workload(query: Tensor) -> Workload:
     return Workload(query.dtype, query.shape[0], "prefill")
 
 
 def _prefill_work(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, query_start_loc: Tensor, key_start_loc: Tensor, causal: bool
 ) -> Work:
     rows: list[int] = query_start_loc.diff().tolist()
     lengths: list[int] = key_start_loc.diff().tolist()

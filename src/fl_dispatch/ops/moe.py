@@ -51,20 +51,18 @@ def aligned_blocks(pairs: int, block_size: int, num_experts: int) -> int:
     return (pairs + min(pairs, num_experts) * (block_size - 1)) // block_size
 
 
-def _align_fake(
-    topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _align_fake(topk_ids: Tensor, block_size: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = aligned_blocks(topk_ids.numel(), block_size, num_experts)
     sizes = (blocks * block_size, blocks, 1)
     sorted_token_ids, expert_ids, padded = (topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
     return sorted_token_ids, expert_ids, padded
 
 
-def _align_workload(topk_ids: Tensor, *args: object) -> Workload:
+def _align_workload(topk_ids: Tensor) -> Workload:
     return Workload(topk_ids.dtype, topk_ids.shape[0])
 
 
-def _align_work(topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Tensor | None = None) -> Work:
+def _align_work(topk_ids: Tensor, block_size: int, num_experts: int) -> Work:
     blocks = aligned_blocks(topk_ids.numel(), block_size, num_experts)
     return Work(topk_ids.numel() * topk_ids.element_size() + 4 * (blocks * (block_size + 1) + 1), 0)
 
@@ -142,11 +140,11 @@ def _sum_fake(x: Tensor, out: Tensor | None = None) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2])) if out is None else out
 
 
-def _sum_workload(x: Tensor, *args: object) -> Workload:
+def _sum_workload(x: Tensor) -> Workload:
     return Workload(x.dtype, x.shape[0])
 
 
-def _sum_work(x: Tensor, out: Tensor | None = None) -> Work:
+def _sum_work(x: Tensor) -> Work:
     tokens, topk, hidden = x.shape
     return Work(x.element_size() * tokens * (topk + 1) * hidden, tokens * topk * hidden)
 
@@ -189,23 +187,12 @@ def moe_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
 # -- the experts ------------------------------------------------------------------------------------------------------
 
 
-def _fake(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def empty_mixture(hidden_states: Tensor, out: Tensor | None) -> Tensor:
+    """The result of a mixture, without numbers."""
     return hidden_states.new_empty(hidden_states.shape) if out is None else out
 
 
-def tokens_workload(hidden_states: Tensor, *args: object) -> Workload:
+def tokens_workload(hidden_states: Tensor) -> Workload:
     """Workload of a mixture of experts."""
     return Workload(hidden_states.dtype, hidden_states.shape[0])
 
@@ -220,15 +207,7 @@ def read_experts(topk_ids: Tensor, expert_map: Tensor | None) -> tuple[int, int]
 
 
 def _work(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    *args: object,
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None
 ) -> Work:
     chosen, distinct = read_experts(topk_ids, expert_map)
     # weights of one expert: a multiplication and an addition each
@@ -277,7 +256,7 @@ def _samples(dtype: torch.dtype, device: torch.device, generator: torch.Generato
     weights=("w13", "w2"),
     writes=OUTPUT,
     modes=OPAQUE,
-    fake=_fake,
+    fake=empty_mixture,
     samples=_samples,
     shapes=shapes.mixture,
     aliases=("moe", "fused_experts"),

@@ -18,37 +18,31 @@ FUSED_WRITES = {"x": Write(Access.UPDATE, given="residual"), "residual": Write(A
 NORM_LAYER = LayerForm({"weight": "weight", "epsilon": "variance_epsilon"})
 
 
-def _fake(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
-) -> Tensor | tuple[Tensor, Tensor]:
+def _fake(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     out = x.new_empty(x.shape)
     return out if residual is None else (out, residual.new_empty(residual.shape))
 
 
-def _work(x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6) -> Work:
+def _work(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> Work:
     tensors = 2 if residual is None else 4
     weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
     return Work(tensors * x.numel() * x.element_size() + weight_bytes, (4 if residual is None else 5) * x.numel())
 
 
-def _gated_fake(x: Tensor, *rest: object) -> Tensor:
+def _gated_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _gated_work(x: Tensor, gate: Tensor, weight: Tensor | None = None, *rest: object) -> Work:
+def _gated_work(x: Tensor, weight: Tensor | None) -> Work:
     weight_bytes = 0 if weight is None else weight.numel() * weight.element_size()
     return Work(3 * x.numel() * x.element_size() + weight_bytes, 9 * x.numel())
 
 
-def _layer_norm_fake(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5
-) -> Tensor:
+def _layer_norm_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _layer_norm_work(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5
-) -> Work:
+def _layer_norm_work(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Work:
     parameters = sum(tensor.numel() * tensor.element_size() for tensor in (weight, bias) if tensor is not None)
     return Work(2 * x.numel() * x.element_size() + parameters, 7 * x.numel())
 

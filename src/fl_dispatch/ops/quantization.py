@@ -35,13 +35,13 @@ def groups(inner: int, group_size: int) -> int:
 # -- quantization -----------------------------------------------------------------------------------------------------
 
 
-def _quantize_fake(x: Tensor, dtype: str, group_size: int = ROW, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _quantize_fake(x: Tensor, dtype: str, group_size: int) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     scales = x.new_empty((*x.shape[:-1], groups(x.shape[-1], group_size)), dtype=wide)
     return x.new_empty(x.shape, dtype=getattr(torch, dtype)), scales
 
 
-def _quantize_work(x: Tensor, dtype: str, group_size: int = ROW, scale: Tensor | None = None) -> Work:
+def _quantize_work(x: Tensor, group_size: int) -> Work:
     scales = x.shape[:-1].numel() * groups(x.shape[-1], group_size)
     return Work(x.numel() * (x.element_size() + 1) + 4 * scales, 3 * x.numel())
 
@@ -65,6 +65,11 @@ def _quantize_samples(dtype: torch.dtype, device: torch.device, generator: torch
         yield sample("3-d", source.rows(6, 64).view(2, 3, 64), serving=False)
         yield sample("row stride larger than the row", source.apart(4, 96, 64), serving=False)
         yield sample("rows of zeros", torch.zeros(3, 64, dtype=dtype, device=device), serving=False)
+        x = source.rows(5, 256, group=128)
+        yield sample("NaN and infinities", quantized.none_and_infinite(x, 128), 128, serving=False)
+        yield sample("NaN and infinities, a scale a row", quantized.none_and_infinite(x[:, :128], 128), serving=False)
+        x = quantized.none_and_infinite(source.with_scale(5, 128, 0.03), 64)
+        yield sample("NaN and infinities, a scale that is given", x, TENSOR, given, serving=False)
         yield sample("small numbers", source.rows(4, 64, scale=2.0**-14), serving=False)
         yield sample("empty batch", source.rows(0, 64), serving=False)
 
@@ -82,6 +87,10 @@ def quantize(x: Tensor, dtype: str, group_size: int = 0, scale: Tensor | None = 
 
     ``q = round(x / scale)``, ties to even, kept within the type's range, where ``scale`` is the largest magnitude over
     127 (int8) or 448 (float8_e4m3fn), and at least 1e-10. ``q * scale`` is near ``x``.
+
+    A NaN, or an infinity without a scale that is given, does not vanish: in fp8 ``q`` is NaN there, and a scale that is
+    found among such numbers is NaN or infinite. In int8, which has no NaN, ``q`` is 0 there: a NaN with a scale that is
+    given is lost.
 
     Args:
         x: ``[..., inner]``, floating point.
@@ -105,24 +114,15 @@ def _result_dtype(scale: Tensor, dtype: str) -> torch.dtype:
     return torch.float64 if scale.dtype is torch.float64 else getattr(torch, dtype)
 
 
-def _scaled_fake(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    dtype: str = "bfloat16",
-    block_size: int = 0,
-) -> Tensor:
+def _scaled_fake(x: Tensor, x_scale: Tensor, weight: Tensor, dtype: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=_result_dtype(x_scale, dtype))
 
 
-def _scaled_workload(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *args: object) -> Workload:
-    dtype = args[1] if len(args) > 1 else "bfloat16"
-    return Workload(_result_dtype(x_scale, str(dtype)), x.shape[:-1].numel())
+def _scaled_workload(x: Tensor, x_scale: Tensor, dtype: str) -> Workload:
+    return Workload(_result_dtype(x_scale, dtype), x.shape[:-1].numel())
 
 
-def _scaled_work(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, *args: object) -> Work:
+def _scaled_work(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Work:
     rows = x.shape[:-1].numel()
     read = x.numel() + weight.numel() + 4 * (x_scale.numel() + weight_scale.numel())
     return Work(read + 2 * rows * weight.shape[0], 2 * rows * weight.numel())
@@ -154,7 +154,7 @@ def _scaled_samples(dtype: torch.dtype, device: torch.device, generator: torch.G
     yield Sample("blocks of 128, short last ones", (*args, source.normal(200), name, 128), serving=False)
 
 
-def _fp8_terms(x: Tensor, *args: object) -> int:
+def _fp8_terms(x: Tensor) -> int:
     return x.shape[-1] if x.dtype is FP8 else 0
 
 
@@ -204,15 +204,11 @@ def scaled_linear(
 # -- weights alone quantized ------------------------------------------------------------------------------------------
 
 
-def _weight_only_fake(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
+def _weight_only_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _weight_only_work(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
-) -> Work:
+def _weight_only_work(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Work:
     rows, columns = x.shape[:-1].numel(), weight.shape[0]
     elements = rows * (x.shape[-1] + columns) + scale.numel()
     zeros = 0 if zero is None else zero.numel()

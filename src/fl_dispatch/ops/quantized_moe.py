@@ -11,7 +11,7 @@ from torch import Tensor
 from .declaration import Sample, Work, operator, row_terms
 from .inputs import mixtures, shapes
 from .inputs.mixtures import Mixture
-from .moe import CHAIN, OPAQUE, OUTPUT, PLAIN_ACTIVATIONS, TOLERANCES, read_experts, tokens_workload
+from .moe import CHAIN, OPAQUE, OUTPUT, PLAIN_ACTIVATIONS, TOLERANCES, empty_mixture, read_experts, tokens_workload
 from .quantization import FP8
 
 NARROW_PAIRS = 32
@@ -23,16 +23,6 @@ an H100 with 512 and 4,096 tokens of DeepSeek-V2-Lite's shape results were off b
 at most by 0.085; the quantization itself is off by 0.044."""
 
 
-def _fake(place: int) -> Callable[..., Tensor]:
-    """The result of a mixture whose argument ``out`` is in this place."""
-
-    def fake(hidden_states: Tensor, *args: Any) -> Tensor:
-        out: Tensor | None = args[place - 1] if len(args) >= place else None
-        return hidden_states.new_empty(hidden_states.shape) if out is None else out
-
-    return fake
-
-
 def _work(
     hidden_states: Tensor,
     w13: Tensor,
@@ -41,10 +31,8 @@ def _work(
     w2_scale: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    *args: object,
+    activation: str,
+    expert_map: Tensor | None,
 ) -> Work:
     chosen, distinct = read_experts(topk_ids, expert_map)
     (_, rows, _), hidden = w13.shape, hidden_states.shape[1]
@@ -102,22 +90,7 @@ def sums_narrow(dtype: torch.dtype, pairs: int, experts: int, block_size: int) -
 
 
 def _fp8_terms(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    x13_scale: Tensor | None = None,
-    x2_scale: Tensor | None = None,
-    block_size: int = 0,
-    out: Tensor | None = None,
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_ids: Tensor, expert_map: Tensor | None, block_size: int
 ) -> int:
     """Those of the second product; the first one's results are near float32, or else some are quantized otherwise."""
     if w2.dtype is not FP8:
@@ -133,7 +106,7 @@ def _fp8_terms(
     weights=("w13", "w13_scale", "w2", "w2_scale"),
     writes=OUTPUT,
     modes=OPAQUE,
-    fake=_fake(15),
+    fake=empty_mixture,
     samples=_scaled_samples,
     shapes=shapes.scaled_mixture,
     aliases=("w8a8_moe", "fused_moe_w8a8", "block_scaled_moe"),
@@ -221,7 +194,7 @@ def _weight_only_samples(dtype: torch.dtype, device: torch.device, generator: to
     weights=("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero"),
     writes=OUTPUT,
     modes=OPAQUE,
-    fake=_fake(14),
+    fake=empty_mixture,
     samples=_weight_only_samples,
     shapes=shapes.packed_mixture,
     aliases=("wna16_moe", "w4a16_moe", "fused_moe_wna16"),

@@ -19,13 +19,11 @@ LEAST_LENGTH = 1e-6
 # -- short convolution ------------------------------------------------------------------------------------------------
 
 
-def _conv_fake(x: Tensor, *rest: object) -> Tensor:
+def _conv_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _conv_work(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor, *rest: object
-) -> Work:
+def _conv_work(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, state_indices: Tensor) -> Work:
     moved = 2 * bytes_of(x) + bytes_of(weight, bias) + states_bytes(states, len(state_indices))
     return Work(moved, 2 * x.shape[0] * weight.numel())
 
@@ -116,12 +114,13 @@ def causal_conv1d_update(
 # -- gated delta rule -------------------------------------------------------------------------------------------------
 
 
-def _delta_fake(query: Tensor, key: Tensor, value: Tensor, *rest: object) -> Tensor:
+def _delta_fake(value: Tensor) -> Tensor:
     return value.new_empty(value.shape)
 
 
-def _delta_work(*args: Tensor) -> Work:
-    query, key, value, a, b, _, _, states, state_indices = args[:9]
+def _delta_work(
+    query: Tensor, key: Tensor, value: Tensor, a: Tensor, b: Tensor, states: Tensor, state_indices: Tensor
+) -> Work:
     moved = bytes_of(query, key, a, b) + 2 * bytes_of(value) + states_bytes(states, len(state_indices))
     return Work(moved, 7 * value.shape[0] * states.shape[1:].numel())
 

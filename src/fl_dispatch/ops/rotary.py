@@ -32,33 +32,17 @@ TOLERANCES = MappingProxyType(
 )
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+def _fake(query: Tensor, key: Tensor | None, inplace: bool) -> tuple[Tensor, Tensor | None]:
     if inplace:
         return query, key
     return query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
 
 
-def _workload(query: Tensor, *args: object) -> Workload:
+def _workload(query: Tensor) -> Workload:
     return Workload(query.dtype, query.shape[0])
 
 
-def _work(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> Work:
+def _work(query: Tensor, key: Tensor | None, cos: Tensor, position_ids: Tensor, inplace: bool) -> Work:
     heads = query.shape[1] + (0 if key is None else key.shape[1])
     rotated = query.shape[0] * heads * 2 * cos.shape[-1]
     moved = rotated if inplace else query.shape[0] * heads * query.shape[2]

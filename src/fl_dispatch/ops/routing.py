@@ -22,14 +22,12 @@ GAP = 2e-6
 SMALLEST_SUM = 1e-20
 
 
-def _fake(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _fake(router_logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     shape = (router_logits.shape[0], topk)
     return router_logits.new_empty(shape, dtype=torch.float32), router_logits.new_empty(shape, dtype=torch.int32)
 
 
-def _work(router_logits: Tensor, topk: int, *args: object) -> Work:
+def _work(router_logits: Tensor, topk: int) -> Work:
     read = router_logits.numel() * router_logits.element_size()
     return Work(read + 8 * router_logits.shape[0] * topk, 4 * router_logits.numel())
 
@@ -149,19 +147,6 @@ def topk_sigmoid(
     raise NotImplementedError
 
 
-def _grouped_fake(
-    router_logits: Tensor,
-    topk: int,
-    num_expert_group: int,
-    topk_group: int,
-    renormalize: bool = False,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _fake(router_logits, topk)
-
-
 def _grouped_samples(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Iterator[Sample]:
     def sample(
         label: str,
@@ -206,7 +191,7 @@ def _grouped_samples(dtype: torch.dtype, device: torch.device, generator: torch.
 
 @operator(
     modes=MODES,
-    fake=_grouped_fake,
+    fake=_fake,
     samples=_grouped_samples,
     shapes=shapes.grouped_routing,
     aliases=("biased_grouped_topk",),

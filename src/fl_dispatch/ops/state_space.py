@@ -12,12 +12,11 @@ from .inputs import shapes, state_space
 from .slots import MODES, STATE, TOLERANCES, bytes_of, decode, prefill, small_state, states_bytes
 
 
-def _fake(x: Tensor, *rest: object) -> Tensor:
+def _fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _work(*args: Tensor) -> Work:
-    x, dt, a, b, c, _, _, states, state_indices = args[:9]
+def _work(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: Tensor, state_indices: Tensor) -> Work:
     moved = 2 * bytes_of(x) + bytes_of(dt, a, b, c) + states_bytes(states, len(state_indices))
     return Work(moved, 5 * x.shape[0] * states.shape[1:].numel())
 

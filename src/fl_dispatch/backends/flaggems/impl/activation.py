@@ -11,7 +11,7 @@ from fl_dispatch.backends.flaggems.library import gems
 from .limits import problem
 
 
-def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
+def supports(x: Tensor) -> bool | str:
     """A half or single precision tensor."""
     return problem("x", x) or True
 

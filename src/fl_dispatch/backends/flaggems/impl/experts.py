@@ -10,9 +10,7 @@ from fl_dispatch.backends.flaggems.library import gems
 from .limits import problem
 
 
-def supports_topk_softmax(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> bool | str:
+def supports_topk_softmax(router_logits: Tensor, topk: int, bias: Tensor | None) -> bool | str:
     """Contiguous logits without a bias, and at most 32 experts a token."""
     if bias is not None:
         return "FlagGems has no bias"
@@ -31,7 +29,7 @@ def topk_softmax(
     return weights, experts
 
 
-def supports_moe_sum(x: Tensor, out: Tensor | None = None) -> bool | str:
+def supports_moe_sum(x: Tensor) -> bool | str:
     """A half or single precision tensor."""
     return problem("x", x) or True
 

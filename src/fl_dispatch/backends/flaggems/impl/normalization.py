@@ -9,9 +9,7 @@ from fl_dispatch.backends.flaggems.library import gems
 from .limits import problem
 
 
-def supports_rms_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
-) -> bool | str:
+def supports_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool | str:
     """A weight; with a residual, contiguous tensors of one dtype."""
     if weight is None:
         return "there is no weight"

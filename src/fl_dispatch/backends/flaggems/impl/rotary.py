@@ -9,15 +9,7 @@ from fl_dispatch.backends.flaggems.library import gems
 from .limits import problem
 
 
-def supports_rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> bool | str:
+def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor) -> bool | str:
     """A key, and heads that are rotated as a whole."""
     if key is None:
         return "there is no key"

@@ -261,19 +261,11 @@ def supports_scaled(
 def supports_packed(
     hidden_states: Tensor,
     w13: Tensor,
-    w13_scale: Tensor,
     w2: Tensor,
-    w2_scale: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    expert_map: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-    w13_zero: Tensor | None = None,
-    w2_zero: Tensor | None = None,
-    out: Tensor | None = None,
+    activation: str,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    out: Tensor | None,
 ) -> bool | str:
     """Weights of a type that compiles."""
     if w13.dtype not in (torch.uint8, torch.int8, FP8) or w2.dtype is not w13.dtype:

@@ -399,7 +399,7 @@ def _parts(device: torch.device, stage: int, wanted: int) -> int:
     return parts
 
 
-def supports(x: Tensor, *others: object) -> bool | str:
+def supports(x: Tensor) -> bool | str:
     """Rows of a type that compiles."""
     return compiles(x.dtype, x.device)
 

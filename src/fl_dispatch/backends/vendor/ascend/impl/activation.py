@@ -22,7 +22,7 @@ def supports(x: Tensor, *_: Any, **__: Any) -> bool | str:
     return problem("the kernel", "x", x) or True
 
 
-def supports_clipped(x: Tensor, *_: Any, **__: Any) -> bool | str:
+def supports_clipped(x: Tensor) -> bool | str:
     """As for the others, with at least two dimensions."""
     if x.dim() < 2:
         return "x has one dimension; npu_clipped_swiglu takes two or more"

@@ -163,7 +163,7 @@ def grouped(x: Tensor, weight: Tensor, counts: Tensor, **quantization: Any) -> T
     return y  # type: ignore[no-any-return]
 
 
-def supports_moe_sum(x: Tensor, out: Tensor | None = None) -> bool | str:
+def supports_moe_sum(x: Tensor) -> bool | str:
     """At most 512 experts a token."""
     if x.shape[1] > MOST_CHOICES:
         return f"a token has {x.shape[1]} experts; npu_moe_token_unpermute takes at most {MOST_CHOICES}"

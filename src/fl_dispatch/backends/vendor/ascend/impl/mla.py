@@ -36,17 +36,11 @@ PREFILL_SIZES = ((192, 128), (192, 192), (128, 128))
 def supports_mla_decode(
     query: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
     seq_lens: Tensor,
     max_query_len: int,
-    max_seq_len: int,
-    scale: float,
     kv_lora_rank: int,
-    out: Tensor | None = None,
-    causal: bool = True,
-    cache_scale: float | None = None,
-    query_rope: Tensor | None = None,
+    causal: bool,
+    query_rope: Tensor | None,
 ) -> bool | str:
     """Half types, rows of 512 and 64 elements."""
     for name, tensor in (("query", query), ("query_rope", query_rope), ("kv_cache", kv_cache)):
@@ -176,18 +170,7 @@ def _copied(kv_cache: Tensor, block_table: Tensor, longest: int) -> tuple[Tensor
     return copy, table.view(block_table.shape[0], -1)
 
 
-def supports_mla_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    max_query_len: int,
-    max_key_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-) -> bool | str:
+def supports_mla_prefill(query: Tensor, key: Tensor, value: Tensor, query_start_loc: Tensor) -> bool | str:
     """bfloat16, and heads of 192 and 128, 192 and 192, or 128 and 128 elements."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if why := problem(f"{KERNEL} in layout TND", name, tensor, (torch.bfloat16,), like=query):

@@ -10,9 +10,7 @@ from .limits import problem
 MOST_DIMENSIONS = 8
 
 
-def supports_rms_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
-) -> bool | str:
+def supports_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool | str:
     """Two to eight dimensions, and a weight; one dtype for all."""
     if not 2 <= x.dim() <= MOST_DIMENSIONS:
         return f"x has {x.dim()} dimensions; the kernels take 2 to {MOST_DIMENSIONS}"
@@ -57,9 +55,7 @@ def gemma_rms_norm(
     return y if residual is None else (y, total)
 
 
-def supports_layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-5
-) -> bool | str:
+def supports_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool | str:
     """One dtype for all."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None and (why := problem("npu_layer_norm_eval", name, tensor, like=x)):

@@ -106,9 +106,7 @@ def scaled_linear(
     return y.view(shape)
 
 
-def supports_weight_only_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
-) -> bool | str:
+def supports_weight_only_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> bool | str:
     """float16 and bfloat16; 4 and 8 bits, with a scale for each column or for groups of a multiple of 32."""
     kernel = "npu_weight_quant_batchmatmul"
     if why := problem(kernel, "x", x, HALVES):

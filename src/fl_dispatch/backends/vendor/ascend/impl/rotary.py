@@ -12,15 +12,7 @@ LARGEST_ROTARY = 894
 MOST_HEADS = 999
 
 
-def supports_rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> bool | str:
+def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor) -> bool | str:
     """One dtype for query and key, and heads within the kernel's bounds."""
     for name, tensor in (("query", query), ("key", key)):
         if tensor is None:

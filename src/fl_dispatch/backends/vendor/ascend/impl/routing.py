@@ -6,8 +6,6 @@ scores; they agree about the choice.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -22,21 +20,12 @@ SCORING = {"softmax": 0, "sigmoid": 1}
 """The scores as the kernel numbers them."""
 
 
-def supports_topk(router_logits: Tensor, topk: int, *_: Any, **__: Any) -> bool | str:
+def supports_topk(router_logits: Tensor) -> bool | str:
     """Three to 2,048 experts."""
     return _group_problem(router_logits, 1) or True
 
 
-def supports_grouped_topk(
-    router_logits: Tensor,
-    topk: int,
-    num_expert_group: int,
-    topk_group: int,
-    renormalize: bool = False,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    bias: Tensor | None = None,
-) -> bool | str:
+def supports_grouped_topk(router_logits: Tensor, num_expert_group: int, scoring_func: str) -> bool | str:
     """Three experts a group or more, up to 2,048 experts."""
     if scoring_func not in SCORING:
         return f"scoring_func is {scoring_func!r}, not 'softmax' or 'sigmoid'"

@@ -73,18 +73,9 @@ def supports_sglang_paged_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    scale: float,
-    out: Tensor | None = None,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
+    out: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
 ) -> bool | str:
     """Half types, one head size of at most 256 elements, blocks of any size, no ALiBi."""
     return _why_not_flash(query, key_cache, value_cache, out, alibi_slopes, sinks) or True

@@ -15,9 +15,7 @@ PADDING = "is_padding"
 """An argument of the routers from vLLM 0.32 on, the last one, which has no default."""
 
 
-def supports_topk(
-    router_logits: Tensor, topk: int, renormalize: bool = False, bias: Tensor | None = None
-) -> bool | str:
+def supports_topk(router_logits: Tensor, bias: Tensor | None) -> bool | str:
     """Contiguous logits of at most 512 experts, and a bias in float32."""
     if bias is not None and bias.dtype is not torch.float32:
         return f"bias is {bias.dtype}, not float32"

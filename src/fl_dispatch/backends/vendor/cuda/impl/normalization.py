@@ -8,9 +8,7 @@ from torch import Tensor
 from .limits import problem
 
 
-def supports_rms_norm(
-    x: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, epsilon: float = 1e-6
-) -> bool | str:
+def supports_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> bool | str:
     """Contiguous tensors of one dtype."""
     if why := problem("x", x):
         return why

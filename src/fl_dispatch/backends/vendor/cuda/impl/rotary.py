@@ -8,15 +8,7 @@ from torch import Tensor
 from .limits import problem
 
 
-def supports_rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-) -> bool | str:
+def supports_rotary_embedding(query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, inplace: bool) -> bool | str:
     """Tensors of one dtype whose heads lie side by side."""
     for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin)):
         if tensor is not None and (why := problem(name, tensor, like=query, contiguous=False)):

@@ -43,15 +43,7 @@ def _unlike(x: Tensor, **tensors: Tensor) -> str:
 
 
 def supports_selective_state_update(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
-    dt_bias: Tensor | None,
-    states: Tensor,
-    state_indices: Tensor,
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, dt_bias: Tensor | None, states: Tensor
 ) -> bool | str:
     """Everything but float64, with ``d`` and with a bias."""
     if why := _problem(x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, states=states):
@@ -113,8 +105,6 @@ def supports_scan_of_heads(
     dt_bias: Tensor | None,
     states: Tensor,
     state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
 ) -> bool | str:
     """Half types, and one decay a head."""
     if why := _problem(x=x, dt=dt, a=a, b=b, c=c, d=d, dt_bias=dt_bias, states=states) or _unlike(x, b=b, c=c):
@@ -201,8 +191,6 @@ def supports_scan_of_columns(
     dt_bias: Tensor | None,
     states: Tensor,
     state_indices: Tensor,
-    query_start_loc: Tensor,
-    has_state: Tensor | None = None,
 ) -> bool | str:
     """Channels with a decay for each column of their state."""
     if why := _problem(x=x, a=a, d=d, dt_bias=dt_bias, states=states) or _unlike(x, dt=dt, b=b, c=c):

@@ -55,9 +55,7 @@ def _why_not(
     return ""
 
 
-def supports_marlin(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
-) -> bool | str:
+def supports_marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> bool | str:
     """Half types on compute capability 8 and later; groups of 32, 64, 128, or none; zero points with 4 bits only."""
     if why := _why_not(x, weight, scale, zero, MARLIN_GROUPS, MARLIN_TILES):
         return why
@@ -122,9 +120,7 @@ def marlin(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None,
     return out.view(*x.shape[:-1], columns)
 
 
-def supports_machete(
-    x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None = None, bias: Tensor | None = None
-) -> bool | str:
+def supports_machete(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor | None) -> bool | str:
     """Half types; integers without zero points, in groups of 64, of 128 or none."""
     if zero is not None:
         return "the kernel takes zero points multiplied by their scales"
