@@ -82,6 +82,7 @@ ROTATIONS = {
             "tests/vllm/test_ranks.py",
             "tests/vllm/test_requests.py",
             "tests/vllm/test_rotary_cache.py",
+            "tests/vllm/test_seeds.py",
             "tests/vllm/test_serve.py",
         ),
     ),

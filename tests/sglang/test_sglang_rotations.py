@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 import positions
 import rope_kinds
 from fl_dispatch.devices import CPU
-from fl_dispatch.hosting import rotary_tables
+from fl_dispatch.hosting import configurations, rotary_tables
 from processes import Runs
 from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
 from sampling import drawn
@@ -126,6 +126,34 @@ def test_dynamic_texts_beyond_the_trained_length_are_refused_before_weights_load
     runner = SimpleNamespace(model_config=model, is_draft_worker=False, use_mla_backend=False)
     with pytest.raises(ValueError, match=r"rope_type 'dynamic' .*give --context-length 128"):
         config.check_model(runner, CPU)
+
+
+def test_fields_that_sglangs_own_configuration_drops_are_read_from_the_file(tmp_path: Path) -> None:
+    """OLMo 3 of Transformers 5: SGLang's class finds no rotation below the names that it knows."""
+    import transformers
+    from sglang.srt.configs.olmo3 import Olmo3Config
+
+    kinds = {"full_attention": {"rope_type": "default", "rope_theta": 7e5}}
+    kinds["sliding_attention"] = dict(kinds["full_attention"])
+    transformers.Olmo3Config(rope_parameters=kinds, num_hidden_layers=2).save_pretrained(tmp_path)
+    host = Olmo3Config.from_pretrained(tmp_path)
+    assert rotary_tables.rotation(host, 0) is None
+    read = configurations.as_transformers_reads(host, str(tmp_path))
+    rotation = rotary_tables.rotation(read, 0)
+    assert rotation is not None
+    assert float(rotation.inverse[1]) == pytest.approx(7e5 ** (-1 / rotation.inverse.shape[0]))
+
+
+def test_layers_that_share_a_table_of_two_rotations_are_refused() -> None:
+    from transformers import Gemma3TextConfig
+
+    kinds = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    types = ["sliding_attention", "full_attention"]
+    text = Gemma3TextConfig(num_hidden_layers=2, head_dim=SIZE, layer_types=types, rope_parameters=kinds)
+    layer = get_rope(SIZE, SIZE, LONGEST, 10000, dtype=torch.float32)
+    shared = [(f"model.layers.{number}.self_attn.rotary_emb", layer) for number in range(2)]
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.rotary_emb and .* share one rotary table"):
+        rotary_tables.correct(shared, text, LONGEST)
 
 
 NAMES = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engines import start_features
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
 
+import positions
 import rope_kinds
 from fl_dispatch.hosting import rotary_tables
 from rope_kinds import KINDS, LENGTHS, LONGEST, SIZE, TRAINED
+from sampling import drawn
 from vllm_fl import rotations
 
 LONG = [kind for kind, stated in KINDS.items() if stated["rope_type"] == "longrope"]
@@ -117,3 +121,35 @@ def test_a_window_that_it_reads_stays() -> None:
     config.model_config.hf_text_config, config.cache_config.sliding_window = MistralConfig(sliding_window=8), 8
     rotations.settle(config)
     assert config.cache_config.sliding_window == 8
+
+
+NAMES = (
+    "dynamic",
+    *drawn(("llama, field unread", "yarn, factor below the length"), 1, "fields that vLLM misreads"),
+)
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """Engines without a length of the user's, one after the other."""
+    root = tmp_path_factory.mktemp("rotations")
+    models = {name: positions.build(positions.CASES[name], root / name.replace(" ", "_")) for name in NAMES}
+    runs = [
+        (path, [positions.vllm_step(positions.prompts(positions.CASES[name]))], {"max_model_len": None})
+        for name, path in models.items()
+    ]
+    result = start_features(*runs).result()
+    steps = [run["steps"][0] for run in result["runs"]]
+    return {"log": result["log"], **{name: (models[name], step) for name, step in zip(NAMES, steps, strict=True)}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_around_a_limit_score_as_in_hugging_face(name: str, answered: Mapping[str, Any]) -> None:
+    path, step = answered[name]
+    texts = positions.prompts(positions.CASES[name])
+    scores = positions.vllm_scores(texts, step)
+    assert max(positions.differences(scores, positions.expected(path, texts))) < 1e-3
+
+
+def test_the_log_says_where_dynamic_texts_end(answered: Mapping[str, Any]) -> None:
+    assert f"--max-model-len is {positions.ORIGINAL} now" in answered["log"]
