@@ -123,7 +123,7 @@ def _with_head(equal: bool) -> Callable[[Path], None]:
 def two_sets(folder: Path) -> None:
     """A folder with a single file of one run beside the index of another."""
     shutil.copytree(small_model.CHECKPOINT, folder)
-    later = {name: tensor * 1.5 for name, tensor in load_file(folder / WEIGHTS).items()}
+    later = {name: tensor * 2 for name, tensor in load_file(folder / WEIGHTS).items()}
     part = "model-00001-of-00001.safetensors"
     save_file(later, folder / part, {"format": "pt"})
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(later, part)}))
