@@ -12,7 +12,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
-from fl_dispatch.hosting import loading, ranks
+from fl_dispatch.hosting import checkpoint_files, loading, ranks
 from fl_dispatch.hosting.loading import Account, Allowed
 from fl_dispatch.logger_manager import get_logger
 
@@ -51,7 +51,7 @@ def untie(runner: ModelRunner) -> None:
         return
     loader = DefaultModelLoader(LoadConfig(load_format=args.load_format, download_dir=args.download_dir))
     files = loader._prepare_weights(model.model_path, model.revision, fall_back_to_pt=True)[1]
-    if (head := loading.head_of_its_own(files)) is not None:
+    if (head := checkpoint_files.head_of_its_own(files)) is not None:
         logger.warning(
             "config.json of %s ties the head to the embedding, and the file has another head, '%s', which is "
             "served; 'tie_word_embeddings': false says so in config.json",
@@ -117,7 +117,7 @@ def load_weights_only(
     with account.naming(), account.watching():
         original(model, account.see(weights), target_device)
     account.refuse_unfilled(model, (*UNFILLED, *(OF_TARGET if load.drafts else ())))
-    loading.warn_of_unread(account.files)
+    checkpoint_files.warn_of_unread(account.files)
 
 
 def note_files(original: Callable[..., tuple[str, list[str], bool]], loader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fl_dispatch.hosting import loading, ranks
+from fl_dispatch.hosting import checkpoint_files, loading, ranks
 from fl_dispatch.hosting.loading import Account, Allowed
 
 UNFILLED = (
@@ -49,7 +49,7 @@ def close_account(account: Account, model: nn.Module, model_config: Any) -> None
     """
     drafts = model_config.runner_type == "draft"
     account.refuse_unfilled(model, (*UNFILLED, *(OF_TARGET if drafts else ())))
-    loading.warn_of_unread(account.files)
+    checkpoint_files.warn_of_unread(account.files)
     if not drafts:
         _loaded.append(account)
 

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from fl_dispatch.hosting import loading
 from fl_dispatch.hosting.loading import UNTAKEN, Account, Allowed, CheckpointError
+from fl_dispatch.settings import Settings
 
 FP8 = torch.float8_e4m3fn
 Loader = Callable[[Tensor, Tensor], object]
@@ -168,8 +170,22 @@ def test_a_dropped_tensor_is_left_and_tensors_that_share_a_buffer_are_told_apart
     account = counted(model, parts, load)
     assert account.left(()) == ["dropped"]
     assert account.left((Allowed("dropp.*", "it is a test"),)) == []
-    with pytest.raises(CheckpointError, match="nothing in the model made use of 'dropped' of folder"):
+    with pytest.raises(CheckpointError, match="nothing in the model made use of 'dropped' of folder.*UNUSED_TENSORS"):
         account.refuse_left(account.left(()))
+
+
+def test_a_tensor_that_the_user_excuses_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    account = counted(Model(3, 4), {"a.extra.weight": torch.ones(3), "b.weight": torch.ones(3)}, lambda *_: None)
+    monkeypatch.setattr(loading, "get_settings", lambda: Settings(unused_tensors=frozenset({"*.extra.*"})))
+    with caplog.at_level("WARNING", logger="fl_dispatch"), pytest.raises(CheckpointError, match="use of 'b.weight' of"):
+        account.refuse_left(account.left(()))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert (
+        said
+        == "1 tensors of folder are left unused, such as 'a.extra.weight', because VLLM_FL_UNUSED_TENSORS names them"
+    )
 
 
 @pytest.mark.parametrize(

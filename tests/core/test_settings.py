@@ -259,6 +259,11 @@ def test_oot_lists(variable: str, field: str) -> None:
     refused("'rmsnorm'; did you mean rms_norm?", **{variable: "rmsnorm"})
 
 
+def test_unused_tensors() -> None:
+    assert load(VLLM_FL_UNUSED_TENSORS="*.extra.*, lm_head.weight").unused_tensors == {"*.extra.*", "lm_head.weight"}
+    refused("'a b' is no pattern of a name", VLLM_FL_UNUSED_TENSORS="a b")
+
+
 @pytest.mark.parametrize("level", ["DEBUG", "info", "Warning", "ERROR"])
 def test_log_level(level: str) -> None:
     assert load(VLLM_FL_LOG_LEVEL=level).log_level == level.upper()
@@ -546,6 +551,7 @@ op_backends:
   rms_norm@model.layers.3.*: [reference]
 flagos_blacklist: [to_copy, zeros, mm]
 oot_blacklist: [fused_moe]
+unused_tensors: ["*.extra.*"]
 aten_replacement: true
 chip_features: false
 shadow_share: 0.02
@@ -573,6 +579,7 @@ def test_a_yaml_file_may_set_every_key(write: Write, caplog: pytest.LogCaptureFi
         per_op_order=(("rms_norm", ("vendor", "flagos")), ("rms_norm@model.layers.3.*", ("reference",))),
         flagos_blacklist=frozenset({"to_copy", "zeros", "mm"}),
         oot_blacklist=frozenset({"fused_moe"}),
+        unused_tensors=frozenset({"*.extra.*"}),
         aten_replacement=True,
         chip_features=False,
         shadow_share=0.02,
@@ -860,7 +867,7 @@ def test_the_table_has_every_field_once() -> None:
 
 def test_the_hosts_own_variables_are_not_ours() -> None:
     assert not {"VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL"} & set(variable_names())
-    assert len(variable_names()) == len(set(variable_names())) == 30
+    assert len(variable_names()) == len(set(variable_names())) == 31
 
 
 def rows() -> dict[str, list[str]]:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..hosting.loading import unread_by_engines
+from ..hosting.checkpoint_files import unread_by_engines
 
 
 def network(model: str | Path, dtype: Any) -> Any:

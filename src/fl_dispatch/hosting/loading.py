@@ -15,7 +15,6 @@ The cost is some Python for each operator, which does not grow with a tensor's s
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
@@ -24,8 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache, wraps
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from ..logger_manager import get_logger
+from ..settings import get_settings
+from . import checkpoint_files
+from .checkpoint_files import EMBEDDING, HEAD
+from .filled import Place
 from .quantized.remedies import OUT_OF_ORDER
 
 logger = get_logger(__name__)
@@ -60,8 +63,6 @@ class Allowed(NamedTuple):
 
 
 ZEROS, ORDER = "zeros", "order"
-HEAD, EMBEDDING = r"(.*\.)?lm_head\.weight", r"(.*\.)?embed_tokens\.weight"
-"""Names of the head and of the embedding that it may be tied to."""
 COLUMNS = ".g_idx"
 """The end of the name of a tensor of ``gptq`` that says in which group each column is."""
 UNTAKEN = (
@@ -114,92 +115,6 @@ class _Storage:
                 if start <= first < end:
                     return _Origin(names, tensor.dtype)
         return self.whole
-
-
-# -- which part of a parameter is filled ------------------------------------------------------------------------------
-
-Box = tuple[tuple[int, int], ...]
-"""The range of indices in each dimension."""
-
-
-class _Place:
-    """A parameter or buffer while tensors are loaded: the boxes of its elements that were written, and from what."""
-
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self.name, self.shape, self.strides = name, tuple(tensor.shape), tensor.stride()
-        self.offset, self.numel, self.dtype = int(tensor.storage_offset()), tensor.numel(), tensor.dtype
-        self.boxes: set[Box] = set()
-        self.scattered: Tensor | None = None
-        self.names: set[str] = set()
-
-    def write(self, view: Tensor, names: frozenset[str]) -> None:
-        """Note a write into a view that may be a part of it."""
-        if (box := self._box(view)) is not None:
-            self.boxes.add(box)
-        else:
-            self._scatter(view)
-        self.names |= names
-
-    def _box(self, view: Tensor) -> Box | None:
-        rest, found = int(view.storage_offset()) - self.offset, [(0, 1)] * len(self.shape)
-        if view.element_size() != self.dtype.itemsize or rest < 0:
-            return None
-        by_stride = sorted(range(len(self.shape)), key=lambda dim: -self.strides[dim])
-        for dim in by_stride:
-            if self.shape[dim] > 1:
-                start, rest = divmod(rest, self.strides[dim]) if self.strides[dim] else (0, rest)
-                found[dim] = start, start + 1
-        if rest:
-            return None
-        free = [dim for dim in by_stride if self.shape[dim] > 1]
-        for size, stride in zip(view.shape, view.stride(), strict=True):
-            if size == 1:
-                continue
-            along = next((dim for dim in free if self.strides[dim] == stride), None)
-            if along is None or found[along][0] + size > self.shape[along]:
-                return None
-            free.remove(along)
-            found[along] = found[along][0], found[along][0] + size
-        return tuple(found)
-
-    def _scatter(self, view: Tensor) -> None:
-        """Note a view that is no box, such as one of flat elements, or of bytes."""
-        if self.scattered is None:
-            self.scattered = torch.zeros(self.offset + _reach(self.shape, self.strides), dtype=torch.bool, device="cpu")
-        shape, strides, offset = tuple(view.shape), view.stride(), view.storage_offset()
-        if view.element_size() != self.dtype.itemsize:
-            first = offset * view.element_size() // self.dtype.itemsize
-            end = -(-(offset + _reach(shape, strides)) * view.element_size() // self.dtype.itemsize)
-            shape, strides, offset = (end - first,), (1,), first
-        if offset + _reach(shape, strides) <= len(self.scattered):
-            self.scattered.as_strided(shape, strides, offset).fill_(True)
-
-    def is_whole(self) -> bool:
-        """Whether every element was written."""
-        if tuple((0, size) for size in self.shape) in self.boxes or self.numel == 0:
-            return True
-        if self.scattered is not None:
-            written = self.scattered.as_strided(self.shape, self.strides, self.offset)
-            for box in self.boxes:
-                written[tuple(slice(*ends) for ends in box)] = True
-            return bool(written.all())
-        edges = [
-            sorted({0, size, *(edge for box in self.boxes for edge in box[dim])}) for dim, size in enumerate(self.shape)
-        ]
-        places = [{edge: index for index, edge in enumerate(each)} for each in edges]
-        cells = torch.zeros([len(each) - 1 for each in edges], dtype=torch.bool, device="cpu")
-        for box in self.boxes:
-            cells[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box, strict=True))] = (
-                True
-            )
-        return bool(cells.all())
-
-
-def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """The elements from a view's first one to its last."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 # -- one operator -----------------------------------------------------------------------------------------------------
@@ -298,13 +213,13 @@ class Account:
         self.casts: list[Cast] = []
         self.last: str | None = None
         self._storages: dict[int, _Storage] = {}
-        self._places: dict[int, list[_Place]] = {}
+        self._places: dict[int, list[Place]] = {}
         self._kept: list[StorageWeakRef] = []
         self._scalar = _NOTHING
         self._lock = threading.RLock()
         for name, tensor in _named(model):
             self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
-            self._places.setdefault(_key(tensor), []).append(_Place(name, tensor))
+            self._places.setdefault(_key(tensor), []).append(Place(name, tensor))
 
     def see(self, weights: Named) -> Iterator[tuple[str, Tensor]]:
         """Hand on a checkpoint's tensors, as they come, with their names."""
@@ -452,18 +367,18 @@ class Account:
             return True
         if not (file := self.file_of(name)):
             return rule.equal == ORDER
-        values = _read(file, name)
+        values = checkpoint_files.read(file, name)
         if rule.equal == ORDER:
             return bool((values.diff() >= 0).all())
         if rule.equal == ZEROS:
             return not values.any()
         others = (other for other in self.tensors if re.fullmatch(rule.equal, other))
-        return any(torch.equal(values, _read(self.file_of(other), other)) for other in others)
+        return any(torch.equal(values, checkpoint_files.read(self.file_of(other), other)) for other in others)
 
     def file_of(self, name: str) -> str:
         """The file of safetensors that has a tensor; an empty string where none says so."""
         if not self._file_of:
-            self._file_of = _files_by_name(self.files)
+            self._file_of = checkpoint_files.files_by_name(self.files)
         return self._file_of.get(name, "")
 
     # -- refusals -----------------------------------------------------------------------------------------------------
@@ -501,14 +416,21 @@ class Account:
         raise CheckpointError(f"{said}: the files are not complete, or not of the model that config.json describes")
 
     def refuse_left(self, left: Sequence[str]) -> None:
-        """Raise :class:`CheckpointError` if there are tensors that no rank took."""
+        """Raise :class:`CheckpointError` if there are tensors that no rank took, and that no setting excuses."""
+        excused = get_settings().unused_tensors
+        if named := [name for name in left if any(fnmatchcase(name, pattern) for pattern in excused)]:
+            logger.warning(
+                "%d tensors of %s are left unused, such as '%s', because %s names them",
+                len(named), self.source, named[0], UNUSED,
+            )  # fmt: skip
+            left = [name for name in left if name not in set(named)]
         if moved := [name for name in left if name.endswith(COLUMNS)]:
             raise CheckpointError(f"{self._named(moved[0])} {OUT_OF_ORDER}")
         if left:
             more = f" (nor of {len(left) - 1} more tensors, such as '{left[-1]}')" if len(left) > 1 else ""
             raise CheckpointError(
                 f"nothing in the model made use of {self._named(left[0])}{more}: the answers would be those of another "
-                f"network; {CONFIGURED}, or leave it out of the checkpoint"
+                f"network; {CONFIGURED}, or name it in {UNUSED} if the answers are right without it"
             )
 
     @contextmanager
@@ -530,6 +452,8 @@ class Account:
         return f"'{name}' of {file or self.source}"
 
 
+UNUSED = "VLLM_FL_UNUSED_TENSORS"
+"""The variable of the setting that excuses tensors."""
 CONFIGURED = (
     "compare config.json with the files, and what its quantization_config says of this layer (targets, ignore, "
     "dynamic, modules_to_not_convert)"
@@ -552,37 +476,6 @@ def _list(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _files_by_name(files: Iterable[str]) -> dict[str, str]:
-    """Which file of safetensors has each tensor."""
-    from safetensors import safe_open
-
-    found: dict[str, str] = {}
-    for file in files:
-        if file.endswith(".safetensors"):
-            with safe_open(file, "pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), file))
-    return found
-
-
-def _read(file: str, name: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as opened:
-        values: Tensor = opened.get_tensor(name)
-    return values
-
-
-def head_of_its_own(files: Iterable[str]) -> str | None:
-    """The name of the files' head if they have just one, and it is another than the embedding."""
-    by_name = _files_by_name(files)
-    heads = [name for name in by_name if re.fullmatch(HEAD, name)]
-    embeddings = [name for name in by_name if re.fullmatch(EMBEDDING, name)]
-    if len(heads) != 1 or len(embeddings) != 1:
-        return None
-    head, embedding = (_read(by_name[name], name) for name in (*heads, *embeddings))
-    return None if torch.equal(head, embedding) else heads[0]
-
-
 def predictors(config: Any) -> tuple[Allowed, ...]:
     """The layers behind a model's last one that predict further tokens, as DeepSeek-V3's checkpoints have them.
 
@@ -593,31 +486,6 @@ def predictors(config: Any) -> tuple[Allowed, ...]:
     numbers = "|".join(str(config.num_hidden_layers + index) for index in range(further))
     reason = "layers that predict further tokens serve drafts alone"
     return (Allowed(rf"(.*\.)?layers\.({numbers})\..*", reason),) if further else ()
-
-
-def warn_of_unread(files: Sequence[str]) -> None:
-    """Log if the folder has weights that Hugging Face would load and a host, which read ``files``, did not."""
-    folders = {Path(file).parent for file in files}
-    for folder in folders:
-        if (unread := unread_by_engines(folder)) is not None and str(unread) not in map(str, files):
-            logger.warning(
-                "%s has two sets of weights: the engine serves the files of %s, and Hugging Face's from_pretrained "
-                "would load %s; delete one of them, unless they are the same",
-                folder, INDEX, SINGLE,
-            )  # fmt: skip
-
-
-def unread_by_engines(folder: str | Path) -> Path | None:
-    """The ``model.safetensors`` of a folder whose index names other files, which hosts read instead, or ``None``."""
-    index, single = Path(folder, INDEX), Path(folder, SINGLE)
-    if not (index.is_file() and single.is_file()):
-        return None
-    named = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
-    return None if SINGLE in named else single
-
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The file of a checkpoint's weights, or the list of several."""
 
 
 def _unwatched(weights: Named) -> Iterator[tuple[str, Tensor]]:

@@ -160,6 +160,11 @@ ITEMS: tuple[Item, ...] = (
         "fuse_one_token", "VLLM_FL_FUSE_ONE_TOKEN",
         "whether graphs of one token join products with the norm before them and the gate behind them",
     ),
+    _item(
+        "unused_tensors", "VLLM_FL_UNUSED_TENSORS", values.comma_list, list[str], values.patterns,
+        "tensors of a checkpoint that the model may leave unused, as patterns such as *.extra_head.*",
+        yaml="unused_tensors",
+    ),
     Item(
         "log_level",
         (Variable("VLLM_FL_LOG_LEVEL", values.text), Variable("VLLM_LOGGING_LEVEL", values.host_level, ours=False)),

@@ -49,6 +49,7 @@ class Settings:
     native_platform: bool = False
     fuse_rope_kvcache: bool = False
     fuse_one_token: bool = True
+    unused_tensors: Names = frozenset()
     log_level: str = DEFAULT_LEVEL
     dispatch_debug: bool = False
     plugin_modules: tuple[str, ...] = ()

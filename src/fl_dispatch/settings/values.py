@@ -24,6 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_
 PHASES = ("prefill", "decode")
 SHADOW_ACTIONS = ("log", "ban")
 _NAME = re.compile(r"[^\s=|;,@]+")
+_PATTERN = re.compile(r"[\w.*?\[\]!-]+")
 _LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL", "NOTSET": "DEBUG"}
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -182,6 +183,14 @@ def name_set(check: Callable[[str, Place], None], values: list[str], place: Plac
 def _well_formed(name: str, place: Place) -> None:
     if not _NAME.fullmatch(name):
         raise place.error(f"{show(name)} is not a name")
+
+
+def patterns(values: list[str], place: Place) -> frozenset[str]:
+    """Patterns of dotted names, as a shell has them."""
+    for index, pattern in enumerate(values):
+        if not _PATTERN.fullmatch(pattern):
+            raise place.at(index).error(f"{show(pattern)} is no pattern of a name")
+    return frozenset(values)
 
 
 def modules(values: list[str], place: Place) -> tuple[str, ...]:
