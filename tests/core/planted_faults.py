@@ -28,12 +28,14 @@ class Fault:
         op: the operator.
         dtype: in which it is looked for.
         mutation: calls the right implementation with the arguments by name, and spoils one of the two.
+        probes: whether it is looked for in the declaration's probes too.
     """
 
     name: str
     op: str
     dtype: torch.dtype
     mutation: Mutation
+    probes: bool = True
 
     def implementation(self) -> Callable[..., Any]:
         """The faulty implementation, with any parameters."""
@@ -52,11 +54,13 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def planted(name: str, *ops: str, dtype: torch.dtype = torch.float32) -> Callable[[Mutation], Mutation]:
+def planted(
+    name: str, *ops: str, dtype: torch.dtype = torch.float32, probes: bool = True
+) -> Callable[[Mutation], Mutation]:
     """Plant a fault in one operator or in several."""
 
     def plant(mutation: Mutation) -> Mutation:
-        FAULTS.extend(Fault(name, op, dtype, mutation) for op in ops)
+        FAULTS.extend(Fault(name, op, dtype, mutation, probes) for op in ops)
         return mutation
 
     return plant
@@ -330,6 +334,8 @@ def packed_once(weight: Tensor, before: Tensor | None) -> Tensor:
 
 for operator in OPERATORS.values():
     for parameter in operator.weights:
-        planted(f"the form of '{parameter}' is in another order", operator.name)(with_form(parameter, packed_backwards))
+        plant = planted(f"the form of '{parameter}' is in another order", operator.name, probes=False)
+        plant(with_form(parameter, packed_backwards))
     for parameter in operator.weights[:1]:
-        planted(f"the form of '{parameter}' stays old", operator.name)(with_form(parameter, packed_once))
+        plant = planted(f"the form of '{parameter}' stays old", operator.name, probes=False)
+        plant(with_form(parameter, packed_once))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from builders import impl
 from fl_dispatch import get_default_manager
+from fl_dispatch.evidence.inputs import Inputs
 from fl_dispatch.evidence.verify import Verification, implementations, verify
 from fl_dispatch.ops import OPERATORS, Sample
 
@@ -28,7 +29,10 @@ def found(op: str, function: Any, dtype: torch.dtype, **options: Any) -> Verific
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.op}: {fault.name}")
 def test_a_planted_fault_is_found(fault: Fault) -> None:
-    result = found(fault.op, fault.implementation(), fault.dtype)
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    inputs = Inputs(manager, fault.op, fault.dtype, CPU, probes=fault.probes)
+    result = found(fault.op, fault.implementation(), fault.dtype, inputs=inputs)
     assert result.verdict == "wrong"
     unrelated = ("it raised TypeError", "it raised ValueError")
     assert not any(text in problem for problem in result.problems for text in unrelated)
