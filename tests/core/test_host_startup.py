@@ -6,14 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
-import multiprocessing, runpy, sys
+import multiprocessing, sys
+from types import SimpleNamespace
 from fl_dispatch import ConfigError
 from fl_dispatch.hosting.startup import Startup, is_child, runs_command
+from fl_dispatch.settings import get_settings, reset_settings
 
 COMMANDS = ("engine.command",)
+HOST = SimpleNamespace(name="engine", layers=SimpleNamespace(names=()))
 
 def show(when):
+    reset_settings()
+    with Startup("plugin", HOST, "group", "ENGINE_PLUGINS=fl").reading():
+        get_settings()
     print(when, runs_command(COMMANDS), is_child(), flush=True)
 
 class Argument:
@@ -37,34 +45,45 @@ COMMAND = "from engine import program\nif __name__ == '__main__':\n    program.m
 ENTRY = "[console_scripts]\nengine = engine.command:main\n"
 
 
-def _run(folder: Path, *arguments: str) -> tuple[list[str], str, int]:
+def _run(folder: Path, *arguments: str, **variables: str) -> tuple[list[str], str, int]:
     ended = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env={"PYTHONPATH": str(folder)},
+        env={"PYTHONPATH": str(folder), **variables},
     )
     return ended.stdout.splitlines(), ended.stderr, ended.returncode
 
 
-def test_a_hosts_command_ends_with_one_line_and_any_other_program_gets_the_error(tmp_path: Path) -> None:
-    """A command is run by its module or by its script; its children, which unpickle first, are none."""
-    package, script, others = tmp_path / "engine", tmp_path / "bin/engine", tmp_path / "others.py"
-    for folder in (package, script.parent, tmp_path / "engine-1.dist-info"):
-        folder.mkdir()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A host: its command as a module and as a script, and another program."""
+    folder = tmp_path_factory.mktemp("host")
+    package, script, others = folder / "engine", folder / "bin/engine", folder / "others.py"
+    for made in (package, script.parent, folder / "engine-1.dist-info"):
+        made.mkdir()
     (package / "__init__.py").touch()
     (package / "program.py").write_text(PROGRAM)
     for file in (package / "command.py", script, others):
         file.write_text(COMMAND)
-    (tmp_path / "engine-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: engine\nVersion: 1\n")
-    (tmp_path / "engine-1.dist-info/entry_points.txt").write_text(ENTRY)
-    child = ["unpickling False True", "running False True"]
-    for command in (["-m", "engine.command", "mine"], [str(script), "mine"]):
-        assert _run(tmp_path, *command) == (
-            ["mine True False", *child],
-            "plugin: error: environment variable X: is wrong\n",
-            1,
-        )
-    assert _run(tmp_path, str(others), "mine") == (["mine False False", *child, "raised"], "", 0)
+    (folder / "engine-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: engine\nVersion: 1\n")
+    (folder / "engine-1.dist-info/entry_points.txt").write_text(ENTRY)
+    return folder
+
+
+CHILD = ["unpickling False True", "running False True"]
+
+
+@pytest.mark.parametrize("command", [("-m", "engine.command"), ("bin/engine",)])
+def test_a_hosts_command_ends_with_one_line(command: tuple[str, ...], folder: Path) -> None:
+    """Its children, which unpickle first, are no commands."""
+    says = "plugin: error: environment variable X: is wrong\n"
+    assert _run(folder, *command, "mine") == (["mine True False", *CHILD], says, 1)
+
+
+def test_another_program_gets_the_error_and_its_children_repeat_no_warning_of_settings(folder: Path) -> None:
+    output, errors, status = _run(folder, "others.py", "mine", VLLM_FL_WIBBLE="1")
+    assert (output, status) == (["mine False False", *CHILD, "raised"], 0)
+    assert [line.split()[0] for line in errors.splitlines() if "VLLM_FL_WIBBLE" in line] == ["WARNING"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ class Server:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "sglang.launch_server", *server_arguments(model), *options],
-                env=environment(),
+                env=environment(SGLANG_FL_WIBBLE="1"),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -136,6 +137,15 @@ def test_the_server_ran_our_operators_and_said_so(server: Server) -> None:
     for operator in ("kv_cache_write", "paged_attention"):
         assert f"Op '{operator}' using 'vendor.cpu.cpp'" in log
     assert "never dispatched" not in log
+
+
+def test_a_warning_of_a_setting_is_given_once_with_level_date_and_logger(server: Server) -> None:
+    """The scheduler and the detokenizer are processes of their own, which read the settings too."""
+    ours = [line for line in server.log.read_text().splitlines() if "SGLANG_FL_WIBBLE" in line]
+    assert len(ours) == 1
+    assert re.match(
+        r"WARNING \d\S+ \S+ \[fl_dispatch\.settings\.\w+\] environment variable SGLANG_FL_WIBBLE: ", ours[0]
+    )
 
 
 def test_metrics_and_commands_say_what_the_scheduler_process_runs(server: Server) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -82,9 +83,15 @@ def events(kv_address: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that the server and its processes write."""
+    return tmp_path_factory.mktemp("serve") / "log.txt"
+
+
+@pytest.fixture(scope="module")
 def client(
     checkpoint: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    log: Path,
     stat_log: Path,
     collector: tuple[str, list[dict[str, Any]]],
     profiles: Path,
@@ -99,12 +106,14 @@ def client(
     published = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": kv_address}
     options += ["--kv-events-config", json.dumps(published)]
     command = [sys.executable, *serve_command(model), "--served-model-name", "tiny"]
-    log = tmp_path_factory.mktemp("serve") / "log.txt"
     with log.open("w") as output:
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port), "--api-key", KEY, *options],
             env=environment(
                 VLLM_ENABLE_V1_MULTIPROCESSING="1",
+                VLLM_FL_WIBBLE="1",
+                VLLM_FL_NATIVE_PLATFORM="1",
+                OMP_NUM_THREADS="2",
                 VLLM_SERVER_DEV_MODE="1",
                 VLLM_PLUGINS="fl,file,greeting",
                 VLLM_NO_USAGE_STATS="0",
@@ -236,6 +245,18 @@ def test_a_profile_is_written(client: Any, profiles: Path) -> None:
     _tokens(client)
     _ask(client, "stop_profile")
     assert any(file.stat().st_size for file in profiles.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_WIBBLE", "VLLM_FL_NATIVE_PLATFORM"])
+def test_a_warning_of_a_setting_is_given_once_with_level_date_and_logger(variable: str, client: Any, log: Path) -> None:
+    """The engine is a process of its own, which reads the settings too."""
+    ours = [line for line in log.read_text().splitlines() if variable in line and "fl" in line.partition("]")[0]]
+    assert len(ours) == 1
+    assert re.match(rf"WARNING \d\S+ \S+ \[\w*fl\w*\.\S+\] environment variable {variable}: ", ours[0])
+
+
+def test_vllm_does_not_warn_of_the_threads_on_which_the_model_computes(client: Any, log: Path) -> None:
+    assert "OMP_NUM_THREADS=2 is set" not in log.read_text()
 
 
 def test_the_tokenizer_describes_itself(client: Any) -> None:
