@@ -25,7 +25,8 @@ import json
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
 
-SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 FULL, WINDOW = ["full_attention"] * 2, ["sliding_attention"] * 2
 CASES = [
     (LlamaConfig, "sliding_window", {"sliding_window": None}, {"sliding_window": 4}),
