@@ -148,11 +148,19 @@ def test_each_cell_has_its_heading_for_a_screen_that_is_too_narrow_for_columns(
     written: Callable[..., list[Path]],
 ) -> None:
     html = page(*written(**FILES), with_runs=False)
-    found = Page(html)
-    cells = [attributes for attributes in found.named("td") if "class" in attributes]
-    assert cells
-    assert all(attributes.get("data-of") for attributes in cells)
-    assert "td[data-of]::before" in html[html.index("@media (max-width: 40rem)") :]
+    narrow = html[html.rindex("@media (max-width: 40rem)") : html.index("</style>")]
+    classes = {attributes["class"] for attributes in Page(html).named("table") if attributes.get("class")}
+    assert len(classes) > 5
+    assert all(f".{name} td:nth-child(2):not(:empty)::before" in narrow for name in classes)
+    assert 'content: "implementation: "' in narrow
+
+
+def test_a_heading_from_a_stranger_is_text_of_the_style_sheet(written: Callable[..., list[Path]]) -> None:
+    row = {**FILES["verify"]["results"][0], "dtype": '"}</style><script>\\'}
+    html = page(*written(verify={**FILES["verify"], "results": [row]}), with_runs=False)
+    assert html.count("</style>") == 1
+    assert not list(Page(html).named("script"))
+    assert r'content: "\22 \7d \3c \2f style' in html
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
