@@ -26,9 +26,10 @@ def name_of(make: Make) -> str:
 
 
 def spoiled(weight: Tensor) -> Tensor:
-    """A weight in reverse along its first dimension: another order of columns, or of experts."""
+    """A weight in reverse along its first and its last dimension: another order of columns or experts, and of terms."""
     whole = weight.detach().contiguous()
-    return whole.view(torch.uint8).flip(0).view(weight.dtype)
+    as_bits = whole.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[whole.element_size()])
+    return as_bits.flip(sorted({0, whole.dim() - 1})).view(weight.dtype)
 
 
 @contextmanager

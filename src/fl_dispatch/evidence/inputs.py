@@ -20,6 +20,8 @@ from ..settings.names import suggestion
 from ..types import BackendImplKind
 from .arguments import Arguments, described, double, guarded
 
+AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → a type that has all operations."""
 Named = list[tuple[str, Tensor | None]]
 
 
@@ -72,7 +74,7 @@ class Input:
 
     @property
     def rewritten(self) -> Input:
-        """This input with other weights: each in reverse along its first dimension. Made once."""
+        """This input with other weights: each in reverse along its first and its last dimension. Made once."""
         if self._rewritten is None:
             others = {id(weight): _reversed(weight) for weight in self.operator.stay(self.args)}
             args = tuple(others.get(id(value), value) for value in self.args)
@@ -90,7 +92,8 @@ def _reversed(weight: Tensor) -> Tensor:
     whole = weight.detach().contiguous()
     if not whole.dim():
         return whole
-    return whole.view(torch.uint8).flip(0).view(weight.dtype)  # as bytes, because PyTorch reverses no fp8
+    as_bits = whole.view(AS_BITS[whole.element_size()])  # PyTorch reverses no fp8
+    return as_bits.flip(sorted({0, whole.dim() - 1})).view(weight.dtype)
 
 
 def outputs(operator: Operator, given: Arguments, result: Any) -> Named:
