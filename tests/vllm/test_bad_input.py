@@ -45,7 +45,10 @@ CASES = bad_settings.cases("VLLM_FL") | {
 SERVED = {
     "missing_file": ((), CASES["missing_file"][1]),
     "no_library": ((), CASES["no_library"][1]),
-    "layers_off": (("-cc.custom_ops=['none']",), r"Error: custom_ops=\['none'\] would .* set VLLM_FL_OOT_ENABLED=0"),
+    "layers_off": (
+        ("--compilation-config", '{"custom_ops": ["none"]}'),
+        r"Error: custom_ops=\['none'\] would .* set VLLM_FL_OOT_ENABLED=0",
+    ),
 }
 """Real servers: further arguments, and what the error says. The last one is found when the model is known."""
 
