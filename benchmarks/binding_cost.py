@@ -4,7 +4,7 @@ Meanwhile a second thread calls an operator again and again, also in a context t
 wait for a writer. Printed are seconds of the clock, and the processor time of the thread at work, which a busy machine
 does not change.
 
-    python benchmarks/binding_cost.py [--layers 500] [--operators 20] [--kept 64] [--json FILE]
+    python benchmarks/binding_cost.py [--layers 500] [--operators 20] [--kept 64] [--tenants 0] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import platform
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,11 +86,30 @@ def keep(policies: int) -> None:
             call_op("silu_and_mul", X)
 
 
+def in_turns(policies: int) -> dict[str, float]:
+    """Milliseconds to enter a context when policies take turns, one for each tenant, and the bytes of a table."""
+    kept = [SelectionPolicy(per_op_order=((f"rms_norm@tenant{number}", ("reference",)),)) for number in range(policies)]
+
+    def enter() -> None:
+        for policy in kept:
+            with policy_context(policy):
+                call_op("silu_and_mul", X)
+
+    tracemalloc.start()
+    enter()
+    bytes_of_each = tracemalloc.get_traced_memory()[0] / policies
+    tracemalloc.stop()
+    started = time.thread_time()
+    enter()
+    return {"milliseconds": (time.thread_time() - started) / policies * 1e3, "bytes": bytes_of_each}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=500)
     parser.add_argument("--operators", type=int, default=20)
     parser.add_argument("--kept", type=int, default=64, help="policies that contexts had")
+    parser.add_argument("--tenants", type=int, default=0, help="policies that take turns, compared with 60")
     parser.add_argument("--json", type=Path, help="also write the result here")
     arguments = parser.parse_args()
     operators = [name for name, operator in OPERATORS.items() if not operator.selection][: arguments.operators]
@@ -103,12 +123,18 @@ def main() -> None:
         RECORD: measure(lambda: record.choices() and None),
         LOOK: measure(lambda: record.choices() and None),
     }
+    tenants = (60, arguments.tenants) if arguments.tenants else ()
+    results |= {f"{policies} policies in turn": in_turns(policies) for policies in tenants}
+    for name, row in results.items():
+        if "milliseconds" in row:
+            print(f"{name}: {row['milliseconds']:.3f} ms an entry, {row['bytes'] / 1024:.0f} KiB a table")
     print_table(
         f"{arguments.layers} layers of {len(operators)} operators, {arguments.kept} kept policies; seconds",
         ("what", "clock", "goal", "processor", f"longest call of a reader (goal {LONGEST_WAIT})"),
         (
             (name, f"{row['seconds']:.3f}", goal(name), f"{row['processor']:.3f}", f"{row['longest_call']:.3f}")
             for name, row in results.items()
+            if "seconds" in row
         ),
     )
     if arguments.json:

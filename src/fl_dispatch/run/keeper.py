@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ..global_policy import GLOBAL
 from ..locking import writers
 from ..settings.selection_policy import SelectionPolicy
 from ..state import State
 from .keys import Key, bound_key, keys_of
-from .plan import build
+from .plan import Shared, build
 from .table import DispatchTable, Plan, context_table
 
-KEPT_TABLES = 64
-"""Policies whose tables are kept for the next context with the same policy."""
+KEPT_TABLES = 1024
+"""Policies whose tables are kept for the next context with the same policy; beyond it the least used lately goes."""
+KEPT_UP_TO_DATE = 64
+"""Kept tables that are rebuilt when something changes; others are made anew when they are wanted."""
 
 
 class TableKeeper:
@@ -27,12 +31,16 @@ class TableKeeper:
     Attributes:
         _live: the tables of policy contexts, as long as somebody has them.
         _by_policy: those of the last policies, for the next context that has one of them.
+        _shared: what tables have in common.
+        _uses: numbers the uses of tables by contexts.
     """
 
     def __init__(self, state: State, root: DispatchTable) -> None:
         self._state = state
         self._by_policy: dict[object, DispatchTable] = {}
         self._live: weakref.WeakSet[DispatchTable] = weakref.WeakSet()
+        self._shared = Shared()
+        self._uses = itertools.count()
         self._take(root)
 
     def bind(self, op_name: str, scope: str) -> str:
@@ -44,7 +52,7 @@ class TableKeeper:
                 scopes.add(scope)
                 for table in self._all():
                     if not table.stale:
-                        table.add(build(self._state, self.policy_of(table), [key], table.recipes))
+                        table.add(build(self._state, self.policy_of(table), [key], table.recipes, self._shared))
         return key.text
 
     def table_for(self, policy: SelectionPolicy) -> DispatchTable:
@@ -57,10 +65,17 @@ class TableKeeper:
                 if table is None:
                     table = DispatchTable(self.root.start, policy)
                     self.adopt(table)
-                    while len(self._by_policy) >= KEPT_TABLES:
-                        del self._by_policy[next(iter(self._by_policy))]
+                    if len(self._by_policy) >= KEPT_TABLES:
+                        self._keep(KEPT_TABLES * 7 // 8)
                     self._by_policy[key] = table
+        table.used = next(self._uses)
         return table
+
+    def _keep(self, count: int) -> None:
+        """Forget all tables but those that contexts used last; one that somebody has lives on."""
+        if len(self._by_policy) > count:
+            last = sorted(self._by_policy.items(), key=lambda item: item[1].used)[-count:]
+            self._by_policy = dict(last)
 
     def adopt(self, table: DispatchTable) -> None:
         """Fill a context's table, and keep it up to date as long as it lives."""
@@ -87,17 +102,25 @@ class TableKeeper:
     def rebuild(self, op_names: Iterable[str] | None) -> None:
         """Rebuild the entries of some operators, or of all, in every table."""
         with writers:
-            if op_names is None:
-                self._by_policy = {}  # those that nobody uses are made anew when they are wanted
+            op_names = None if op_names is None else [*op_names]
+            self._keep_or_forget(op_names)
             try:
                 for table in self._all():
                     if op_names is None or table.stale:
                         self._fill(table)
                     else:
-                        self._refresh(table, [key for op in op_names for key in self._keys(op)])
+                        self._refresh(table, op_names)
             except BaseException:  # a user's interrupt in an availability check, say
                 self.mark_stale()
                 raise
+
+    def _keep_or_forget(self, op_names: list[str] | None) -> None:
+        """Before tables are rebuilt: nothing of what they shared stays, and tables that nobody uses are not rebuilt."""
+        self._shared.forget(op_names)
+        if op_names is None:
+            self._by_policy = {}
+        else:
+            self._keep(KEPT_UP_TO_DATE)
 
     def rebuild_root(self) -> None:
         """Rebuild the root table alone: the global policy is another one."""
@@ -132,17 +155,22 @@ class TableKeeper:
             table.policy = GLOBAL.get()
         registry, impls = self._state.registry, None
         plans: dict[str, Plan] = {}
+        recipes: dict[Any, Any] = {}
         while impls is not registry.snapshot().impls_by_op:  # an availability check may register something
             impls = registry.snapshot().impls_by_op
-            plans = build(self._state, self.policy_of(table), [key for op in impls for key in self._keys(op)])
+            keys, recipes = [key for op in impls for key in self._keys(op)], {}
+            plans = build(self._state, self.policy_of(table), keys, recipes, self._shared)
         if table.state is self._state:
-            table.publish(plans)
+            table.publish(plans, recipes)
 
-    def _refresh(self, table: DispatchTable, keys: list[Key]) -> None:
-        fresh, asked = build(self._state, self.policy_of(table), keys), {key.text for key in keys}
+    def _refresh(self, table: DispatchTable, op_names: list[str]) -> None:
+        keys = [key for op in op_names for key in self._keys(op)]
+        recipes = {place: recipe for place, recipe in table.recipes.items() if place[0] not in op_names}
+        fresh = build(self._state, self.policy_of(table), keys, recipes, self._shared)
+        asked = {key.text for key in keys}
         kept = {key: plan for key, plan in table.plans.items() if key not in asked}
         if table.state is self._state:
-            table.publish({**kept, **fresh})  # a key without a new plan is gone
+            table.publish({**kept, **fresh}, recipes)  # a key without a new plan is gone
 
 
 class PrivateTable(DispatchTable):

@@ -1,14 +1,16 @@
 """Makes table entries from decisions: the bare implementation wherever nothing has to happen before it.
 
 Layers share what does not depend on the layer: a decision that no rule for single layers touches is made once for all
-scopes of an operator, and so is what compiled code traces.
+scopes of an operator, and so is what compiled code traces. Policies share the entries of operators for which they
+decide the same, so that a policy for each tenant costs a table of references and no functions of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -28,14 +30,36 @@ from .table import MADE_FROM, Plan
 from .traced import Site, undeclared, untried, with_other_trace
 
 
+class Shared:
+    """The recipes of all tables of a manager, each as long as a table has it."""
+
+    def __init__(self) -> None:
+        self._by_operator: dict[str, MutableMapping[Any, _Recipe]] = {}
+
+    def of(self, op_name: str) -> MutableMapping[Any, _Recipe]:
+        """The recipes of one operator, by all that they are made from."""
+        return self._by_operator.setdefault(op_name, WeakValueDictionary())
+
+    def forget(self, op_names: Iterable[str] | None) -> None:
+        """Have the recipes of some operators made anew, or of all."""
+        for op_name in [*self._by_operator] if op_names is None else op_names:
+            self._by_operator.pop(op_name, None)
+
+
 def build(
-    state: State, policy: SelectionPolicy, keys: Iterable[Key], recipes: dict[Any, Any] | None = None
+    state: State,
+    policy: SelectionPolicy,
+    keys: Iterable[Key],
+    recipes: dict[Any, Any] | None = None,
+    shared: Shared | None = None,
 ) -> dict[str, Plan]:
     """The plans for some keys under one policy; an operator that nobody registered (any more) has none.
 
-    ``recipes`` are those of the last call with the same state and policy, and get the new ones.
+    ``recipes`` are those of the last call with the same state and policy, and get the new ones. ``shared`` has those of
+    other policies with the same state.
     """
     recipes = {} if recipes is None else recipes
+    shared = Shared() if shared is None else shared
     singled_out = {key.partition("@")[0] for key, _ in (*policy.per_op_order, *policy.op_tuned) if "@" in key}
     plans = {}
     for key in keys:
@@ -43,10 +67,15 @@ def build(
         group = key.scope if apart or key.scope is None else ANY_LAYER
         place = key.op_name, key.form, group
         if place not in recipes:
-            recipes[place] = _recipe(state, policy, key, key.scope if apart else None)
+            others = {} if key.op_name in singled_out else shared.of(key.op_name)
+            recipes[place] = _recipe(state, policy, key, key.scope if apart else None, others)
         if (recipe := recipes[place]) is not None:
-            entry = _entry(recipe, key.scope)
-            plans[key.text] = Plan(key.op_name, key.scope, recipe.site.decision, entry, recipe.declined)
+            plan = recipe.plans.get(key.scope)
+            if plan is None:
+                entry = _entry(recipe, key.scope)
+                plan = Plan(key.op_name, key.scope, recipe.site.decision, entry, recipe.declined)
+                recipe.plans[key.scope] = plan
+            plans[key.text] = plan
     return plans
 
 
@@ -82,9 +111,9 @@ def frozen_function(state: State, policy: SelectionPolicy, decision: Decision) -
     return with_other_trace(function, site.once_tried([first], function))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Recipe:
-    """The common part of several layers' entries.
+    """The common part of several layers' entries, and of several policies'.
 
     Args:
         site: the decision, and the form of call.
@@ -92,6 +121,7 @@ class _Recipe:
         undeclared: those of which a trace finds out whether Dynamo can trace them.
         traced: what Dynamo traces in place of the careful path.
         declined: what a trace goes on with when the first candidate declines.
+        plans: layer → the plan of its entry.
     """
 
     site: Site
@@ -99,17 +129,33 @@ class _Recipe:
     undeclared: list[OpImpl]
     traced: Function
     declined: Function
+    plans: dict[str | None, Plan] = field(default_factory=dict)
 
 
 ANY_LAYER = ""
 """Stands for every layer that nothing singles out."""
 
 
-def _recipe(state: State, policy: SelectionPolicy, key: Key, scope: str | None) -> _Recipe | None:
+def _recipe(
+    state: State, policy: SelectionPolicy, key: Key, scope: str | None, others: MutableMapping[Any, _Recipe]
+) -> _Recipe | None:
+    """The recipe for a key, which may be one of ``others``: of the policy itself, entries read ``strict`` alone."""
     try:
         decision = state.decide(key.op_name, scope, policy)
     except NoImplementationError:
         return None
+    same = key.form, scope, policy.strict, state.wrapper, *_parts(decision)
+    recipe = others.get(same)
+    if recipe is None:
+        others[same] = recipe = _new_recipe(state, policy, key, decision)
+    return recipe
+
+
+def _parts(decision: Decision) -> tuple[Any, ...]:
+    return decision.branches, tuple(decision.refusals.items()), tuple(decision.notes.items())
+
+
+def _new_recipe(state: State, policy: SelectionPolicy, key: Key, decision: Decision) -> _Recipe:
     operator = OPERATORS.get(key.op_name)
     site = Site(state, policy, decision, operator, key.form)
     view = site.needed_view()

@@ -55,12 +55,13 @@ class DispatchTable:
         policy: the policy that the functions were chosen for (unset on a root table until its manager starts).
         entries: key → function.
         plans: key → what the function was made from.
-        recipes: what entries that are added have in common with others, see :func:`~fl_dispatch.run.plan.build`.
+        recipes: what entries have in common with others, see :func:`~fl_dispatch.run.plan.build`.
         stale: the entries are not complete, or out of date.
         of_context: it is a policy context's, and no root.
         contexts_used: callers read ``current``, because there may be a policy context.
         plain: not stale, and no policy context was ever entered in this process, so that ``current`` need not be read.
         state: of the manager that fills it.
+        used: the number of the last use by a context.
     """
 
     __slots__ = (
@@ -75,6 +76,7 @@ class DispatchTable:
         "stale",
         "start",
         "state",
+        "used",
     )
 
     policy: SelectionPolicy
@@ -88,16 +90,17 @@ class DispatchTable:
         self.entries: dict[str, Callable[..., Any]] = {}
         self.plans: dict[str, Plan] = {}
         self.recipes: dict[Any, Any] = {}
+        self.used = 0
         self.stale = True
         self.contexts_used = False
         self.plain = False
 
     current = property(context_table.get)
 
-    def publish(self, plans: dict[str, Plan]) -> None:
+    def publish(self, plans: dict[str, Plan], recipes: dict[Any, Any]) -> None:
         """Make a complete set of entries visible to callers."""
         entries = {key: plan.entry for key, plan in plans.items()}
-        self.plans, self.recipes = plans, {}
+        self.plans, self.recipes = plans, recipes
         self.entries = entries
         self.stale = False
         self.plain = not self.contexts_used
