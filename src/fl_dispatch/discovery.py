@@ -7,8 +7,10 @@ that fails leaves nothing half-registered.
 from __future__ import annotations
 
 import importlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -63,6 +65,8 @@ class Target(NamedTuple):
 
 
 _discovered: dict[str, DiscoveredPlugin] = {}
+_thread = threading.local()
+"""``loads``: this thread runs code of a backend, its import or its registration."""
 _slow: dict[str, float] = {}
 
 
@@ -80,7 +84,8 @@ def plugins() -> list[Target]:
 def discover_plugins(registry: OpRegistry) -> int:
     """Load the plugins of the entry point group ``vllm_fl.plugin`` and the modules that the user named.
 
-    A plugin that this registry has already is skipped.
+    A plugin that this registry has already is skipped. Called by a plugin that is being loaded it does nothing, because
+    whoever loads that one goes on with the others.
 
     Returns:
         The number of plugins that were loaded.
@@ -89,7 +94,18 @@ def discover_plugins(registry: OpRegistry) -> int:
         PluginLoadError: a module that the user named does not load, or has no registration function.
         RegistrationError: a module that the user named registers something wrong.
     """
+    if getattr(_thread, "loads", False):
+        return 0
     return sum(bool(load_backend(registry, target)) for target in plugins())
+
+
+@contextmanager
+def _code_of_a_backend() -> Iterator[None]:
+    before, _thread.loads = getattr(_thread, "loads", False), True
+    try:
+        yield
+    finally:
+        _thread.loads = before
 
 
 def imported(target: Target) -> Target | None:
@@ -99,7 +115,8 @@ def imported(target: Target) -> Target | None:
     """
     started = time.perf_counter()
     try:
-        found = target.load()
+        with _code_of_a_backend():
+            found = target.load()
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # a plugin may raise anything: some exit, and a panic in Rust is no Exception
@@ -146,14 +163,16 @@ def load_backend(registry: OpRegistry, target: Target) -> bool | None:
         return False
     collecting = OpRegistry(registry, key)
     try:
-        function = _register_function(load(), name)
+        with _code_of_a_backend():
+            function = _register_function(load(), name)
         origin = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<unnamed>')}"
         if (
             "<" not in origin and origin in registry.snapshot().sources
         ):  # installed as a plugin, and named as a module too
             return False
         before = _implementations(registry)
-        function(collecting)
+        with _code_of_a_backend():
+            function(collecting)
         added = _implementations(collecting) - before
         count = collecting.commit(*(() if "<" in origin else (origin,)))
         if count is None:

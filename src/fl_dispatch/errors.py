@@ -113,9 +113,17 @@ class DispatchFrozenError(DispatchError, RuntimeError):
         return type(self), (self.change, self.differences)
 
 
+MOST_CHARACTERS = 2_000
+"""The most of an error's text in a log line, a ban and a note: a compiler's output may have millions."""
+
+
 def text_of(error: BaseException) -> str:
-    """An exception as text, whatever its class does."""
+    """An exception as text, whatever its class does; a long one's beginning and end, with its length."""
     try:
-        return f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
     except Exception as broken:
         return f"{type(error).__name__} (whose text raises {type(broken).__name__})"
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]} [... {len(text):,} characters in all ...] {text[-half:]}"

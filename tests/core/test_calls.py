@@ -114,7 +114,8 @@ def test_a_layer_first_call_takes_the_layers_attributes() -> None:
 def test_an_attribute_that_the_layer_lacks_leaves_the_default() -> None:
     manager = manager_of(impl("default.a", rms, op="rms_norm"))
     for _ in range(2):
-        assert manager.call("rms_norm", SimpleNamespace(), ones(1))[3:] == (None, 1e-6)
+        assert manager.call("rms_norm", SimpleNamespace(variance_epsilon=0.5), ones(1))[3:] == (None, 0.5)
+        assert manager.call("rms_norm", SimpleNamespace(weight="w"), ones(1))[3:] == ("w", 1e-6)
 
 
 def test_an_implementation_that_takes_a_layer_gets_the_callers_or_a_stand_in() -> None:
@@ -452,3 +453,23 @@ def test_switched_off_every_operator_runs_its_reference(monkeypatch: pytest.Monk
     get_default_manager().registry.register_impl(impl("default.a", lambda x: "a", op="silu_and_mul"))
     assert call_op("silu_and_mul", ones(1, 4)).shape == (1, 2)
     assert "switched off" in str(explain("silu_and_mul"))
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_call_without_an_argument_names_the_operator(proven: bool) -> None:
+    manager = manager_of(impl("reference.a", lambda x, residual, weight, epsilon: x, op="rms_norm"))
+    if proven:
+        manager.call("rms_norm", torch.ones(1, 2))
+    with pytest.raises(TypeError) as raised:
+        manager.call("rms_norm")
+    text = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "rms_norm(x, residual, weight, epsilon): missing a required argument: 'x'" in text
+
+
+@pytest.mark.parametrize("proven", [False, True])
+def test_a_layer_that_holds_none_of_the_arguments_is_refused_by_name(proven: bool) -> None:
+    manager = manager_of(impl("reference.a", lambda x, residual, weight, epsilon: x, op="rms_norm"))
+    if proven:
+        manager.call("rms_norm", SimpleNamespace(weight=None, variance_epsilon=1e-6), torch.ones(1, 2))
+    with pytest.raises(TypeError, match=r"rms_norm: .*weight.* of the class ReLU, has none"):
+        manager.call("rms_norm", torch.nn.ReLU(), torch.ones(1, 2))

@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
@@ -34,6 +34,8 @@ from fl_dispatch import (
     set_global_policy,
     with_preference,
 )
+from fl_dispatch.knowledge.failures import ArgumentKind, FailureLog
+from fl_dispatch.locking import writers
 from fl_dispatch.manager import start
 from fl_dispatch.shadow.sampling import Sampling, Wish
 from storm import fork_and_wait, quick_switches, storm, three
@@ -501,3 +503,21 @@ def test_calls_go_on_while_the_default_manager_is_reset_again_and_again() -> Non
     for thread in threads:
         thread.join(30)
     assert errors == []
+
+
+CHANGES: dict[str, Callable[[FailureLog], Any]] = {
+    "record": lambda log: log.record(impl("default.a"), ArgumentKind.of((), None), RuntimeError("x")),
+    "clear": lambda log: log.clear(),
+    "restore": lambda log: log.restore({}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_bans_waits_for_the_one_at_work(change: Callable[[FailureLog], Any]) -> None:
+    """Else one of two failures at the same moment is lost."""
+    log, done = FailureLog(), threading.Event()
+    thread = threading.Thread(target=lambda: (change(log), done.set()), daemon=True)
+    with writers:
+        thread.start()
+        assert not done.wait(0.3)
+    assert done.wait(10)

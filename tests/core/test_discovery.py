@@ -221,6 +221,29 @@ def register_builtins(registry):
         assert manager.call("silu_and_mul", torch.ones(1, 2)) == "acme"
 
 
+@pytest.mark.parametrize("again", ["its own registry", "the registry of the process"])
+def test_a_plugin_that_discovers_plugins_again_leaves_the_others_as_they_are(
+    again: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = OpRegistry()
+
+    def recursing(mine: OpRegistry) -> None:
+        assert discover_plugins(mine if again == "its own registry" else registry) == 0
+        mine.register_impl(impl("vendor.recursing"))
+
+    def other(mine: OpRegistry) -> None:
+        mine.register_impl(impl("vendor.other"))
+
+    points = [entry_point(recursing, "a_recursing"), entry_point(other, "b_other")]
+    monkeypatch.setattr(discovery_module, "entry_points", lambda group: points)
+    assert discover_plugins(registry) == 2
+    assert {found.impl_id for found in registry.get_implementations("demo")} == {"vendor.recursing", "vendor.other"}
+    found = {plugin.name: plugin.loaded for plugin in get_discovered_plugins()}
+    assert found["a_recursing"]
+    assert found["b_other"]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_plugin_that_is_installed_and_named_too_registers_once(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 

@@ -416,3 +416,27 @@ def test_a_forked_child_of_a_frozen_process_is_frozen_alike() -> None:
             refused = True
         os._exit(0 if same and refused else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("way", ["by name", "bound"])
+def test_a_thawed_call_has_all_the_care_that_a_frozen_one_has_not(way: str) -> None:
+    """While dispatch is frozen nothing is copied, because a failure is raised: tables made for that must not stay."""
+
+    def breaks(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Any:
+        x.fill_(-1)
+        residual.fill_(-1)
+        raise RuntimeError("half-way")
+
+    def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Any:
+        return x + residual, residual
+
+    registry = get_default_manager().registry
+    registry.clear()
+    registry.register_many([impl("default.a", breaks, op="rms_norm"), impl("reference.b", add, op="rms_norm")])
+    call = functools.partial(call_op, "rms_norm") if way == "by name" else bind_op("rms_norm", "layers.0")
+    freeze_dispatch()
+    with pytest.raises(RuntimeError, match="half-way"):
+        call(torch.ones(2), torch.ones(2), torch.ones(2), 1e-6)
+    thaw_dispatch()
+    result, _ = call(torch.ones(2), torch.ones(2), torch.ones(2), 1e-6)
+    assert result.eq(2).all()

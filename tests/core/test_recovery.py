@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -731,3 +733,56 @@ def test_a_callers_type_error_is_no_failure_of_a_bound_operator() -> None:
             bound(x(), nothing_of_this_name=1)
         assert bound(x()) == "ok"
     assert manager.get_failed_impls() == {}
+
+
+def test_a_long_text_of_an_error_is_cut_in_the_log_and_in_the_ban(caplog: pytest.LogCaptureFixture) -> None:
+    def breaks(x: Any) -> Any:
+        raise RuntimeError("begins" + 3_000_000 * "x" + "ends")
+
+    manager = manager_of(impl("default.a", breaks), impl("reference.b", lambda x: "b"))
+    assert manager.call("demo", torch.ones(2)) == "b"
+    lines = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    (cause,) = (failure.cause for kinds in manager.state.failures.failures().values() for failure in kinds.values())
+    for text in (*lines, cause):
+        assert len(text) < 2_500
+        assert re.search(r"begins.*3,000,024 characters in all.*ends", text)
+    assert lines
+
+
+@pytest.mark.parametrize("name", [name for name in WRITING if name not in STATEFUL])
+def test_an_argument_that_is_declared_an_output_is_never_read(name: str) -> None:
+    """By what the reference computes, because a fallback does not restore it: an old value must make no difference."""
+    operator, reference = OPERATORS[name], getattr(ReferenceBackend(), name)
+    results: list[list[list[Tensor]]] = []
+    for old in (77, 78):
+        results.append([])
+        bound = (operator.bind(sample.args, {}) for sample in drawn(name))
+        for args in itertools.islice((args for args in bound if operator.written(args)), 3):
+            for access, tensor in operator.written(args).values():
+                if access is Access.OUTPUT:
+                    tensor.fill_(old)
+            results[-1].append(flat(reference(*operator.operands(args))))
+    for first, second in zip(*results, strict=True):
+        for one, other in zip(first, second, strict=True):
+            differs = ~one.isclose(other, equal_nan=True, rtol=0, atol=0)
+            assert one[differs].eq(77).all(), "it was read"
+            assert other[differs].eq(78).all(), "it was read"
+
+
+ACCUMULATED = {
+    "lora_shrink": {"out"},
+    "lora_expand": {"y"},
+    "rms_norm": {"x", "residual"},
+    "gemma_rms_norm": {"x", "residual"},
+    "rms_norm_quantize": {"residual"},
+    "rotary_embedding": {"query", "key"},
+}
+"""Operators → arguments that they read and overwrite, by the papers that define them, and not by the declarations."""
+
+
+def test_arguments_that_are_read_and_overwritten_are_declared_so() -> None:
+    declared = {
+        name: {argument for argument, write in OPERATORS[name].writes.items() if write.access is Access.UPDATE}
+        for name in WRITING
+    }
+    assert {name: arguments for name, arguments in declared.items() if arguments} == ACCUMULATED

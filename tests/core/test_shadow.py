@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from fl_dispatch import (
     with_strict_mode,
 )
 from fl_dispatch.backends.reference.impl import attention, normalization
+from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.devices import detect_device
 from fl_dispatch.locking import writers
 from fl_dispatch.ops import OPERATORS
@@ -458,3 +460,45 @@ def test_calls_behind_a_view_are_compared_and_what_is_traced_is_traced_as_ever(o
         assert [found.calls for found in findings(manager)] == ([1] if opaque else [])
         gate(LARGE)
     assert [found.calls for found in findings(manager)] == [2 if opaque else 1]
+
+
+@pytest.mark.parametrize("share", [5e-324, 1e-320, 1e-308, 1e-300, 1e-9, 1 - 2**-53, 1.0])
+def test_any_share_that_is_accepted_draws_calls(share: float) -> None:
+    gaps = Sampling(Wish(share, None, "reference", False, 1.0)).gaps("demo")
+    drawn = [next(gaps) for _ in range(20)]
+    assert min(drawn) >= 1
+    assert (max(drawn) == 1) == (share > 0.9)
+
+
+WRITING = [name for name, operator in OPERATORS.items() if operator.writes and not operator.selection]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_the_second_run_leaves_whatever_the_caller_passed_as_the_first_one_left_it(name: str) -> None:
+    operator, reference = OPERATORS[name], getattr(ReferenceBackend(), name)
+    ran: list[str] = []
+
+    def spoils(*args: Any) -> Any:
+        result = reference(*operator.operands(args))
+        for _, tensor in operator.written(operator.bind(args, {})).values():
+            tensor.fill_(55)
+        ran.append(name)
+        return result
+
+    def calls() -> list[tuple[Any, ...]]:
+        assert operator.samples is not None
+        drawn = operator.samples(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(1))
+        bound = (operator.bind(sample.args, {}) for sample in drawn)
+        return [*itertools.islice((args for args in bound if operator.written(args)), 3)]
+
+    manager = watching(
+        impl("vendor.mine", reference, op=name), impl("reference.torch", spoils, op=name, signature="unchecked")
+    )
+    manager.call(name, *calls()[0])  # a first call is never drawn
+    for args, before in zip(calls(), calls(), strict=True):
+        manager.call(name, *args)
+        reference(*operator.operands(before))
+        for argument, now, alone in zip(operator.parameters, args, before, strict=True):
+            if isinstance(now, Tensor):
+                assert now.float().allclose(alone.float(), rtol=0, atol=0, equal_nan=True), argument
+    assert ran or name in manager.shadow.findings.unfit

@@ -5,6 +5,7 @@ So it is in a compiled engine, too, which repacks a weight once for each time th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,29 @@ def test_a_layer_of_vllms_multiplies_with_what_was_loaded_last(name: str) -> Non
             torch.testing.assert_close(product(layer, x), wanted)
             assert layer.weight.fl_prepared.made[chosen.impl_id] is not None
             torch.testing.assert_close(compiled(x), wanted)
+
+
+@pytest.mark.parametrize("method", ["update_weights", "finish_weight_update", "reload_weights"])
+def test_new_weights_are_used_also_where_a_transfer_writes_to_an_address(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 8), requires_grad=False)
+    prepared.declare(weight)
+    address = weight.data_ptr()
+
+    def write(self: Any, *arguments: Any) -> None:
+        (ctypes.c_float * weight.numel()).from_address(address)[:] = [3.0] * weight.numel()
+
+    def form() -> Tensor | None:
+        return prepared.of(weight, "a", lambda weight, before: weight.clone())
+
+    form()
+    monkeypatch.setattr(Worker, method, write)
+    ours: Any = object.__new__(worker.WorkerFL)
+    getattr(ours, method)(*([{}] if method == "update_weights" else []))
+    found = form()
+    assert found is not None
+    assert found.eq(3.0).all()
 
 
 def test_the_weights_of_experts_stay_too() -> None:

@@ -142,7 +142,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
         moving = [name for name in tensors if name not in operator.weights]
         staying = [name for name in tensors if name in operator.weights]
         lines.append(f"    return _fresh(({', '.join(moving)},), _result, ({''.join(f'{one}, ' for one in staying)}))")
-    namespace = {"__name__": CALLED_BY_PYTORCH}
+    namespace: dict[str, Any] = {"__name__": CALLED_BY_PYTORCH}
     namespace |= {"_root": root, "_recover": recover, "_unknown": unknown, "_store": store, "_fresh": fresh}
     namespace |= {"_promises": {}, "_promised": functools.partial(promised, operator), "_described": described}
     namespace |= {"_broken": functools.partial(broken, operator)}

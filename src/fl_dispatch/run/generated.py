@@ -18,7 +18,7 @@ from ..ops import Operator
 from ..signatures import Convention
 from ..types import OpImpl
 from .keys import BOUND, LAYER
-from .layer_form import LayerStandIn, attributes_of, passed_by
+from .layer_form import LayerStandIn, attributes_of, passed_by, refuse_a_stranger
 from .table import DispatchTable
 
 _FILE = "<string>"  # vLLM leaves exactly this name out of its compile-cache key; anything else it tries to read
@@ -162,6 +162,7 @@ def _generate(
         lines += [f"    if not ({' and '.join(free)}):", f"        return _otherwise({passed})"]
     lines.append(f"    return {call}")
     namespace = {**names, "_LayerStandIn": LayerStandIn, "_is_compiling": torch.compiler.is_dynamo_compiling}
+    namespace["_refuse_a_stranger"] = functools.partial(refuse_a_stranger, operator)
     return _compile(operator, "\n".join(lines), namespace)
 
 
@@ -173,7 +174,7 @@ def _read_attributes(attributes: Mapping[str, str]) -> list[str]:
     absent = [
         f"        {name} = getattr(_obj, {attribute!r}, _default_{name})" for name, attribute in attributes.items()
     ]
-    return ["    try:", *plain, "    except AttributeError:", *absent]
+    return ["    try:", *plain, "    except AttributeError:", "        _refuse_a_stranger(_obj)", *absent]
 
 
 def _predicated(

@@ -62,6 +62,7 @@ def arguments_of(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: 
     Raises:
         TypeError: the call does not fit the layer form.
     """
+    refuse_a_stranger(operator, layer)
     names = passed_by(operator)
     if len(args) > len(names):
         raise TypeError(
@@ -73,3 +74,17 @@ def arguments_of(operator: Operator, layer: Any, args: tuple[Any, ...], kwargs: 
             raise TypeError(f"{operator.name}: argument '{name}' is unknown, doubled, or the layer's own")
         given[name] = value
     return given | read_from(operator, layer)
+
+
+def refuse_a_stranger(operator: Operator, layer: Any) -> None:
+    """Refuse a layer that holds none of the operator's arguments: it is another kind of layer, or no layer at all.
+
+    Raises:
+        TypeError: it is one.
+    """
+    attributes = attributes_of(operator).values()
+    if attributes and not any(hasattr(layer, attribute) for attribute in attributes):
+        raise TypeError(
+            f"{operator.name}: a layer with one of the attributes {', '.join(attributes)} is needed, and the first "
+            f"argument, of the class {type(layer).__name__}, has none of them"
+        )

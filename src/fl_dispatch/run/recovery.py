@@ -85,8 +85,10 @@ def recover(
             raise error  # the operator was taken away during the call: nobody can take over
         try:
             call = Call.of(plan.op_name, plan.scope, args, kwargs)
-        except TypeError:
-            raise error from None  # the call does not fit the operator: the caller's mistake
+        except TypeError as misfit:  # the call does not fit the operator: the caller's mistake
+            if str(misfit) != str(error):
+                add_note(error, f"fl_dispatch: {misfit}")
+            raise error from None
         decision = plan.decision if plan.entry is fn else getattr(fn, MADE_FROM, None)
         if failed is None:
             failed = _bare(table.state, fn, plan) if decision is None else call.branch(decision).candidates[0]
@@ -276,8 +278,8 @@ class _Attempts:
 
 
 def _warn(impl: OpImpl, call: Call, error: BaseException) -> None:
+    text = text_of(error)
     if declines(error):
-        logger.debug("Implementation '%s' declined op '%s' (%s): %s", impl.impl_id, call.op_name, call.kind, error)
+        logger.debug("Implementation '%s' declined op '%s' (%s): %s", impl.impl_id, call.op_name, call.kind, text)
     else:
-        text = text_of(error)
         logger.warning("Implementation '%s' failed for op '%s': %s (%s)", impl.impl_id, call.op_name, text, call.kind)
