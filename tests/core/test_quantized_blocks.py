@@ -1,4 +1,4 @@
-"""Merged layers whose parts are no whole number of blocks: each part has blocks of its own, and ranks cut none."""
+"""Merged layers: each part has the blocks and the scale of inputs of its own, and ranks cut no block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_dispatch.hosting.quantized import blocks, orders
-from fl_dispatch.hosting.quantized.layers import Fp8BlockLayer
+from fl_dispatch.hosting.quantized.layers import Fp8BlockLayer, Fp8Layer
 
 BLOCK = 32
 FP8 = torch.float8_e4m3fn
@@ -99,3 +99,26 @@ def test_scales_of_inputs_that_were_powers_of_two_are_warned_of_once(monkeypatch
     for _ in range(2):
         blocks.warn_of_powers_of_two({"scale_fmt": "ue8m0", "weight_block_size": [128, 128]})
     assert [warning[:22] for warning in warnings] == ["'scale_fmt': 'ue8m0' s"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merged_layers_have_each_the_scale_of_inputs_that_their_checkpoint_has(bias: bool) -> None:
+    torch.manual_seed(0)
+    parts, scales = [48, 16, 16], torch.tensor([0.01, 0.02, 0.05])
+    weights, x = [torch.randn(rows, 64).to(FP8) for rows in parts], torch.randn(3, 64)
+    added = torch.randn(80) if bias else None
+    layer, used = layer_of(torch.cat(weights), torch.ones(1, 1), parts), Fp8Layer()
+    layer.weight_scale, layer.input_scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0])), nn.Parameter(scales)
+    used.process_weights_after_loading(layer)
+    right = []
+    for number, weight in enumerate(weights):
+        rows, scale = used.fl_quantize(x, "float8_e4m3fn", -1, scales[number : number + 1])
+        right.append((rows.float() * scale) @ weight.float().t() * (number + 1))
+    expected = torch.cat(right, -1) + (0 if added is None else added)
+    torch.testing.assert_close(used.apply_weights(layer, x, added), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_of_inputs_that_are_equal_are_one() -> None:
+    same, of_merged = torch.tensor([0.5, 0.5]), torch.tensor([0.5, orders.UNSET])
+    assert [orders.scale_of_rows(scale, 2).tolist() for scale in (same, of_merged, same[:1])] == [[0.5]] * 3
+    assert orders.scale_of_rows(torch.tensor([0.5, 0.25]), 2).tolist() == [0.5, 0.25]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from fl_dispatch.hosting.quantized import remedies
+
 from ..version import TESTED_HOSTS, host_version
 
 SERVED: Mapping[str, str] = MappingProxyType(
@@ -65,5 +67,7 @@ def announce() -> None:
     for method in SERVED:
         if method not in quantization.QUANTIZATION_METHODS:
             quantization.QUANTIZATION_METHODS[method] = config_class(method)
+    for method in remedies.METHODS:  # SGLang would say that it does not know one; we say what works
+        quantization.QUANTIZATION_METHODS.setdefault(method, quantization.QUANTIZATION_METHODS["fp8"])
     for converted, method in CONVERTED.items():
         quantization.QUANTIZATION_METHODS[converted] = quantization.QUANTIZATION_METHODS[method]

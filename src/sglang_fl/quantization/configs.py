@@ -97,15 +97,6 @@ class Served:
         """The least of any GPU."""
         return 0
 
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
-        """SGLang asks this of every checkpoint before it looks for a method, so one that has none here is refused."""
-        method = str((hf_quant_cfg or {}).get("quant_method", "")).lower()
-        if method in remedies.METHODS and user_quant is None:
-            raise refused(f"quantization '{method}'", remedies.of_method(method))
-        taken: str | None = super().override_quantization_method(hf_quant_cfg, user_quant)  # type: ignore[misc]
-        return taken
-
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer, bound for its prefix; ``None`` for SGLang's own.
 
@@ -228,7 +219,7 @@ class CompressedTensorsConfigFL(Served, CompressedTensorsConfig):
         return sorted(self.target_scheme_map, key=lambda target: (target.startswith(EXPRESSION), target))
 
     def _named(self, name: str) -> Mapping[str, Any] | None:
-        """What is said of a layer by name: its scheme, an empty one where it is ignored, or nothing."""
+        """A layer's scheme by its name: an empty one where it is ignored, and ``None`` if nothing names it."""
         if any(_matches(name, target) for target in self.ignore):
             return {}
         return next((self.target_scheme_map[target] for target in self._targets() if _matches(name, target)), None)

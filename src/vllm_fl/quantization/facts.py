@@ -145,6 +145,14 @@ FACTS = (
         )
     ),
     HostFact(
+        "vllm.model_executor.layers.attention.attention:Attention",
+        ("kv_cache_dtype",),
+        "reads",
+        _CONFIGS,
+        "Scales of each head would become one of a layer.",
+        since="0.32",
+    ),
+    HostFact(
         "vllm.model_executor.layers.linear:ColumnParallelLinear",
         ("allow_fp8_block_shape_mismatch",),
         "replaces",

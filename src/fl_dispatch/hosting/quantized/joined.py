@@ -1,4 +1,4 @@
-"""What a checkpoint says of a layer that a host joins of several: its rules name the parts."""
+"""A checkpoint's rules for a layer that a host joins of several: they name the parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def agreed(
     said: Callable[[T], str],
     refused: Callable[[str], Exception],
 ) -> T:
-    """What a checkpoint says of a layer, joined or not.
+    """The answer of a checkpoint's rules for a layer, joined or not.
 
     A rule that names no part may name the joined layer, as in a checkpoint that joined it.
 

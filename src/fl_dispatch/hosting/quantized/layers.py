@@ -76,20 +76,33 @@ class ScaledLayer(QuantizedLayer):
         self.fl_quantize = bind_op("quantize", scope)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """A scale for each column, and at most one for the rows."""
-        rows = getattr(layer, "input_scale", None)
+        """A scale for each column; for the rows none, one, or one for each of the merged layers."""
+        rows, widths = getattr(layer, "input_scale", None), layer.logical_widths
         self._keep(
             layer,
             weight=layer.weight.data.contiguous(),
-            weight_scale=orders.scale_of_columns(layer.weight_scale.data, layer.logical_widths),
-            input_scale=None if rows is None else rows.data.max().view(1),
+            weight_scale=orders.scale_of_columns(layer.weight_scale.data, widths),
+            input_scale=None if rows is None else orders.scale_of_rows(rows.data, len(widths)),
         )
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product."""
         given, block = layer.input_scale, self.fl_block
+        if given is not None and given.numel() > 1:
+            return self._apply_apart(layer, x, bias)
         rows, scales = self.fl_quantize(x, self.fl_type, block if given is None else TENSOR, given)
         return self.fl_call(rows, scales, layer.weight, layer.weight_scale, bias, DTYPES[x.dtype], block)
+
+    def _apply_apart(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The products of merged layers that have different scales of their inputs."""
+        widths = list(layer.logical_widths)
+        biases = [None] * len(widths) if bias is None else torch.split(bias, widths)
+        weights = zip(torch.split(layer.weight, widths), torch.split(layer.weight_scale, widths), biases, strict=True)
+        found = []
+        for scale, (weight, columns, added) in zip(torch.split(layer.input_scale, 1), weights, strict=True):
+            rows, scales = self.fl_quantize(x, self.fl_type, TENSOR, scale)
+            found.append(self.fl_call(rows, scales, weight, columns, added, DTYPES[x.dtype], 0))
+        return torch.cat(found, -1)
 
 
 class Int8Layer(ScaledLayer):

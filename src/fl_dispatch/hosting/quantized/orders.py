@@ -74,6 +74,19 @@ def scale_of_columns(scale: Tensor, widths: Sequence[int]) -> Tensor:
     return each.repeat_interleave(torch.tensor(widths, device=scale.device)).view(-1, 1)
 
 
+def scale_of_rows(scale: Tensor, parts: int) -> Tensor:
+    """The scale of a layer's input, float32: ``[1]``, or ``[parts]`` where those of merged layers differ.
+
+    Args:
+        scale: one for each of the layers that the host merged into this one, or for all of it. Only the first one is
+            set of merged layers that the checkpoint merged too.
+        parts: the number of merged layers.
+    """
+    scale = scale.float().flatten()
+    each = torch.where(scale > UNSET, scale, scale[0])
+    return each[:1].contiguous() if scale.numel() != parts or bool((each == each[0]).all()) else each
+
+
 def scale_of_experts(scale: Tensor, columns: int) -> Tensor:
     """A scale for each column of each expert's weight, ``[experts, columns, 1]``, float32.
 

@@ -1,4 +1,4 @@
-"""What a user can do about a quantized checkpoint that is refused."""
+"""Remedies for quantized checkpoints that are refused: what works instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OUT_OF_ORDER = (
     "puts columns out of order, which is not served though 'desc_act' is false: quantize without an order of "
     "activations, or by GPTQModel with 'act_group_aware', which keeps columns in place"
 )
-"""What is wrong with a ``g_idx``, and what works."""
+"""The fault of a ``g_idx``, and what works."""
 COLUMNS = "export with 'desc_act': false, or by GPTQModel with 'act_group_aware', which keeps columns in place"
 ORDER = "export with actorder 'static', which keeps columns in place"
 VERSION = "export with version 'gemm'"
@@ -40,5 +40,5 @@ SCALE_A_HEAD = "a KV cache in fp8 with a scale for each head ('kv_cache_scheme' 
 
 
 def of_method(name: str) -> str:
-    """What works instead of a method; something for every one."""
+    """A remedy for each method that is not served."""
     return METHODS.get(name, f"{_EIGHT_BITS}, or 'W4A16'")
