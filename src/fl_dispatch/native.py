@@ -37,7 +37,7 @@ def addresses(read: Iterable[Tensor | None], written: Iterable[Tensor] = ()) -> 
                 continue
             if not ((base := _base(tensor)) or not tensor.numel()) or not tensor.is_cpu:
                 raise absent(tensor)
-            found.append(base + tensor.storage_offset() * tensor.element_size())
+            found.append(base + int(tensor.storage_offset()) * tensor.element_size())
         for tensor in written:
             if not (_base(tensor) or not tensor.numel()) or not tensor.is_cpu:
                 raise absent(tensor)

@@ -163,8 +163,8 @@ def _why_no_attention(
         return "there are not as many starts and tables as lengths"
     if out is not None and (out.dim() != 3 or out.shape[0] < rows or out.shape[1:] != (heads, dim)):
         return "out has not as many results as there are queries"
-    for each in (alibi_slopes, sinks):
-        if each is not None and (each.shape != (heads,) or not each.is_cpu):
+    for factors in (alibi_slopes, sinks):
+        if factors is not None and (factors.shape != (heads,) or not factors.is_cpu):
             return "there are not as many slopes or sinks as heads, on the CPU"
     return "" if block_table.stride()[1] == 1 else "the columns of the block table lie apart"
 
