@@ -148,7 +148,8 @@ def _show(title: str, prompts: list[str], generated: Generated, report: dict[str
 
 def show_what_ran(report: dict[str, Any]) -> None:
     """Tables of the implementations that a worker called and of the reasons, from its report."""
-    rows, reasons = [], {}
+    rows: list[tuple[str, str, str, int]] = []
+    reasons: dict[tuple[str, str, str], list[str]] = {}
     for key, calls in sorted(report["counts"].items()):
         op_name, impl_id = key.split(" ")
         decision = report["decisions"][op_name]
