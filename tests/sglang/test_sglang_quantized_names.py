@@ -1,4 +1,4 @@
-"""What a checkpoint's rules say of layers by name, under SGLang, which joins some: the format's own library decides."""
+"""A checkpoint's rules about layers by name mean under SGLang what the format's own library says."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What loading each case's checkpoint says, in one process."""
+    """Each case's sentence when its checkpoint is loaded, all in one process."""
     folder = tmp_path_factory.mktemp("unfitting")
     folders = unfitting.write_all(folder, CASES)
     jobs, result = folder / "jobs.json", folder / "result.json"

@@ -172,7 +172,7 @@ def examine() -> dict[str, Any]:
 
 
 def _check_hosts(warnings: list[str], problems: list[str]) -> None:
-    """What each installed host's plugin refuses in the environment; leaves the first one's prefixes of variables."""
+    """Add what each installed host's plugin refuses in the environment; keep the first one's prefixes of variables."""
     present = [package for package in PLUGINS if find_spec(package) is not None]
     if not present:
         hosts = " nor ".join(host_of(package).name for package in PLUGINS)

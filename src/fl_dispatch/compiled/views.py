@@ -147,7 +147,7 @@ def _kernel(root: DispatchTable, operator: Operator, variant: Variant) -> Callab
     namespace |= {"_promises": {}, "_promised": functools.partial(promised, operator), "_described": described}
     namespace |= {"_broken": functools.partial(broken, operator)}
     exec("\n".join(lines), namespace)
-    function: Callable[..., Any] = namespace[variant.name]  # type: ignore[assignment]
+    function: Callable[..., Any] = namespace[variant.name]
     return function
 
 
