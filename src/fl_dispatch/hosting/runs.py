@@ -163,7 +163,8 @@ class Recorder:
             return
         error = error or sys.exception() or getattr(sys, "last_value", None)
         planned = error is None or isinstance(error, SystemExit | KeyboardInterrupt)
-        self._run, self._written = replace(self._run, ended="" if planned else _first_line(error)), {}
+        said = "" if error is None or planned else _first_line(error)
+        self._run, self._written = replace(self._run, ended=said), {}
         self.update()
 
     def update(self) -> None:
@@ -304,7 +305,8 @@ def differences(found: list[Run]) -> dict[str, dict[str, list[int]]]:
 
 def used(run: Run) -> list[str]:
     """The operators that the model's layers are bound to or that ran; all of them in an older record."""
-    return list(run.choices.get("used", run.choices.get("decisions", {})))
+    found = run.choices.get("used")
+    return list(run.choices.get("decisions") or () if found is None else found)
 
 
 def chosen(run: Run, op_name: str) -> str:

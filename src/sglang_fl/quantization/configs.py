@@ -304,7 +304,7 @@ class GPTQConfigFL(Served, GPTQConfig):
     def fl_kind(self, layer: Any, prefix: str, kinds: Kinds) -> Any:
         names = (f"{prefix}.0.{product}" for product in ("gate_proj", "up_proj", "down_proj"))
         parts = list(names) if kinds is EXPERTS else joined.names_of_parts(prefix, self.packed_modules_mapping)
-        usual = self.weight_bits, self.group_size, self.desc_act, self.is_symmetric
+        usual: tuple[Any, ...] = (self.weight_bits, self.group_size, self.desc_act, self.is_symmetric)
         found = joined.agreed(self._named, prefix, parts, usual, _packing_in_words, refused)
         if not found:
             return None

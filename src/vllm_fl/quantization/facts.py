@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_dispatch.hosting.host_facts import HostFact
+from fl_dispatch.hosting.host_facts import HostFact, Verb
 
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _LINEAR = "vllm.model_executor.kernels.linear"
@@ -16,6 +16,11 @@ _EXPERTS = "quantization.experts"
 _MOE = "vllm.model_executor.layers.fused_moe"
 _COMPRESSED_MOE = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe"
 
+_BLOCKS: tuple[tuple[str, Verb, str], ...] = (
+    (f"{_QUANTIZATION}.fp8:Fp8LinearMethod", "overrides", ""),
+    (f"{_SCHEMES}.compressed_tensors_w8a8_fp8:CompressedTensorsW8A8Fp8", "replaces", ", weight_loader"),
+)
+"""Owners of weights in blocks, the use that is made of their ``create_weights``, and a parameter more of it."""
 FACTS = (
     HostFact(
         _LINEAR,
@@ -139,10 +144,7 @@ FACTS = (
             "vLLM counts blocks from the first row of merged layers, and refuses those that do not fit.",
             since="0.32",
         )
-        for owner, how, also in (
-            (f"{_QUANTIZATION}.fp8:Fp8LinearMethod", "overrides", ""),
-            (f"{_SCHEMES}.compressed_tensors_w8a8_fp8:CompressedTensorsW8A8Fp8", "replaces", ", weight_loader"),
-        )
+        for owner, how, also in _BLOCKS
     ),
     HostFact(
         "vllm.model_executor.layers.attention.attention:Attention",
