@@ -26,6 +26,8 @@ from fl_dispatch import OpImpl, get_default_manager
 from fl_dispatch.backends.vendor.cpu.impl.attention import KV_LAYOUT
 from fl_dispatch.cli.output import print_table
 from fl_dispatch.evidence.bench import machine
+from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.named import of_arguments
 
 ROUNDS, LEAST_SECONDS = 15, 2e-3
 DTYPES = (torch.float32, torch.bfloat16)
@@ -98,11 +100,12 @@ def candidates(case: Case) -> dict[str, Callable[[], Any]]:
     def call(impl: OpImpl) -> Callable[[], Any]:
         return lambda: impl.fn(*case.args)
 
+    def takes(impl: OpImpl) -> bool:
+        asked = impl.supports and of_arguments(impl.supports, OPERATORS[case.op_name].parameters)
+        return impl.is_available() and (asked is None or asked(*case.args) is True)
+
     found = get_default_manager().registry.get_implementations(case.op_name)
-    fit = (
-        impl for impl in found if impl.is_available() and (impl.supports is None or impl.supports(*case.args) is True)
-    )
-    return {impl.impl_id: call(impl) for impl in fit}
+    return {impl.impl_id: call(impl) for impl in found if takes(impl)}
 
 
 def measure(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:

@@ -32,6 +32,7 @@ from fl_dispatch.backends.triton.impl import scaled, weight_only
 from fl_dispatch.evidence.bench import calls_of, rotated
 from fl_dispatch.evidence.timing import Clock
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.named import of_arguments
 
 WEIGHTS = {
     "llama-3.1-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
@@ -129,7 +130,9 @@ def rivals(op_name: str, args: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
     manager.ensure_initialized()
     for impl in manager.registry.get_implementations(op_name):
         there = impl.impl_id.startswith("vendor.cuda") and (impl.available is None or impl.available())
-        if there and (impl.supports is None or impl.supports(*args) is True):
+        if there and (
+            impl.supports is None or of_arguments(impl.supports, OPERATORS[op_name].parameters)(*args) is True
+        ):
             yield impl.impl_id, impl.fn
 
 

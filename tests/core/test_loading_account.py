@@ -235,6 +235,15 @@ def test_a_buffer_that_a_reader_fills_again_has_the_last_tensors() -> None:
     assert account.left(()) == ["dropped"]
 
 
+def test_a_tensor_may_be_left_by_any_rule_that_it_meets(tmp_path: Path) -> None:
+    model = Model(2)
+    tensors = {"layer.weight": torch.ones(2), "vision_tower.fc1.bias": torch.ones(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    account = counted(model, tensors, lambda name, tensor: name[0] == "l" and model.weight.data.copy_(tensor))
+    account.files = [str(tmp_path / "model.safetensors")]
+    assert account.left(UNTAKEN) == []  # a bias that is not zero, of a tower
+
+
 def test_biases_of_zeros_may_be_left_and_others_not(tmp_path: Path) -> None:
     model = Model(2)
     tensors = {"layer.weight": torch.ones(2), "a.bias": torch.zeros(2), "b.bias": torch.ones(2)}

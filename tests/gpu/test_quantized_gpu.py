@@ -28,6 +28,7 @@ from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.inputs import mixtures
 from fl_dispatch.ops.inputs.mixtures import Mixture
 from fl_dispatch.ops.inputs.quantized import Products
+from fl_dispatch.ops.named import of_arguments
 from fl_dispatch.ops.results import errors, flat
 from fl_dispatch.types import OpImpl
 from quantized_checkpoints import SCHEMES, W4, compressed, few_bits
@@ -129,7 +130,9 @@ def test_a_kernel_is_right_for_a_models_weights(kind: str, weight: tuple[int, in
         prepared.declare_all(operator.stay(args))
         (right,) = flat(reference.fn(*[_wide(arg) for arg in args]))
         for impl in kernels():
-            if impl.op_name == name and (impl.supports is None or impl.supports(*args) is True):
+            if impl.op_name != name:
+                continue
+            if impl.supports is None or of_arguments(impl.supports, operator.parameters)(*args) is True:
                 size = max(1.0, float(right.std()))  # with zero points results are larger than one
                 _, share = errors(impl.fn(*args), right, operator.tolerance(dtype, args), size)
                 answered_by.add(impl.impl_id)

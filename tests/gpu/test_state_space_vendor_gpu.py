@@ -22,6 +22,7 @@ from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.evidence.verify import implementations, verify
 from fl_dispatch.ops import OPERATORS
 from fl_dispatch.ops.inputs.state_space import _StateSpaces
+from fl_dispatch.ops.named import of_arguments
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -51,7 +52,7 @@ def test_the_scan_of_heads_is_right_at_the_size_of_a_model() -> None:
         .args
         for _ in range(2)
     )
-    assert impl.supports(*args) is True
+    assert of_arguments(impl.supports, OPERATORS["selective_scan"].parameters)(*args) is True
     wide = [arg.double() if torch.is_tensor(arg) and arg.is_floating_point() else arg for arg in again]
     tolerance = OPERATORS["selective_scan"].tolerance(torch.bfloat16, args)
     for got, wanted in ((impl.fn(*args), ReferenceBackend().selective_scan(*wide)), (args[7], wide[7])):

@@ -36,6 +36,7 @@ from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.backends.vendor.cuda.impl import state_space
 from fl_dispatch.hosting import warm_batches
 from fl_dispatch.ops import OPERATORS
+from fl_dispatch.ops.named import of_arguments
 
 vllm.triton_utils.triton, vllm.triton_utils.tl, vllm.triton_utils.HAS_TRITON = triton, tl, True
 with mock.patch.object(type(current_platform), "is_cpu", return_value=False):
@@ -102,7 +103,7 @@ def main(job: dict[str, str]) -> dict[str, object]:
             for sample, again in zip(*both, strict=True):
                 if sample.args[0].numel() and len(sample.args[0]) > LONGEST:
                     continue
-                if (answer := supports(*sample.args)) is not True:
+                if (answer := of_arguments(supports, OPERATORS[name].parameters)(*sample.args)) is not True:
                     found[sample.label] = answer
                     continue
                 wide = [

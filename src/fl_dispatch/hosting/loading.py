@@ -331,7 +331,7 @@ class Account:
         for name, tensor in _named(model):
             if not tensor.numel() or tensor.is_meta:
                 continue
-            excused = not isinstance(tensor, nn.Parameter) or _matching(name, allowed) is not None
+            excused = not isinstance(tensor, nn.Parameter) or bool(_matching(name, allowed))
             key = _key(tensor)
             places = [place for place in self._places.get(key, ()) if place.offset == tensor.storage_offset()]
             if places:
@@ -359,7 +359,7 @@ class Account:
         if not any(place.name.endswith(".k_scale") for places in self._places.values() for place in places):
             allowed = (*allowed, *CACHE_SCALES)
         found = [name for name in self.tensors if name not in self.taken]
-        return [name for name in found if (rule := _matching(name, allowed)) is None or not self._holds(name, rule)]
+        return [name for name in found if not any(self._holds(name, rule) for rule in _matching(name, allowed))]
 
     def _holds(self, name: str, rule: Allowed) -> bool:
         """Whether a tensor that may be left has the values that it must have; a file that is no safetensors says no."""
@@ -513,8 +513,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _matching(name: str, allowed: Sequence[Allowed]) -> Allowed | None:
-    return next((rule for rule in allowed if re.fullmatch(rule.pattern, name)), None)
+def _matching(name: str, allowed: Sequence[Allowed]) -> list[Allowed]:
+    return [rule for rule in allowed if re.fullmatch(rule.pattern, name)]
 
 
 def _number(dtype: torch.dtype) -> str:
