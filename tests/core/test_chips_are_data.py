@@ -10,7 +10,8 @@ import pytest
 from fl_dispatch import devices
 
 SOURCES = Path(devices.__file__).parents[2]
-MAY_NAME_CHIPS = ("fl_dispatch/devices", "fl_dispatch/backends/vendor")
+MAY_NAME_CHIPS = ("fl_dispatch/devices", "fl_dispatch/backends/vendor", "fl_dispatch/native.py")
+"""Places that are about one chip, or about main memory, where native code finds its tensors."""
 NAMES = {text for spec in devices.BUILTIN_DEVICES for text in (spec.name, spec.torch_type)}
 PROPERTIES = {f"is_{spec.torch_type}" for spec in devices.BUILTIN_DEVICES}
 

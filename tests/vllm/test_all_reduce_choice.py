@@ -29,7 +29,7 @@ def test_several_gpus_are_told_of_the_platform_that_keeps_it(
 ) -> None:
     given = parallel(ranks)
     with caplog.at_level("INFO", logger="vllm_fl"):
-        config.adapt(SimpleNamespace(parallel_config=given), CUDA)  # type: ignore[arg-type]
+        config.adapt(SimpleNamespace(parallel_config=given, model_config=None), CUDA)  # type: ignore[arg-type]
     assert given.disable_custom_all_reduce
     assert ("VLLM_FL_NATIVE_PLATFORM=1" in caplog.text) is advised
 
@@ -37,7 +37,7 @@ def test_several_gpus_are_told_of_the_platform_that_keeps_it(
 def test_other_chips_have_no_such_platform(caplog: pytest.LogCaptureFixture) -> None:
     given = parallel(2)
     with caplog.at_level("INFO", logger="vllm_fl"):
-        config.adapt(SimpleNamespace(parallel_config=given), replace(CUDA, native_platforms={}))  # type: ignore[arg-type]
+        config.adapt(SimpleNamespace(parallel_config=given, model_config=None), replace(CUDA, native_platforms={}))  # type: ignore[arg-type]
     assert given.disable_custom_all_reduce
     assert "VLLM_FL_NATIVE_PLATFORM" not in caplog.text
 
@@ -45,6 +45,6 @@ def test_other_chips_have_no_such_platform(caplog: pytest.LogCaptureFixture) -> 
 def test_the_native_platform_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
     given = parallel(2)
     with caplog.at_level("INFO", logger="vllm_fl"):
-        config.adapt(SimpleNamespace(parallel_config=given), CUDA, native=True)  # type: ignore[arg-type]
+        config.adapt(SimpleNamespace(parallel_config=given, model_config=None), CUDA, native=True)  # type: ignore[arg-type]
     assert not given.disable_custom_all_reduce
     assert not caplog.text

@@ -87,4 +87,4 @@ def test_a_product_on_the_cpu_is_declined_with_a_reason() -> None:
         torch.ones(8, 1),
     )
     for supports in (weight_only.supports_marlin, weight_only.supports_machete):
-        assert supports(x, weight, scale) == "x is on cpu, not on a GPU"
+        assert supports(x, weight, scale, zero=None) == "x is on cpu, not on a GPU"

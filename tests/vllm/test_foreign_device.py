@@ -163,7 +163,7 @@ def test_inductor_where_it_writes_nothing_is_refused() -> None:
 
 
 def test_one_warning_says_that_nobody_verified_it(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    start = replace(startup.START, warned=False)
+    start = replace(startup.START, warned=set())
     monkeypatch.setattr(hosting, "detect_device", lambda: replace(NIMBUS, verified={"SGLang": "served on a Nimbus X2"}))
     for _ in range(2):
         start.warn_of_unverified_device()

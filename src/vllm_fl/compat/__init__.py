@@ -14,6 +14,8 @@ imports the module that it needs:
 ``streams``          ``torch.cuda``'s streams, events and graphs on a device whose PyTorch module is another
 ``library``          what takes the place of vLLM's compiled library on a GPU
 ``attention_class``  what vLLM asks an attention class
+``threads``          PyTorch's threads, which vLLM would set to one where a CPU's model computes on them
+``generators``       seeded draws of prompts in chunks, where a device's generators count no numbers
 ``loaders``          an account of the tensors that vLLM's loaders hand to a model
 ``layer_classes``    linear layers, and layer classes that are no ``CustomOp``
 ``determinism``      vLLM's own kernels for batch invariance, on a CPU

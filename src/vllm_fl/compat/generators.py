@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
+import torch
+
 from fl_dispatch.devices import DeviceSpec
 
 
@@ -20,7 +22,7 @@ def rewind(runner: Any, device: DeviceSpec) -> None:
         runner: vLLM's ``GPUModelRunner``, or a subclass.
         device: ``runner``'s.
     """
-    if device.torch_type == "cuda" or "_sample" in vars(runner):
+    if "_sample" in vars(runner) or _has_positions(device.torch_type):
         return
     sample, book = runner._sample, runner._bookkeeping_sync
 
@@ -43,6 +45,15 @@ def rewind(runner: Any, device: DeviceSpec) -> None:
             generators.update(rewound)
 
     runner._sample, runner._bookkeeping_sync = drawn, booked
+
+
+def _has_positions(torch_type: str) -> bool:
+    """Whether generators of a device count the numbers that they drew."""
+    try:
+        torch.Generator(torch_type).get_offset()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _dropped(runner: Any) -> dict[int, Any]:

@@ -278,16 +278,11 @@ def _gather_block_tables(
     groups, states = num_blocks.shape
     if groups != len(sources[0]) or sources[1] < states:
         return False
-    if MASK_SLIDING_WINDOW and any(each is None for each in (num_computed_tokens, sliding_window_reach, block_sizes)):
+    masked = num_computed_tokens, sliding_window_reach, block_sizes
+    if MASK_SLIDING_WINDOW and any(each is None for each in masked):
         return False
-    tensors = (
-        (idx_mapping, num_reqs),
-        (strides, groups),
-        (num_blocks, 0),
-        (num_computed_tokens, states),
-        (sliding_window_reach, groups),
-        (block_sizes, groups),
-    )
+    sizes = (states, groups, groups) if MASK_SLIDING_WINDOW else (0, 0, 0)  # else vLLM hands any tensor over
+    tensors = ((idx_mapping, num_reqs), (strides, groups), (num_blocks, 0), *zip(masked, sizes, strict=True))
     tables_ = ctypes.addressof(sources[0]), ctypes.addressof(targets[0])
     return _run("gather_block_tables", tensors, *tables_, MASK_SLIDING_WINDOW, num_reqs, states, groups, targets[1])
 
