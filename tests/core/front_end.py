@@ -28,6 +28,7 @@ from fl_dispatch.backends.triton import impl, register_ops
 from fl_dispatch.backends.triton.impl.launch import Launcher
 from fl_dispatch.errors import NotSupported
 from fl_dispatch.ops import OPERATORS, Sample
+from fl_dispatch.ops.named import of_arguments
 
 
 class Read(Exception):
@@ -80,7 +81,8 @@ def main() -> None:
         for kernel in register_ops.KERNELS:
             module = importlib.import_module(f"{impl.__name__}.{kernel.module}")
             call = getattr(module, kernel.op_name)
-            supports = getattr(module, kernel.supports) if kernel.supports else lambda *args: True
+            asked = getattr(module, kernel.supports) if kernel.supports else lambda: True
+            supports = of_arguments(asked, OPERATORS[kernel.op_name].parameters)
             for sample in samples(kernel.op_name):
                 if len(sample.args) > len(inspect.signature(call).parameters) or supports(*sample.args) is not True:
                     continue

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
+from comparing import alike
 from fl_dispatch.backends.reference.impl import attention, normalization
 from fl_dispatch.backends.reference.reference import ReferenceBackend
 from fl_dispatch.ops import OPERATORS, Access, Mode, Sample
@@ -572,14 +573,6 @@ def result_dtype(name: str, index: int, dtype: torch.dtype, args: tuple[Any, ...
         return (torch.float32, torch.int32)[index]
     widened = {("mla_prefill", 1): wide, ("lora_shrink", 0): wide}
     return torch.int32 if name == "moe_align_block_size" else widened.get((name, index), dtype)
-
-
-def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same numbers, and NaN in the same places."""
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    one, other = one.double(), other.double()
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @each_dtype

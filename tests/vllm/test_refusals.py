@@ -461,14 +461,13 @@ def test_flagcx_is_refused_for_compiled_models_on_several_ranks(
 
 
 def test_a_flagcx_library_that_does_not_load_is_refused_before_the_model_loads(
-    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    vllm_config = configure()
     _set_variable(monkeypatch, "FLAGCX_PATH", str(tmp_path))
     with pytest.raises(
         ConfigError, match=f"FLAGCX_PATH: {tmp_path}: no libflagcx.so is there; .* or unset FLAGCX_PATH"
     ):
-        refusals.refuse_unsupported(vllm_config, CPU)
+        environment.check(CPU)
 
 
 def _set_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
