@@ -116,7 +116,7 @@ def _hooks() -> tuple[Hook, ...]:
 
 
 def _hooks_of_tested_hosts() -> Iterator[Hook]:
-    """Those of features that are refused or off under another version, which may have renamed what they hook."""
+    """Hooks of features that are served on tested versions only: another one may have renamed what they hook."""
     from . import prefill_graphs, rotations
     from .quantization import check_experts, latent, updates
     from .quantization.cache import keep_own_name

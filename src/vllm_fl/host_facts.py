@@ -835,6 +835,13 @@ OVERRIDDEN = (
     ),
     HostFact(
         f"{_WORKER}.gpu_worker:Worker",
+        ("update_weights(update_info)", "finish_weight_update()", "reload_weights(*args, **kwargs)"),
+        "overrides",
+        "worker",
+        "Weights are written here, which a repacked copy must learn.",
+    ),
+    HostFact(
+        f"{_WORKER}.gpu_worker:Worker",
         ("initialize_from_config(kv_cache_config)",),
         "overrides",
         "worker",

@@ -24,6 +24,7 @@ from fl_dispatch import (
     policy_context,
     thaw_dispatch,
 )
+from fl_dispatch.run.keeper import KEPT_TABLES
 
 pytestmark = pytest.mark.usefixtures("results_are_names")
 
@@ -89,14 +90,14 @@ def test_an_implementation_for_this_machines_device_declines_tensors_elsewhere_i
 def test_policies_that_were_asked_about_while_dispatch_is_frozen_are_not_kept_for_ever() -> None:
     freeze_dispatch()
     policies = []
-    for number in range(400):
+    for number in range(KEPT_TABLES + 200):
         policy = SelectionPolicy(deny_vendors=frozenset({f"vendor{number}"}))
         with policy_context(policy):
             policies.append(weakref.ref(policy))
     with policy_context(SelectionPolicy(strict=True)):
         del policy
         gc.collect()
-        assert sum(reference() is not None for reference in policies) <= 200
+        assert sum(reference() is not None for reference in policies) <= KEPT_TABLES
 
 
 LIAR = """

@@ -247,7 +247,7 @@ def test_ctrl_c_keeps_what_there_is_and_no_platform_file_is_written(
     file = tmp_path / "chip.yaml"
     evidence = ResultFile(tmp_path / "chip.evidence.json")
     with pytest.raises(typer.Exit) as ended:
-        command._run(plan_of(candidate("default.fast", gated, 900)), file, evidence, fresh=False)
+        command._run(plan_of(candidate("default.fast", gated, 900)), file, evidence, fresh=False, quiet=False)
     assert ended.value.exit_code == 130
     assert not file.exists()
     kept = json.loads((tmp_path / "chip.evidence.json.partial").read_text())
@@ -478,7 +478,7 @@ def test_the_command_writes_a_file_that_the_next_start_reads_and_that_says_when_
     assert found["complete"]
     assert {(row["op_name"], row["tokens"]) for row in found["keys"]} == {("silu_and_mul", n) for n in (1, 2, 8)}
     assert found["providers"]["silu_and_mul"]
-    command._compare(file, file)
+    command._compare(file, file, json=False)
     assert "agree on 3 of 3 keys: 1.000" in capsys.readouterr().out
     evidence.write_text(json.dumps({**found, "providers": {"silu_and_mul": {"torch": "1.0"}}}))
     explained = fl("explain", "silu_and_mul", **environment)
