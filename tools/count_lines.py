@@ -1,5 +1,6 @@
-"""Counts lines of code by part, and those of the core proper by promise: ``make lines``.
+"""Counts lines and tokens of code by part, and lines of the core proper by promise: ``make lines``.
 
+The exit status is 1 where a part is above its budget.
 Blank lines, comments and docstrings do not count. A promise is a row of docs/contract.md that a user could do without;
 its lines are the files, classes and functions that serve nothing else.
 """
@@ -8,28 +9,52 @@ from __future__ import annotations
 
 import ast
 import io
+import sys
 import tokenize
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the sources, with its budget.
+
+    Args:
+        patterns: of its files; a file belongs to the first part that matches.
+        lines: of code that it may have at most.
+        tokens: that it may have at most, so that nothing is squeezed into fewer lines.
+    """
+
+    patterns: tuple[str, ...]
+    lines: int
+    tokens: int
+
+
 PARTS = {
-    "core proper": (
-        *("fl_dispatch/*.py", "fl_dispatch/selection/*.py", "fl_dispatch/knowledge/*.py", "fl_dispatch/run/*.py"),
-        "fl_dispatch/manager/*.py",
+    "core proper": Part(
+        (
+            *("fl_dispatch/*.py", "fl_dispatch/selection/*.py", "fl_dispatch/knowledge/*.py", "fl_dispatch/run/*.py"),
+            "fl_dispatch/manager/*.py",
+        ),
+        lines=4_050,
+        tokens=35_000,
     ),
-    "shadow mode": ("fl_dispatch/shadow/*.py",),
-    "compiled": ("fl_dispatch/compiled/*.py",),
-    "devices": ("fl_dispatch/devices/*.py",),
-    "settings": ("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"),
-    "operators": ("fl_dispatch/ops/**/*.py",),
-    "backends": ("fl_dispatch/backends/**/*.py",),
-    "hosting": ("fl_dispatch/hosting/**/*.py",),
-    "evidence": ("fl_dispatch/evidence/**/*.py",),
-    "command": ("fl_dispatch/cli/**/*.py",),
-    "vLLM plugin": ("vllm_fl/**/*.py",),
-    "SGLang plugin": ("sglang_fl/**/*.py",),
+    "shadow mode": Part(("fl_dispatch/shadow/*.py",), lines=400, tokens=3_500),
+    "compiled": Part(("fl_dispatch/compiled/*.py",), lines=500, tokens=5_000),
+    "devices": Part(("fl_dispatch/devices/*.py",), lines=700, tokens=6_000),
+    "settings": Part(("fl_dispatch/settings/*.py", "fl_dispatch/config/*.py"), lines=1_250, tokens=12_000),
+    "operators": Part(("fl_dispatch/ops/**/*.py",), lines=4_100, tokens=50_000),
+    "backends": Part(("fl_dispatch/backends/**/*.py",), lines=13_850, tokens=128_500),
+    "hosting": Part(("fl_dispatch/hosting/**/*.py",), lines=3_200, tokens=32_500),
+    "evidence": Part(("fl_dispatch/evidence/**/*.py",), lines=4_650, tokens=48_000),
+    "command": Part(("fl_dispatch/cli/**/*.py",), lines=3_450, tokens=30_500),
+    "vLLM plugin": Part(("vllm_fl/**/*.py",), lines=12_450, tokens=98_500),
+    "SGLang plugin": Part(("sglang_fl/**/*.py",), lines=4_900, tokens=39_000),
 }
-"""Part → patterns; every file below ``src`` belongs to one."""
+"""Every file below ``src`` belongs to one part. A commit that raises a budget says why."""
 PROMISES = {
     "operators have a declaration that implementations are checked against": ("signatures.py",),
     "a layer may come first": (
@@ -127,6 +152,7 @@ PROMISES = {
         "locking.py:ForkableLock.within",
         "registry.py:OpRegistry.commit OpRegistry._replace",
     ),
+    "native code gets addresses of data that is there": ("native.py", "cpp.py"),
     "availability is asked once": ("knowledge/availability.py", "types.py:OpImpl.availability"),
     "errors say what to do, and the log can be configured": ("errors.py", "logger_manager.py"),
     "the documented import paths": ("__init__.py", "manager/__init__.py"),
@@ -138,16 +164,17 @@ NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def lines_of_code(path: Path) -> set[int]:
-    """The lines of one file that hold code."""
+@cache
+def code_of(path: Path) -> tuple[frozenset[int], int]:
+    """The lines of one file that hold code, and the number of its tokens."""
     text = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
             docstrings |= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    code = {line for t in tokens if t.type not in NOT_CODE for line in range(t.start[0], t.end[0] + 1)}
-    return code - docstrings
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NOT_CODE]
+    code = [token for token in tokens if token.start[0] not in docstrings]
+    return frozenset(line for t in code for line in range(t.start[0], t.end[0] + 1)), len(code)
 
 
 def places(path: Path) -> dict[str, range]:
@@ -164,7 +191,7 @@ def places(path: Path) -> dict[str, range]:
 
 def by_promise(core: set[Path]) -> dict[str, int]:
     """Lines of the core proper by promise, and last those that serve all of them."""
-    left = {path: lines_of_code(path) for path in core}
+    left = {path: set(code_of(path)[0]) for path in core}
     counts = dict.fromkeys(PROMISES, 0)
     parts = [(promise, *part.partition(":")[::2]) for promise, named in PROMISES.items() for part in named]
     for promise, file, names in sorted(parts, key=lambda part: not part[2]):  # a whole file is what its names left
@@ -177,22 +204,29 @@ def by_promise(core: set[Path]) -> dict[str, int]:
     return {**counts, "a policy chooses, and a call runs the choice": sum(map(len, left.values()))}
 
 
-def main() -> None:
+def main() -> int:
     counted: set[Path] = set()
-    total = 0
-    for part, patterns in PARTS.items():
-        files = {file for pattern in patterns for file in SOURCE.glob(pattern)} - counted
-        lines = sum(len(lines_of_code(file)) for file in files)
-        print(f"{part:13} {lines:6} lines in {len(files):3} files")
-        counted, total = counted | files, total + lines
+    totals = [0, 0]
+    above = []
+    for name, part in PARTS.items():
+        files = {file for pattern in part.patterns for file in SOURCE.glob(pattern)} - counted
+        counted |= files
+        lines, tokens = sum(len(code_of(file)[0]) for file in files), sum(code_of(file)[1] for file in files)
+        print(f"{name:13} {lines:6} lines {tokens:7} tokens in {len(files):3} files")
+        totals = [totals[0] + lines, totals[1] + tokens]
+        if lines > part.lines or tokens > part.tokens:
+            above.append(f"{name}: {lines} lines and {tokens} tokens, at most {part.lines} and {part.tokens}")
     left_out = set(SOURCE.rglob("*.py")) - counted
     assert not left_out, f"no part counts {sorted(left_out)}"
-    print(f"{'all':13} {total:6} lines in {len(counted):3} files")
+    print(f"{'all':13} {totals[0]:6} lines {totals[1]:7} tokens in {len(counted):3} files")
     print("\nThe core proper by promise")
-    core = {file for pattern in PARTS["core proper"] for file in SOURCE.glob(pattern)}
+    core = {file for pattern in PARTS["core proper"].patterns for file in SOURCE.glob(pattern)}
     for promise, lines in sorted(by_promise(core).items(), key=lambda item: item[1]):
         print(f"{lines:6} {promise}")
+    for line in above:
+        print(f"above its budget: {line}; shorten it, or raise the budget in a commit that says why", file=sys.stderr)
+    return bool(above)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
