@@ -45,8 +45,8 @@ CALLED_BY_PYTORCH = "fl_dispatch.compiled.views"
 """The module of functions that PyTorch calls with tensors that it owns meanwhile."""
 _unwritten: Callable[[Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda weight: False)
 """Whether nobody has asked for memory to write to since a weight was marked."""
-_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: ALONE)
-_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda weight: 1)
+_owners: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda storage: ALONE + 1)
+_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda weight: 2)
 ALONE = 2
 """Owners of the storage of a weight that has it alone: the weight, and the object that asks. A view's base is one."""
 _making = ForkableLock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,8 @@ SHAPE = Allowed(r".*\.weight_shape", "the packed weight has the shape itself")
 """The tensor of ``compressed-tensors`` that says a weight's shape, and the parameter of its name."""
 UNFILLED = (
     SHAPE,
+    Allowed(r".*\.position_ids", "positions are counted"),
+    Allowed(rf".*{re.escape(loading.COLUMNS)}", "GPTQ's columns are in their order where a file says nothing"),
     Allowed(r".*\.[kv]_scale", "scales of a KV cache are 1 where a checkpoint has none, and SGLang says so"),
 )
 """Parameters and buffers of SGLang's models that a checkpoint need not have."""
@@ -95,7 +98,9 @@ def loads(runner: ModelRunner) -> Iterator[None]:
     if (account := load.account) is None or load.drafts or not config.is_generation:
         return  # pooling models take the layers that their task asks for
     text = config.hf_text_config
-    left, parallel = account.left((*UNTAKEN, *loading.predictors(text))), get_parallel()
+    allowed, parallel = (*UNTAKEN, *loading.predictors(text)), get_parallel()
+    if left := account.left(allowed):
+        left = account.left((*allowed, *loading.ignored(config.hf_config)))
     if parallel.world_group.world_size > 1:
         left = ranks.on_all(parallel.world_group.cpu_group, left)
     account.refuse_left(left)

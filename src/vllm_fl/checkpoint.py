@@ -67,4 +67,6 @@ def refuse_left(model_config: Any, everybody: ProcessGroup) -> None:
     accounts, _loaded[:] = list(_loaded), []
     for account in accounts:
         left = [] if model_config.runner_type == "pooling" else account.left(allowed)
+        if left:
+            left = account.left((*allowed, *loading.ignored(model_config.hf_config)))
         account.refuse_left(ranks.on_all(everybody, left))

@@ -834,6 +834,13 @@ OVERRIDDEN = (
         "They run models too: drafts, and batches that vLLM makes up. Nobody writes weights meanwhile.",
     ),
     HostFact(
+        "vllm.model_executor.models.utils:WeightsMapper",
+        ("_map_name_with_shard(key)",),
+        "replaces",
+        "compat.loaders",
+        "A model's class says here which tensors of a checkpoint it has no use for.",
+    ),
+    HostFact(
         f"{_WORKER}.gpu_worker:Worker",
         ("update_weights(update_info)", "finish_weight_update()", "reload_weights(*args, **kwargs)"),
         "overrides",

@@ -235,7 +235,7 @@ def test_a_hint_of_an_implementation_is_checked_like_any_parameter() -> None:
     with pytest.raises(RegistrationError, match="'lengths' is keyword-only"):
         manager_of(impl("default.a", lambda x, residual=None, *, lengths=None: x, op=OP))
     with pytest.raises(RegistrationError, match="'length' is no parameter of the declaration; did you mean 'lengths'"):
-        manager_of(impl("default.a", takes, op=OP, supports=lambda x, length: True))
+        manager_of(impl("default.a", takes, op=OP, supports=lambda x, residual, length: True))
 
 
 def test_a_callable_that_cannot_be_inspected_gets_no_hint() -> None:

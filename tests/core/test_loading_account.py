@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +234,45 @@ def test_a_buffer_that_a_reader_fills_again_has_the_last_tensors() -> None:
             if name == "taken":
                 model.weight.data.copy_(tensor)
     assert account.left(()) == ["dropped"]
+
+
+def test_pools_are_watched_until_the_last_of_overlapping_loads_has_ended() -> None:
+    submit, first, second = ThreadPoolExecutor.submit, Account(Model(2), "one"), Account(Model(2), "two")
+    begun, ended = first.watching(), second.watching()
+    begun.__enter__()
+    ended.__enter__()
+    ended.__exit__(None, None, None)
+    assert ThreadPoolExecutor.submit is not submit
+    begun.__exit__(None, None, None)
+    assert ThreadPoolExecutor.submit is submit
+
+
+def test_what_a_class_declares_unused_may_be_left() -> None:
+    account = counted(Model(2), {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}, lambda *_: None)
+    account.dropped.add("a.weight")
+    assert account.left(()) == ["b.weight"]
+
+
+def test_what_transformers_ignores_may_be_left() -> None:
+    config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM", "NoSuchClass"])
+    account = counted(Model(2), {"model.layers.61.x.weight": torch.ones(2)}, lambda *_: None)
+    assert account.left(())
+    assert account.left(loading.ignored(config)) == []
+
+
+def test_a_tied_head_and_biases_of_zeros_may_be_left_in_files_without_names() -> None:
+    account = counted(Model(2), {"lm_head.weight": torch.ones(2), "a.bias": torch.zeros(2)}, lambda *_: None)
+    assert account.left(UNTAKEN) == []  # pytorch_model.bin
+
+
+def test_a_number_that_a_loader_looked_at_fills_no_parameter() -> None:
+    model = Model(2)
+
+    def look(_: str, tensor: Tensor) -> None:
+        tensor.sum().item()
+        model.weight.data.fill_(0)
+
+    assert counted(model, {"flag": torch.ones(2)}, look).unfilled(model, ())
 
 
 def test_a_tensor_may_be_left_by_any_rule_that_it_meets(tmp_path: Path) -> None:

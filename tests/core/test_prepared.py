@@ -462,3 +462,8 @@ def test_what_is_made_in_a_capture_is_made_again_because_nothing_has_run(
     first = prepared.of(weight, "a", make)
     assert prepared.of(weight, "a", make) is first
     assert make.befores == [None, None, None]
+
+
+def test_pytorch_counts_the_owners_of_a_memory() -> None:
+    """Without these names no weight is repacked, because an older alias could write unnoticed."""
+    assert all(hasattr(owner, name) for owner, name in ((torch._C, "_storage_Use_Count"), (Tensor, "_use_count")))

@@ -14,7 +14,8 @@ from ..logger_manager import get_logger
 
 logger = get_logger(__name__)
 
-HEAD, EMBEDDING = r"(.*\.)?lm_head\.weight", r"(.*\.)?embed_tokens\.weight"
+HEAD = r"(.*\.)?lm_head\.weight"
+EMBEDDING = r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight"
 """Names of the head and of the embedding that it may be tied to."""
 
 

@@ -71,10 +71,14 @@ UNTAKEN = (
     Allowed(r".*\.bias", "GPTQ's tools write biases of zeros for layers without one", ZEROS),
     Allowed(rf".*{re.escape(COLUMNS)}", "groups of GPTQ's columns in their order, which is what kernels take", ORDER),
     Allowed(HEAD, "a tied head is the embedding", EMBEDDING),
-    Allowed(r"(.*\.)?(mtp|mtp_layers|mtp_block|nextn)\..*", "layers that predict further tokens serve drafts alone"),
+    Allowed(r"(.*\.)?(mtp|mtp_\w+|nextn)\..*", "layers that predict further tokens serve drafts alone"),
     Allowed(
-        r"(.*\.)?(visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision|embed_audio)\..*",
-        "a model that reads text alone asks for no tower of images and sounds",
+        r"(.*\.)?(visual|vision|vision_\w+|vpm|resampler|connector|mlp1|\w*projector|embed_vision|image_newline)(\..*)?",
+        "a model that reads text alone has no encoder of pictures",
+    ),
+    Allowed(
+        r"(.*\.)?(audio_\w+|embed_audio|apm|time_series|talker|token2wav|code2wav|tts)(\..*)?",
+        "a model that answers with text has no encoder, or no voice, of sounds",
     ),
 )
 """Tensors that no host has to take."""
@@ -210,6 +214,8 @@ class Account:
         self._file_of: dict[str, str] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.taken: set[str] = set()
+        self.dropped: set[str] = set()
+        """Names that the host's class of the model declares unused."""
         self.casts: list[Cast] = []
         self.last: str | None = None
         self._storages: dict[int, _Storage] = {}
@@ -225,7 +231,7 @@ class Account:
         """Hand on a checkpoint's tensors, as they come, with their names."""
         for name, tensor in _unwatched(weights):
             with self._lock:
-                self.last = name
+                self.last, self._scalar = name, _NOTHING
                 self.tensors[name] = tensor.dtype, tuple(tensor.shape)
                 self._note(name, tensor)
             yield name, tensor
@@ -245,26 +251,8 @@ class Account:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Look at what this thread runs, and at what threads run that it asks meanwhile."""
-        submit = ThreadPoolExecutor.submit
-
-        def watched(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(_get_current_dispatch_mode(), _Watch):
-                return submit(pool, call, *args, **kwargs)  # it reads files
-
-            @wraps(call)
-            def inside(*args: Any, **kwargs: Any) -> Any:
-                with _Watch(self):
-                    return call(*args, **kwargs)
-
-            return submit(pool, inside, *args, **kwargs)
-
-        # A dispatch mode is a thread's own, and SGLang's DeepSeek has threads of such a pool write its weights.
-        ThreadPoolExecutor.submit = watched  # type: ignore[method-assign, assignment]
-        try:
-            with _Watch(self):
-                yield
-        finally:
-            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        with _pools_are_watched(), _Watch(self):
+            yield
 
     def _ran(self, func: Any, kind: _Kind, args: Any, kwargs: Any, result: Any) -> None:
         with self._lock:
@@ -313,7 +301,7 @@ class Account:
                 whole = _NOTHING if storage is None else storage.whole
                 self._make(tensor, _Origin(whole.names | origin.names))
             return
-        if not origin.names:
+        if not origin.names and tensor.numel() == 1:
             origin, self._scalar = self._scalar, _NOTHING
         for place in places:
             place.write(tensor, origin.names)
@@ -358,15 +346,13 @@ class Account:
         """The tensors that nothing took and that may not be left over."""
         if not any(place.name.endswith(".k_scale") for places in self._places.values() for place in places):
             allowed = (*allowed, *CACHE_SCALES)
-        found = [name for name in self.tensors if name not in self.taken]
+        found = [name for name in self.tensors if name not in self.taken and name not in self.dropped]
         return [name for name in found if not any(self._holds(name, rule) for rule in _matching(name, allowed))]
 
     def _holds(self, name: str, rule: Allowed) -> bool:
-        """Whether a tensor that may be left has the values that it must have; a file that is no safetensors says no."""
-        if not rule.equal:
+        """Whether a tensor that may be left has the values that it must have, if a file of safetensors has it."""
+        if not rule.equal or not (file := self.file_of(name)):
             return True
-        if not (file := self.file_of(name)):
-            return rule.equal == ORDER
         values = checkpoint_files.read(file, name)
         if rule.equal == ORDER:
             return bool((values.diff() >= 0).all())
@@ -396,7 +382,7 @@ class Account:
             return
         (name, names), *more = found
         layer, _, parameter = name.rpartition(".")
-        others = f" (nor {len(more)} more parameters, such as '{more[-1].name}')" if more else ""
+        others = f" (and so of {_count(more, 'parameter')}, such as '{more[-1].name}')" if more else ""
         if names:
             said = f"only a part of '{parameter}' of the layer '{layer}' is in {self.source}, by {_list(names)}{others}"
         else:
@@ -427,7 +413,7 @@ class Account:
         if moved := [name for name in left if name.endswith(COLUMNS)]:
             raise CheckpointError(f"{self._named(moved[0])} {OUT_OF_ORDER}")
         if left:
-            more = f" (nor of {len(left) - 1} more tensors, such as '{left[-1]}')" if len(left) > 1 else ""
+            more = f" (nor of {_count(left[1:], 'tensor')}, such as '{left[-1]}')" if len(left) > 1 else ""
             raise CheckpointError(
                 f"nothing in the model made use of {self._named(left[0])}{more}: the answers would be those of another "
                 f"network; {CONFIGURED}, or name it in {UNUSED} if the answers are right without it"
@@ -444,7 +430,7 @@ class Account:
             shape = "×".join(map(str, self.tensors[self.last][1]))
             raise CheckpointError(
                 f"{self._named(self.last)} ({_words(self.tensors[self.last][0])}, {shape}) cannot be loaded "
-                f"({type(error).__name__}: {str(error) or 'no word'}): {CONFIGURED}"
+                f"({type(error).__name__}: {str(error) or 'without a message'}): {CONFIGURED}"
             ) from error
 
     def _named(self, name: str) -> str:
@@ -455,8 +441,8 @@ class Account:
 UNUSED = "VLLM_FL_UNUSED_TENSORS"
 """The variable of the setting that excuses tensors."""
 CONFIGURED = (
-    "compare config.json with the files, and what its quantization_config says of this layer (targets, ignore, "
-    "dynamic, modules_to_not_convert)"
+    "compare config.json with the files, and its quantization_config, if there is one, with this layer (targets, "
+    "ignore, dynamic, modules_to_not_convert)"
 )
 """Advice to users where a checkpoint's configuration and files disagree."""
 
@@ -471,9 +457,30 @@ def _words(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _count(rest: Sequence[object], noun: str) -> str:
+    return f"{len(rest)} more {noun}{'s' if len(rest) > 1 else ''}"
+
+
 def _list(names: Sequence[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def ignored(config: Any) -> tuple[Allowed, ...]:
+    """Tensors that Transformers' class of a model ignores when a checkpoint has them.
+
+    Args:
+        config: the model's configuration.
+    """
+    import transformers
+
+    patterns: list[str] = []
+    for name in getattr(config, "architectures", None) or ():
+        try:
+            patterns += getattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", None) or []
+        except (AttributeError, ImportError, RuntimeError) as error:  # it has no such class, or cannot import it here
+            logger.debug("Transformers has no class %s here: %s", name, error)
+    return tuple(Allowed(rf".*(?:{pattern}).*", "Transformers' class of the model ignores it") for pattern in patterns)
 
 
 def predictors(config: Any) -> tuple[Allowed, ...]:
@@ -486,6 +493,43 @@ def predictors(config: Any) -> tuple[Allowed, ...]:
     numbers = "|".join(str(config.num_hidden_layers + index) for index in range(further))
     reason = "layers that predict further tokens serve drafts alone"
     return (Allowed(rf"(.*\.)?layers\.({numbers})\..*", reason),) if further else ()
+
+
+_submit = ThreadPoolExecutor.submit
+_watching = 0
+_pools = threading.Lock()
+
+
+@contextmanager
+def _pools_are_watched() -> Iterator[None]:
+    """Have pools look at what a thread with an account gives them: a dispatch mode is a thread's own.
+
+    SGLang's DeepSeek has threads of such a pool write its weights. Loads may overlap.
+    """
+    global _watching
+    with _pools:
+        _watching += 1
+        ThreadPoolExecutor.submit = _watched  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        with _pools:
+            _watching -= 1
+            if not _watching:
+                ThreadPoolExecutor.submit = _submit  # type: ignore[method-assign]
+
+
+def _watched(pool: ThreadPoolExecutor, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    mode = _get_current_dispatch_mode()
+    if not isinstance(mode, _Watch):
+        return _submit(pool, call, *args, **kwargs)  # it reads files
+
+    @wraps(call)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with _Watch(mode.account):
+            return call(*args, **kwargs)
+
+    return _submit(pool, inside, *args, **kwargs)
 
 
 def _unwatched(weights: Named) -> Iterator[tuple[str, Tensor]]:

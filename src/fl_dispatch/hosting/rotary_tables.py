@@ -91,6 +91,8 @@ def rotation(config: Any, layer: int | None = None, length: int | None = None) -
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    if layer is not None and (each := getattr(config, "per_layer_config", None)) is not None:
+        config = each[layer]
     stated = parameters(config, layer)
     if stated is None:
         return None

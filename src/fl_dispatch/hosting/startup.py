@@ -155,4 +155,6 @@ def runs_command(modules: tuple[str, ...]) -> bool:
     if (spec := getattr(main, "__spec__", None)) is not None:  # python -m MODULE
         return spec.name in modules
     script = Path(getattr(main, "__file__", None) or "").name
+    if not script and "-m" in sys.orig_argv:  # the package that holds the module is imported before it is the main one
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1] in modules
     return any(point.module in modules for point in entry_points(group="console_scripts", name=script))

@@ -39,13 +39,11 @@ def names_of(
     own = {parameter.name: at for at, parameter in enumerate(parameters) if parameter.name not in declared}
     if any(parameter.kind in ANY for parameter in parameters):
         return None
-    for name, at in own.items():
-        near = difflib.get_close_matches(name, declared, 1, cutoff=NEAR)
-        if near and operands[at : at + 1] != (near[0],):  # at its own place it is another spelling of the same
-            raise TypeError(f"'{name}' is no parameter of the declaration; did you mean '{near[0]}'?")
     if own and _binds(function, len(operands)):
         return None
     for name in own:
+        if near := difflib.get_close_matches(name, declared, 1, cutoff=NEAR):
+            raise TypeError(f"'{name}' is no parameter of the declaration; did you mean '{near[0]}'?")
         if inspect.signature(function).parameters[name].default is Parameter.empty:
             raise TypeError(f"'{name}' is no parameter of the declaration, which has {', '.join(declared)}")
     return tuple(parameter.name for parameter in parameters if parameter.name not in own)

@@ -7,10 +7,12 @@ loaders is the one place that every load passes, of a model and of one that draf
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.model_executor.models.utils import WeightsMapper
 
 from fl_dispatch.hosting.loading import Account
 
@@ -33,7 +35,7 @@ class CountedLoader:
             super().load_weights(model, model_config)  # type: ignore[misc]
             return
         try:
-            with account.naming(), account.watching():
+            with account.naming(), account.watching(), _noting(account.dropped):
                 super().load_weights(model, model_config)  # type: ignore[misc]
         finally:
             self.fl_account = None
@@ -51,6 +53,24 @@ class CountedLoader:
         if self.fl_account is not None:
             self.fl_account.files += found if isinstance(found, list) else found[1]
         return found
+
+
+@contextmanager
+def _noting(dropped: set[str]) -> Iterator[None]:
+    """Collect the names that a model's mapper drops: its class says that it has no use for these tensors."""
+    map_name = WeightsMapper._map_name_with_shard
+
+    def noted(mapper: WeightsMapper, key: str) -> Any:
+        found = map_name(mapper, key)
+        if found is None:
+            dropped.add(key)
+        return found
+
+    WeightsMapper._map_name_with_shard = noted
+    try:
+        yield
+    finally:
+        WeightsMapper._map_name_with_shard = map_name
 
 
 @cache
