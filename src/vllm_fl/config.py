@@ -110,7 +110,9 @@ def adapt(vllm_config: VllmConfig, device: DeviceSpec, *, native: bool = False) 
     if not native:
         reason = "it is a CUDA kernel"
         if HOST.name in device.native_platforms and parallel.tensor_parallel_size > 1:
-            reason += "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which decodes faster with several GPUs (docs/gpu.md)"
+            reason += (
+                "; VLLM_FL_NATIVE_PLATFORM=1 keeps it, which decodes faster with several GPUs (docs/measured/gpu.md)"
+            )
         _set(parallel, "disable_custom_all_reduce", True, reason)
     if compile.is_compiled(vllm_config):
         compile.adapt(vllm_config.compilation_config, device)

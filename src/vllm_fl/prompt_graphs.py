@@ -35,7 +35,7 @@ TIMES_THE_HOST = 2.0
 """A batch is the host's up to so many times what launching it takes.
 
 Attention, which is not measured, is launched besides, outside of graphs. Launching all else of a batch of 1,024 tokens
-of Llama-3.1-8B, which takes 22 ms on an H100, takes the host 11 (docs/gpu.md).
+of Llama-3.1-8B, which takes 22 ms on an H100, takes the host 11 (docs/measured/gpu.md).
 """
 LEAST_LIMIT = 512
 """Fewer tokens are not tried by themselves: a device takes hardly longer for these."""

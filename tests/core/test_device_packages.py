@@ -159,7 +159,7 @@ def test_doctor_calls_a_package_that_does_not_load_a_problem(tmp_path: Path) -> 
 
 
 def test_the_page_names_every_field_of_a_spec_once() -> None:
-    page = (Path(__file__).parents[2] / "docs/chips.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/guide/chips.md").read_text(encoding="utf-8")
     table = page.partition("| field | a host needs it for |")[2].partition("\n\n")[0]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(field.name for field in fields(devices.DeviceSpec))

@@ -1,4 +1,4 @@
-"""``docs/models.md`` calls an architecture tested where a test serves it, and nowhere else."""
+"""``docs/evidence/models.md`` calls an architecture tested where a test serves it, and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES
 from fl_dispatch.cli.checkpoints import FAMILIES as BUILT
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/evidence/models.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
 NAMES = {family: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[make().model_type] for family, make in BUILT.items()}
 

@@ -110,12 +110,12 @@ def test_the_exit_code_and_the_place_are_those_of_a_linter(tmp_path: Path, capsy
     assert prose.main([str(page)]) == 0
 
 
-@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: str(page.relative_to(prose.ROOT)))
 def test_the_pages_of_the_project_pass(page: Path) -> None:
     assert list(prose.problems(page.read_text(encoding="utf-8"))) == []
 
 
-@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: str(page.relative_to(prose.ROOT)))
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
@@ -128,14 +128,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", head.strip().lower())) for head in heads}
 
 
-@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: str(page.relative_to(prose.ROOT)))
 def test_a_link_to_a_heading_finds_it(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
     ours = [(page.parent / target if target else page, head) for target, head in links if "://" not in target]
     assert [(where.name, head) for where, head in ours if where.suffix == ".md" and head not in anchors(where)] == []
 
 
-@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", prose.pages(), ids=lambda page: str(page.relative_to(prose.ROOT)))
 def test_each_footnote_of_a_page_is_there_once_and_used(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     defined = re.findall(r"^(\[\^[\w-]+\]): ", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The rules of settings: one a test. ``docs/settings.md`` names the tests of the variables."""
+"""The rules of settings: one a test. ``docs/guide/settings.md`` names the tests of the variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fl_dispatch.settings import (
     variable_names,
 )
 
-DOCS = Path(__file__).parents[2] / "docs" / "settings.md"
+DOCS = Path(__file__).parents[2] / "docs/guide/settings.md"
 Write = Callable[[str], str]
 
 

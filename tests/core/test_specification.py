@@ -1,4 +1,4 @@
-"""``docs/specification.md`` is true: its paths import, its tests exist, and each deviation says why."""
+"""``docs/evidence/specification.md`` is true: its paths import, its tests exist, and each deviation says why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_alias import fresh
 from fl_dispatch import call_op, get_default_manager, resolve_op
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/specification.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/evidence/specification.md").read_text(encoding="utf-8")
 HEADS = ("specified", "variable", "function")
 ROWS = [
     [cell.strip() for cell in line[1:-1].split("|")]

@@ -71,6 +71,6 @@ def test_an_exhaustive_environment_runs_only_there_or_by_its_name(commit: pytest
 
 
 def test_the_page_has_the_numbers() -> None:
-    page = Path(ROOT, "docs/testing.md").read_text()
+    page = Path(ROOT, "docs/evidence/testing.md").read_text()
     for subject, rotation in ROTATIONS.items():
         assert f"| {subject} | {rotation.draws} of {len(rotation.files)}" in page

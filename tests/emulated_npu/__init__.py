@@ -3,7 +3,8 @@
 ``runtime.c`` is the runtime, ``aten.py`` runs PyTorch's operators, ``kernels`` those of ``torch_npu``, from its
 documentation, and ``collectives.py`` is the stand-in for HCCL; ``launches.py`` and ``graphs.py`` count waits and record
 graphs. ``install.py`` puts it into an environment, where
-``import torch`` calls ``startup.activate`` in every process. docs/ascend.md says what it can show and what it cannot.
+``import torch`` calls ``startup.activate`` in every process. docs/evidence/ascend.md says what it can show and what it
+cannot.
 
 Environment variables, read in each process:
 

@@ -1,4 +1,4 @@
-"""A vendor's first hour, as docs/vendors.md has it: every command is run, and prints what the page shows."""
+"""A vendor's first hour, as docs/guide/vendors.md has it: every command is run, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from vendor_machine import ROOT, Machine, make_machine, normal
 
-PAGE = ROOT / "docs/vendors.md"
+PAGE = ROOT / "docs/guide/vendors.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"(?:# |/\* )(acme_fl/\w+\.\w+)")
 

@@ -9,7 +9,7 @@ from fl_dispatch import get_default_manager
 from fl_dispatch.evidence.verify import implementations, verify
 
 EXCLUDED = {("linear", "bfloat16"), ("mla_prefill", "float16")}
-"""Operators and dtypes that the documentation of the chip excludes (docs/ascend.md)."""
+"""Operators and dtypes that the documentation of the chip excludes (docs/evidence/ascend.md)."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])

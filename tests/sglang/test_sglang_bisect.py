@@ -20,7 +20,7 @@ SHOWN = (
     "dies",
     "not_exact",
 )
-"""Those that were seen to be found, or rightly not blamed; docs/bisect.md has the others."""
+"""Those that were seen to be found, or rightly not blamed; docs/guide/commands/bisect.md has the others."""
 FAULTS = drawn(SHOWN, 1, "planted faults, SGLang")
 
 

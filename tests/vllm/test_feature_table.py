@@ -1,4 +1,4 @@
-"""``docs/features.md`` has rows for every page of the host's documentation, and no state without its evidence."""
+"""``docs/evidence/vllm_manual.md`` has rows for every page of the host's manual, and no state without its evidence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-TABLE = Path(__file__).parents[2] / "docs/features.md"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs/evidence/vllm_manual.md"
 PAGES = {
     "Automatic Prefix Caching": "Prefix caching",
     "Contact Us": "Contact us",
@@ -59,7 +60,7 @@ def test_every_row_belongs_to_a_page_and_has_one_of_the_states() -> None:
 
 
 def test_what_works_names_a_test_and_what_is_refused_quotes_the_sentence() -> None:
-    tests = {path.name for path in TABLE.parents[1].glob("tests/**/test_*.py")}
+    tests = {path.name for path in ROOT.glob("tests/**/test_*.py")}
     for feature, _, state, evidence in rows():
         assert set(re.findall(r"`(test_\w+\.py)`", evidence)) <= tests, feature
         if state == "**works**":
@@ -69,7 +70,7 @@ def test_what_works_names_a_test_and_what_is_refused_quotes_the_sentence() -> No
 
 
 def test_our_own_sentences_name_the_feature_as_the_code_does() -> None:
-    code = [ast.parse(path.read_text()) for path in (TABLE.parents[1] / "src/vllm_fl").rglob("*.py")]
+    code = [ast.parse(path.read_text()) for path in (ROOT / "src/vllm_fl").rglob("*.py")]
     texts = [
         _pattern(node) for tree in code for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)
     ]

@@ -24,9 +24,9 @@ def p2p_proxy(
         float, typer.Option(help="Seconds that an engine may take for a prompt before another one gets it.", min=1)
     ] = 300.0,
 ) -> None:
-    """Send each request to a vLLM engine that reads its prompt, then to one that writes the answer (docs/p2p.md).
+    """Send each request to a vLLM engine that reads its prompt, then to one that writes the answer.
 
-    Engines come and go with their heartbeats; GET /health lists them.
+    docs/guide/commands/p2p.md has the whole setup. Engines come and go with their heartbeats; GET /health lists them.
     """
     from vllm_fl.p2p.proxy import serve
     from vllm_fl.p2p.secret import Secret

@@ -233,7 +233,7 @@ def _write(plan: Plan, record: Record, file: Path, evidence: ResultFile, rows: R
     facts = record.facts
     title = [
         f"Tuned for {facts['machine']['device']} by fl-dispatch {__version__} on {facts['date']}, in {facts['dtype']}.",
-        f"Every figure is in {platforms.evidence_path(file).name}. The keys are those of docs/settings.md.",
+        f"Every figure is in {platforms.evidence_path(file).name}. The keys are those of docs/guide/settings.md.",
         "A time is that of all calls of a step, with the interval that holds the median with probability 0.95.",
     ]
     rules = merge(winners, dict(plan.policy.op_tuned))

@@ -1,4 +1,7 @@
-"""Defaults of the platforms: one YAML file each, with the keys of a user's config file (see ``docs/settings.md``)."""
+"""Defaults of the platforms: one YAML file each, with the keys of a user's config file.
+
+``docs/guide/settings.md`` has the keys.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _warn_of_unknown() -> None:
         if there:
             logger.warning(
                 "PyTorch sees %d devices of type '%s', but no known chip's driver is on this machine, so the CPU "
-                "runs; a package can bring the chip's DeviceSpec (docs/chips.md)",
+                "runs; a package can bring the chip's DeviceSpec (docs/guide/chips.md)",
                 there,
                 torch_type,
             )
@@ -123,5 +123,7 @@ def device_of(torch_type: str) -> DeviceSpec:
         return own
     found = next((spec for spec in (own, CPU, CUDA, *device_specs()) if spec.torch_type == torch_type), None)
     if found is None:
-        raise DeviceError(torch_type, "no known device has this PyTorch type; a package can bring one (docs/chips.md)")
+        raise DeviceError(
+            torch_type, "no known device has this PyTorch type; a package can bring one (docs/guide/chips.md)"
+        )
     return found

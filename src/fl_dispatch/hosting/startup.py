@@ -100,7 +100,7 @@ class Startup:
     def warn_of_unverified_device(self) -> None:
         """One WARNING where nobody has verified this machine's device under the host."""
         if reason := detect_device().unverified(self.host.name):
-            self.warn(f"{reason}: compare tokens before you rely on it (docs/chips.md)")
+            self.warn(f"{reason}: compare tokens before you rely on it (docs/guide/chips.md)")
 
     def warn(self, sentence: str) -> None:
         """A WARNING, unless this process has given it."""

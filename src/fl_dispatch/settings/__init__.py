@@ -1,6 +1,6 @@
 """The user's settings: read once a process into one immutable object that knows where each value came from.
 
-``docs/settings.md`` is the user's page. Parts: ``model`` (the data), ``selection_policy`` (what of it
+``docs/guide/settings.md`` is the user's page. Parts: ``model`` (the data), ``selection_policy`` (what of it
 selects implementations), ``origins``, ``codec`` (values as text), ``items`` (the table of settings), ``values`` (what
 is right), ``load`` (precedence), ``document`` (safe reading), ``names`` (near misses), ``place`` (where one is set).
 """

@@ -212,7 +212,7 @@ ITEMS: tuple[Item, ...] = (
         "the most that comparing may cost, as a share of a process's time", yaml="shadow_budget",
     ),
 )  # fmt: skip
-"""Every setting. The environment, YAML files, suggestions in errors and ``docs/settings.md`` all follow this table."""
+"""Every setting. The environment, YAML files, errors and ``docs/guide/settings.md`` follow this table."""
 
 
 def variable_names() -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def _default_oplist_path() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The user's settings. ``docs/settings.md`` has each field's variable, YAML key and effect.
+    """The user's settings. ``docs/guide/settings.md`` has each field's variable, YAML key and effect.
 
     ``platform_file`` is none that a user sets: the platform's file that was read, with a hash of its content.
     """

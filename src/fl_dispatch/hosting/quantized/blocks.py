@@ -100,5 +100,5 @@ def _warn_of_powers_of_two() -> None:
     logger.warning(
         "'scale_fmt': 'ue8m0' says that scales of inputs were powers of two when the model was made; here they are not "
         "rounded up to such, as in Hugging Face's network, so inputs are nearer to what they were and answers may "
-        "differ a little from those of other software (docs/quantization.md)"
+        "differ a little from those of other software (docs/guide/quantization.md)"
     )

@@ -1,6 +1,6 @@
 """The orders in which checkpoints store weights, unpacked once into the one form of each operator.
 
-Hosts load every parameter as the checkpoint has it, a rank's part of it. See docs/quantization.md for the forms.
+Hosts load every parameter as the checkpoint has it, a rank's part of it. See docs/guide/quantization.md for the forms.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def why_not(settings: Settings, device: DeviceSpec) -> str:
     """Why no ATen operator is replaced, as a message, or an empty string.
 
     The device decides where nothing was said. PyTorch's own kernels are NVIDIA's on its GPUs, and no measurement says
-    that FlagGems' serve better there; see ``docs/gpu.md``.
+    that FlagGems' serve better there; see ``docs/measured/gpu.md``.
     """
     if not settings.policy.enabled:
         return f"dispatch is off ({settings.origin('enabled')})"

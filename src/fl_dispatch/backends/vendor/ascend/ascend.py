@@ -2,7 +2,8 @@
 
 Some operators have no kernel here, because ``torch_npu`` has none with their meaning: ``mul_and_silu``,
 ``fatrelu_and_mul``, ``swiglustep_and_mul``, ``situ_and_mul``, ``gelu_and_mul_sparse``, ``relu2``, ``xielu`` and
-``moe_align_block_size``. docs/ascend.md has the calls of the others, what they decline and what no chip has shown yet.
+``moe_align_block_size``. docs/evidence/ascend.md has the calls of the others, what they decline and what no chip has
+shown yet.
 """
 
 from __future__ import annotations

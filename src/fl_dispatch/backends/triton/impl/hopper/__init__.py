@@ -2,10 +2,10 @@
 
 The plain kernels compute a tile's softmax and its products one after the other. Here warps specialize: producers load,
 consumers multiply, and the tensor cores work while a softmax is computed. :mod:`.prefill` is for many queries of a
-request, :mod:`.latent_decode` for decoding of latent attention; both stand on :mod:`.pipeline`, and ``docs/hopper.md``
-draws who waits for whom. They need instructions of one chip and an experimental part of Triton, so they are taken on
-compute capability 9, with a tested version, for the shapes and options that they have. Everything else takes the plain
-kernel, and ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
+request, :mod:`.latent_decode` for decoding of latent attention; both stand on :mod:`.pipeline`, and
+``docs/measured/hopper.md`` draws who waits for whom. They need instructions of one chip and an experimental part of
+Triton, so they are taken on compute capability 9, with a tested version, for the shapes and options that they have.
+Everything else takes the plain kernel, and ``VLLM_FL_CHIP_FEATURES=0`` makes everything do so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pipeline that both kernels share: rings of buffers between warps that load and warps that multiply.
 
 A producer acquires a buffer, starts its copies, and publishes it once they have landed; a consumer waits for it, reads
-it, and releases it. ``docs/hopper.md`` draws who waits for whom.
+it, and releases it. ``docs/measured/hopper.md`` draws who waits for whom.
 """
 
 from triton.experimental import gluon
