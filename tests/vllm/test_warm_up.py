@@ -119,7 +119,7 @@ def integers(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device=META)
 
 
-def paged(shape: tuple[int, int, int], dtype: torch.dtype, queries: Sequence[int], longest: int, width: int) -> None:
+def attend(shape: tuple[int, int, int], dtype: torch.dtype, queries: Sequence[int], longest: int, width: int) -> None:
     """Call ``paged_attention``; ``shape`` is heads, key-value heads and the head's size."""
     heads, kv_heads, dim = shape
     cache = torch.empty(64, 16, kv_heads, dim, dtype=dtype, device=META)
@@ -270,7 +270,7 @@ def nothing_is_compiled_later(keys: Keys, limits: tuple[int, int, int], call: Ca
 @pytest.mark.parametrize("shape", PAGED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention(keys: Keys, shape: tuple[int, int, int], dtype: torch.dtype, limits: tuple[int, int, int]) -> None:
-    nothing_is_compiled_later(keys, limits, lambda *batch: paged(shape, dtype, *batch))
+    nothing_is_compiled_later(keys, limits, lambda *batch: attend(shape, dtype, *batch))
 
 
 @pytest.mark.parametrize("limits", LIMITS)
@@ -395,4 +395,4 @@ def test_states(keys: Keys, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, 
 def test_a_batch_that_the_start_leaves_out_is_noticed(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_batches, "QUERIES", (1,))
     with pytest.raises(AssertionError):
-        nothing_is_compiled_later(keys, LIMITS[1], lambda *batch: paged(PAGED[0], torch.bfloat16, *batch), drawn=1000)
+        nothing_is_compiled_later(keys, LIMITS[1], lambda *batch: attend(PAGED[0], torch.bfloat16, *batch), drawn=1000)
